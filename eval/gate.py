@@ -1,4 +1,4 @@
-"""Judge a report again: exit code 0 when it passes, 1 when it does not. The verdict and its pages go beside the report that was judged.
+"""Judge a report again: exit code 0 when it passes, 1 when it does not. The verdict and its pages go next to the report that was judged.
 
 python eval/gate.py report=runs/demo/report/report.json gates=default                  # writes runs/demo/report/default
 python eval/gate.py report=runs/demo/report gates=release baseline=org/name@v1.2
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from specdistill.command import run
 from specdistill.errors import ExitCode
-from specdistill.gate.again import GateOptions, judge_again
+from specdistill.gate.decide import GateOptions, judge_again
 from specdistill.report.text import print_gate
 
 

@@ -22,7 +22,7 @@ from specdistill.report.text import cells, table
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 
-DEFAULT_NUM_TOKENS = 3  # drafted in a round, where no report says how many were measured
+DEFAULT_NUM_TOKENS = 3  # drafted per round, where no report says how many were measured
 
 
 def export(
@@ -35,14 +35,14 @@ def export(
     dtype: str | None = None,
     num_speculative_tokens: int | None = None,
 ) -> Served:
-    """Write the draft of a folder, in any layout that is read, into a new folder in the layout of an engine, with SERVE.md beside it.
+    """Write the draft of a folder, in any layout that is read, into a new folder in the layout of an engine, with SERVE.md next to it.
 
     Args:
         target: the draft's target; needed where a layout holds some of it (`mtp`, speculators, SafeAILab's EAGLE-1), and where a draft in
             another project's layout leaves something to it. Whenever it is given, the draft must be its own.
-        report: report.json of the draft; None looks for `../report/report.json` beside it.
+        report: report.json of the draft; None looks for `../report/report.json` next to it.
         dtype: of a GGUF file: f32, f16 (also None) or q8_0.
-        num_speculative_tokens: drafted in a round, for the commands; None takes the report's.
+        num_speculative_tokens: drafted per round, for the commands; None takes the report's.
 
     Returns what a command that serves it is made of. Raises UserError, before anything is written, for what is no whole draft and for what
     the engine cannot express; ResourceError when the Hub or the disk fails.
@@ -140,7 +140,7 @@ def caveats(report: Mapping[str, Any] | None) -> str:
 def expectation(report: Mapping[str, Any] | None) -> str:
     """The acceptance that was measured, and under which settings."""
     if report is None:
-        return "Not measured: no report.json was named by `report=` or lay in `../report` beside the draft. `specdistill eval` writes one."
+        return "Not measured: no report.json was named by `report=` or lay in `../report` next to the draft. `specdistill eval` writes one."
     row, settings, engine = report["results"][0], report["settings"], report.get("engine", {"name": "specdistill"})
     length = row.get("mean_acceptance_length")
     if length is None:
@@ -179,5 +179,5 @@ def find_report(draft: Path, report: Path | None, method: str) -> dict[str, Any]
     if measured != method:
         raise UserError("report", got=f"{path}, of a draft of method {measured}", expected=expected)
     if looks_up_first(read):
-        raise UserError("report", got=f"{path}, of a draft behind a look-up", expected=f"{expected} on its own")
+        raise UserError("report", got=f"{path}, of a draft behind an n-gram lookup", expected=f"{expected} on its own")
     return read

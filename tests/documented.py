@@ -33,7 +33,7 @@ def keys_of(verb: str) -> frozenset[str]:
         return keys_of("train") | ast.literal_eval(shorthands).keys()
     if verb == "gate":
         return frozenset(
-            re.findall(r"^    (\w+): .* = (?:option|like)\(", read(ROOT / "specdistill" / "gate" / "again.py"), re.MULTILINE)
+            re.findall(r"^    (\w+): .* = (?:option|like)\(", read(ROOT / "specdistill" / "gate" / "decide.py"), re.MULTILINE)
         )
     with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
         main([verb, "--help"])

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 from specdistill.decoding.proposer import Proposer
 from specdistill.measurement.configurations import Settings
-from specdistill.measurement.measure import Runs, measure_together
+from specdistill.measurement.measure import PromptRuns, measure_together
 from specdistill.suites.suite import Prompt
 from specdistill.targets.frozen import FrozenTarget
 
 
-def measure(target: FrozenTarget, proposer: Proposer, prompts: Sequence[Prompt], settings: Settings) -> list[Runs]:
+def measure(target: FrozenTarget, proposer: Proposer, prompts: Sequence[Prompt], settings: Settings) -> list[PromptRuns]:
     (runs,) = measure_together(target, [proposer], prompts, settings)
     return runs

@@ -23,11 +23,10 @@ TESTED_ELSEWHERE = {
     "pico": "produce/test_sources.py",
     "train": "train/test_eagle.py",
     "export": "export/test_export.py",
+    "measurement/evaluate": "eval/test_run_script.py",
     "*/command": "test_cli.py",
-    "measurement/here": "eval/test_run_script.py",
     "comparison/measure": "eval/test_compare_script.py",
     "comparison/options": "eval/test_compare_script.py",
-    "gate/again": "eval/test_gate_script.py",
 }
 
 

@@ -11,7 +11,7 @@ from specdistill.comparison.compare import Measured
 from specdistill.comparison.options import CommonOptions, check_lookup_first, settings_of_each
 from specdistill.decoding.proposer import Proposer
 from specdistill.decoding.transformers_models import check_reads_trees
-from specdistill.measurement.configurations import Plan, Settings
+from specdistill.measurement.configurations import MeasurementPlan, Settings
 from specdistill.measurement.hardware import fit_threads, resources_used
 from specdistill.measurement.losslessness import greedy_check, sampling_test
 from specdistill.measurement.measure import measure_together, prompt_records, round_costs
@@ -85,7 +85,7 @@ def _measured(
         ]
     measured = []
     for entry, result, test, cost in zip(loaded, results, tests, costs, strict=True):
-        plan = Plan(entry.settings, prompts)
+        plan = MeasurementPlan(entry.settings, prompts)
         of_draft: dict[str, Any] = {"draft": entry.draft, "sampling_test": test, "costs": cost, "took": took}
         vocabulary = entry.proposer.vocabulary
         measured.append(

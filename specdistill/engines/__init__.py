@@ -1,4 +1,4 @@
-"""The inference engines. Each has a file of its own; a new one is that file and a row of `ENGINES`.
+"""The inference engines. A new one is a file and a row of `ENGINES`.
 
 Nothing here imports torch, and what is slow to import is imported where it is used: the command line asks for the names.
 """
@@ -7,10 +7,17 @@ from specdistill.engines.engine import Engine
 from specdistill.engines.llama_cpp import LLAMA_CPP
 from specdistill.engines.safeailab import SAFEAILAB
 from specdistill.engines.sglang import SGLANG
-from specdistill.engines.speculators import SPECULATORS
-from specdistill.engines.tensorrt_llm import TENSORRT_LLM
-from specdistill.engines.vllm import VLLM
+from specdistill.engines.vllm import SPECULATORS, VLLM
 
+# Its PyTorch backend: modeling_speculative.py, speculative/eagle3.py. Drafts are checked, not exported. It reads what ModelOpt writes:
+# `layers.0.*`, without t2d and embedding; SpecForge's names, too. The layers that a head reads are an argument of its own. A tensor that is
+# missing is an error, one that is unknown is not.
+TENSORRT_LLM = Engine(
+    name="trtllm",
+    title="TensorRT-LLM",
+    versions="PyTorch backend at 00679c6 (2026)",
+    loader_version="PyTorch backend at 00679c6",
+)
 ENGINES: dict[str, Engine] = {engine.name: engine for engine in (VLLM, SGLANG, SPECULATORS, SAFEAILAB, LLAMA_CPP, TENSORRT_LLM)}
 
 

@@ -13,7 +13,7 @@ from specdistill.errors import ResourceError, UserError, one_line
 
 KEY = "data.regenerate.server"
 MOST_REFUSED = 32  # questions, without one answer, before it is no longer the questions that are wrong
-PATIENCE = 600.0  # seconds that a server may fail without one answer in between, before the others go on without it
+PATIENCE = 600.0  # seconds that a server may fail without one answer in between, before the others continue without it
 FIRST_DELAY, LONGEST_DELAY = 0.5, 60.0  # seconds before a server that failed is asked again; twice as long each time
 TOKEN = "OPENAI_API_KEY"  # environment variable; servers that want none ignore it
 ABOUT_THE_QUESTION = {400, 413, 422}

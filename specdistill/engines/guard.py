@@ -27,7 +27,7 @@ def main(grace_seconds: str, *command: str) -> None:
 
 
 def surroundings(program: str) -> dict[str, str]:
-    """The environment of a program in another Python than this one: it sees none of ours, and finds the tools beside it."""
+    """The environment of a program in another Python than this one: it sees none of ours, and finds the tools next to it."""
     hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
     kept = {name: value for name, value in os.environ.items() if name not in hidden}
     return kept | {"PATH": f"{Path(program).parent}{os.pathsep}{kept.get('PATH', os.defpath)}"}

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
-Shape = tuple[int, ...]
-# What becomes of a tensor that should not be there, or is missing: the engine stops with an error, or goes on and says nothing.
-Outcome = Literal["refused", "silent"]
+TensorShape = tuple[int, ...]
+# What becomes of a tensor that should not be there, or is missing: the engine stops with an error, or continues without a message.
+LoadOutcome = Literal["refused", "silent"]
 # Where a parameter's values come from: the file; or the target's where the file has none and the shape is the same; the target's,
 # whatever the file has; the file, and nothing reads it.
-Source = Literal["file", "shared", "target", "unused"]
+TensorSource = Literal["file", "shared", "target", "unused"]
 
 
 def engine_aux_layers(num_layers: int) -> list[int]:
@@ -44,7 +44,7 @@ class Slot:
     name: str
     shape: str
     when: str = ""
-    source: Source = "file"
+    source: TensorSource = "file"
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Setting:
 class Loader:
     """How an engine loads the drafts of one method in one layout.
 
-    inner: the key of the dictionary that holds the Llama's keys, which stand beside `taken` from outside.
+    inner: the key of the dictionary that holds the Llama's keys, which stand next to `taken` from outside.
     architectures: those that lead to this loader; empty where it is chosen otherwise.
     required: keys without which it stops.
     renamed: (part of a name, what it becomes, switch). ignored: parts of names of tensors that are left alone.
@@ -76,8 +76,8 @@ class Loader:
 
     architectures: frozenset[str]
     slots: tuple[Slot, ...]
-    unknown: Outcome
-    unset: Outcome
+    unknown: LoadOutcome
+    unset: LoadOutcome
     settings: dict[str, Setting]
     aux_layers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     inner: str | None = None
@@ -147,7 +147,7 @@ def loader_of(loaders: Sequence[Loader], config: Mapping[str, Any]) -> Loader | 
 
 
 def check_loader(
-    loader: Loader, config: Mapping[str, Any], shapes: Mapping[str, Shape], head: object, target: Any = None
+    loader: Loader, config: Mapping[str, Any], shapes: Mapping[str, TensorShape], head: object, target: Any = None
 ) -> LoaderCheck:
     """What a loader makes of a folder.
 
@@ -162,7 +162,7 @@ def check_loader(
         expected = sorted(loader.architectures, key=len)[0]
         result.refused.append(f"config.json has {got}; this engine loads such a draft as {expected}")
     result.refused += [f"config.json has no {key}" for key in loader.required if _get(config, key) is MISSING]
-    if isinstance(inner, dict):  # read side by side with what stands beside them
+    if isinstance(inner, dict):  # read together with what stands next to them
         config = {**inner, **{key: config[key] for key in loader.taken if config.get(key) is not None}}
     result.refused += [
         f"config.json says {key} null, which is taken for a number: leave the key out"
@@ -244,7 +244,7 @@ def _sizes(read: dict[str, Any], config: Mapping[str, Any], target: Any) -> dict
     return sizes
 
 
-def _check_tensors(result: LoaderCheck, shapes: Mapping[str, Shape], sizes: dict[str, int]) -> None:
+def _check_tensors(result: LoaderCheck, shapes: Mapping[str, TensorShape], sizes: dict[str, int]) -> None:
     loader = result.loader
     unset, unknown = getattr(result, loader.unset), getattr(result, loader.unknown)
     without = "it must be" if loader.unset == "refused" else "it stays uninitialized"

@@ -74,7 +74,7 @@ class Server:
 
 
 @dataclass(frozen=True)
-class Identity:
+class ServerIdentity:
     """What a server says of itself. `models`: the names and the folder of what it serves, the name to ask for first.
 
     num_speculative_tokens: K; None for a server that does not draft. max_length: tokens of a sequence; None where it does not say.
@@ -94,7 +94,7 @@ PLAIN_SAMPLING: Mapping[str, float] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Request:
+class CompletionRequest:
     """A prompt to complete. temperature 0 is greedy; top_k 0 and top_p 1 keep every token."""
 
     model: str
@@ -151,22 +151,22 @@ class Client:
 
     prefix: str
     hint: str
-    describe: Callable[[Server, Counters], Identity]
+    describe: Callable[[Server, Counters], ServerIdentity]
     path: str
-    body: Callable[[Request], dict[str, Any]]
+    body: Callable[[CompletionRequest], dict[str, Any]]
     text_and_length: Callable[[Any], tuple[str, int]]
     counts: Callable[[Any, int], ServerCounts]
     gauges: Callable[[Server], dict[str, float]] = lambda server: {}
 
-    def identify(self, server: Server) -> Identity:
+    def identify(self, server: Server) -> ServerIdentity:
         counters = self.read(server)
         if GENERATED not in counters:
             missing = f"{server.address}/metrics has no {self.prefix}:{GENERATED}"
             raise ResourceError(missing, next_step=f"{self.hint}, or name the engine that serves")
         return self.describe(server, counters)
 
-    def complete(self, server: Server, request: Request, k: int) -> Completion:
-        """A completion by a server that drafts `k` tokens a round, 0 without a draft. Several threads may ask at once."""
+    def complete(self, server: Server, request: CompletionRequest, k: int) -> Completion:
+        """A completion by a server that drafts `k` tokens per round, 0 without a draft. Several threads may ask at once."""
         body = self.body(request)
         start = time.perf_counter()
         answer = server.json(self.path, body)

@@ -1,15 +1,24 @@
 """SGLang, read in the sources of 0.5.23: llama_eagle3.py, llama_eagle.py, llama.py, spec_aux_hidden_state.py, eagle_worker_v2.py.
 
 - Auxiliary layers count one less than here, in `eagle_config`.
-- `fc` of EAGLE-1 always has a bias. A true `bias` in config.json is taken for one of the attention, too, so it is left out.
-- Nothing is said about tensors that are unknown or missing.
+- `fc` of EAGLE-1 always has a bias. A true `bias` in config.json is taken for one of the attention, too, so no file has it.
+- Tensors that are unknown or missing are no error.
 - Drafts are counted in each answer's `meta_info`, under names that changed between versions.
 """
 
 from typing import Any
 
 from specdistill.engines.engine import Engine, Program, Served
-from specdistill.engines.server import Client, Counters, Identity, Request, Server, ServerCounts, reached, samples
+from specdistill.engines.server import (
+    Client,
+    CompletionRequest,
+    Counters,
+    Server,
+    ServerCounts,
+    ServerIdentity,
+    reached,
+    samples,
+)
 from specdistill.engines.vllm import sampling_parameters
 from specdistill.errors import ResourceError
 
@@ -45,10 +54,10 @@ FLAGS = {
 }
 
 
-def describe_server(server: Server, counters: Counters) -> Identity:
+def describe_server(server: Server, counters: Counters) -> ServerIdentity:
     info, served = server.json("/get_server_info"), server.json("/v1/models")["data"][0]
     drafts = info.get("speculative_algorithm") is not None
-    return Identity(
+    return ServerIdentity(
         version=str(info["version"]),
         models=tuple(filter(None, (served["id"], info.get("model_path")))),
         max_length=served.get("max_model_len"),
@@ -56,7 +65,7 @@ def describe_server(server: Server, counters: Counters) -> Identity:
     )
 
 
-def request_body(request: Request) -> dict[str, Any]:
+def request_body(request: CompletionRequest) -> dict[str, Any]:
     """Model and seed play no part: a server has one model, and SGLang seeds its sampling when it starts."""
     parameters = {"max_new_tokens": request.max_new_tokens, **sampling_parameters(request)}
     return {"input_ids": list(request.prompt_ids), "sampling_params": parameters}
@@ -72,7 +81,7 @@ def answer_counts(answer: Any, k: int) -> ServerCounts:
     for names in (DRAFTED, ACCEPTED, HISTOGRAM):
         name = next((name for name in names if name in meta), None)
         if name is None:
-            lacks = f"SGLang counts the rounds of its answer and has no {' or '.join(names)} beside them"
+            lacks = f"SGLang counts the rounds of its answer and has no {' or '.join(names)} with them"
             raise ResourceError(lacks, next_step="use a version of SGLang that does")
         found.append(meta[name])
     drafted, accepted, histogram = found

@@ -6,27 +6,34 @@
 - A layer has a window by `layer_types` alone.
 - Names of tensors that are not known are an error; a tensor that is missing is not.
 - Drafts are counted in each answer, where it is asked for, before the completion is cut at its limit or at a stop token.
+
+speculators, read in the sources of 0.9, writes folders for vLLM that hold embedding and head and name the target.
 """
 
 import json
 from typing import Any
 
 from specdistill.engines.engine import Engine, Program, Served
-from specdistill.engines.server import PLAIN_SAMPLING, Client, Counters, Identity, Request, Server, ServerCounts, reached
+from specdistill.engines.server import (
+    PLAIN_SAMPLING,
+    Client,
+    CompletionRequest,
+    Counters,
+    Server,
+    ServerCounts,
+    ServerIdentity,
+    reached,
+)
 from specdistill.errors import ResourceError
 
 PER_POSITION = "spec_decode_num_accepted_tokens_per_pos_total"
 
 
-def speculative_config(name: str, folder: str | None, num_tokens: int) -> dict[str, Any]:
-    """folder: of the draft; None where it is in the target's."""
-    return {"method": name, **({"model": folder} if folder else {}), "num_speculative_tokens": num_tokens}
-
-
 def served_config(served: Served) -> dict[str, Any]:
+    """The speculative config; a draft that is in the target's checkpoint has no folder of its own."""
+    folder = {} if served.in_target else {"model": str(served.output)}
     sampled = {"draft_sample_method": "probabilistic"} if served.samples else {}
-    folder = None if served.in_target else str(served.output)
-    return speculative_config(served.serving.name, folder, served.num_tokens) | sampled
+    return {"method": served.serving.name, **folder, "num_speculative_tokens": served.num_tokens, **sampled}
 
 
 def arguments(served: Served) -> list[str]:
@@ -65,9 +72,9 @@ if __name__ == "__main__":
     print("acceptance length", 1 + accepted / drafts)"""
 
 
-def describe_server(server: Server, counters: Counters) -> Identity:
+def describe_server(server: Server, counters: Counters) -> ServerIdentity:
     served = server.json("/v1/models")["data"][0]
-    return Identity(
+    return ServerIdentity(
         version=str(server.json("/version")["version"]),
         models=tuple(filter(None, (served["id"], served.get("root")))),
         max_length=served.get("max_model_len"),
@@ -75,7 +82,7 @@ def describe_server(server: Server, counters: Counters) -> Identity:
     )
 
 
-def request_body(request: Request) -> dict[str, Any]:
+def request_body(request: CompletionRequest) -> dict[str, Any]:
     return {
         "model": request.model,
         "prompt": list(request.prompt_ids),
@@ -105,7 +112,7 @@ def answer_counts(answer: Any, k: int) -> ServerCounts:
     )
 
 
-def sampling_parameters(request: Request) -> dict[str, Any]:
+def sampling_parameters(request: CompletionRequest) -> dict[str, Any]:
     """In the words of vLLM, which SGLang shares."""
     chosen = {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k or -1}
     return {**PLAIN_SAMPLING, **chosen, "skip_special_tokens": False}
@@ -135,4 +142,14 @@ VLLM = Engine(
         counts=answer_counts,
     ),
     counts_past_end=True,
+)
+
+SPECULATORS = Engine(
+    name="speculators",
+    title="speculators, served by vLLM",
+    versions=f"speculators 0.9; vLLM {VLLM.versions}",
+    serve_command=lambda served: (
+        f"vllm serve {served.quoted_output}   # names its target, and {served.num_tokens} draft tokens"
+    ),
+    counters=VLLM.counters,
 )

@@ -15,9 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from specdistill.command import check_writable
 from specdistill.errors import UserError
-from specdistill.gate.rules import DEFAULT_CONFIDENCE, SCOPES, Rule
-from specdistill.report.files import REPORT, SAMPLES, read_report, row_metrics
+from specdistill.gate.rules import DEFAULT_CONFIDENCE, SCOPES, Rule, load_gate
+from specdistill.recipe.fields import Section, like, option
+from specdistill.recipe.sections import EvalConfig
+from specdistill.report.files import REPORT, SAMPLES, read_report, row_metrics, write_report
 from specdistill.report.phrases import scalar
 from specdistill.report.tables import METRICS_SHOWN, main_rows
 from specdistill.repositories import fetch, split_revision
@@ -26,13 +29,22 @@ from specdistill.statistics.metrics import METRICS, prompt_sums
 from specdistill.statistics.records import ALL, PromptRecord, records_of
 from specdistill.statistics.sample_size import corrected_confidence
 
-# Settings that change what is accepted or timed: two measurements share them, beside the row's configuration, or are not compared.
+# Settings that change what is accepted or timed: two measurements share them and the row's configuration, or are not compared.
 SHARED_SETTINGS = ("top_p", "top_k", "max_new_tokens", "compile")
 NUM_IDS_SHOWN = 3
 BASELINE = "a report.json, its folder, or a Hub id with its revision, as org/name@v1.2"
 FIRST_RELEASE = "none"  # in place of a baseline: there is no earlier report to compare with
 
 Verdict = Literal["passed", "failed", "inconclusive"]
+
+
+class GateOptions(Section):
+    report: str = option(..., "report.json, or its folder")
+    gates: str = option("default", "gate name, or a gate YAML")
+    baseline: str | None = like(EvalConfig, "baseline")
+    output_dir: str | None = option(
+        None, "folder of the verdict's report; null: named by the gate, next to the report that is judged"
+    )
 
 
 @dataclass(frozen=True)
@@ -91,6 +103,20 @@ def judge(
     return {**report, "gate": decide(rules, evidence, baseline, first_release=first_release)}
 
 
+def judge_again(report: Path, gates: str, *, baseline: str | None = None, output_dir: Path | None = None) -> dict[str, Any]:
+    """The report with the verdict of a gate, written into a folder of its own next to the one that is judged, or into `output_dir`."""
+    rules = load_gate(gates)
+    judged = report if report.is_dir() else report.parent
+    folder = output_dir or judged / Path(gates).stem
+    if folder.resolve() == judged.resolve():
+        raise UserError("output_dir", got=f"{folder}, the report that is judged", expected="another folder")
+    check_writable(folder, "output_dir")
+    evidence = Evidence(*read_report(report))
+    verdict = judge(rules, evidence, read_baseline(baseline, rules), first_release=baseline == FIRST_RELEASE)
+    write_report(folder, verdict, evidence.records)
+    return verdict
+
+
 def decide(
     rules: Sequence[Rule], evidence: Evidence, baseline: Evidence | None = None, *, first_release: bool = False
 ) -> dict[str, Any]:
@@ -101,7 +127,7 @@ def decide(
     asked = [rule for rule in rules if not (first_release and rule.requirement == "max_regression")]
     results = [_decide(rule, estimate(rule, evidence, baseline)) for rule in asked]
     if evidence.report.get("incomplete"):
-        reason = evidence.report["not_measured"].get("incomplete", "what it left out could say otherwise")
+        reason = evidence.report["not_measured"].get("incomplete", "what it did not measure could change the verdict")
         cut_short = _decide(Rule("incomplete", "equals", False), Estimate(True))
         results.insert(0, {**cut_short, "reason": f"the run was cut short: {reason}"})
     verdicts = {result["verdict"] for result in results if result["severity"] != "warn"}
@@ -261,7 +287,7 @@ def changes(evidence: Evidence, baseline: Evidence) -> dict[str, Any]:
     asked = [(metric, ALL) for metric in METRICS_SHOWN] + [("mean_acceptance_length", category) for category in categories]
     try:
         return {**section, "changes": [_change(metric, category, evidence, baseline) for metric, category in asked]}
-    except UserError as error:  # the report is shown all the same, with the reason
+    except UserError as error:  # the report is shown anyway, with the reason
         return {**section, "reason": str(error)}
 
 
@@ -310,7 +336,7 @@ def holds(rule: Rule, found: Estimate) -> tuple[Verdict, str, int | None]:
 
 
 def _prompts_needed(found: Estimate, open_end: float, edge: float) -> tuple[str, int | None]:
-    """How many prompts could decide: so many that the interval's open end reaches the edge that it now lies beyond.
+    """How many prompts could decide: as many as bring the interval's open end to the edge that it now lies beyond.
 
     An interval narrows with the square root of the number of prompts.
     """

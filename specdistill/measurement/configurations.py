@@ -50,6 +50,14 @@ class Settings:
         tree = self.tree.settings if self.tree else None
         return Configuration(self.num_speculative_tokens, self.sampling.temperature, self.batch_size, tree, self.context_bucket)
 
+    @property
+    def described(self) -> dict[str, Any]:
+        """As a report's `settings` state them."""
+        named = ("max_new_tokens", "batch_size", "seed", "warmup", "repeats")
+        sampling, tree = vars(self.sampling), self.configuration.tree
+        values = {name: getattr(self, name) for name in named}
+        return {"num_speculative_tokens": self.num_speculative_tokens, **sampling, "tree": tree, **values}
+
     @classmethod
     def of(cls, section: Any) -> "Settings":
         """From a recipe's eval section, or from another command's options of the same names."""
@@ -66,7 +74,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MeasurementPlan:
     """A configuration to measure: its settings, and its prompts.
 
     target_precision: stop once the acceptance length and the speedup are known to this share, either way; None measures every
@@ -91,14 +99,14 @@ class Plan:
 
 
 def plan_configurations(
-    main: Plan,
+    main: MeasurementPlan,
     *,
     num_speculative_tokens: Sequence[int] = (),
     temperatures: Sequence[float] = (),
     batch_sizes: Sequence[int] = (),
     trees: Sequence[TreeShape] = (),
     contexts: Mapping[int, Sequence[Prompt]] | None = None,
-) -> list[Plan]:
+) -> list[MeasurementPlan]:
     """The main configuration, then those of each axis in the order of its values, none of them twice.
 
     Other K are chains, also where the main configuration drafts trees. contexts: prompt length in tokens -> prompts cut to it.
@@ -114,5 +122,5 @@ def plan_configurations(
     plans = [main]
     for other, prompts in others:
         if other.configuration not in [plan.settings.configuration for plan in plans]:
-            plans.append(Plan(other, prompts, main.target_precision))
+            plans.append(MeasurementPlan(other, prompts, main.target_precision))
     return plans

@@ -7,7 +7,7 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -62,14 +62,6 @@ def resources_used(device: torch.device) -> Iterator[dict[str, Any]]:
     unit = 1 if sys.platform == "darwin" else 1024  # what getrusage counts in
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     used["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident
-
-
-def total_used(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """`resources_used` of parts that ran one after the other."""
-    return {
-        "seconds": sum(part["seconds"] for part in parts),
-        "peak_memory_bytes": max(part["peak_memory_bytes"] for part in parts),
-    }
 
 
 @contextmanager

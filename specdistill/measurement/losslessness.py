@@ -1,7 +1,7 @@
 """Whether what is generated is the target's own. It must be: greedy completions token for token, sampled ones in distribution.
 
 The reference is transformers' `generate()` (specdistill.measurement.reference), never decoding here without a draft, which would share its
-mistakes. A verification of several tokens rounds differently from passes over one, and near-ties of a float32 target are broken in float64
+bugs. A verification of several tokens rounds differently from passes over one, and near-ties of a float32 target are broken in float64
 here. So completions may diverge where the target's best tokens are almost tied: this is counted. A divergence without a near-tie is a bug.
 
 Sampling is tested by chi-square: two tokens are drawn many times with the draft, and their distribution is known. A test that never fails
@@ -23,7 +23,7 @@ from specdistill.decoding.sampling import GREEDY, Sampling
 from specdistill.decoding.tree import ROOT
 from specdistill.measurement import reference
 from specdistill.measurement.configurations import Settings
-from specdistill.measurement.measure import Runs, decode, decoder_for, in_batches
+from specdistill.measurement.measure import PromptRuns, decode, decoder_for, in_batches
 from specdistill.progress import progress
 from specdistill.statistics.intervals import MIN_EXPECTED, chi_square
 from specdistill.suites.suite import Prompt
@@ -36,13 +36,13 @@ NUM_PROBED_PROMPTS = 16
 NUM_PROBED_TOKENS = 48  # generated after each of them, in search of a place where a wrong rule would show
 
 
-def greedy_check(target: FrozenTarget, proposer: Proposer, runs: Sequence[Runs], settings: Settings) -> dict[str, Any]:
+def greedy_check(target: FrozenTarget, proposer: Proposer, runs: Sequence[PromptRuns], settings: Settings) -> dict[str, Any]:
     """The greedy part of the report's `lossless`, for one configuration."""
     return compare_greedy(target, greedy_pairs(target, proposer, runs, settings))
 
 
 def greedy_pairs(
-    target: FrozenTarget, proposer: Proposer, runs: Sequence[Runs], settings: Settings
+    target: FrozenTarget, proposer: Proposer, runs: Sequence[PromptRuns], settings: Settings
 ) -> Iterator[tuple[Prompt, Generation, tuple[int, ...]]]:
     """(prompt, greedy with the draft, the token ids of the reference) of every prompt.
 
@@ -126,7 +126,7 @@ def candidates(proposal: Proposal, path: Sequence[int]) -> Sequence[int]:
 def wrong_residual(proposal: Proposal, probs_NV: Tensor, generator: torch.Generator | None) -> tuple[Sequence[int], int]:
     """A rule that is wrong on purpose: where all candidates were rejected it draws from p instead of the residual distribution.
 
-    Draft tokens are accepted as they should be, so they are emitted too often: a mistake that acceptance rates do not show.
+    Draft tokens are accepted as they should be, so they are emitted too often: a bug that acceptance rates do not show.
     """
     path, next_token = exact(proposal, probs_NV, generator)
     drawn = int(torch.multinomial(probs_NV[path[-1] + 1 if path else 0].cpu(), 1, generator=generator))

@@ -21,7 +21,7 @@ import torch
 from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.decoder import Decoder, Generation, Round
 from specdistill.decoding.proposer import Proposer
-from specdistill.measurement.configurations import Plan, Settings
+from specdistill.measurement.configurations import MeasurementPlan, Settings
 from specdistill.measurement.hardware import frozen_garbage_collector
 from specdistill.measurement.reference import timed_generate
 from specdistill.measurement.timing import disturbed_rounds, prompt_timing
@@ -42,7 +42,7 @@ AnyDecoder = Decoder | BatchDecoder
 
 
 @dataclass
-class Runs:
+class PromptRuns:
     """All repetitions of one prompt. Drafts that are measured together share the lists of the plain runs.
 
     batch: the seed of the first prompt of its batch, the same for all that were decoded together; None: alone.
@@ -55,13 +55,13 @@ class Runs:
     hf_generate: list[Generation] = field(default_factory=list)
 
 
-def measure(
+def measure_plan(
     target: FrozenTarget,
     proposer: Proposer,
     suite: str,
-    plan: Plan,
+    plan: MeasurementPlan,
     is_decided: Callable[[Sequence[PromptRecord]], bool] = lambda records: True,
-) -> list[Runs]:
+) -> list[PromptRuns]:
     """The runs of a plan's prompts: all of them, or as many as its target precision takes; its further ones until `is_decided`.
 
     Prompts keep the suite's order, or in batches the order in which they were decoded.
@@ -76,7 +76,7 @@ def measure(
         sizes = interim_sizes(len(everything), first)
     else:
         return measure_together(target, [proposer], plan.prompts, settings)[0]
-    runs: list[Runs] = []
+    runs: list[PromptRuns] = []
     for num_prompts in sizes:
         end = math.ceil(num_prompts / settings.batch_size) * settings.batch_size  # whole batches
         prompts = [everything[index] for index in order[len(runs) : end]]
@@ -93,7 +93,7 @@ def measure(
 
 def measure_together(
     target: FrozenTarget, proposers: Sequence[Proposer], prompts: Sequence[Prompt], *each: Settings
-) -> list[list[Runs]]:
+) -> list[list[PromptRuns]]:
     """The runs of each proposer: every prompt is decoded `repeats` times without a draft and with each of them.
 
     each: settings of all proposers, or of each of them, which differ in K alone.
@@ -108,15 +108,15 @@ def measure_together(
     ]
     batches = in_batches(prompts, settings.batch_size)
     baselines = [
-        Runs(prompt, settings.seed + batch.start if settings.batch_size > 1 else None)
+        PromptRuns(prompt, settings.seed + batch.start if settings.batch_size > 1 else None)
         for batch in batches
         for prompt in batch.prompts
     ]
-    runs = [[Runs(run.prompt, run.batch, [], run.baseline, run.hf_generate) for run in baselines] for _ in proposers]
+    runs = [[PromptRuns(run.prompt, run.batch, [], run.baseline, run.hf_generate) for run in baselines] for _ in proposers]
     hf_batches = some(batches, math.ceil(NUM_HF_PROMPTS / settings.batch_size))
     warmup = some(batches, settings.warmup)
 
-    def decode_all_ways(batch: Batch, first: int) -> None:
+    def decode_all_ways(batch: PromptBatch, first: int) -> None:
         for way in [*range(first, len(ways)), *range(first)]:  # 0 is plain decoding
             decoder, chosen = ways[way]
             for index, generation in enumerate(decode(decoder, batch, chosen), start=batch.start):
@@ -127,7 +127,7 @@ def measure_together(
             for run, generation in zip(shared, timed, strict=True):
                 run.hf_generate.append(generation)
 
-    def is_disturbed(batch: Batch) -> bool:
+    def is_disturbed(batch: PromptBatch) -> bool:
         """Whether a prompt of the batch has fewer undisturbed repetitions than it should."""
         plain = [generations for run in baselines[batch.start : batch.end] for generations in (run.baseline, run.hf_generate)]
         drafted = [run.speculative for one in runs for run in one[batch.start : batch.end]]
@@ -177,7 +177,7 @@ def round_costs(target: FrozenTarget, proposer: Proposer, prompts: Sequence[Prom
 
 
 @dataclass(frozen=True)
-class Batch:
+class PromptBatch:
     """Prompts that are decoded together. start: the place of the first of them among all prompts."""
 
     start: int
@@ -188,12 +188,12 @@ class Batch:
         return self.start + len(self.prompts)
 
 
-def in_batches(prompts: Sequence[Prompt], size: int) -> list[Batch]:
+def in_batches(prompts: Sequence[Prompt], size: int) -> list[PromptBatch]:
     """In their order, the last batch with what is left."""
-    return [Batch(start, tuple(prompts[start : start + size])) for start in range(0, len(prompts), size)]
+    return [PromptBatch(start, tuple(prompts[start : start + size])) for start in range(0, len(prompts), size)]
 
 
-def some(batches: Sequence[Batch], count: int) -> list[Batch]:
+def some(batches: Sequence[PromptBatch], count: int) -> list[PromptBatch]:
     """`count` of the batches, spread over the categories of their first prompts."""
     return evenly(batches, [batch.prompts[0].category for batch in batches], count)
 
@@ -204,7 +204,7 @@ def decoder_for(target: FrozenTarget, settings: Settings, proposer: Proposer | N
     return Decoder(target, proposer, compiled=settings.compile)
 
 
-def decode(decoder: AnyDecoder, batch: Batch, settings: Settings) -> list[Generation]:
+def decode(decoder: AnyDecoder, batch: PromptBatch, settings: Settings) -> list[Generation]:
     """Each prompt's generation; its seed is its own, whatever batch it is in."""
     generators = [torch.Generator().manual_seed(settings.seed + index) for index in range(batch.start, batch.end)]
     options: dict[str, Any] = {
@@ -218,7 +218,9 @@ def decode(decoder: AnyDecoder, batch: Batch, settings: Settings) -> list[Genera
     return [decoder.generate(prompt.token_ids, generator=generator, tree=tree, **options)]
 
 
-def generate_as_long(target: FrozenTarget, batch: Batch, plain: Sequence[Generation], settings: Settings) -> list[Generation]:
+def generate_as_long(
+    target: FrozenTarget, batch: PromptBatch, plain: Sequence[Generation], settings: Settings
+) -> list[Generation]:
     """The batch in transformers' `generate()`: sampled, as many tokens as the `plain` generations have."""
     greedy = settings.sampling.is_greedy
     counts = [settings.max_new_tokens if greedy else len(generation.token_ids) for generation in plain]
@@ -226,7 +228,7 @@ def generate_as_long(target: FrozenTarget, batch: Batch, plain: Sequence[Generat
 
 
 def prompt_records(
-    suite: str, configuration: Configuration, target: FrozenTarget, proposer: Proposer, runs: Sequence[Runs]
+    suite: str, configuration: Configuration, target: FrozenTarget, proposer: Proposer, runs: Sequence[PromptRuns]
 ) -> list[PromptRecord]:
     """The records of a suite's prompts. Tokens are those of the first repetition, times are robust over all (see `timing`)."""
     tokenizer, vocabulary, records = target.tokenizer, proposer.vocabulary, []

@@ -1,6 +1,6 @@
 """Measured configurations: kept on disk, so that a measurement that was interrupted resumes with the next one, and made into a report.
 
-Each is a file, named by a hash of all that it depends on: another draft, target, suite, setting or machine is measured anew.
+Each is a file, named by a hash of all that it depends on: another draft, target, suite, setting or machine is measured again.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from specdistill import __version__
 from specdistill.decoding.proposer import Proposer
-from specdistill.measurement.configurations import Plan
+from specdistill.measurement.configurations import MeasurementPlan
 from specdistill.measurement.hardware import hardware, software
 from specdistill.measurement.losslessness import together
 from specdistill.methods.load import locate
@@ -26,6 +26,7 @@ from specdistill.statistics.sample_size import corrected_confidence
 from specdistill.statistics.theory import RoundCost
 from specdistill.suites.suite import Suite
 from specdistill.targets.frozen import FrozenTarget
+from specdistill.targets.identity import content_hash
 
 FINGERPRINT_DIGITS = 32
 
@@ -44,16 +45,16 @@ class MeasuredConfiguration:
 
 @dataclass(frozen=True)
 class FinishedConfigurations:
-    """The files of a folder. identity: what a measurement depends on besides its plan, as JSON."""
+    """The files of a folder. identity: what a measurement depends on in addition to its plan, as JSON."""
 
     folder: Path
     identity: Mapping[str, Any]
 
-    def read(self, plan: Plan) -> MeasuredConfiguration | None:
+    def read(self, plan: MeasurementPlan) -> MeasuredConfiguration | None:
         path = self._path(plan)
         return TypeAdapter(MeasuredConfiguration).validate_json(path.read_bytes()) if path.exists() else None
 
-    def write(self, plan: Plan, measured: MeasuredConfiguration) -> MeasuredConfiguration:
+    def write(self, plan: MeasurementPlan, measured: MeasuredConfiguration) -> MeasuredConfiguration:
         """Whole or not at all; returns it as `read` would. Raises ResourceError when the disk fails."""
         with staged(self.folder) as staging:
             (staging / self._path(plan).name).write_text(json.dumps(asdict(measured)), encoding="utf-8")
@@ -61,45 +62,36 @@ class FinishedConfigurations:
         assert stored is not None
         return stored
 
-    def _path(self, plan: Plan) -> Path:
+    def _path(self, plan: MeasurementPlan) -> Path:
         return self.folder / f"{fingerprint(plan, self.identity)}.json"
 
 
 def measurement_identity(
     target: FrozenTarget, proposer: Proposer, suite: Suite, *, method: str, draft: str | None
 ) -> dict[str, Any]:
-    """What records depend on besides a plan. draft: the folder or Hub id; None for a method without weights."""
-    weights = draft and folder_fingerprint(locate(draft, key="eval.draft"))
+    """What records depend on in addition to a plan. draft: the folder or Hub id; None for a method without weights."""
+    files = (path for path in locate(draft, key="eval.draft").rglob("*") if path.is_file()) if draft else ()
     return {
         "specdistill": [__version__, git_revision()],
         "target": [target.identity.weights, target.dtype, target.config._attn_implementation],
-        "draft": [method, weights, dict(proposer.settings), proposer.vocabulary is None],
+        "draft": [method, content_hash(files), dict(proposer.settings), proposer.vocabulary is None],
         "suite": [suite.name, suite.version, suite.sha256],
         "machine": [hardware(target.device), software()],
     }
 
 
-def fingerprint(plan: Plan, identity: Mapping[str, Any]) -> str:
+def fingerprint(plan: MeasurementPlan, identity: Mapping[str, Any]) -> str:
     """A hash of all that the plan's records depend on."""
     prompts = [(prompt.id, prompt.category, prompt.token_ids) for prompt in (*plan.prompts, *plan.further)]
     content = json.dumps([identity, asdict(plan.settings), plan.target_precision, len(plan.prompts), prompts], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:FINGERPRINT_DIGITS]
 
 
-def folder_fingerprint(folder: Path) -> str:
-    """A hash of the names and contents of a folder's files."""
-    digest = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        with path.open("rb") as file:
-            digest.update(f"{path.relative_to(folder)} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
-    return digest.hexdigest()[:FINGERPRINT_DIGITS]
-
-
 def draft_report(
     target: FrozenTarget,
     proposer: Proposer,
     suite: Suite,
-    plans: Sequence[Plan],
+    plans: Sequence[MeasurementPlan],
     measured: Sequence[MeasuredConfiguration],
     *,
     draft: Mapping[str, Any],
@@ -121,19 +113,16 @@ def draft_report(
     tested = not isinstance(sampling_test, str)
     weights = {"weights": target.identity.weights} if target.files else {}
     described = {"model": target.name, "revision": target.revision, "dtype": target.dtype, **weights}
-    report = build_report(
+    return build_report(
         target={**described, "parameters": target.num_parameters},
         draft={**draft, "parameters": proposer.num_parameters, "bytes": proposer.num_bytes},
         hardware=hardware(target.device),
         software=software(),
         settings={
-            "num_speculative_tokens": settings.num_speculative_tokens,
-            **vars(settings.sampling),
-            "max_new_tokens": settings.max_new_tokens,
-            "tree": settings.tree.settings if settings.tree else None,
+            **settings.described,
+            "compile": settings.compile,
             "draft_sampling": "probabilistic" if proposer.draws(settings.sampling, settings.tree) else "greedy",
             "drafting": dict(proposer.settings),
-            **{name: getattr(settings, name) for name in ("batch_size", "compile", "seed", "warmup", "repeats")},
             "target_precision": plans[0].target_precision,
             "interim_analyses": plans[0].has_interim_analyses,
         },
@@ -147,6 +136,6 @@ def draft_report(
             **({"sampling_test": sampling_test} if tested else {}),
         },
         not_measured={} if tested else {"lossless.sampling_test": str(sampling_test)},
+        measurement=dict(took),
         git_revision=git_revision(),
     )
-    return {**report, "measurement": dict(took)}

@@ -4,7 +4,7 @@ Speculation must not change what the target generates, so greedy answers score t
 difference of their scores must be about 0. Rows with a `reference` are scored by exact match, rows with a `test` by running the
 program, and all rows by the metric that the suite's header names (`quality`).
 
-Generated programs run in a process of their own with limits on time, memory and file size. The limits contain mistakes, not malice: a
+Generated programs run in a process of their own with limits on time, memory and file size. The limits contain accidents, not malice: a
 program can read files and use the network as its user can. Nothing is run unless `eval.run_code=true`.
 """
 
@@ -15,11 +15,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from decimal import Decimal
 from typing import Any
 
+import datasets
 import evaluate
 import numpy as np
 from scipy import stats
@@ -110,6 +111,30 @@ def paired(with_draft: Sequence[bool], without_draft: Sequence[bool], *, seed: i
         "only_without_draft": only_theirs,
         "p_value": float(stats.binomtest(only_ours, only_ours + only_theirs).pvalue) if only_ours + only_theirs else 1.0,
     }
+
+
+def metric(name: str, about: str | None, inputs: Any, compute: Callable[..., dict[str, Any]]) -> type[evaluate.Metric]:
+    """What a module of `eval/metrics` holds for `evaluate.load`, which finds it by the module's path, offline.
+
+    about: the module's docstring, with the arguments under `Args:`. inputs: datasets' type of a prediction and of a reference.
+    """
+    description, _, arguments = str(about).partition("Args:")
+
+    def info(self: Any) -> evaluate.MetricInfo:
+        features = datasets.Features({"predictions": inputs, "references": inputs})
+        return evaluate.MetricInfo(description, "", features, inputs_description=f"Args:{arguments}")
+
+    return type(name, (evaluate.Metric,), {"_info": info, "_compute": lambda self, **given: compute(**given)})
+
+
+def share(name: str, about: str | None, is_right: Callable[[str, str], bool]) -> type[evaluate.Metric]:
+    """The share of texts that are right by their references, under the metric's name, and `outcomes`, one by one."""
+
+    def compute(predictions: Sequence[str], references: Sequence[str]) -> dict[str, Any]:
+        outcomes = [is_right(text, reference) for text, reference in zip(predictions, references, strict=True)]
+        return {name: sum(outcomes) / len(outcomes), "outcomes": outcomes}
+
+    return metric(name, about, datasets.Value("string"), compute)
 
 
 def _reference(name: str, suite: Suite, row: SuiteRow, record: PromptRecord) -> str | None:

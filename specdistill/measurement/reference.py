@@ -2,7 +2,7 @@
 
 Nothing here is computed by this project's decoding, which cannot be its own judge: a soft cap that it dropped, or a KV cache that it read
 wrongly, would be dropped with the draft and without. The penalties and bans of a target's generation config (`repetition_penalty`,
-`suppress_tokens`) are left out, as they are in decoding.
+`suppress_tokens`) do not apply, as in decoding.
 
 Shapes: T positions, V vocabulary.
 """

@@ -1,6 +1,7 @@
 """A suite sent to an engine's servers: every K at every load, which is the number of requests that are in flight all the time.
 
-Servers that run already take turns, once they are known to be what a measurement needs: the right model, the right draft, one version.
+Requests to servers that run already are interleaved, once these are known to be what a measurement needs: the right model, the right draft,
+one version.
 Those that are started here run one after the other, the one without a draft first: a device holds one at a time.
 """
 
@@ -14,7 +15,7 @@ from typing import Any
 
 from specdistill.engines import ENGINES
 from specdistill.engines.engine import Served
-from specdistill.engines.server import Client, Completion, Identity, Request, Server
+from specdistill.engines.server import Client, Completion, CompletionRequest, Server, ServerIdentity
 from specdistill.engines.start import started
 from specdistill.errors import ResourceError, UserError
 from specdistill.measurement.configurations import Settings
@@ -28,26 +29,26 @@ from specdistill.suites.suite import Prompt, Suite, evenly, tokenize
 from specdistill.targets.files import TargetFiles
 
 # (K, 0 without a draft; load) -> the repetitions of each prompt. One that a server no longer answered is missing.
-Answers = dict[tuple[int, int], list[list[Completion]]]
+ServerAnswers = dict[tuple[int, int], list[list[Completion]]]
 
 
 @dataclass(frozen=True)
-class Peer:
+class ConnectedServer:
     """A server that serves the right model."""
 
     engine: str
     client: Client
     server: Server
-    identity: Identity
+    identity: ServerIdentity
 
     @property
     def k(self) -> int:
-        """Draft tokens a round; 0 without a draft."""
+        """Draft tokens per round; 0 without a draft."""
         return self.identity.num_speculative_tokens or 0
 
     def complete(self, prompt: Prompt, settings: Settings, seed: int) -> Completion:
         model, sampling = self.identity.models[0], vars(settings.sampling)
-        request = Request(model, prompt.token_ids, settings.max_new_tokens, **sampling, seed=seed)
+        request = CompletionRequest(model, prompt.token_ids, settings.max_new_tokens, **sampling, seed=seed)
         return self.client.complete(self.server, request, self.k)
 
 
@@ -60,7 +61,7 @@ def check_draft(draft: str | None, method: str, target: TargetFiles) -> None:
         check_target(locate(draft, patterns=("config.json",)), target, "eval.draft")
 
 
-def connect(engine: str, address: str, key: str, target: Sequence[str], timeout: float) -> Peer:
+def connect(engine: str, address: str, key: str, target: Sequence[str], timeout: float) -> ConnectedServer:
     """A running server. target: the names that its model may have, a folder or Hub id last. key: of the recipe, that led to it.
 
     Raises UserError when it serves another model, ResourceError when it does not answer.
@@ -71,26 +72,26 @@ def connect(engine: str, address: str, key: str, target: Sequence[str], timeout:
     if not any(_same_model(name, wanted) for name in identity.models for wanted in target):
         got = f"{address}, which serves {identity.models[0]}"
         raise UserError(key, got=got, expected=f"a server of {target[-1]} (or --served-model-name {target[0]})")
-    return Peer(engine, client, server, identity)
+    return ConnectedServer(engine, client, server, identity)
 
 
-def connect_pair(
-    engine: str, address: str, baseline_address: str | None, *, target: Sequence[str], k: int, timeout: float
-) -> tuple[Peer, Peer | None]:
-    """The server with a draft and the one without, as `connect`.
+def connect_pair(config: EvalConfig, target: Sequence[str]) -> tuple[ConnectedServer, ConnectedServer | None]:
+    """A recipe's server with a draft and the one without, as `connect`.
 
     Raises UserError also when they draft another number of tokens, draft where they should not, or have different versions.
     """
-    speculative = connect(engine, address, "eval.server", target, timeout)
+    assert config.server is not None
+    engine, address, k = config.engine, config.server, config.num_speculative_tokens
+    speculative = connect(engine, address, "eval.server", target, config.server_timeout)
     if not speculative.k:
         raise UserError("eval.server", got=f"{address}, which does not draft", expected="a server started with a draft")
     if speculative.k != k:
         raise UserError("eval.num_speculative_tokens", got=k, expected=f"{speculative.k}, as the server at {address} drafts")
-    if baseline_address is None:
+    if config.baseline_server is None:
         return speculative, None
-    baseline = connect(engine, baseline_address, "eval.baseline_server", target, timeout)
+    baseline = connect(engine, config.baseline_server, "eval.baseline_server", target, config.server_timeout)
     if baseline.k:
-        got = f"{baseline_address}, which drafts"
+        got = f"{config.baseline_server}, which drafts"
         raise UserError("eval.baseline_server", got=got, expected="a server started without a draft")
     if baseline.identity.version != speculative.identity.version:
         got = f"{engine} {baseline.identity.version}"
@@ -103,7 +104,7 @@ def _same_model(name: str, wanted: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Task:
+class ServerTask:
     """What is asked of servers: every K at every load. settings: of the main configuration, whose batch size is its load."""
 
     suite: Suite
@@ -114,7 +115,7 @@ class Task:
     loads: Sequence[int]
 
     @classmethod
-    def of(cls, config: EvalConfig, suite: Suite, tokenizer: Any, max_length: int) -> "Task":
+    def of(cls, config: EvalConfig, suite: Suite, tokenizer: Any, max_length: int) -> "ServerTask":
         """A recipe's own K and load first. max_length: of prompt and completion. Raises UserError for more load than prompts."""
         room = {"max_new_tokens": config.max_new_tokens, "max_length": max_length}
         prompts = tokenize(suite, tokenizer, num_prompts=config.num_prompts, **room)
@@ -132,43 +133,6 @@ class Task:
         return [self.settings, *(settings for settings in grid if settings != self.settings)]
 
 
-@dataclass(frozen=True)
-class Start:
-    """How an engine is started. command: its words before those for the target and the draft; options: its words behind them.
-
-    target: the names that its model may have. timeout: seconds that one answer may take. logs: the folder of what it prints.
-    """
-
-    engine: str
-    command: Sequence[str]
-    served: Served
-    options: Sequence[str]
-    target: Sequence[str]
-    timeout: float
-    logs: Path
-
-    @classmethod
-    def of(cls, config: EvalConfig, target: TargetConfig, served: Served, logs: Path) -> "Start":
-        """As a recipe says. served: its draft, exported."""
-        program = ENGINES[config.engine].program
-        assert program is not None, config.engine
-        options = ["--dtype", target.dtype]
-        options += ["--revision", target.revision] if target.revision else []
-        options += ["--trust-remote-code"] if target.trust_remote_code else []
-        # Multi-token prediction is served in the draft's own folder.
-        names = (target.model, str(served.output), resolve(target.model))
-        command = shlex.split(config.engine_command or program.command)
-        return cls(config.engine, command, served, options, names, config.server_timeout, logs)
-
-    def words(self, k: int) -> list[str]:
-        """The command that serves with K draft tokens a round; 0: without a draft."""
-        program = ENGINES[self.engine].program
-        assert program is not None, self.engine
-        served = replace(self.served, num_tokens=k) if k else replace(self.served, method=None)
-        measured = [*program.measured, *(program.measured_draft if k else ())]
-        return [*self.command, *program.arguments(served), *self.options, *measured]
-
-
 def check_startable(engine: str, method: str) -> None:
     """Raises UserError for an engine that cannot be started here, and for a method without a draft that it could load."""
     if ENGINES[engine].program is None:
@@ -179,78 +143,94 @@ def check_startable(engine: str, method: str) -> None:
 
 
 @dataclass
-class Outcome:
+class ServerMeasurement:
     """What servers answered. engine: that section of the report; failure: what ended the measurement early."""
 
     engine: dict[str, Any]
-    answers: Answers = field(default_factory=dict)
+    has_baseline: bool
+    answers: ServerAnswers = field(default_factory=dict)
     seconds: float = 0.0
     failure: ResourceError | None = None
 
-    def ask(self, peers: Sequence[Peer], task: Task) -> None:
-        """Measure servers that run. The last is the one whose own averages are kept."""
-        start, last = time.perf_counter(), peers[-1]
-        self.engine["version"] = last.identity.version
+    def ask(self, peers: Sequence[ConnectedServer], task: ServerTask) -> None:
+        """Add every prompt's completions by running servers at each load. Servers are interleaved, and which is first alternates.
+
+        Raises ResourceError when a server fails; what it answered before is kept. The last server's own averages are kept.
+        """
+        settings, prompts, start = task.settings, task.prompts, time.perf_counter()
+        self.engine["version"] = peers[-1].identity.version
+        categories = [prompt.category for prompt in prompts]
+        warmups = {load: evenly(prompts, categories, load * settings.warmup) for load in task.loads}
+        num_untimed, num_timed = sum(map(len, warmups.values())), len(task.loads) * settings.repeats * len(prompts)
         try:
-            measure(peers, task.prompts, task.settings, task.loads, self.answers)
-            if gauges := last.client.gauges(last.server):
+            with progress("Measuring", len(peers) * (num_untimed + num_timed), "completions") as advance:
+                for load, warmup in warmups.items():
+                    for peer in peers:
+                        for _ in complete_all(peer, warmup, settings, load):
+                            advance()
+                    for repeat in range(settings.repeats):
+                        for peer in reversed(peers) if repeat % 2 else peers:
+                            repetitions = self.answers.setdefault((peer.k, load), [[] for _ in prompts])
+                            answered = complete_all(peer, prompts, settings, load)
+                            for completions, completion in zip(repetitions, answered, strict=True):
+                                completions.append(completion)
+                                advance()
+            if gauges := peers[-1].client.gauges(peers[-1].server):
                 self.engine["gauges"] = gauges
         finally:
             self.seconds += time.perf_counter() - start
 
 
-def measure_running(task: Task, speculative: Peer, baseline: Peer | None) -> Outcome:
+def measure_running(task: ServerTask, speculative: ConnectedServer, baseline: ConnectedServer | None) -> ServerMeasurement:
     addresses = {"server": speculative.server.address, "baseline_server": baseline.server.address if baseline else None}
-    outcome = Outcome({"name": speculative.engine, **addresses})
+    measurement = ServerMeasurement({"name": speculative.engine, **addresses}, has_baseline=baseline is not None)
     try:
-        outcome.ask([*filter(None, (baseline, speculative))], task)
+        measurement.ask([*filter(None, (baseline, speculative))], task)
     except ResourceError as error:
-        outcome.failure = error
-    return outcome
+        measurement.failure = error
+    return measurement
 
 
-def measure_started(task: Task, start: Start) -> Outcome:
-    """Start the engine without the draft, measure it and end it; then so with the draft, for every K, the main one last."""
+def measure_started(
+    task: ServerTask, config: EvalConfig, target: TargetConfig, served: Served, logs: Path
+) -> ServerMeasurement:
+    """Start the engine without the draft, measure it and end it; then the same with the draft, for every K, the main one last.
+
+    served: the recipe's draft, exported. logs: the folder of what the engine prints.
+    """
     main, key = task.settings.num_speculative_tokens, "eval.engine_command"
-    commands = {"command": shlex.join(start.words(main)), "baseline_command": shlex.join(start.words(0))}
-    outcome = Outcome({"name": start.engine, **commands})
+    commands = {k: start_command(config, target, served, k) for k in (0, *task.ks)}
+    shown = {"command": shlex.join(commands[main]), "baseline_command": shlex.join(commands[0])}
+    measurement = ServerMeasurement({"name": config.engine, **shown}, has_baseline=True)
+    # Multi-token prediction is served in the draft's own folder.
+    names = (target.model, str(served.output), resolve(target.model))
     try:
         for k in (0, *sorted(task.ks, key=lambda k: k == main)):
-            log = start.logs / (f"k{k}.log" if k else "plain.log")
-            with started(start.words(k), log, key=key) as address:
-                peer = connect(start.engine, address, key, start.target, start.timeout)
+            log = logs / (f"k{k}.log" if k else "plain.log")
+            with started(commands[k], log, key=key) as address:
+                peer = connect(config.engine, address, key, names, config.server_timeout)
                 if peer.k != k:
-                    raise ResourceError(f"{start.engine} drafts {peer.k} tokens a round, not {k}", next_step=f"look at {log}")
-                outcome.ask([peer], task)
+                    drafts = f"{config.engine} drafts {peer.k} tokens per round, not {k}"
+                    raise ResourceError(drafts, next_step=f"look at {log}")
+                measurement.ask([peer], task)
     except ResourceError as error:
-        outcome.failure = error
-    return outcome
+        measurement.failure = error
+    return measurement
 
 
-def measure(
-    peers: Sequence[Peer], prompts: Sequence[Prompt], settings: Settings, loads: Sequence[int], answers: Answers
-) -> None:
-    """Adds every prompt's completions by each server at each load. Servers take turns, and which is first does too.
-
-    Raises ResourceError when a server fails; what it answered before is in `answers`.
-    """
-    categories = [prompt.category for prompt in prompts]
-    warmups = {load: evenly(prompts, categories, load * settings.warmup) for load in loads}
-    num_untimed, num_timed = sum(map(len, warmups.values())), len(loads) * settings.repeats * len(prompts)
-    with progress("Measuring", len(peers) * (num_untimed + num_timed), "completions") as advance:
-        for load in loads:
-            for peer in peers:
-                for _ in complete_all(peer, warmups[load], settings, load):
-                    advance()
-            for repeat in range(settings.repeats):
-                for peer in reversed(peers) if repeat % 2 else peers:
-                    repetitions = answers.setdefault((peer.k, load), [[] for _ in prompts])
-                    for completions, completion in zip(repetitions, complete_all(peer, prompts, settings, load), strict=True):
-                        completions.append(completion)
-                        advance()
+def start_command(config: EvalConfig, target: TargetConfig, served: Served, k: int) -> list[str]:
+    """What starts the engine that serves with K draft tokens per round; 0: without the draft."""
+    program = ENGINES[config.engine].program
+    assert program is not None, config.engine
+    words = shlex.split(config.engine_command or program.command)
+    words += program.arguments(replace(served, num_tokens=k) if k else replace(served, method=None))
+    words += ["--dtype", target.dtype]
+    words += ["--revision", target.revision] if target.revision else []
+    words += ["--trust-remote-code"] if target.trust_remote_code else []
+    return [*words, *program.measured, *(program.measured_draft if k else ())]
 
 
-def complete_all(peer: Peer, prompts: Sequence[Prompt], settings: Settings, load: int) -> Iterator[Completion]:
+def complete_all(peer: ConnectedServer, prompts: Sequence[Prompt], settings: Settings, load: int) -> Iterator[Completion]:
     """The completions in the order of the prompts, `load` requests in flight until the last have begun.
 
     Raises ResourceError when the server served others meanwhile.

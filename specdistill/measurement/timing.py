@@ -1,7 +1,7 @@
 """Times of a prompt that a stall does not change, from repetitions that generate the same tokens.
 
 Round r does the same work in every repetition. Its time is the lower median over the repetitions, and a prompt's time is the sum over its
-rounds: a stall of seconds falls into one round of one repetition and is left out with it. The lower median of two is the faster.
+rounds: a stall of seconds falls into one round of one repetition and is dropped with it. The lower median of two is the faster.
 """
 
 import statistics
@@ -17,7 +17,7 @@ DISTURBED_RATIO, DISTURBED_SECONDS = 3.0, 0.005
 def prompt_timing(repetitions: Sequence[Generation]) -> Timing:
     """The times of a prompt with or without a draft.
 
-    Repetitions with another number of rounds than the first, as of a device that rounds differently each time, are left out.
+    Repetitions with another number of rounds than the first, e.g. of a device that rounds differently each time, are dropped.
     """
     alike = [one for one in repetitions if len(one.rounds) == len(repetitions[0].rounds)]
     prefill = statistics.median_low(one.prefill_seconds for one in alike)

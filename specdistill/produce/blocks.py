@@ -1,16 +1,16 @@
 """Blocks: what generation is cut into, and the files that keep a block's answers and, when it is complete, its documents.
 
 A block is a share of `data.regenerate.num_tokens` with prompts and seeds of its own. How many there are follows from that number alone;
-what a block holds, from the recipe and its own number: not from who makes it, beside which others, or after how many kills.
+what a block holds, from the recipe and its own number: not from who makes it, alongside which others, or after how many kills.
 
-    block-00007.jsonl     answers as they come: a line of JSON for each task, or batch of tasks, behind a first one of whose they are
+    block-00007.jsonl     answers as they come: a first line that says of which recipe, then a line of JSON for each task, or batch of tasks
     block-00007.arrow     the documents of a complete block, which takes the place of its answers
 """
 
 import errno
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Lock
@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 from datasets import Value
 
-from specdistill.rows.arrow import on_disk
 from specdistill.rows.encoding import DOCUMENT_COLUMNS
+from specdistill.rows.files import on_disk
 
 VERSION = 1  # of what is generated from equal recipes
 TOKENS, FEWEST_TOKENS, MANY, MOST = 2**17, 2**10, 4, 4096  # of a block, and how many blocks
-# row: a hash of the source's row that the prompt is of, by which documents are split. asked: a user's words that the target generated.
+# row: a hash of the source's row that the prompt is of, by which documents are split. asked: a user's prompt that the target generated.
 BLOCK_COLUMNS = {**DOCUMENT_COLUMNS, "row": Value("int64"), "asked": Value("string")}
 
 
@@ -72,7 +72,7 @@ class Answer:
 class AnswerFile:
     """The answers of a block by the names of their tasks, each an assistant's turn after the other. `with` opens the file; threads may add.
 
-    plan: of the recipe; what another left in the file is dropped, as is a line that a kill cut short. added: is told of the new ones.
+    plan: of the recipe; what another left in the file is dropped, and so is a line that a kill cut short. added: is given new answers.
     """
 
     def __init__(self, path: Path, plan: str, added: Callable[[Sequence[Answer], int], object] = lambda answers, size: None):
@@ -107,10 +107,8 @@ class AnswerFile:
 
     def add(self, made: Mapping[str, list[Answer]]) -> None:
         """Kept when this returns, all or none of them. Raises ResourceError when the disk is full."""
-        line = (
-            json.dumps({name: [asdict(it) for it in turns] for name, turns in made.items()}, ensure_ascii=False).encode()
-            + b"\n"
-        )
+        content = {name: [asdict(it) for it in turns] for name, turns in made.items()}
+        line = json.dumps(content, ensure_ascii=False).encode() + b"\n"
         with self._lock, on_disk(self.path.parent):
             start = self._file.tell()
             if self._file.write(line) != len(line):  # a full disk takes a part, and says so at the next write
@@ -118,10 +116,3 @@ class AnswerFile:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._known |= made
             self._added([answer for turns in made.values() for answer in turns], len(line))
-
-
-def columns(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, list[Any]]]:
-    """Documents with BLOCK_COLUMNS, a thousand at a time."""
-    for start in range(0, len(rows), 1000):
-        part = rows[start : start + 1000]
-        yield {name: [row[name] for row in part] for name in BLOCK_COLUMNS}

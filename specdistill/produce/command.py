@@ -85,7 +85,7 @@ def _show(recipe: TrainedRecipe, options: ShowOptions) -> ExitCode:
     if options.output is not None:
         check_writable(Path(options.output).parent, "output")
     target = row_target(recipe, generates=False)
-    folder = Path(recipe.data.rows) if recipe.data.rows else place_of(recipe.data, target, recipe.measured_on)
+    folder = place_of(recipe.data, target, recipe.measured_on)
     if not is_whole(folder):
         target = row_target(recipe, generates=True)
     rows, _ = open_rows(recipe.data, target, measured_on=recipe.measured_on, make=make_rows)
@@ -94,7 +94,7 @@ def _show(recipe: TrainedRecipe, options: ShowOptions) -> ExitCode:
     show.print_data(manifest, show.shown(rows, of, options.documents or IN_TERMINAL, target.tokenizer))
     if options.output is not None:
         on_page = show.shown(rows, of, options.documents or ON_PAGE, target.tokenizer)
-        page = recipe.data, show.halves(manifest), manifest.sources, of, on_page
-        write_page(Path(options.output), "output", target.name, *page)
+        page = target.name, recipe.data, show.halves(manifest), manifest.sources, of, on_page
+        write_page(Path(options.output), "output", *page)
         print(f"\npage: {options.output}")
     return ExitCode.DONE

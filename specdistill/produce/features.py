@@ -1,33 +1,57 @@
-"""The feature store that a recipe asks for, opened or filled: every process of a launch makes its share of the shards that are missing,
-damaged or of something else.
+"""The feature store that a recipe asks for, opened or filled by passes of the target, here or by servers.
+
+Every process of a launch makes its share of the shards that are missing, damaged or of something else.
 
 Shards are of consecutive rows, the training rows first, and each is made by itself: whichever process makes it, after however many kills,
 its bytes are the same. A killed process repeats the shard that it was at.
+
+Shapes: B rows, T positions, L tokens of a row or document, A auxiliary layers, D target hidden size.
 """
 
+import fcntl
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset, concatenate_datasets
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from specdistill.command import check_writable
 from specdistill.cost import Cost, announce
-from specdistill.errors import UserError
+from specdistill.engines.server import Server
+from specdistill.errors import ResourceError, UserError
 from specdistill.processes import of_all, share
-from specdistill.produce.hidden_states_server import Make, Rows, by_servers
 from specdistill.progress import progress
 from specdistill.recipe.sections import HiddenStatesConfig
-from specdistill.rows.arrow import alone, on_disk
+from specdistill.rows.files import alone, on_disk
 from specdistill.rows.packing import PADDING_DOCUMENT, collate
-from specdistill.rows.shard import HEADER_BYTES, Origin, Shard, Tokens, UnfitShardError, write_shard
-from specdistill.rows.store import KEY, PATTERN, FeatureStore, numpy_rows, opened, shard_name
+from specdistill.rows.store import (
+    HEADER_BYTES,
+    KEY,
+    PATTERN,
+    FeatureStore,
+    Origin,
+    Shard,
+    Tokens,
+    UnfitShardError,
+    numpy_rows,
+    shard_name,
+    write_shard,
+)
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.packed_rows import Documents
+
+SERVER_KEY = "hidden_states.server"
+
+Rows = Sequence[dict[str, Any]]  # with the columns of specdistill.rows.packing
+MakeFeatures = Callable[[Rows], Sequence[Tensor]]  # rows -> the features [A + 1, L, D] of each
 
 
 def feature_store(
@@ -54,15 +78,13 @@ def feature_store(
     origin = Origin(identity.weights, identity.tokenizer, computed, config.dtype, target.hidden_size, layers)
     if config.mode == "offline":
         return FeatureStore.open(folder, sets, origin)
-    timeout = config.timeout
-    make = by_servers(target, layers, config.server, timeout) if config.server else by_target(target, layers, autocast)
-    limits = config.shard_tokens, config.max_bytes
-    store = fill(folder, sets, origin, make, *limits, batch_size=batch_size, force=force)
+    make = by_servers(target, layers, config.server, config.timeout) if config.server else by_target(target, layers, autocast)
+    store = fill(folder, sets, origin, make, config.shard_tokens, config.max_bytes, batch_size=batch_size, force=force)
     print(f"{folder}: features of {store.num_rows - store.num_missing:,} of {store.num_rows:,} rows", file=sys.stderr)
     return store
 
 
-def by_target(target: FrozenTarget, aux_layers: Sequence[int], autocast: torch.dtype | None) -> Make:
+def by_target(target: FrozenTarget, aux_layers: Sequence[int], autocast: torch.dtype | None) -> MakeFeatures:
     """Passes as a training's steps make them."""
 
     @torch.no_grad()
@@ -78,11 +100,70 @@ def by_target(target: FrozenTarget, aux_layers: Sequence[int], autocast: torch.d
     return make
 
 
+def by_servers(target: FrozenTarget, aux_layers: Sequence[int], addresses: Sequence[str], timeout: float) -> MakeFeatures:
+    """Passes of vLLM servers of the target, between which the documents alternate. timeout: seconds that an answer may take.
+
+    The servers write the hidden states of every prompt to a folder (vLLM 0.32, started as docs/data.md says).
+    The layers are those that the draft reads, and the last one. vLLM counts them as we do, passes them on in ascending order, and takes the
+    last before the target's final norm, which is applied here. The answer to a request for one token names a safetensors file of
+    `hidden_states` [L, layers, D] and `token_ids` [L]; the server holds a lock on a file next to it until it is whole.
+
+    Raises UserError for servers of other layers or another dtype, ResourceError when one fails.
+    """
+    servers = [Server(address, key=SERVER_KEY, timeout=timeout, timeout_key="hidden_states.timeout") for address in addresses]
+    models = [server.json("/v1/models")["data"][0]["id"] for server in servers]
+    layers = sorted({*aux_layers, target.num_layers})
+    wanted = [layers.index(layer) for layer in (*aux_layers, target.num_layers)]
+
+    def states(number: int, ids: list[int]) -> Tensor:
+        """[A + 1, L, D] of a document, the last one normed."""
+        index = number % len(servers)
+        body = {"model": models[index], "prompt": ids, "max_tokens": 1, "temperature": 0}
+        answer = servers[index].json("/v1/completions", body)
+        written = Path((answer.get("kv_transfer_params") or {}).get("hidden_states_path") or "")
+        hidden_LND = _read(written, ids, servers[index].address)
+        if hidden_LND.shape[1:] != (len(layers), target.hidden_size) or str(hidden_LND.dtype) != f"torch.{target.dtype}":
+            got = f"{servers[index].address}, which writes {list(hidden_LND.shape[1:])} {hidden_LND.dtype} for each token"
+            raise UserError(SERVER_KEY, got=got, expected=f"layers {layers} of {target.hidden_size} in {target.dtype}")
+        features_ALD = hidden_LND[:, wanted].transpose(0, 1).contiguous()
+        with torch.no_grad():
+            features_ALD[-1] = target.norm(features_ALD[-1].to(target.device)).cpu()
+        return features_ALD
+
+    def make(rows: Rows) -> list[Tensor]:
+        tokens = [Tokens.of(row) for row in rows]
+        split = [torch.from_numpy(row.input_ids).split(row.document_lengths.tolist()) for row in tokens]
+        documents = [ids.tolist() for row in split for ids in row]
+        with ThreadPoolExecutor(len(documents)) as pool:
+            found = iter(list(pool.map(states, range(len(documents)), documents)))
+        return [torch.cat([next(found) for _ in row], dim=1) for row in split]
+
+    return make
+
+
+def _read(path: Path, ids: list[int], server: str) -> Tensor:
+    """The hidden states [L, layers, D] that a server has written for a prompt; its files are removed."""
+    try:
+        lock = path.with_name(f"{path.name}.lock")
+        with lock.open() as held:
+            fcntl.flock(held, fcntl.LOCK_SH)  # until the file is whole
+            tensors = load_file(path)
+    except (OSError, SafetensorError, ValueError) as error:
+        what = f"{server} wrote no hidden states that this machine can read ({error})"
+        next_step = "start it with ExampleHiddenStatesConnector and a folder that both see (docs/data.md)"
+        raise ResourceError(what, next_step=next_step) from error
+    path.unlink()
+    lock.unlink()
+    if tensors["token_ids"].tolist() != ids:
+        raise ResourceError(f"{server} wrote the hidden states of another prompt to {path}", next_step="look at its log")
+    return tensors["hidden_states"]
+
+
 def fill(
     folder: Path,
     sets: Sequence[Dataset],
     origin: Origin,
-    make: Make,
+    make: MakeFeatures,
     shard_tokens: int,
     max_bytes: int | None = None,
     *,
@@ -91,9 +172,9 @@ def fill(
 ) -> FeatureStore:
     """The store of the rows of some sets, or of the first of them that have room in `max_bytes`. Every process has to call it.
 
-    batch_size: rows that `make` is given at a time. Says which shards that were there are made again, and why, and after the first one what
-    the others cost. A launch waits for another one that fills the same folder. Raises ResourceError for a disk that is full, cannot be
-    written or, unless `force`, has no room for the others, and goes on from there next time.
+    batch_size: rows that `make` is given at a time. Prints which shards that were there are made again, and why, and after the first one
+    what the others cost. Raises UserError while another launch fills the same folder, and ResourceError for a disk that is full, cannot be
+    written or, unless `force`, has no room for the others; the next call resumes there.
     """
     check_writable(folder, KEY)
     rows = concatenate_datasets(list(sets))
@@ -103,25 +184,24 @@ def fill(
     with ExitStack() as stack, on_disk(folder, free):
         if rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(alone(folder / "lock", str(folder)))
+            stack.enter_context(alone(folder / "lock", KEY, folder))
             _clear(folder, shards)
         of_all(None)
         own = list(shards.items())[rank::count]
         with progress("Storing features", sum(len(part) for _, part in own), "rows") as advance:
-            is_told = rank > 0
+            is_announced = rank > 0
             for name, part in own:
                 begin, shard_rows = time.monotonic(), rows.select(part)
                 is_new = _complete(folder / name, shard_rows, origin, make, batch_size)
                 left = sum(len(other) for file, other in shards.items() if not (folder / file).exists())
-                if is_new and left and not is_told:
-                    is_told, sample = True, _cost(folder / name, shard_rows, (time.monotonic() - begin) / count)
-                    announce(
-                        "storing features", sample.times(left / len(part)), f"the first {len(part):,} rows", folder, force=force
-                    )
+                if is_new and left and not is_announced:
+                    is_announced, sample = True, _cost(folder / name, shard_rows, (time.monotonic() - begin) / count)
+                    estimate = sample.times(left / len(part))
+                    announce("storing features", estimate, f"the first {len(part):,} rows", folder, force=force)
                 advance(len(part))
         of_all(None)
     try:
-        return FeatureStore([opened(folder / name, origin) for name in shards], sets, origin)
+        return FeatureStore([Shard.open(folder / name, origin) for name in shards], sets, origin)
     except UnfitShardError as error:
         raise UserError(KEY, got=error, expected="a folder that all machines share") from error
 
@@ -157,15 +237,19 @@ def _clear(folder: Path, shards: dict[str, range]) -> None:
         path.unlink()
 
 
-def _complete(path: Path, rows: Dataset, origin: Origin, make: Make, batch_size: int) -> bool:
+def _complete(path: Path, rows: Dataset, origin: Origin, make: MakeFeatures, batch_size: int) -> bool:
     """Have a shard of these rows: the one that is there, if it is, or a new one. Whether it is new."""
     tokens = [Tokens.of(row) for row in numpy_rows(rows)]
     try:
-        _check(Shard.open(path, origin), tokens)
+        shard = Shard.open(path, origin)
+        if [row.key for row in shard.rows] != [row.key for row in tokens]:
+            raise UnfitShardError(path, "is of other rows")
+        for index in range(len(tokens)):
+            shard.checked(index)
         return False
     except UnfitShardError as error:
         if path.exists():
-            print(f"{path} {error}: it is made again", file=sys.stderr, flush=True)
+            print(f"{error}: it is made again", file=sys.stderr, flush=True)
     features: list[Tensor] = []
     for batch in rows.iter(batch_size):
         features += make([dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)])
@@ -174,14 +258,6 @@ def _complete(path: Path, rows: Dataset, origin: Origin, make: Make, batch_size:
 
 
 def _cost(path: Path, rows: Dataset, seconds: float) -> Cost:
-    """Of a shard that was made in so many seconds."""
+    """The cost of a shard that was made in these seconds."""
     tokens, loss_tokens = sum(len(Tokens.of(row)) for row in numpy_rows(rows)), sum(map(sum, rows["loss_mask"]))
     return Cost(len(rows), tokens, loss_tokens, path.stat().st_size, seconds)
-
-
-def _check(shard: Shard, rows: Sequence[Tokens]) -> None:
-    """Raises UnfitShardError unless it holds these rows, whole."""
-    if [row.key for row in shard.rows] != [row.key for row in rows]:
-        raise UnfitShardError("is of other rows")
-    for index in range(len(rows)):
-        shard.checked(index)

@@ -1,4 +1,4 @@
-"""The work of making a row set: which rows, for whom, where they and their blocks go."""
+"""The work of making a row set: which rows, for which target, where they and their blocks go."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,11 +8,11 @@ from pathlib import Path
 
 from specdistill.command import check_writable
 from specdistill.errors import UserError
-from specdistill.produce.cleaning.decontamination import SuiteIndex
-from specdistill.produce.cleaning.overlaps import cleaned, suites_at_hand
+from specdistill.produce.cleaning import SuiteIndex, cleaned, load_suites
 from specdistill.produce.sources import Source, load_sources
 from specdistill.recipe.sections import DataConfig
-from specdistill.rows.row_set import RowTarget, cache_of, fingerprint, is_part, place_of
+from specdistill.rows.files import cache_folder
+from specdistill.rows.row_set import RowTarget, fingerprint, is_part, place_of
 
 # Keys of `data:` that say what becomes of documents, not what is generated.
 OF_DOCUMENTS = ("packing", "validation_fraction", "validation_split")
@@ -29,8 +29,8 @@ class Job:
 
     @classmethod
     def of(cls, config: DataConfig, target: RowTarget, measured_on: Sequence[str] = ()) -> "Job":
-        """Into `data.rows`, or the recipe's own place."""
-        return cls(Path(config.rows) if config.rows else place_of(config, target, measured_on), config, target, measured_on)
+        """The job of a recipe, into the folder that the recipe says."""
+        return cls(place_of(config, target, measured_on), config, target, measured_on)
 
     @cached_property
     def plan(self) -> str:
@@ -44,20 +44,20 @@ class Job:
 
     @cached_property
     def sources(self) -> tuple[list[Source], Counter[str]]:
-        """Without the rows that are filtered, and how many these are."""
+        """The sources without the rows that are filtered, and how many these are."""
         return cleaned(load_sources(self.config), self.config, self.measured_on)
 
     @cached_property
     def suite_index(self) -> SuiteIndex:
-        """Of the suites that the target's own prompts are compared with."""
-        return SuiteIndex(suites_at_hand(self.config.decontaminate, self.measured_on))
+        """The suites that the target's own prompts are compared with."""
+        return SuiteIndex(load_suites(self.config.decontaminate, self.measured_on))
 
     def check(self) -> None:
-        check_writable(cache_of(self.config), "data.cache_dir")
+        """Raises UserError for folders and settings with which no rows can be made."""
+        check_writable(cache_folder(self.config.cache_dir), "data.cache_dir")
         if foreign := next((path.name for path in self.folder.glob("*") if not is_part(path)), None):
-            raise UserError(
-                "data.rows", got=f"{self.folder}, which holds {foreign}", expected="a new folder, or one of a row set"
-            )
+            got = f"{self.folder}, which holds {foreign}"
+            raise UserError("data.rows", got=got, expected="a new folder, or one of a row set")
         prompt_tokens, max_length = self.config.regenerate.prompt_tokens, self.config.max_length
         if self.config.regenerate.num_tokens > 0 and prompt_tokens >= max_length:
             expected = f"1 to {max_length - 1} tokens, less than data.max_length"

@@ -11,6 +11,7 @@ import os
 import re
 import time
 import uuid
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
@@ -24,20 +25,19 @@ from rich.console import Console
 from specdistill.cost import PREPARED_BYTES, Cost, announce
 from specdistill.engines.completions import CompletionServer
 from specdistill.errors import UserError
-from specdistill.processes import are_several, of_all, share
-from specdistill.produce.blocks import BLOCK_COLUMNS, Answer, AnswerFile, Block, blocks, columns
-from specdistill.produce.cleaning.answer_rules import RULES, Candidate, Counts, Rules
-from specdistill.produce.generate import Backend, Made, generate_block
+from specdistill.processes import of_all, share
+from specdistill.produce.answer_rules import RULES, CheckedAnswer, Counts, Rules
+from specdistill.produce.blocks import BLOCK_COLUMNS, Answer, AnswerFile, Block, blocks
+from specdistill.produce.generate import Backend, BlockOutput, generate_block, transformers_backend
 from specdistill.produce.job import Job
 from specdistill.produce.merge import merge
-from specdistill.produce.prompts import Task, prompts_of, streams
+from specdistill.produce.prompts import GenerationTask, prompts_of, streams
 from specdistill.produce.self_prompts import self_prompts, user_row
 from specdistill.produce.server_backend import ServerBackend, ServerTokenizer
-from specdistill.produce.transformers_backend import TransformersBackend
 from specdistill.progress import progress
 from specdistill.recipe.sections import DataConfig
-from specdistill.rows.arrow import alone, on_disk, write_arrow
-from specdistill.rows.row_set import RowTarget, cache_of, is_whole
+from specdistill.rows.files import alone, cache_folder, on_disk, write_arrow
+from specdistill.rows.row_set import RowTarget, is_whole
 
 logger = logging.getLogger(__name__)
 
@@ -47,11 +47,14 @@ FIRST_ANSWERS = 64  # new ones, that say what the others will cost
 
 def make_rows(folder: Path, config: DataConfig, target: RowTarget, measured_on: Sequence[str] = ()) -> None:
     """What of a row set is missing. Every process of a launch has to call it: each generates its share of the blocks, and waits for the
-    others then alone; the first one, of every machine if they share no folder, merges.
+    others before and after, not meanwhile. The first process, of every machine if they share no folder, reads the sources and merges.
     """
     job = Job(folder, config, target, measured_on)
     job.check()
-    index, count = _shares(cache_of(config))
+    index, count = _shares(cache_folder(config.cache_dir))
+    if index == 0:
+        _ = job.sources  # the others find them prepared
+    of_all(None)
     make_blocks(job, index, count)
     of_all(None)
     if index == 0:
@@ -61,11 +64,11 @@ def make_rows(folder: Path, config: DataConfig, target: RowTarget, measured_on: 
 
 def _shares(folder: Path) -> tuple[int, int]:
     """This process's number among those that share a folder, and how many they are: all of a launch, or those of a machine."""
-    if not are_several():
+    rank, count = share()
+    if count == 1:
         return 0, 1
-    ranks = of_all((int(os.environ.get("LOCAL_RANK", "0")), uuid.uuid4().hex))
-    mark = folder / f"launch-{ranks[0][1]}"
-    rank, _ = share()
+    local_ranks, names = zip(*of_all((int(os.environ["LOCAL_RANK"]), uuid.uuid4().hex)), strict=True)
+    mark = folder / f"launch-{names[0]}"
     if rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         mark.touch()
@@ -74,10 +77,11 @@ def _shares(folder: Path) -> tuple[int, int]:
     if rank == 0:
         mark.unlink()
     if is_common:
-        return rank, len(ranks)
-    own = rank - ranks[rank][0]  # the first of this machine: they follow one another, from local rank 0
-    behind = [local for local, _ in ranks[own + 1 :]]
-    return ranks[rank][0], 1 + (behind.index(0) if 0 in behind else len(behind))
+        return rank, count
+    machines = [first for first, local_rank in enumerate(local_ranks) if local_rank == 0] + [
+        count
+    ]  # where each one's processes begin
+    return local_ranks[rank], machines[bisect_right(machines, rank)] - machines[bisect_right(machines, rank) - 1]
 
 
 def shard_of(stated: str | None) -> tuple[int, int]:
@@ -111,11 +115,10 @@ def make_blocks(job: Job, index: int = 0, count: int = 1) -> None:
     num_tokens, counts = sum(block.num_tokens for block in missing), Counts()
     with ExitStack() as stack:
         advance = stack.enter_context(progress("Generating training data", num_tokens, "tokens"))
-        sample = Sample(job, num_tokens, advance)
-        pool = stack.enter_context(ThreadPoolExecutor(AT_ONCE if job.config.regenerate.server else 1))
+        pool = stack.enter_context(ThreadPoolExecutor(AT_ONCE))  # ends after the backend, which stops what its threads wait for
         _ = job.sources  # read once, before threads share them
         backend = stack.enter_context(_backend(job))
-        made = partial(_make_block, job, backend=backend, sample=sample)
+        made = partial(_make_block, job, backend=backend, estimate=GenerationEstimate(job, num_tokens, advance))
         if job.config.regenerate.server:
             found: Iterator[Counts] = (it.result() for it in as_completed([pool.submit(made, block) for block in missing]))
         else:
@@ -129,8 +132,7 @@ def make_blocks(job: Job, index: int = 0, count: int = 1) -> None:
 def _backend(job: Job) -> Iterator[Backend]:
     settings, target = job.config.regenerate, job.target
     if not settings.server:
-        assert target.model is not None
-        with TransformersBackend(target, settings.num_tokens, settings.batch_size) as in_process:
+        with transformers_backend(target, settings.num_tokens, settings.batch_size) as in_process:
             yield in_process
         return
     servers = [CompletionServer(address, settings.timeout) for address in settings.server]
@@ -143,23 +145,23 @@ def _backend(job: Job) -> Iterator[Backend]:
         logger.info("%s gave %d answers", server.address, server.num_answers)
 
 
-def _make_block(job: Job, block: Block, *, backend: Backend, sample: "Sample") -> Counts:
+def _make_block(job: Job, block: Block, *, backend: Backend, estimate: "GenerationEstimate") -> Counts:
     """A block from its first answer, or from where a killed process left it, to its documents."""
     path, config, target = job.blocks / f"{block.name}.arrow", job.config, job.target
     rules: Rules = {name: RULES[name] for name in config.regenerate.filter if config.regenerate.server}
     tokenizer = copy.deepcopy(target.tokenizer)  # of this thread alone
-    words = ServerTokenizer(tokenizer, target.end_ids, {})
+    decoder = ServerTokenizer(tokenizer, target.end_ids, {})
 
-    def candidate(task: Task, answer: Answer) -> Candidate:
-        texts = (words.text(answer.token_ids), words.text(answer.context)) if rules else ("", "")
-        return Candidate(answer, *texts, not task.prompt.messages, words.special)
+    def checked(task: GenerationTask, answer: Answer) -> CheckedAnswer:
+        texts = (decoder.text(answer.token_ids), decoder.text(answer.context)) if rules else ("", "")
+        return CheckedAnswer(answer, *texts, not task.prompt.messages, decoder.special)
 
-    made = Made(rules, candidate, config.loss_mask == "all")
-    with alone(path.with_suffix(".lock"), f"{job.blocks}, {block.name}"):
+    made = BlockOutput(rules, checked, config.loss_mask == "all")
+    with alone(path.with_suffix(".lock"), "data.shard", path):
         if path.exists():
             return Counts()
         of_self = {}
-        with AnswerFile(path.with_suffix(".jsonl"), job.plan, sample.added) as known:
+        with AnswerFile(path.with_suffix(".jsonl"), job.plan, estimate.add) as known:
             for number, source in enumerate(job.sources[0]):
                 if source.is_self:
                     to_others = {"contaminated": lambda it: job.suite_index.overlap(user_row(it.text)) is not None}
@@ -169,38 +171,35 @@ def _make_block(job: Job, block: Block, *, backend: Backend, sample: "Sample") -
             chats, texts = prompts_of(job.sources[0], of_self, block, config, tokenizer, made.counts.filtered)
             planned = streams(chats, texts, block, config)
             generate_block(block.num_tokens, planned, backend, known, made)
-        header = {
-            "plan": job.plan,
-            "block": block.number,
-            "tokens": made.tokens,
-            "filtered": dict(sorted(made.counts.filtered.items())),
-        }
+        filtered = dict(sorted(made.counts.filtered.items()))
+        header = {"plan": job.plan, "block": block.number, "tokens": made.tokens, "filtered": filtered}
         with on_disk(job.blocks):
-            write_arrow(path, BLOCK_COLUMNS, columns(made.rows), json.dumps(header))
+            columns = {name: [row[name] for row in made.rows] for name in BLOCK_COLUMNS}
+            write_arrow(path, BLOCK_COLUMNS, [columns], json.dumps(header))
             path.with_suffix(".jsonl").unlink()
     return made.counts
 
 
-class Sample:
-    """The first answers, which say what the others will cost; `announce` tells that once."""
+class GenerationEstimate:
+    """What generation will cost, by its first answers; `announce` prints it once."""
 
     def __init__(self, job: Job, num_tokens: int, advance: Callable[[int], object]) -> None:
         self.job, self.num_tokens, self.advance = job, num_tokens, advance
-        self.begin, self.cost, self.is_told = time.monotonic(), Cost(0, 0, 0, 0, 0), False
-        self.lock = Lock()
+        self.begin, self.answers, self.tokens, self.generated, self.num_bytes = time.monotonic(), 0, 0, 0, 0
+        self.is_announced, self.lock = False, Lock()
 
-    def added(self, answers: Sequence[Answer], size: int) -> None:
-        """Raises ResourceError where the disk has no room for what is to come."""
-        tokens, contexts = (sum(map(len, part)) for part in zip(*((it.token_ids, it.context) for it in answers), strict=True))
-        self.advance(tokens)
-        num_bytes = size + PREPARED_BYTES * (contexts + tokens)
-        more = len(answers), contexts + tokens, tokens, num_bytes, 0.0
+    def add(self, answers: Sequence[Answer], size: int) -> None:
+        """Count answers that take `size` bytes. Raises ResourceError where the disk has no room for what is to come."""
+        generated = sum(len(it.token_ids) for it in answers)
+        self.advance(generated)
         with self.lock:
-            self.cost = Cost(*(one + other for one, other in zip(self.cost, more, strict=True)))
-            is_enough = self.cost.rows >= FIRST_ANSWERS or not self.job.config.regenerate.server
-            is_told, self.is_told = self.is_told, self.is_told or is_enough
-        if is_enough and not is_told and self.cost.loss_tokens:
-            seconds = time.monotonic() - self.begin
-            made = f"{self.cost.rows:,.0f} answers in {seconds:.1f} s"
-            cost = self.cost._replace(seconds=seconds).times(self.num_tokens / self.cost.loss_tokens)
-            announce("generating", cost, made, cache_of(self.job.config), force=self.job.config.force)
+            self.answers, self.generated = self.answers + len(answers), self.generated + generated
+            self.tokens += generated + sum(len(it.context) for it in answers)
+            self.num_bytes += size
+            is_enough = self.answers >= FIRST_ANSWERS or not self.job.config.regenerate.server
+            if self.is_announced or not is_enough or not self.generated:
+                return
+            self.is_announced, seconds = True, time.monotonic() - self.begin
+        sample = Cost(self.answers, self.tokens, self.generated, self.num_bytes + PREPARED_BYTES * self.tokens, seconds)
+        basis, folder = f"{self.answers:,} answers in {seconds:.1f} s", cache_folder(self.job.config.cache_dir)
+        announce("generating", sample.times(self.num_tokens / self.generated), basis, folder, force=self.job.config.force)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -13,23 +14,20 @@ import numpy as np
 from datasets import Dataset, Value, concatenate_datasets
 from numpy.typing import NDArray
 
-from specdistill.cost import PREPARED_BYTES, Cost, announce
 from specdistill.errors import UserError
 from specdistill.produce.blocks import blocks
-from specdistill.produce.cleaning.near_duplicates import NearDuplicates
+from specdistill.produce.cleaning import NearDuplicates
 from specdistill.produce.generate import ENOUGH
-from specdistill.produce.held_out import by_hash, by_sample, row_hashes
 from specdistill.produce.job import Job
 from specdistill.produce.self_prompts import ALIKE, user_row
 from specdistill.produce.server_backend import SAMPLING
-from specdistill.produce.sources import Source
+from specdistill.produce.sources import HASH_RANGE, Source, row_hash
 from specdistill.recipe.data_sources import BUILT_IN_LICENSES, source_names
 from specdistill.recipe.sections import DataConfig
-from specdistill.rows.arrow import alone, read_header
-from specdistill.rows.cache import Columns, array, mapped, tokenizer_fingerprint
 from specdistill.rows.encoding import ENCODED_COLUMNS, Encoder
+from specdistill.rows.files import Columns, alone, array, mapped, read_header, tokenizer_fingerprint
 from specdistill.rows.packing import Packed, pad_token_id, usable
-from specdistill.rows.row_set import Fit, SourceCounts, SplitCounts, cache_of, fingerprint, is_whole, write_rows
+from specdistill.rows.row_set import Fit, SourceCounts, SplitCounts, fingerprint, is_whole, write_rows
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +35,7 @@ logger = logging.getLogger(__name__)
 def merge(job: Job) -> None:
     """The row set, unless it is there. Raises UserError where blocks are missing, or are of another recipe."""
     job.check()
-    with alone(job.folder.parent / f"{job.folder.name}.lock", str(job.folder)):
+    with alone(job.folder.parent / f"{job.folder.name}.lock", "data.rows", job.folder):
         if is_whole(job.folder):
             return
         config = job.config
@@ -58,7 +56,7 @@ def merge(job: Job) -> None:
 
 
 @dataclass(frozen=True)
-class Parts:
+class SplitDocuments:
     """Documents with the columns input_ids, loss_mask, length and source."""
 
     train: Dataset
@@ -71,8 +69,8 @@ def _tokens(documents: Dataset) -> dict[str, int]:
     return {"tokens": int(array(documents, "length").sum()), "loss_tokens": sum(masks)}
 
 
-def _counted(job: Job, parts: Parts) -> list[SourceCounts]:
-    place, made = array(parts.train, "source"), []
+def _counted(job: Job, documents: SplitDocuments) -> list[SourceCounts]:
+    place, found = array(documents.train, "source"), []
     for number, (source, name) in enumerate(zip(job.sources[0], source_names(job.config.source), strict=True)):
         own, entry = np.flatnonzero(place == number), source.entry
         counts = SourceCounts(
@@ -84,10 +82,10 @@ def _counted(job: Job, parts: Parts) -> list[SourceCounts]:
             rows=len(source.rows),
             fingerprint=str(source.rows._fingerprint),
             documents=len(own),
-            **(_tokens(parts.train.select(own)) if len(own) else {}),
+            **(_tokens(documents.train.select(own)) if len(own) else {}),
         )
-        made.append(counts)
-    return made
+        found.append(counts)
+    return found
 
 
 def _generation(job: Job) -> dict[str, Any]:
@@ -99,14 +97,13 @@ def _generation(job: Job) -> dict[str, Any]:
     return {**facts, "by": "transformers", "batch_size": settings.batch_size}
 
 
-def _from_blocks(job: Job) -> Parts:
+def _from_blocks(job: Job) -> SplitDocuments:
     """The documents of all blocks in their order, without those of prompts that are nearly the same as one of an earlier block."""
     paths = [job.blocks / f"{block.name}.arrow" for block in blocks(job.config.regenerate.num_tokens)]
     if missing := [path.stem for path in paths if not path.exists()]:
         got = f"{job.blocks}, which lacks {len(missing)} of {len(paths)} blocks: {', '.join(missing[:8])}"
-        raise UserError(
-            "data.shard", got=got, expected="every block: `specdistill data make` of the same recipe makes those that lack"
-        )
+        expected = "every block: `specdistill data make` of the same recipe makes those that are missing"
+        raise UserError("data.shard", got=got, expected=expected)
     headers = [json.loads(read_header(path) or "{}") for path in paths]
     for number, (path, header) in enumerate(zip(paths, headers, strict=True)):
         if (header.get("plan"), header.get("block")) != (job.plan, number):
@@ -127,8 +124,8 @@ def _from_blocks(job: Job) -> Parts:
     indices = usable(lengths, False, job.config.max_length, filtered)
     indices = indices[~alike[indices]]
     hashes, row_of = np.unique(array(documents, "row")[indices], return_inverse=True)
-    is_held_out = np.isin(row_of, sorted(_held_out(hashes, job.config)))
-    return Parts(documents.select(indices[~is_held_out]), documents.select(indices[is_held_out]), filtered)
+    is_held_out = held_out(hashes, job.config)[row_of]
+    return SplitDocuments(documents.select(indices[~is_held_out]), documents.select(indices[is_held_out]), filtered)
 
 
 def _alike(asked: Sequence[Sequence[str | None]]) -> NDArray[np.bool_]:
@@ -138,24 +135,24 @@ def _alike(asked: Sequence[Sequence[str | None]]) -> NDArray[np.bool_]:
     found: list[bool] = []
     for block in asked:
         is_alike: dict[str | None, bool] = {None: False}
-        for words in block:
-            if words is not None and words not in is_alike:
-                is_alike[words] = near.original(user_row(words), (0, len(own))) is not None
-                own.append(words)
-        found += [is_alike[words] for words in block]
+        for prompt in block:
+            if prompt is not None and prompt not in is_alike:
+                is_alike[prompt] = near.original(user_row(prompt), (0, len(own))) is not None
+                own.append(prompt)
+        found += [is_alike[prompt] for prompt in block]
     return np.array(found, bool)
 
 
 def _no_documents(job: Job) -> UserError:
     if any(source.is_self for source in job.sources[0]):
-        expected = "a target that generates a user's turn, as instruct models do, or prompts of your own: a file or a Hub id"
+        expected = "a target that generates a user's turn (instruct models do), or prompts of your own: a file or a Hub id"
         return UserError("data.source", got="self, which gave no prompt that is kept", expected=expected)
     num_tokens, max_length = job.config.regenerate.prompt_tokens, job.config.max_length
     expected = f"texts of {num_tokens} tokens (data.regenerate.prompt_tokens) or questions of half of it at most"
     return UserError("data.max_length", got=f"{max_length}, and no row that gives a prompt", expected=expected)
 
 
-def _from_sources(job: Job) -> Parts:
+def _from_sources(job: Job) -> SplitDocuments:
     """The source's rows as they are. Training has each row of a source of weight 2 twice."""
     config, (sources, counts) = job.config, job.sources
     documents = concatenate_datasets([_encoded(source, number, job) for number, source in enumerate(sources)])
@@ -166,31 +163,46 @@ def _from_sources(job: Job) -> Parts:
     first_rows = np.cumsum([0, *(len(source.rows) for source in sources[:-1])])
     rows, row_of = np.unique(first_rows[number[indices]] + row[indices], return_inverse=True)
     hashes = np.concatenate([_hashes(source, config) for source in sources])[rows]
-    is_held_out = np.isin(row_of, sorted(_held_out(hashes, config)))
+    is_held_out = held_out(hashes, config)[row_of]
     generator = random.Random(config.seed)
     train: list[int] = []
     for place, source in enumerate(sources):
         own = indices[(number[indices] == place) & ~is_held_out].tolist()
-        train += own * int(source.weight) + generator.sample(own, round(source.weight % 1 * len(own)))
+        train += own * int(source.entry.weight) + generator.sample(own, round(source.entry.weight % 1 * len(own)))
     if not train:
         raise UserError("data.source", got="weights that leave no row to train on", expected="larger weights")
-    return Parts(documents.select(train), documents.select(indices[is_held_out]), filtered)
+    return SplitDocuments(documents.select(train), documents.select(indices[is_held_out]), filtered)
 
 
-def _held_out(hashes: NDArray[np.int64], config: DataConfig) -> set[int]:
-    """Positions of what is held out for validation among rows with these hashes."""
-    if config.validation_split == "sample":
-        return by_sample(len(hashes), config.validation_fraction, config.seed)
-    return by_hash(hashes, config.validation_fraction)
+def held_out(hashes: NDArray[np.int64], config: DataConfig) -> NDArray[np.bool_]:
+    """Which rows are held out for validation, by their hashes (`row_hash`): one at least, and never all.
+
+    By hash, a row's side depends on nothing but what it holds and the seed: it stays there when others are added or filtered, wherever it
+    stands, and equal rows are on one side. Raises UserError for a single row, or if all are equal.
+    """
+    distinct, is_sample = np.unique(hashes), config.validation_split == "sample"
+    if (len(hashes) if is_sample else len(distinct)) < 2:
+        got = "a single usable row" if len(hashes) < 2 else f"{len(hashes)} usable rows that are all alike"
+        raise UserError("data.source", got=got, expected="two or more: one at least is held out for validation")
+    if is_sample:
+        count = min(len(hashes) - 1, max(1, round(config.validation_fraction * len(hashes))))
+        return np.isin(np.arange(len(hashes)), random.Random(config.seed).sample(range(len(hashes)), count))
+    count = int(np.searchsorted(distinct, math.ceil(config.validation_fraction * HASH_RANGE)))
+    is_low: NDArray[np.bool_] = hashes < distinct[min(max(count, 1), len(distinct) - 1)]
+    return is_low
 
 
 def _hashes(source: Source, config: DataConfig) -> NDArray[np.int64]:
     if not len(source.rows):
         return np.empty(0, np.int64)
     inputs = ["hashes", source.rows._fingerprint, config.seed]
-    hashing, made = partial(row_hashes, seed=config.seed), {"hash": Value("int64")}
-    hashes = mapped(source.rows, hashing, made, inputs, what="Hashing", num_proc=config.num_proc, cache_dir=config.cache_dir)
-    return array(hashes, "hash")
+    how: dict[str, Any] = {"what": "Hashing", "num_proc": config.num_proc, "cache_dir": config.cache_dir}
+    return array(mapped(source.rows, partial(_row_hashes, seed=config.seed), {"hash": Value("int64")}, inputs, **how), "hash")
+
+
+def _row_hashes(rows: Columns, numbers: Sequence[int], seed: int) -> dict[str, list[int]]:
+    each = (dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True))
+    return {"hash": [row_hash(row, seed) for row in each]}
 
 
 def _encoded(source: Source, number: int, job: Job) -> Dataset:
@@ -202,18 +214,9 @@ def _encoded(source: Source, number: int, job: Job) -> Dataset:
     made_with = [tokenizer_fingerprint(tokenizer), template, config.loss_mask, config.max_length]
     inputs = ["encoded", source.rows._fingerprint, number, *made_with]
     how: dict[str, Any] = {"what": "Tokenizing", "num_proc": config.num_proc, "cache_dir": config.cache_dir}
-    sampled = partial(_sampled, config, f"preparing {source.key}")
-    encoded = mapped(source.rows, encoder, ENCODED_COLUMNS, inputs, **how, sampled=sampled)
+    encoded = mapped(source.rows, encoder, ENCODED_COLUMNS, inputs, **how)
     _, num_documents = np.unique(array(encoded, "row"), return_counts=True)
     if num_cut := int((num_documents > 1).sum()):
-        told = "%s: %d of %d rows are conversations longer than data.max_length=%d tokens and are cut at their turns"
-        logger.warning(told, source.key, num_cut, len(source.rows), config.max_length)
+        message = "%s: %d of %d rows are conversations longer than data.max_length=%d tokens and are cut at their turns"
+        logger.warning(message, source.key, num_cut, len(source.rows), config.max_length)
     return encoded
-
-
-def _sampled(config: DataConfig, doing: str, made: Columns, rows: int, of: int, seconds: float) -> None:
-    """Tells what preparing `of` rows costs, from what the first `rows` of them gave in so many seconds."""
-    tokens = sum(made["length"])
-    loss_tokens = sum(int(sum(mask)) for mask in made["loss_mask"])
-    sample = Cost(len(made["length"]), tokens, loss_tokens, PREPARED_BYTES * tokens, seconds)
-    announce(doing, sample.times(of / rows), f"the first {rows:,} rows", cache_of(config), force=config.force)

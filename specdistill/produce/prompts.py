@@ -18,8 +18,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from specdistill.produce.blocks import Block
-from specdistill.produce.held_out import row_hash
-from specdistill.produce.sources import Source
+from specdistill.produce.sources import Source, row_hash
 from specdistill.recipe.sections import DataConfig
 from specdistill.rows.chat import Message, prompt_ids
 
@@ -36,9 +35,9 @@ PART = 128
 
 
 @dataclass(frozen=True)
-class Prompt:
+class GenerationPrompt:
     """Token ids to continue, and of a conversation its messages. row: a hash of the source's row. source: its place in data.source.
-    is_first: of a row whose prompts other blocks have, too, the first. asked: the words of a prompt that the target generated.
+    is_first: whether it is the first of a row whose prompts other blocks have, too. asked: the text of a prompt that the target generated.
     """
 
     ids: list[int]
@@ -50,13 +49,13 @@ class Prompt:
     asked: str | None = None
 
 
-class Task(NamedTuple):
+class GenerationTask(NamedTuple):
     """What is generated from a prompt. name: of all tasks of a block this one alone has it. max_length: of a context with its answer, in
     tokens.
     """
 
     name: str
-    prompt: Prompt
+    prompt: GenerationPrompt
     temperature: float
     seed: int
     max_length: int
@@ -65,19 +64,19 @@ class Task(NamedTuple):
 class Stream(NamedTuple):
     """Tasks of one length, to be answered in their order until they give a share of a block's tokens."""
 
-    tasks: Iterator[Task]
+    tasks: Iterator[GenerationTask]
     share: float
 
 
 def chat_prompts(
     rows: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, max_tokens: int, filtered: Counter[str], seed: int = 0
-) -> Iterator[Prompt]:
+) -> Iterator[GenerationPrompt]:
     """A prompt of at most `max_tokens` for each conversation; longer ones are counted."""
     for row in rows:
         if row["messages"] is not None:
             ids = prompt_ids(tokenizer, row["messages"])
             if len(ids) <= max_tokens:
-                yield Prompt(ids, row_hash(row, seed), tuple(row["messages"]))
+                yield GenerationPrompt(ids, row_hash(row, seed), tuple(row["messages"]))
             else:
                 filtered["long_prompt"] += 1
 
@@ -88,10 +87,9 @@ def text_prompts(
     num_tokens: int,
     per_text: int,
     generator: random.Random,
-    *,
     part: tuple[int, int] = (0, 1),
     seed: int = 0,
-) -> Iterator[Prompt]:
+) -> Iterator[GenerationPrompt]:
     """Prompts of exactly `num_tokens`: for each text its beginning and `per_text` - 1 places within it. part: of how many that share
     them.
     """
@@ -102,7 +100,7 @@ def text_prompts(
         snippets = [row["text"][start : start + num_tokens * CHARACTERS_PER_TOKEN] for row, start in starts]
         for (row, start), ids in zip(starts, tokenizer(snippets, verbose=False)["input_ids"] if snippets else [], strict=True):
             if len(ids) >= num_tokens:
-                yield Prompt(list(ids[:num_tokens]), row_hash(row, seed), is_beginning=start == 0)
+                yield GenerationPrompt(list(ids[:num_tokens]), row_hash(row, seed), is_beginning=start == 0)
 
 
 def _starts(text: str, count: int, generator: random.Random) -> list[int]:
@@ -119,20 +117,18 @@ def _starts(text: str, count: int, generator: random.Random) -> list[int]:
 
 def prompts_of(
     sources: Sequence[Source],
-    of_self: Mapping[int, Sequence[Prompt]],
+    of_self: Mapping[int, Sequence[GenerationPrompt]],
     block: Block,
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     filtered: Counter[str],
-) -> tuple[list[Prompt], list[Prompt]]:
+) -> tuple[list[GenerationPrompt], list[GenerationPrompt]]:
     """(conversations, texts) of the block's own rows; each source gives its weighted share of them. of_self: by the source's number."""
     settings = config.regenerate
-    sizes = [
-        len(of_self[number]) * block.num_blocks if number in of_self else len(it.rows) for number, it in enumerate(sources)
-    ]
-    weights = [source.weight * size for source, size in zip(sources, sizes, strict=True)]
+    own_sizes = {number: len(prompts) * block.num_blocks for number, prompts in of_self.items()}
+    weights = [source.entry.weight * own_sizes.get(number, len(source.rows)) for number, source in enumerate(sources)]
     shortest = row_lengths(config.max_length, settings.prompt_tokens)[0] - settings.prompt_tokens
-    placed: list[list[tuple[float, Prompt]]] = [[], []]
+    placed: list[list[tuple[float, GenerationPrompt]]] = [[], []]
     for number, (source, weight) in enumerate(zip(sources, weights, strict=True)):
         if number in of_self:
             placed[0] += [((place + 0.5) / weight, prompt) for place, prompt in enumerate(of_self[number])]
@@ -142,21 +138,20 @@ def prompts_of(
         )
         order = list(range(len(source.rows)))
         random.Random(config.seed).shuffle(order)
-        own, *part = block.own(order)
+        own, first, num_sharing = block.own(order)
         shared = Dataset.select(source.rows, own)
-        generator = random.Random(f"{config.seed} {number} {own[0] if part[1] > 1 else block.number}")
+        generator = random.Random(f"{config.seed} {number} {own[0] if num_sharing > 1 else block.number}")
         texts = sum(row is not None for row in shared.with_format(None)["text"])
         chats = chat_prompts(shared, tokenizer, config.max_length // 2, filtered, config.seed)
         per_text = -(-2 * num_texts // max(1, texts))  # twice the need: some texts are short
-        snippets = text_prompts(
-            shared, tokenizer, settings.prompt_tokens, per_text, generator, part=(part[0], part[1]), seed=config.seed
-        )
+        part = first, num_sharing
+        snippets = text_prompts(shared, tokenizer, settings.prompt_tokens, per_text, generator, part, config.seed)
         several = list(islice(snippets, 2 * num_texts))
         generator.shuffle(several)
         several.sort(key=lambda prompt: not prompt.is_beginning)
         for kind, prompts in enumerate((islice(chats, num_chats), several)):
             placed[kind] += [
-                ((place + 0.5) / weight, replace(prompt, source=number, is_first=part[0] == 0 or kind == 1))
+                ((place + 0.5) / weight, replace(prompt, source=number, is_first=first == 0 or kind == 1))
                 for place, prompt in enumerate(prompts)
             ]
     # More prompts than will be needed: as many of the first ones are of each source as its weight says.
@@ -164,29 +159,33 @@ def prompts_of(
     return in_order[0], in_order[1]
 
 
-def streams(chats: Sequence[Prompt], texts: Sequence[Prompt], block: Block, config: DataConfig) -> list[Stream]:
+def streams(
+    chats: Sequence[GenerationPrompt], texts: Sequence[GenerationPrompt], block: Block, config: DataConfig
+) -> list[Stream]:
     """The tasks of a block: of conversations, of texts that stop half way, of those as long as a row. Shares add up to 1."""
-    short, whole = (row_lengths(config.max_length, config.regenerate.prompt_tokens)[place] for place in (0, -1))
-    several = [texts] if short == whole or len(texts) < 2 else [
-        [text for number, text in enumerate(texts) if number % 4 != 3], texts[3::4] or texts[:1]
-    ]  # fmt: skip
-    rest = 1 - CHAT_SHARE if chats else 1.0
     prompt_tokens = config.regenerate.prompt_tokens
-    parts = [3 * (short - prompt_tokens), whole - prompt_tokens] if len(several) == 2 else [1]
-    planned = [("chat", chats, 1 - rest if texts else 1.0, config.max_length)] + [
-        (f"text{length}", part, rest * weight / sum(parts), length)
-        for part, weight, length in zip(several, parts, [short, whole][-len(several) :], strict=True)
-    ]
-    return [Stream(_tasks(name, own, length, block, config), share) for name, own, share, length in planned if own]
+    short, whole = row_lengths(config.max_length, prompt_tokens)
+    share = 1 - CHAT_SHARE if chats else 1.0
+    planned = [("chat", chats, 1 - share if texts else 1.0, whole)]
+    if short == whole or len(texts) < 2:
+        planned.append((f"text{whole}", texts, share, whole))
+    else:
+        stopped = [text for number, text in enumerate(texts) if number % 4 != 3]
+        weights = 3 * (short - prompt_tokens), whole - prompt_tokens
+        planned.append((f"text{short}", stopped, share * weights[0] / sum(weights), short))
+        planned.append((f"text{whole}", texts[3::4] or texts[:1], share * weights[1] / sum(weights), whole))
+    return [Stream(_tasks(name, own, length, block, config), part) for name, own, part, length in planned if own]
 
 
-def _tasks(kind: str, prompts: Sequence[Prompt], length: int, block: Block, config: DataConfig) -> Iterator[Task]:
+def _tasks(
+    kind: str, prompts: Sequence[GenerationPrompt], length: int, block: Block, config: DataConfig
+) -> Iterator[GenerationTask]:
     pairs = repeated(prompts, config.regenerate.temperatures)
     if kind == "chat":
         pairs = _by_length(pairs, min(SORTED, len(prompts)), random.Random(f"{config.seed} {block.number}"))
     for number, (prompt, temperature) in enumerate(pairs):
         name = f"{kind}-{number}"
-        yield Task(name, prompt, temperature, seed_of(config, block, name), length)
+        yield GenerationTask(name, prompt, temperature, seed_of(config, block, name), length)
 
 
 def seed_of(config: DataConfig, block: Block, name: str) -> int:
@@ -194,7 +193,7 @@ def seed_of(config: DataConfig, block: Block, name: str) -> int:
     return random.Random(f"{config.seed} {block.number} {name}").getrandbits(31)
 
 
-def repeated(prompts: Sequence[Prompt], temperatures: Sequence[float]) -> Iterator[tuple[Prompt, float]]:
+def repeated(prompts: Sequence[GenerationPrompt], temperatures: Sequence[float]) -> Iterator[tuple[GenerationPrompt, float]]:
     """Every prompt at every temperature, then again and again at those above 0, which generate something new. A prompt that other blocks
     have, too, at those alone.
     """
@@ -209,8 +208,10 @@ def repeated(prompts: Sequence[Prompt], temperatures: Sequence[float]) -> Iterat
             yield prompt, sampled[(index + turn) % len(sampled)]
 
 
-def _by_length(pairs: Iterator[tuple[Prompt, float]], size: int, generator: random.Random) -> Iterator[tuple[Prompt, float]]:
-    """Those of similar length beside one another, of so many at a time, in parts in shuffled order."""
+def _by_length(
+    pairs: Iterator[tuple[GenerationPrompt, float]], size: int, generator: random.Random
+) -> Iterator[tuple[GenerationPrompt, float]]:
+    """Those of similar length next to one another, among `size` at a time, in parts in shuffled order."""
     while several := list(islice(pairs, size)):
         several.sort(key=lambda pair: len(pair[0].ids))
         parts = [several[start : start + PART] for start in range(0, len(several), PART)]
@@ -218,11 +219,11 @@ def _by_length(pairs: Iterator[tuple[Prompt, float]], size: int, generator: rand
         yield from itertools.chain(*parts)
 
 
-def row_lengths(max_length: int, prompt_tokens: int) -> list[int]:
-    """Lengths to which texts are continued, in turn.
+def row_lengths(max_length: int, prompt_tokens: int) -> tuple[int, int]:
+    """Lengths to which texts are continued: three in four to the first, the fourth to the second.
 
-    Three in four stop half way, though not before SHORT_ROW tokens: attention over the first half costs a third of that over both, and
-    greedy text of a small target begins to loop. The fourth is as long as a row, so that every position is trained.
+    Three stop half way, though not before SHORT_ROW tokens: attention over the first half costs a third of that over both, and greedy text
+    of a small target begins to loop. The fourth is as long as a row, so that every position is trained.
     """
     short = min(max_length, max(SHORT_ROW, max_length // 2))
-    return [short, short, short, max_length] if short >= 2 * prompt_tokens else [max_length]
+    return (short if short >= 2 * prompt_tokens else max_length), max_length

@@ -1,42 +1,41 @@
 """The source `self`: prompts that the target generates itself, for a user who has none (Magpie, arXiv 2406.08464).
 
-The chat template is cut off where a user's words begin. What the target generates from there, up to the end of the turn, is what a user
-would say to it. It is sampled, since greedy generation has one prompt to give.
+The chat template is cut off where a user's content begins. What the target generates from there, up to the end of the turn, is a prompt as
+a user would write it. It is sampled, since greedy generation has one prompt to give.
 
 A batch in process ends when its last rows are few; these are continued together, so that long prompts are not lost.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from specdistill.errors import UserError
+from specdistill.produce.answer_rules import RULES, CheckedAnswer, Counts, Rules
 from specdistill.produce.blocks import Answer, AnswerFile, Block
-from specdistill.produce.cleaning.answer_rules import RULES, Candidate, Counts, Rules
-from specdistill.produce.cleaning.near_duplicates import NearDuplicates
+from specdistill.produce.cleaning import NearDuplicates
 from specdistill.produce.generate import Backend
-from specdistill.produce.held_out import row_hash
-from specdistill.produce.prompts import Prompt, Task, seed_of
-from specdistill.produce.sources import Source
+from specdistill.produce.prompts import GenerationPrompt, GenerationTask, seed_of
+from specdistill.produce.sources import Source, row_hash
 from specdistill.recipe.sections import DataConfig
 from specdistill.rows.chat import opened_turn, prompt_ids
 
 LONGEST = 256  # tokens of a prompt
 SHORTEST_ROOM = 16  # tokens that a prompt must have room for
-LONG_ANSWER = 200  # tokens, or half a row: each of the target's own prompts is taken to give so many
+LONG_ANSWER = 200  # tokens, or half a row: what each of the target's own prompts is assumed to give
 ALIKE = 0.5  # similarity of near duplicates: prompts are short, and a single word changes five of their 5-grams
 MOST = 10  # prompts generated for each that is wanted, before the target is taken to have no more
 
 
 @dataclass(frozen=True)
 class Opening:
-    """A chat template up to where a user's words begin.
+    """A chat template up to where a user's content begins.
 
-    ids: its tokens. closing: text that follows the words; num_tokens: without them. end_ids: tokens that end them. special: tokens that
-    no words hold.
+    ids: its tokens. closing: text that follows the content; num_tokens: of the template alone. end_ids: tokens that end the content.
+    special: tokens that no content holds.
     """
 
     ids: tuple[int, ...]
@@ -58,8 +57,8 @@ class Opening:
 
 
 @dataclass
-class _Words:
-    """A user's words under way, as tokens. name: of their tasks."""
+class _PartialPrompt:
+    """A user's prompt that is being generated, as tokens. name: the first part of the names of its tasks."""
 
     name: str
     opening: Opening
@@ -75,7 +74,7 @@ class _Words:
             if not self.has_ended:
                 self.ids.append(token)
 
-    def candidate(self, tokenizer: Any) -> Candidate:
+    def checked(self, tokenizer: Any) -> CheckedAnswer:
         """For the rules. Of a template whose turns end in plain text, that ends a prompt as well as a token does."""
         ids, is_whole = self.ids, self.has_ended
         text = str(tokenizer.decode(ids[:-1] if is_whole else ids, skip_special_tokens=False))
@@ -83,7 +82,7 @@ class _Words:
             text, is_whole = text.partition(self.opening.closing)[0], True
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         answer = Answer(list(self.opening.ids), ids, "stop" if is_whole else "length")
-        return Candidate(answer, text.strip(), "", False, self.opening.special)
+        return CheckedAnswer(answer, text.strip(), "", False, self.opening.special)
 
 
 def self_prompts(
@@ -96,8 +95,8 @@ def self_prompts(
     backend: Backend,
     known: AnswerFile,
     more_rules: Rules,
-) -> tuple[list[Prompt], Counts]:
-    """The block's share of a source's prompts, and what was filtered. number: the source's; more_rules: beside its own.
+) -> tuple[list[GenerationPrompt], Counts]:
+    """The block's share of a source's prompts, and what was filtered. number: the source's; more_rules: in addition to its own.
 
     One that is empty, not ended in LONGEST tokens or half a row, looping, with special tokens or nearly the same as an earlier one of the
     block is filtered. Fewer come of a target that has no more to say.
@@ -116,26 +115,26 @@ def self_prompts(
         wanted = math.ceil((count - len(kept)) * (num_generated / len(kept) if kept else 1))
         wanted = min(wanted, MOST * count - num_generated)
         # Openings take turns over the blocks, of which one may want fewer prompts than there are openings.
-        words = [
-            _Words(f"self{number}-{place}", openings[(place + block.number) % len(openings)])
+        generated = [
+            _PartialPrompt(f"self{number}-{place}", openings[(place + block.number) % len(openings)])
             for place in range(num_generated, num_generated + wanted)
         ]
-        _finish(words, longest, entry.temperature, block, config, backend, known)
+        _finish(generated, longest, entry.temperature, block, config, backend, known)
         num_generated += wanted
-        for it in words:
-            candidate = it.candidate(tokenizer)
+        for partial in generated:
+            candidate = partial.checked(tokenizer)
             if len(kept) < count and counts.keeps(candidate, rules):
                 kept.append(user_row(candidate.text))
     prompts = []
     for row in kept:
         (message,) = row["messages"]
         ids = prompt_ids(tokenizer, [message])
-        prompts.append(Prompt(ids, row_hash(row, config.seed), (message,), number, asked=message["content"]))
+        prompts.append(GenerationPrompt(ids, row_hash(row, config.seed), (message,), number, asked=message["content"]))
     return prompts, counts
 
 
 def _finish(
-    words: Sequence[_Words],
+    prompts: Sequence[_PartialPrompt],
     longest: int,
     temperature: float,
     block: Block,
@@ -144,20 +143,21 @@ def _finish(
     known: AnswerFile,
 ) -> None:
     """Continue prompts until each has ended or has `longest` tokens."""
-    turn, under_way = 0, list(words)
-    while under_way:
-        room = longest - min(len(it.ids) for it in under_way)
-
-        def tasks(turn: int = turn, room: int = room, under_way: list[_Words] = under_way) -> Iterator[Task]:
-            for it in under_way:
-                context, name = [*it.opening.ids, *it.ids], f"{it.name}-{turn}"
-                yield Task(name, Prompt(context), temperature, seed_of(config, block, name), len(context) + room)
-
-        size = len(under_way)
-        made = [turns[0].token_ids if turns else [] for _, turns in backend.answers(tasks(), known, size.__int__)]
-        for it, continuation in zip(under_way, made, strict=True):
+    turn, unfinished = 0, list(prompts)
+    while unfinished:
+        room = longest - min(len(it.ids) for it in unfinished)
+        tasks: list[GenerationTask] = []
+        for it in unfinished:
+            context, name = [*it.opening.ids, *it.ids], f"{it.name}-{turn}"
+            tasks.append(
+                GenerationTask(name, GenerationPrompt(context), temperature, seed_of(config, block, name), len(context) + room)
+            )
+        made = [turns[0].token_ids if turns else [] for _, turns in backend.answers(iter(tasks), known, tasks.__len__)]
+        for it, continuation in zip(unfinished, made, strict=True):
             it.add(continuation)
-        under_way = [it for it, new in zip(under_way, made, strict=True) if new and not it.has_ended and len(it.ids) < longest]
+        unfinished = [
+            it for it, new in zip(unfinished, made, strict=True) if new and not it.has_ended and len(it.ids) < longest
+        ]
         turn += 1
 
 

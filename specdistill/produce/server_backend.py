@@ -21,7 +21,7 @@ from specdistill.engines.completions import CompletionServer, UnavailableError
 from specdistill.engines.server import PLAIN_SAMPLING
 from specdistill.errors import ResourceError
 from specdistill.produce.blocks import Answer, AnswerFile
-from specdistill.produce.prompts import Task
+from specdistill.produce.prompts import GenerationTask
 from specdistill.rows.chat import Message, render
 
 SAMPLING = {**PLAIN_SAMPLING, "repeat_penalty": 1.0}  # llama.cpp's word for the repetition penalty
@@ -83,9 +83,9 @@ class ServerBackend:
         self._pool.shutdown(cancel_futures=True)
 
     def answers(
-        self, tasks: Iterator[Task], known: AnswerFile, wanted: Callable[[], int]
-    ) -> Generator[tuple[Task, list[Answer]]]:
-        asked: deque[tuple[Task, Future[list[Answer]]]] = deque()
+        self, tasks: Iterator[GenerationTask], known: AnswerFile, wanted: Callable[[], int]
+    ) -> Generator[tuple[GenerationTask, list[Answer]]]:
+        asked: deque[tuple[GenerationTask, Future[list[Answer]]]] = deque()
         most = len(self.servers) * self.concurrency
         try:
             while True:
@@ -101,7 +101,7 @@ class ServerBackend:
             for future in running:
                 future.exception()
 
-    def _answered(self, task: Task, known: AnswerFile) -> list[Answer]:
+    def _answered(self, task: GenerationTask, known: AnswerFile) -> list[Answer]:
         """The turns of a task; what a server has against a question is not kept: another one may answer it."""
         if (turns := known.get(task.name)) is not None:
             return turns
@@ -140,37 +140,37 @@ class ServerBackend:
                 self._changed.wait(None if server is None else pauses[server])
 
 
-def converse(server: CompletionServer, task: Task, tokenizer: ServerTokenizer) -> list[Answer]:
+def converse(server: CompletionServer, task: GenerationTask, tokenizer: ServerTokenizer) -> list[Answer]:
     """The turns of a task, each after the ones before it. It ends early with an answer that is no complete turn."""
     turns: list[Answer] = []
-    told: list[Message] = []
+    messages: list[Message] = []
     for before in _contexts(task.prompt.messages):
-        told += before
-        context = tokenizer.context(told) if task.prompt.messages else task.prompt.ids
+        messages += before
+        context = tokenizer.context(messages) if task.prompt.messages else task.prompt.ids
         if len(context) >= task.max_length:
             break
         answer = ask(server, context, task, tokenizer)
         turns.append(answer)
         if answer.error or answer.reason != "stop":
             break
-        told.append({"role": "assistant", "content": tokenizer.text(answer.token_ids)})
+        messages.append({"role": "assistant", "content": tokenizer.text(answer.token_ids)})
     return turns
 
 
 def _contexts(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """What is told before each of the assistant's turns since the turn before it; once more at the end, unless the assistant ends it."""
-    told: list[Message] = []
+    """The messages before each of the assistant's turns, since the turn before it; once more at the end, unless the assistant ends it."""
+    before: list[Message] = []
     for message in messages:
         if message["role"] == "assistant":
-            yield told
-            told = []
+            yield before
+            before = []
         else:
-            told.append(message)
-    if told or not messages:
-        yield told
+            before.append(message)
+    if before or not messages:
+        yield before
 
 
-def ask(server: CompletionServer, context: list[int], task: Task, tokenizer: ServerTokenizer) -> Answer:
+def ask(server: CompletionServer, context: list[int], task: GenerationTask, tokenizer: ServerTokenizer) -> Answer:
     """One answer. Raises UnavailableError when the server may give it later."""
     body = {
         "model": server.model,
@@ -188,5 +188,5 @@ def ask(server: CompletionServer, context: list[int], task: Task, tokenizer: Ser
         return Answer(context, [], "refused", found)
     choice = found["choices"][0]
     ids, reason = tokenizer.answer(choice), str(choice.get("finish_reason"))
-    error = None if ids is not None else f"text that is tokenised otherwise: {json.dumps(choice['text'][:80])}"
+    error = None if ids is not None else f"text whose tokens give another text: {json.dumps(choice['text'][:80])}"
     return Answer(context, ids or [], reason, error)

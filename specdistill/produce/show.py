@@ -16,7 +16,7 @@ from specdistill.rows.packing import PADDING_DOCUMENT
 from specdistill.rows.row_set import Manifest
 
 
-class Half(NamedTuple):
+class SplitSummary(NamedTuple):
     """What training or validation holds. filled: the share of its rows that is not padding."""
 
     rows: int
@@ -36,7 +36,7 @@ class Lengths:
 
 
 @dataclass(frozen=True)
-class Shown:
+class DocumentText:
     """A document as text, in pieces that carry loss and pieces that do not."""
 
     name: str
@@ -49,10 +49,10 @@ class Shown:
         return Text.assemble(*((text, "bold green" if has_loss else "dim") for text, has_loss in self.pieces))
 
 
-def halves(manifest: Manifest) -> dict[str, Half]:
+def halves(manifest: Manifest) -> dict[str, SplitSummary]:
     length = manifest.fit.max_length
     return {
-        name: Half(it.rows, it.documents, it.tokens, it.loss_tokens, it.tokens / (it.rows * length))
+        name: SplitSummary(it.rows, it.documents, it.tokens, it.loss_tokens, it.tokens / (it.rows * length))
         for name, it in manifest.splits.items()
     }
 
@@ -68,26 +68,25 @@ def lengths(rows: Dataset) -> Lengths:
     return Lengths(*map(np.concatenate, zip(*found, strict=True)))
 
 
-def shown(rows: Dataset, of: Lengths, count: int, tokenizer: PreTrainedTokenizerBase) -> list[Shown]:
+def shown(rows: Dataset, of: Lengths, count: int, tokenizer: PreTrainedTokenizerBase) -> list[DocumentText]:
     """`count` of the documents, evenly over all of them."""
     chosen = np.unique(np.linspace(0, len(of.tokens) - 1, min(count, len(of.tokens))).astype(int))
-    firsts = np.searchsorted(of.row, of.row[chosen])  # documents of a row follow one another
-    places = zip(chosen.tolist(), (chosen - firsts).tolist(), of.row[chosen].tolist(), strict=True)
-    return [_shown(rows[row], place, number, tokenizer) for place, number, row in places]
+    numbers = chosen - np.searchsorted(of.row, of.row[chosen])  # in its row, whose documents follow one another
+    found = []
+    for place, number, row in zip(
+        chosen.tolist(), numbers.tolist(), (rows[row] for row in of.row[chosen].tolist()), strict=True
+    ):
+        parts = zip(row["input_ids"], row["loss_mask"], row["document_ids"], strict=True)
+        tokens = [(token, bool(has_loss)) for token, has_loss, document in parts if document == number]
+        pieces = [
+            (str(tokenizer.decode([token for token, _ in group])), has_loss)
+            for has_loss, group in groupby(tokens, key=lambda pair: pair[1])
+        ]
+        found.append(DocumentText(f"document {place:,}", len(tokens), int(of.loss_tokens[place]), pieces))
+    return found
 
 
-def _shown(row: Mapping[str, Any], place: int, number: int, tokenizer: PreTrainedTokenizerBase) -> Shown:
-    """The document of a row with this number."""
-    parts = zip(row["input_ids"], row["loss_mask"], row["document_ids"], strict=True)
-    tokens = [(token, bool(has_loss)) for token, has_loss, document in parts if document == number]
-    pieces = [
-        (str(tokenizer.decode([token for token, _ in group])), has_loss)
-        for has_loss, group in groupby(tokens, key=lambda pair: pair[1])
-    ]
-    return Shown(f"document {place:,}", len(tokens), sum(has_loss for _, has_loss in tokens), pieces)
-
-
-def table_of_halves(halves: Mapping[str, Half]) -> Table:
+def table_of_halves(halves: Mapping[str, SplitSummary]) -> Table:
     made = Table("", "rows", "documents", "tokens", "loss tokens", "filled")
     for name, it in halves.items():
         made.add_row(name, *(f"{number:,}" for number in it[:-1]), f"{it.filled:.1%}")
@@ -103,7 +102,7 @@ def table_of_sources(parts: Sequence[Any]) -> Table:
     return made
 
 
-def print_data(manifest: Manifest, documents: Sequence[Shown]) -> None:
+def print_data(manifest: Manifest, documents: Sequence[DocumentText]) -> None:
     """To stdout."""
     console = Console(highlight=False)
     console.print(table_of_halves(halves(manifest)))

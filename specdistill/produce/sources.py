@@ -5,6 +5,7 @@ Hub id that the datasets library can load, or a list of entries, `SourceEntry`. 
 `{"text": None, "messages": [{"role", "content"}, …]}` with the roles system, user, assistant and tool.
 """
 
+import hashlib
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,11 +19,12 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, Features, List, Value, load_dataset
 from datasets.exceptions import DatasetsError
+from datasets.fingerprint import Hasher
 
 from specdistill.errors import ResourceError, UserError, nearest, one_line, sibling_key
 from specdistill.recipe.data_sources import BUILT_IN, LOADERS, SELF, SourceEntry, entries
 from specdistill.recipe.sections import DataConfig
-from specdistill.rows.cache import Columns, Row, array, cached, content_fingerprint, mapped, quiet
+from specdistill.rows.files import Columns, array, cache_folder, content_of, mapped, on_disk, quiet
 
 logger = logging.getLogger(__name__)
 
@@ -37,12 +39,13 @@ EXCHANGES = (
     ("question", "answer"),
 )
 PROMPTS = tuple(dict.fromkeys(question for question, _ in EXCHANGES))
+ANSWERS = {prompt: {answer for question, answer in EXCHANGES if question == prompt} for prompt in PROMPTS}
 KNOWN_COLUMNS = ("text", *CONVERSATIONS, "instances", *dict.fromkeys(name for pair in EXCHANGES for name in pair))
 READ = (*KNOWN_COLUMNS, "system", "input", "context")
 INSTANCES = ("instruction", "instances")
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 EXPECTED = "text, messages, conversations, or instruction and output (prompt and response, question and answer)"
-TYPES = {str: "a string", list: "a list", dict: "an object", bool: "true or false", int: "a number", float: "a number"}
+HASH_RANGE = 2**63  # of hashes of rows: what a column of signed integers holds
 ROLES = {
     **dict.fromkeys(("user", "human", "prompter"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model", "function_call", "tool_call"), "assistant"),
@@ -58,11 +61,6 @@ class Source:
     rows: Dataset
     entry: SourceEntry
     key: str
-
-    @property
-    def weight(self) -> float:
-        """1 uses every row once, 0.5 half of them, 2 each twice."""
-        return self.entry.weight
 
     @property
     def is_self(self) -> bool:
@@ -94,6 +92,16 @@ def _rows(entry: SourceEntry, key: str, config: DataConfig) -> Dataset:
     return load_rows(**options, key=key, cache_dir=config.cache_dir, num_proc=config.num_proc)
 
 
+def row_hash(row: Mapping[str, Any], seed: int) -> int:
+    """0 … HASH_RANGE - 1, of a text, or of a conversation without the assistant's turns: equal for all answers to the same questions."""
+    if row["text"] is not None:
+        content = ["text", row["text"]]
+    else:
+        content = [part for turn in row["messages"] if turn["role"] != "assistant" for part in (turn["role"], turn["content"])]
+    digest = hashlib.blake2b("\0".join([str(seed), *content]).encode(), digest_size=8)
+    return int.from_bytes(digest.digest()) % HASH_RANGE
+
+
 def load_rows(
     source: str,
     split: str,
@@ -114,17 +122,19 @@ def load_rows(
     if source in BUILT_IN:
         if where or min_turns or columns:
             raise UserError(key, got=f"{source} with columns, where or min_turns", expected="all of it, or another source")
-        fingerprint, rows_of_split = resolve_name(BUILT_IN[source])(split)
-        return cached(rows_of_split, COLUMNS, [source, fingerprint], cache_dir)
+        content, rows_of_split = resolve_name(BUILT_IN[source])(split)
+        options = {"features": Features(COLUMNS), "cache_dir": cache_dir, "fingerprint": Hasher.hash([source, content])}
+        with quiet(), on_disk(cache_folder(cache_dir)):
+            return Dataset.from_generator(rows_of_split, **options)
     raw = _load(source, split, name, revision, key, cache_dir)
     if len(raw) == 0:
         raise UserError(key, got=f"{source}, which holds no rows", expected="a dataset with rows")
     _check_columns(raw.column_names, source, columns, where, key)
 
     # The library's own fingerprint of a file is of its name and date, which differ between machines.
-    fingerprint = content_fingerprint(raw) if Path(source).exists() else raw._fingerprint
+    content = [content_of(source), split] if Path(source).exists() else raw._fingerprint
     conditions = [dict(where), min_turns] if where or min_turns else []
-    inputs = ["rows", fingerprint, dict(columns), *conditions]
+    inputs = ["rows", content, dict(columns), *conditions]
     reader = Reader(key, dict(columns), dict(where), min_turns)
     try:
         rows = mapped(raw, reader, READER_COLUMNS, inputs, what="Reading", num_proc=num_proc, cache_dir=cache_dir)
@@ -162,7 +172,7 @@ class Reader:
                     made[column].append(value)
         return made
 
-    def read(self, raw: Mapping[str, Any], number: int) -> list[Row]:
+    def read(self, raw: Mapping[str, Any], number: int) -> list[dict[str, Any]]:
         """The rows that a row of the source gives; none for one without content, or that is not asked for."""
         if not all(raw[column] in (it if isinstance(it, list) else [it]) for column, it in self.where.items()):
             return []
@@ -187,11 +197,12 @@ def _check_columns(own: Sequence[str], source: str, columns: Mapping[str, str], 
         raise UserError(key, got=got, expected=f"{EXPECTED}, or data.columns to say which are these", nearest=close)
 
 
-def normalise(row: Mapping[str, Any], where: str) -> Iterator[Row]:
+def normalise(row: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]]:
     """A row in any known form -> rows in the two common forms; nothing for a row without content."""
     present = {column: value for column, value in row.items() if value}
     conversation = next((present[column] for column in CONVERSATIONS if column in present), None)
     exchange = next((pair for pair in EXCHANGES if pair[0] in present and pair[1] in present), None)
+    context = present.get("input") or present.get("context")
     if conversation is not None:
         messages = _conversation(conversation, where)
         if messages and messages[0]["role"] != "system" and isinstance(present.get("system"), str):
@@ -203,15 +214,10 @@ def normalise(row: Mapping[str, Any], where: str) -> Iterator[Row]:
         for instance in present["instances"]:
             yield _exchange(present["instruction"], instance.get("input"), instance.get("output"), where)
     elif exchange is not None:
-        context = present.get("input") or present.get("context")
         yield _exchange(present[exchange[0]], context, present[exchange[1]], where)
-    elif question := next((name for name in PROMPTS if name in present and not _answers(name) & row.keys()), None):
-        turns = _exchange(present[question], present.get("input") or present.get("context"), None, where)["messages"]
+    elif question := next((name for name in PROMPTS if name in present and not ANSWERS[name] & row.keys()), None):
+        turns = _exchange(present[question], context, None, where)["messages"]
         yield {"text": None, "messages": turns[:1]}  # for the target to answer
-
-
-def _answers(question: str) -> set[str]:
-    return {answer for asked, answer in EXCHANGES if asked == question}
 
 
 def _load(source: str, split: str, name: str | None, revision: str | None, key: str, cache_dir: str | None) -> Any:
@@ -224,9 +230,8 @@ def _load(source: str, split: str, name: str | None, revision: str | None, key: 
     try:
         return load_dataset(source, name, split=split, revision=revision, cache_dir=cache_dir)
     except ValueError as error:  # an unknown split or configuration: the message lists the valid ones
-        raise UserError(
-            key, got=f"{source}, split {split}: {error}", expected="data.split, or split and name of an entry"
-        ) from error
+        got = f"{source}, split {split}: {error}"
+        raise UserError(key, got=got, expected="data.split, or split and name of an entry") from error
     except (DatasetsError, OSError) as error:
         reason = one_line(str(error))[:300]
         if path.is_dir():
@@ -237,14 +242,12 @@ def _load(source: str, split: str, name: str | None, revision: str | None, key: 
 
 def _load_file(path: Path, split: str, key: str, cache_dir: str | None) -> Any:
     if not path.is_file():
-        siblings = {entry.stem: entry for entry in path.parent.glob("*") if entry.suffix in LOADERS}
-        close = nearest(path.stem, siblings)
-        near = str(siblings[close]) if close else None
+        siblings = {entry.stem: str(entry) for entry in path.parent.glob("*") if entry.suffix in LOADERS}
+        near = siblings.get(nearest(path.stem, siblings) or "")
         raise UserError(key, got=f"{path}, which does not exist", expected="a file", nearest=near)
     if path.stat().st_size == 0:
-        raise UserError(key, got=f"{path}, which is empty", expected="a file with rows")
-    base, _, _ = split.partition("[")  # `train[:100]` is a slice of the only split a file has
-    if base != "train":
+        raise UserError(key, got=f"{path}, which holds no rows", expected="a dataset with rows")
+    if split.partition("[")[0] != "train":  # `train[:100]` is a slice of the only split a file has
         raise UserError("data.split", got=split, expected=f"train, the only split of the file {path.name}")
     try:
         with quiet():
@@ -259,14 +262,11 @@ def _load_file(path: Path, split: str, key: str, cache_dir: str | None) -> Any:
 
 
 def first_fault(path: Path) -> str | None:
-    """Where JSON rows are first broken or not UTF-8; else a row with a value of another type, or a column that none before it has."""
-    kinds: dict[str, tuple[str, str]] = {}
-    changed = added = None
+    """Where JSON rows are first broken, not UTF-8 or not objects."""
     with path.open("rb") as lines:
         is_list = lines.read(1) == b"["
         lines.seek(0)
         for number, line in enumerate([lines.read()] if is_list else lines, 1):
-            place = f", line {number}"
             try:
                 value = json.loads(line.rstrip().decode("utf-8-sig")) if line.strip() else {}
             except UnicodeDecodeError as error:
@@ -275,20 +275,13 @@ def first_fault(path: Path) -> str | None:
             except json.JSONDecodeError as error:
                 return f", line {number + error.lineno - 1}, column {error.colno}: {error.msg}"
             for index, row in enumerate(value if is_list else [value]):
-                place = f", row {index}" if is_list else place
                 if not isinstance(row, dict):
-                    return f"{place}: {TYPES.get(type(row), 'null')}"
-                for column, kind in ((column, TYPES[type(value)]) for column, value in row.items() if value is not None):
-                    if column not in kinds and kinds:
-                        added = f"{place}: {column}, which no row before it has"
-                    known, first = kinds.setdefault(column, (kind, place))
-                    if known != kind:
-                        changed = changed or f"{place}: {column} is {kind}, but {known} in {first.removeprefix(', ')}"
-    return changed or added
+                    return f", {f'row {index}' if is_list else f'line {number}'}: a {type(row).__name__}, which is no object"
+    return None
 
 
 def _conversation(turns: Any, where: str) -> list[dict[str, str]]:
-    """Turns in the `role`/`content` or the ShareGPT `from`/`value` form. A greeting before the first question is left out.
+    """Turns in the `role`/`content` or the ShareGPT `from`/`value` form. A greeting before the first question is dropped.
 
     Raises UserError for an order of roles that is no conversation's.
     """
@@ -319,7 +312,7 @@ def _message(turn: Mapping[str, Any], where: str) -> dict[str, str]:
     return {"role": ROLES[role], "content": _string(content or "", where, "content")}
 
 
-def _exchange(question: Any, context: Any, answer: Any, where: str) -> Row:
+def _exchange(question: Any, context: Any, answer: Any, where: str) -> dict[str, Any]:
     """An instruction, its input below it where there is one, and the answer to it."""
     parts = [_string(part, where, "instruction") for part in (question, context) if part]
     turns = [("user", "\n\n".join(parts)), ("assistant", _string(answer or "", where, "output"))]

@@ -4,12 +4,10 @@ A turn starts where the conversation before it, with the generation prompt, ends
 closing text of the turn belongs to it, since the target has to generate that too. Without the markers, the rendered text must be the
 conversation, character for character.
 
-`assistant_spans` renders each turn's beginnings to find this, whatever the template does. What stands around a turn is nearly always the
-same, so a `Frame` learns it once, and finds the turns of a conversation from two renderings.
+`assistant_spans` renders each turn's beginnings to find this, whatever the template does.
 """
 
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -19,13 +17,10 @@ from transformers import PreTrainedTokenizerBase
 from specdistill.errors import UserError
 
 Message = dict[str, str]
-Render = Callable[[Sequence[Message], bool], str]
 Spans = list[tuple[int, int]]
 MARKER = "[[specdistill-marks-this-place]]"
 SHOWN_CHARACTERS = 240
 MASKABLE = "a template with {% generation %} tags, or data.loss_mask=all"
-# Roles of the conversations that a template is tried with; not every template takes the second.
-TRIALS = (("user", "assistant", "user", "assistant"), ("user", "assistant", "tool", "assistant", "tool", "assistant"))
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], where: str = "data.source") -> list[int]:
@@ -42,14 +37,13 @@ def render(
     where: str = "data.source",
     **template: Any,
 ) -> str:
-    """template: more arguments of the chat template, as enable_thinking."""
+    """template: more arguments of the chat template, e.g. enable_thinking."""
     if tokenizer.chat_template is None:
         got = "conversations for a target whose tokenizer has no chat template"
-        raise UserError(
-            where, got=got, expected="text rows, or a chat_template.jinja beside the tokenizer, as of its instruct model"
-        )
+        expected = "text rows, or a chat_template.jinja next to the tokenizer, e.g. that of its instruct model"
+        raise UserError(where, got=got, expected=expected)
+    options: Any = {"tokenize": False, "add_generation_prompt": generation_prompt, **template}
     try:
-        options: Any = {"tokenize": False, "add_generation_prompt": generation_prompt, **template}
         return str(tokenizer.apply_chat_template(list(messages), **options))
     except TemplateError as error:
         got = f"turns {shortened(', '.join(message['role'] for message in messages))}: {error}"
@@ -57,133 +51,49 @@ def render(
 
 
 def opened_turn(tokenizer: PreTrainedTokenizerBase, system: str | None, where: str = "data.source") -> tuple[str, str]:
-    """What the template writes before a user's first words, and after them up to the assistant's.
+    """What the template writes before a user's content, and after it up to the assistant's.
 
-    Raises UserError for a tokenizer without a template, and for a template that does not write the words as they are, once, after others.
+    Raises UserError for a tokenizer without a template, and for a template that does not write the content as it is, once, after others.
     """
     expected = "prompts of your own, a file or a Hub id, or a target.model with a chat template that opens a user's turn"
     if tokenizer.chat_template is None:
         raise UserError(where, got="self for a target whose tokenizer has no chat template", expected=expected)
-    told = [] if system is None else [{"role": "system", "content": system}]
-    rendered = render(tokenizer, [*told, {"role": "user", "content": MARKER}], True, where)
+    first = [] if system is None else [{"role": "system", "content": system}]
+    rendered = render(tokenizer, [*first, {"role": "user", "content": MARKER}], True, where)
     before, *after = rendered.split(MARKER)
-    # Words bring their own space: as a token of its own before them it would be out of place.
+    # Content brings its own space: as a token of its own before it that would be out of place.
     if len(after) != 1 or not before.strip():
         got = f"self with a chat template that does not open a user's turn in {shortened(rendered)!r}"
         raise UserError(where, got=got, expected=expected)
     return before.rstrip(" "), after[0]
 
 
-def assistant_spans(render: Render, messages: Sequence[Message], where: str = "data.source") -> Spans:
-    """Character spans [start, end) of the assistant's turns in `render(messages, False)`, their closing text included."""
-    whole = render(messages, False)
+def assistant_spans(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], where: str = "data.source") -> Spans:
+    """Character spans [start, end) of the assistant's turns in the rendered conversation, their closing text included."""
+
+    def rendered(messages: Sequence[Message], generation_prompt: bool = False) -> str:
+        return render(tokenizer, messages, generation_prompt, where)
+
+    whole = rendered(messages)
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    marked = _ends_marked(messages, turns)
-    ends = _marker_positions(render(marked, False), whole)
-    starts = [_prefix_start(render, messages[:turn], whole) for turn in turns]
+    marked = [_marked(message, at_end=True) if index in turns else message for index, message in enumerate(messages)]
+    ends = _marker_positions(rendered(marked), whole)
+    starts = [_prefix_start(rendered, messages[:turn], whole) for turn in turns]
     if None in starts:  # the template renders the last turns of a conversation in another way than those before them
         opened = [_marked(message, at_end=False) if index in turns else message for index, message in enumerate(messages)]
-        starts = list(_marker_positions(render(opened, False), whole))
+        starts = list(_marker_positions(rendered(opened), whole))
     if not len(starts) == len(ends) == len(turns):
         got = f"a chat template that changes the assistant's content in {shortened(whole)!r}"
         raise UserError(where, got=got, expected=MASKABLE)
     spans = []
     for turn, start, content_end in zip(turns, starts, ends, strict=True):
-        closing = _closing(render, marked[: turn + 1])
+        closing = rendered(marked[: turn + 1]).rpartition(MARKER)[2].rstrip()
         end = content_end + len(closing) if whole.startswith(closing, content_end) else content_end
         spans.append((min(start or 0, content_end), end))
     return spans
 
 
-@dataclass(frozen=True)
-class Frame:
-    """What a template writes around the assistant's turns.
-
-    before: for the role of the message before a turn, what stands between its content and the turn: as much as is always there, and all
-    that the generation prompt has. closing: what follows the content of a turn.
-    """
-
-    before: Mapping[str, tuple[str, str]]
-    closing: str
-
-    def spans(self, render: Render, messages: Sequence[Message], whole: str) -> Spans | None:
-        """As `assistant_spans` finds them, where `whole` is `render(messages, False)`; None where anything is not as it was learned."""
-        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        if any(turn and messages[turn - 1]["role"] not in self.before for turn in turns):
-            return None
-        places = sorted({place for turn in turns for place in (turn - 1, turn) if place >= 0})
-        positions = _marker_positions(render(_ends_marked(messages, places), False), whole)
-        ends, spans = dict(zip(places, positions, strict=len(places) == len(positions))), []
-        for turn in turns if len(ends) == len(places) else ():
-            start = 0 if turn == 0 else self._start(messages[turn - 1], ends[turn - 1], whole)
-            closed = _follows(self.closing, messages[turn], ends[turn], whole)
-            if start is None or closed is None:
-                return None
-            spans.append((min(start, ends[turn]), closed + len(self.closing) if self.closing else ends[turn]))
-        return spans if len(spans) == len(turns) else None
-
-    def _start(self, message: Message, end: int, whole: str) -> int | None:
-        """Where the turn after a message starts, whose content ends at `end`: after as much of the generation prompt as is there."""
-        least, prompt = self.before[message["role"]]
-        begin = _follows(least, message, end, whole)
-        return None if begin is None else begin + _alike(prompt, whole[begin : begin + len(prompt)])
-
-
-def _follows(text: str, message: Message, end: int, whole: str) -> int | None:
-    """Where `text` stands after the content of a message that ends at `end`, or after the white space that ends the message."""
-    space = message["content"][len(message["content"].rstrip()) :]
-    return next((place for place in (end, end + len(space)) if whole.startswith(text, place)), None)
-
-
-def trial(roles: Sequence[str]) -> list[Message]:
-    """A conversation to try a template with."""
-    return [{"role": role, "content": f"What {role} {number} says."} for number, role in enumerate(roles)]
-
-
-def learn(render: Render, where: str = "data.source") -> Frame | None:
-    """The frame of a template, learned from conversations made for it; None where they show no fixed one, so that each is to be searched.
-
-    Raises UserError for a template whose assistant's turns cannot be found at all.
-    """
-    prompts: dict[str, set[str]] = {}
-    least: dict[str, str] = {}
-    closings: set[str] = set()
-    tried: list[tuple[list[Message], str, Spans]] = []
-    for roles in TRIALS:
-        messages = trial(roles)
-        try:
-            whole = render(messages, False)
-        except UserError:  # a role that the template does not take: a row that has it is refused
-            continue
-        try:
-            spans = assistant_spans(render, messages, where)
-        except UserError:
-            if "tool" in roles:  # matters only to rows with tools
-                continue
-            raise
-        marked = _ends_marked(messages, range(len(messages)))
-        ends = _marker_positions(render(marked, False), whole)
-        if len(ends) != len(messages):
-            continue
-        tried.append((messages, whole, spans))
-        for turn in range(1, len(roles), 2):
-            role, prompt = roles[turn - 1], render(marked[:turn], True).rpartition(MARKER)[2]
-            there = prompt[: _alike(prompt, whole[ends[turn - 1] :])]
-            least[role] = min(least.get(role, there), there, key=len)
-            prompts.setdefault(role, set()).add(prompt)
-            closings.add(_closing(render, marked[: turn + 1]))
-    if len(closings) != 1 or any(len(several) > 1 for several in prompts.values()):
-        return None
-    frame = Frame({role: (least[role], min(found)) for role, found in prompts.items()}, min(closings))
-    return frame if all(frame.spans(render, messages, whole) == spans for messages, whole, spans in tried) else None
-
-
-def _closing(render: Render, marked: Sequence[Message]) -> str:
-    """What follows the last message's content, but for white space."""
-    return render(marked, False).rpartition(MARKER)[2].rstrip()
-
-
-def _prefix_start(render: Render, before: Sequence[Message], whole: str) -> int | None:
+def _prefix_start(rendered: Callable[..., str], before: Sequence[Message], whole: str) -> int | None:
     """Where the next turn starts: after `before` and as much of the generation prompt as `whole` has.
 
     Some templates put more into the prompt (an empty thought) than they render in a finished turn. None if `whole` does not start with
@@ -191,8 +101,8 @@ def _prefix_start(render: Render, before: Sequence[Message], whole: str) -> int 
     """
     if not before:
         return 0
-    start = _alike(render(before, True), whole)
-    return start if start >= len(render(before, False).rstrip()) else None
+    start = _alike(rendered(before, True), whole)
+    return start if start >= len(rendered(before).rstrip()) else None
 
 
 def _marked(message: Message, at_end: bool) -> Message:
@@ -201,10 +111,6 @@ def _marked(message: Message, at_end: bool) -> Message:
     body = content.strip()
     position = len(content.rstrip()) if at_end else content.find(body)
     return {**message, "content": content[:position] + MARKER + content[position:]}
-
-
-def _ends_marked(messages: Sequence[Message], places: Container[int]) -> list[Message]:
-    return [_marked(message, at_end=True) if index in places else message for index, message in enumerate(messages)]
 
 
 def _marker_positions(rendered: str, whole: str) -> list[int]:
@@ -217,10 +123,8 @@ def _marker_positions(rendered: str, whole: str) -> list[int]:
 
 def _alike(first: str, second: str) -> int:
     """How many characters two strings begin with alike."""
-    if second.startswith(first):
-        return len(first)
-    differ = (index for index, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
-    return next(differ, min(len(first), len(second)))
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def first_difference(first: str, second: str) -> tuple[str, str]:

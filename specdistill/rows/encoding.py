@@ -24,20 +24,9 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from specdistill.errors import UserError
-from specdistill.rows.chat import (
-    MASKABLE,
-    TRIALS,
-    Frame,
-    Message,
-    Spans,
-    assistant_spans,
-    learn,
-    render,
-    shortened,
-    trial,
-)
+from specdistill.rows.chat import MASKABLE, Message, assistant_spans, render, shortened
 
-# row: the number of the source's row that a document comes from. An exchange of which something is left out, because no row holds it, is a
+# row: the number of the source's row that a document comes from. An exchange that is filtered in part, because no row holds it, is a
 # document without tokens, of the length that it would have.
 DOCUMENT_COLUMNS = {
     "input_ids": List(Value("int32")),
@@ -53,7 +42,7 @@ Mask = NDArray[np.int8]
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token ids and, for each, 1 where it carries loss. length: of the ids, or of what is left out."""
+    """Token ids and, for each, 1 where it carries loss. length: of the ids, or of what is filtered."""
 
     input_ids: Ids
     loss_mask: Mask
@@ -62,8 +51,8 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Documents of rows {text, messages} as columns. loss_mask: `assistant` or `all`. key, source: name
-    and number of the source, for error messages and as a column.
+    """Documents of rows {text, messages} as columns. loss_mask: `assistant` or `all`. key, source: name and number of the source, for error
+    messages and as a column.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -96,8 +85,8 @@ class Encoder:
         ended = (those if end is None or those[-1:] == [end] else [*those, end] for those in ids)
         return [(number, _all_with_loss(those)) for (number, _), those in zip(texts, ended, strict=True)]
 
-    def chats(self, chats: Sequence[tuple[int, Sequence[Message]]]) -> list[Encoded]:
-        """Conversations, each with the number of its row, by the chat template; however long they are."""
+    def chats(self, chats: Sequence[tuple[int | None, Sequence[Message]]]) -> list[Encoded]:
+        """Conversations, each with the number of its row if it has one, by the chat template; however long they are."""
         if not chats:
             return []
         rendered = [render(self.tokenizer, turns, where=self._where(number)) for number, turns in chats]
@@ -109,27 +98,26 @@ class Encoder:
         return encoded
 
     def parts(self, number: int, messages: Sequence[Message]) -> list[Encoded]:
-        """A conversation longer than a row cut at its turns, and what is left out, without tokens."""
+        """A conversation longer than a row cut at its turns, and what is filtered, without tokens."""
 
         def length(turns: Sequence[Message]) -> int:
             return len(self._tokens([render(self.tokenizer, turns, where=self._where(number))])["input_ids"][0])
 
-        parts, left_out = cut_at_turns(messages, length, self.max_length)
-        return [
-            *self.chats([(number, part) for part in parts]),
-            *(Encoded(np.empty(0, np.int32), np.empty(0, np.int8), tokens) for tokens in left_out),
-        ]
+        parts, filtered = cut_at_turns(messages, length, self.max_length)
+        empty = np.empty(0, np.int32), np.empty(0, np.int8)
+        return self.chats([(number, part) for part in parts]) + [Encoded(*empty, tokens) for tokens in filtered]
 
     def prove(self) -> None:
         """Try the template on a conversation made for it. Raises UserError where not the assistant's turns, and they alone, carry loss."""
         if self.loss_mask == "all":
             return
-        messages = trial(TRIALS[0])
+        roles = ("user", "assistant", "user", "assistant")
+        messages = [{"role": role, "content": f"What {role} {number} says."} for number, role in enumerate(roles)]
         try:
             whole = render(self.tokenizer, messages, where=self.key)
         except UserError:  # a template of single turns, or of other roles: the rows themselves will tell
             return
-        (encoded,) = self.chats([(0, messages)])
+        (encoded,) = self.chats([(None, messages)])
         offsets = self._tokens([whole], return_offsets_mapping=True)["offset_mapping"][0]
         marked = "".join(whole[left:right] for (left, right), flag in zip(offsets, encoded.loss_mask, strict=True) if flag)
         for message in messages:
@@ -142,39 +130,28 @@ class Encoder:
     def _is_tagged(self) -> bool:
         return bool(GENERATION_TAG.search(self.tokenizer.get_chat_template()))
 
-    @cached_property
-    def _frame(self) -> Frame | None:
-        return learn(lambda turns, prompt: render(self.tokenizer, turns, prompt, self.key), self.key)
-
-    def _where(self, number: int) -> str:
-        return f"{self.key} row {number}"
+    def _where(self, number: int | None) -> str:
+        return self.key if number is None else f"{self.key} row {number}"
 
     def _tokens(self, rendered: Sequence[str], **options: bool) -> Any:
         options = {**options, "return_attention_mask": False, "return_token_type_ids": False}
         return self.tokenizer(list(rendered), add_special_tokens=False, verbose=False, **options)
 
-    def _by_tags(self, chats: Sequence[tuple[int, Sequence[Message]]]) -> list[Encoded]:
+    def _by_tags(self, chats: Sequence[tuple[int | None, Sequence[Message]]]) -> list[Encoded]:
         options: Any = {"return_dict": True, "return_assistant_tokens_mask": True, "tokenizer_kwargs": {"verbose": False}}
         made: Any = self.tokenizer.apply_chat_template([list(turns) for _, turns in chats], tokenize=True, **options)
         return [_encoded(ids, mask) for ids, mask in zip(made["input_ids"], made["assistant_masks"], strict=True)]
 
-    def _by_spans(self, chats: Sequence[tuple[int, Sequence[Message]]], rendered: Sequence[str]) -> list[Encoded]:
+    def _by_spans(self, chats: Sequence[tuple[int | None, Sequence[Message]]], rendered: Sequence[str]) -> list[Encoded]:
         made = self._tokens(rendered, return_offsets_mapping=True)
-        each = zip(chats, rendered, made["input_ids"], made["offset_mapping"], strict=True)
+        each = zip(chats, made["input_ids"], made["offset_mapping"], strict=True)
         return [
-            _encoded(ids, mask_of(self._spans(turns, whole, self._where(number)), offsets))
-            for (number, turns), whole, ids, offsets in each
+            _encoded(ids, mask_of(assistant_spans(self.tokenizer, turns, self._where(number)), offsets))
+            for (number, turns), ids, offsets in each
         ]
 
-    def _spans(self, messages: Sequence[Message], whole: str, where: str) -> Spans:
-        def by_template(turns: Sequence[Message], prompt: bool) -> str:
-            return render(self.tokenizer, turns, prompt, where)
 
-        spans = self._frame.spans(by_template, messages, whole) if self._frame else None
-        return assistant_spans(by_template, messages, where) if spans is None else spans
-
-
-def mask_of(spans: Spans, offsets: Sequence[tuple[int, int]]) -> Mask:
+def mask_of(spans: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]]) -> Mask:
     """1 for the tokens, with characters [left, right) each in order, of which a character is in a span."""
     mask = np.zeros(len(offsets), np.int8)
     for start, end in spans:
@@ -185,42 +162,42 @@ def mask_of(spans: Spans, offsets: Sequence[tuple[int, int]]) -> Mask:
 def cut_at_turns(
     messages: Sequence[Message], length: Callable[[Sequence[Message]], int], max_length: int
 ) -> tuple[list[list[Message]], list[int]]:
-    """Conversations of at most `max_length` tokens, and the lengths of the exchanges of which something is left out.
+    """Conversations of at most `max_length` tokens, and the lengths of the exchanges of which something is filtered.
 
-    What follows the assistant's last turn is left out, too, and not counted: nothing is learned there.
+    What follows the assistant's last turn is filtered, too, and not counted: nothing is learned there.
     """
     system = list(takewhile(lambda message: message["role"] == "system", messages))
     last = max((index for index, message in enumerate(messages) if message["role"] == "assistant"), default=len(messages))
     rest = list(messages[len(system) : last + 1])
 
     def fitting(ends: Sequence[int]) -> int:
-        """The last of the ends, so many messages each, up to which the conversation fits; 0 for none."""
+        """The largest of these numbers of messages with which the conversation fits; 0 for none."""
         count = bisect_right(ends, max_length, key=lambda end: length([*system, *rest[:end]]))
         return ends[count - 1] if count else 0
 
-    parts, left_out = [], []
+    parts, filtered = [], []
     while rest:
         roles = [message["role"] for message in rest]
         exchanges = [place for place in range(1, len(rest)) if roles[place] == "user" != roles[place - 1]] + [len(rest)]
         kept = after = fitting(exchanges)
         if not kept:
             after = exchanges[0]
-            left_out.append(length([*system, *rest[:after]]))
+            filtered.append(length([*system, *rest[:after]]))
             kept = fitting([place + 1 for place in range(after) if roles[place] == "assistant"])
         if kept:
             parts.append([*system, *rest[:kept]])
         rest = rest[after:]
-    return parts, left_out
+    return parts, filtered
 
 
 def _check(encoded: Encoded, messages: Sequence[Message], whole: str, where: str) -> None:
     """Refuse a conversation in which none or all of the tokens carry loss."""
-    num_marked, num_tokens = int(encoded.loss_mask.sum()), len(encoded.loss_mask)
-    got = f"{num_marked} of {num_tokens} tokens from the assistant in {shortened(whole)!r}"
     if not any(message["role"] == "assistant" for message in messages):
         expected = "an answer, or data.regenerate.num_tokens above 0, so that the target gives one (or data.loss_mask=all)"
         raise UserError(where, got=f"a prompt without an answer, {shortened(whole)!r}", expected=expected)
+    num_marked, num_tokens = int(encoded.loss_mask.sum()), len(encoded.loss_mask)
     if num_marked in (0, num_tokens):
+        got = f"{num_marked} of {num_tokens} tokens from the assistant in {shortened(whole)!r}"
         expected = "a conversation with turns of the assistant and of others (or data.loss_mask=all)"
         raise UserError(where, got=got, expected=expected)
 

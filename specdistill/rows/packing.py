@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from specdistill.errors import UserError
-from specdistill.rows.cache import array
+from specdistill.rows.files import array
 
 logger = logging.getLogger(__name__)
 

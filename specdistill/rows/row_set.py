@@ -17,7 +17,6 @@ from pkgutil import resolve_name
 from typing import Any
 
 from datasets import Dataset, concatenate_datasets
-from datasets.config import HF_DATASETS_CACHE
 from pydantic import BaseModel, ConfigDict, ValidationError
 from transformers import PreTrainedTokenizerBase
 
@@ -25,9 +24,8 @@ from specdistill.errors import UserError
 from specdistill.processes import agree, of_all
 from specdistill.recipe.data_sources import BUILT_IN, entries
 from specdistill.recipe.sections import DataConfig
-from specdistill.rows.arrow import hash_of, on_disk, write_arrow
-from specdistill.rows.cache import SHOWN, quiet, tokenizer_fingerprint
 from specdistill.rows.chat import first_difference
+from specdistill.rows.files import SHOWN, cache_folder, content_of, hash_of, on_disk, quiet, tokenizer_fingerprint, write_arrow
 from specdistill.rows.packing import COLUMNS, Packed
 from specdistill.targets.packed_rows import packing
 
@@ -54,7 +52,7 @@ class RowTarget:
 
     @classmethod
     def of(cls, target: Any) -> "RowTarget":
-        """Of a FrozenTarget."""
+        """The RowTarget of a FrozenTarget."""
         return cls(target.name, target.identity.weights, target.tokenizer, tuple(target.eos_token_ids), target.model)
 
 
@@ -87,11 +85,10 @@ class Fit(Record):
                 continue
             if name == "chat_template":
                 found, own = first_difference(str(found), str(own))
-            got = f"{folder}, rows of another {name.replace('_', ' ')}, {str(found)[:SHOWN] if name in HASHES else found}"
-            raise UserError("data.rows", got=got, expected=f"{str(own)[:SHOWN] if name in HASHES else own}, as of this recipe")
-
-
-HASHES = ("target", "tokenizer")
+            elif name in ("target", "tokenizer"):
+                found, own = found[:SHOWN], own[:SHOWN]
+            got = f"{folder}, rows of another {name.replace('_', ' ')}, {found}"
+            raise UserError("data.rows", got=got, expected=f"{own}, as of this recipe")
 
 
 class SourceCounts(Record):
@@ -123,7 +120,7 @@ class ShardRecord(Record):
 
 
 class Manifest(Record):
-    """filtered: what was left out, by the reason. generation: null where rows are the source's as they are."""
+    """filtered: how many rows and documents were filtered, by the reason. generation: null where rows are the source's as they are."""
 
     version: int
     fingerprint: str
@@ -140,14 +137,11 @@ class Manifest(Record):
         try:
             manifest = cls.model_validate_json((folder / MANIFEST).read_text(encoding="utf-8"))
         except OSError as error:
-            lacking = [MANIFEST, *_lacking(folder)]
-            raise UserError(
-                "data.rows", got=f"{folder}, which lacks {', '.join(lacking)}", expected=f"a row set: {MAKE}"
-            ) from error
+            got = f"{folder}, which lacks {', '.join([MANIFEST, *_lacking(folder)])}"
+            raise UserError("data.rows", got=got, expected=f"a row set: {MAKE}") from error
         except ValidationError as error:
-            raise UserError(
-                "data.rows", got=f"{folder / MANIFEST}: {error.errors()[0]['msg']}", expected="a manifest"
-            ) from error
+            got = f"{folder / MANIFEST}: {error.errors()[0]['msg']}"
+            raise UserError("data.rows", got=got, expected="a manifest") from error
         if manifest.version != VERSION:
             raise UserError("data.rows", got=f"{folder}, of version {manifest.version}", expected=f"{VERSION}: {MAKE}")
         if unfit := [shard.name for shard in manifest.shards if hash_of(folder / shard.name) != shard.hash]:
@@ -171,11 +165,10 @@ def open_rows(
     """
     agree({"weights of target.model": target.weights[:SHOWN]})
     if config.shard is not None:
-        raise UserError(
-            "data.shard", got=config.shard, expected="null: `specdistill data make` alone makes a shard of the rows"
-        )
+        expected = "null: `specdistill data make` alone makes a shard of the rows"
+        raise UserError("data.shard", got=config.shard, expected=expected)
     check(config, target)
-    folder = Path(config.rows) if config.rows is not None else place_of(config, target, measured_on)
+    folder = place_of(config, target, measured_on)
     if config.rows is None and not all(of_all(is_whole(folder))):
         make(folder, config, target, measured_on)
     train, validation, manifest = read_rows(folder, Fit.of(config, target))
@@ -219,13 +212,11 @@ def check(config: DataConfig, target: RowTarget) -> None:
         raise UserError("data.packing", got=got, expected="false")
 
 
-def cache_of(config: DataConfig) -> Path:
-    return Path(config.cache_dir or HF_DATASETS_CACHE)
-
-
 def place_of(config: DataConfig, target: RowTarget, measured_on: Sequence[str]) -> Path:
-    """Where a recipe's own row set is, or will be."""
-    return cache_of(config) / "rows" / fingerprint(config, target, measured_on)
+    """Where a recipe's row set is, or will be: `data.rows`, or its own place in the cache."""
+    if config.rows is not None:
+        return Path(config.rows)
+    return cache_folder(config.cache_dir) / "rows" / fingerprint(config, target, measured_on)
 
 
 def fingerprint(config: DataConfig, target: RowTarget, measured_on: Sequence[str], without: Iterable[str] = ()) -> str:
@@ -239,21 +230,14 @@ def fingerprint(config: DataConfig, target: RowTarget, measured_on: Sequence[str
         config.model_dump(exclude={"source", "rows", "shard", "cache_dir", "num_proc", "force", "regenerate", *without}),
         [[entry.model_dump(exclude={"source", "license"}), _rows_of(entry.source, entry.split or config.split)]
          for _, entry in entries(config.source)],
-        [_content(suite) for suite in suites],
+        [content_of(suite) for suite in suites],
         [by_servers, config.regenerate.model_dump(exclude=not_read)] if generates else None,
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _rows_of(source: str, split: str) -> str:
-    return str(resolve_name(BUILT_IN[source])(split)[0]) if source in BUILT_IN else _content(source)
-
-
-def _content(name: str) -> str:
-    """A name, or the hash of the file or folder that it is on this machine."""
-    path = Path(name)
-    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else []
-    return " ".join(map(hash_of, files)) or name
+    return str(resolve_name(BUILT_IN[source])(split)[0]) if source in BUILT_IN else content_of(source)
 
 
 def is_part(path: Path) -> bool:

@@ -1,21 +1,277 @@
-"""A feature store as training reads it: a folder of shards, whose rows come with the batches that they are in."""
+"""A feature store: a folder of shards, files of packed rows with what the target gives a draft there, which training reads by its batches.
 
-from collections.abc import Iterable, Sequence
+A shard is a safetensors file:
+
+    input_ids         int32 [N]          tokens of one row after the other, without padding
+    document_lengths  int32 [M]          tokens of each document, in their order
+    num_documents     int32 [R]          documents of each row
+    features          [(A + 1) N, D]     row after row, of each [A + 1, L, D]: the auxiliary layers, then the last hidden state
+    scales            float32 [(A + 1) N]     of float8_e4m3fn alone: each vector's, by which it is multiplied
+    checksums         int64 [R]          xxh3 of each row's bytes, features then scales
+
+Its header says of what target, layers and dtype these are. Rows are found by their tokens, whatever the order of a data set, and a row with
+another token or another border of documents is not found. What a shard holds follows from its rows alone, not from who wrote it or when.
+
+Shapes: A auxiliary layers, D target hidden size, R rows, M documents, L tokens of a row, N of all of them, V vectors.
+"""
+
+import json
+import mmap
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import xxhash
 from datasets import Dataset
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from specdistill.errors import UserError
-from specdistill.rows.packing import collate
-from specdistill.rows.shard import Origin, Shard, Tokens, UnfitShardError
+from specdistill.errors import UserError, one_line
+from specdistill.recipe.fields import shown
+from specdistill.rows.packing import PADDING_DOCUMENT, collate
 
 KEY = "hidden_states.path"
 PATTERN = "*-of-*.safetensors"
 WHOLE = "a whole store: `specdistill data features` makes what is missing"
+VERSION = 1  # of the layout above
+HEADER = "specdistill"  # the one key of the header's metadata: several would be written in any order
+HEADER_BYTES = 2048  # at most: names, shapes and what the features are of
+FP8 = "float8_e4m3fn"
+LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
+SHOWN = 12  # digits of a hash
+
+Bytes = NDArray[np.uint8]
+
+
+class UnfitShardError(Exception):
+    """A file is not the shard that is wanted. why: a clause that follows its name."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(f"{path}, which {why}")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What features are of: where one field differs, they are another draft's.
+
+    weights, tokenizer: hashes of the target's files. computed: dtype of the target, and of mixed precision. stored: dtype in the file.
+    """
+
+    weights: str
+    tokenizer: str
+    computed: str
+    stored: str
+    hidden_size: int
+    aux_layers: tuple[int, ...]
+
+    @property
+    def num_features(self) -> int:
+        return len(self.aux_layers) + 1
+
+    @property
+    def row_dtype(self) -> torch.dtype:
+        """Of rows as they are read."""
+        return torch.bfloat16 if self.stored == FP8 else getattr(torch, self.stored)
+
+    @property
+    def vector_bytes(self) -> dict[str, int]:
+        """Bytes of a vector in each of the tensors that rows are read from."""
+        width: int = self.hidden_size * getattr(torch, self.stored).itemsize
+        return {"features": width, "scales": 4} if self.stored == FP8 else {"features": width}
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's features."""
+        return self.num_features * sum(self.vector_bytes.values())
+
+    def shapes(self, num_tokens: int) -> dict[str, list[int]]:
+        """Shapes of the tensors that rows are read from."""
+        count = self.num_features * num_tokens
+        return {name: [count, self.hidden_size] if name == "features" else [count] for name in self.vector_bytes}
+
+    def header(self) -> dict[str, str]:
+        return {HEADER: json.dumps({"version": VERSION, **asdict(self)}, sort_keys=True)}
+
+    def check(self, path: Path, metadata: Mapping[str, str] | None) -> None:
+        """Raises UnfitShardError for a file whose header is of anything else."""
+        if metadata is None or HEADER not in metadata:
+            raise UnfitShardError(path, "is no shard of features")
+        found, wanted_fields = dict(json.loads(metadata[HEADER])), json.loads(self.header()[HEADER])
+        for name, expected in wanted_fields.items():
+            if (other := found.get(name)) != expected:
+                is_hash = name in ("weights", "tokenizer")
+                got, wanted = (str(value)[:SHOWN] if is_hash else shown(value) for value in (other, expected))
+                raise UnfitShardError(path, f"is of other features: {name} {got} for {wanted}")
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """A packed row without its padding. input_ids: int32 [L]; document_lengths: int32, that sum to L."""
+
+    input_ids: NDArray[np.int32]
+    document_lengths: NDArray[np.int32]
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> "Tokens":
+        """Of a row with the columns of `specdistill.rows.packing`."""
+        document_ids = np.asarray(row["document_ids"])
+        is_token = document_ids != PADDING_DOCUMENT
+        lengths = np.bincount(document_ids[is_token]).astype(np.int32)
+        return cls(np.asarray(row["input_ids"], np.int32)[is_token], lengths)
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def key(self) -> bytes:
+        return xxhash.xxh3_128_digest(self.input_ids.tobytes() + self.document_lengths.tobytes())
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file that was opened. rows: its tokens; checksums: int64 [R]."""
+
+    path: Path
+    origin: Origin
+    rows: list[Tokens]
+    checksums: NDArray[np.int64]
+    offsets: Mapping[str, int]  # bytes before a tensor
+
+    @classmethod
+    def open(cls, path: Path, origin: Origin) -> "Shard":
+        """Reads all but the features. Raises UnfitShardError for a file that is not there, not whole or of something else."""
+        try:
+            with safe_open(path, framework="np") as file:
+                origin.check(path, file.metadata())
+                ids, lengths, counts, checksums = map(
+                    file.get_tensor, ("input_ids", "document_lengths", "num_documents", "checksums")
+                )
+            tensors = _tensors(path)
+        except FileNotFoundError as error:
+            raise UnfitShardError(path, "is missing") from error
+        except (SafetensorError, OSError, ValueError, TypeError) as error:
+            raise UnfitShardError(path, f"is damaged ({one_line(str(error))[:120]})") from error
+        shapes = origin.shapes(len(ids))
+        adds_up = counts.sum() == len(lengths) and lengths.sum() == len(ids) and len(counts) == len(checksums)
+        if not adds_up or shapes != {name: tensors[name]["shape"] for name in shapes if name in tensors}:
+            raise UnfitShardError(path, "is damaged (its rows do not add up)")
+        by_row = np.split(lengths, counts.cumsum()[:-1])
+        ends = np.cumsum([part.sum() for part in by_row])
+        rows = [Tokens(*row) for row in zip(np.split(ids, ends[:-1]), by_row, strict=True)]
+        return cls(path, origin, rows, checksums, {name: tensors[name]["data_offsets"][0] for name in shapes})
+
+    @cached_property
+    def starts(self) -> NDArray[np.int64]:
+        """Tokens before each row."""
+        return np.cumsum([0, *map(len, self.rows)])
+
+    def expect(self, index: int) -> None:
+        """Have the system fetch a row that is about to be read, along with others."""
+        for offset, count in self._places(index):
+            first = offset // mmap.PAGESIZE * mmap.PAGESIZE
+            _mapped(self.path).madvise(mmap.MADV_WILLNEED, first, offset + count - first)
+
+    def read(self, index: int, into_ATD: Tensor) -> None:
+        """The features of a row, into the first L positions of a tensor [A + 1, T, D] of `origin.row_dtype`.
+
+        Raises UnfitShardError where they are not what was written.
+        """
+        parts = self.checked(index)
+        into_ALD = into_ATD[:, : len(self.rows[index])]
+        if self.origin.stored == FP8:
+            vectors, scales = (torch.from_numpy(part.copy()) for part in parts)
+            vectors_ALD = vectors.view(torch.float8_e4m3fn).view(into_ALD.shape)
+            into_ALD.copy_(vectors_ALD.float() * scales.view(torch.float32).view(*into_ALD.shape[:2], 1))
+        else:
+            into = into_ALD.view(torch.uint8).numpy()
+            into[:] = parts[0].reshape(into.shape)
+
+    def checked(self, index: int) -> list[Bytes]:
+        """The bytes of a row's features, and of its scales. Raises UnfitShardError where they are not what was written."""
+        parts = [np.frombuffer(_mapped(self.path), np.uint8, count, offset) for offset, count in self._places(index)]
+        if checksum(parts) != self.checksums[index]:
+            raise UnfitShardError(self.path, f"is damaged (row {index})")
+        return parts
+
+    def _places(self, index: int) -> list[tuple[int, int]]:
+        """(offset, number) of the bytes of a row's features, and of its scales."""
+        start, count = (self.origin.num_features * int(number) for number in (self.starts[index], len(self.rows[index])))
+        return [(self.offsets[name] + size * start, size * count) for name, size in self.origin.vector_bytes.items()]
+
+
+def write_shard(path: Path, origin: Origin, rows: Sequence[Tokens], features: Sequence[Tensor]) -> None:
+    """Write rows and their features [A + 1, L, D]: aside, to the disk, then in place. Raises OSError and SafetensorError."""
+    encoded = [_encoded(row, origin) for row in features]
+    parts = [[tensor.view(torch.uint8).numpy().reshape(-1) for tensor in row] for row in encoded]
+    tensors = {
+        "input_ids": torch.from_numpy(np.concatenate([row.input_ids for row in rows])),
+        "document_lengths": torch.from_numpy(np.concatenate([row.document_lengths for row in rows])),
+        "num_documents": torch.tensor([len(row.document_lengths) for row in rows], dtype=torch.int32),
+        "checksums": torch.from_numpy(np.array(list(map(checksum, parts)), np.int64)),
+        **dict(zip(("features", "scales"), map(torch.cat, zip(*encoded, strict=True)), strict=False)),
+    }
+    aside = path.with_name(f"{path.name}.part")
+    try:
+        save_file(tensors, aside, origin.header())
+        _sync(aside)
+        os.replace(aside, path)
+        _sync(path.parent)
+        _mapped.cache_clear()  # the file that was there before may be in it
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def checksum(parts: Sequence[Bytes]) -> int:
+    digest = xxhash.xxh3_64()
+    for part in parts:
+        digest.update(part.data)
+    return int(np.uint64(digest.intdigest()).astype(np.int64))
+
+
+def _encoded(features: Tensor, origin: Origin) -> tuple[Tensor, ...]:
+    """Features [A + 1, L, D] as vectors [V, D], and in FP8 their scales [V]."""
+    vectors_VD = features.reshape(-1, origin.hidden_size)
+    if origin.stored != FP8:
+        return (vectors_VD.to(origin.row_dtype).contiguous(),)
+    largest_V1 = vectors_VD.abs().amax(-1, keepdim=True).float()
+    scales_V1 = largest_V1.clamp_min(1e-12) / LARGEST_FP8  # vectors of zeros, too, have a scale
+    return (vectors_VD / scales_V1).to(torch.float8_e4m3fn), scales_V1.flatten()
+
+
+def _sync(path: Path) -> None:
+    """Have the system write a file, or a folder's names, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _tensors(path: Path) -> dict[str, Any]:
+    """Shape and bytes of each tensor of a safetensors file: the library does not say where they are, and cannot announce what is read."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    start = 8 + size
+    tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
+    return {
+        name: {**tensor, "data_offsets": [start + offset for offset in tensor["data_offsets"]]}
+        for name, tensor in tensors.items()
+    }
+
+
+@lru_cache(maxsize=4096)
+def _mapped(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 class FeatureStore:
@@ -38,7 +294,7 @@ class FeatureStore:
             raise UserError(KEY, got=f"{folder}, which holds no features", expected=WHOLE)
         names = sorted({shard_name(index, int(name[10:16])) for name in found for index in range(int(name[10:16]))})
         try:
-            shards = [opened(folder / name, origin) for name in names]
+            shards = [Shard.open(folder / name, origin) for name in names]
         except UnfitShardError as error:
             raise UserError(KEY, got=error, expected=WHOLE) from error
         store = cls(shards, sets, origin)
@@ -75,15 +331,7 @@ class FeatureStore:
         try:
             shard.read(index, into_ATD)
         except UnfitShardError as error:
-            raise UserError(KEY, got=f"{shard.path}, which {error}", expected=WHOLE) from error
-
-
-def opened(path: Path, origin: Origin) -> Shard:
-    """Raises UnfitShardError that begins with the file's path."""
-    try:
-        return Shard.open(path, origin)
-    except UnfitShardError as error:
-        raise UnfitShardError(f"{path}, which {error}") from error
+            raise UserError(KEY, got=error, expected=WHOLE) from error
 
 
 def shard_name(index: int, total: int) -> str:

@@ -3,8 +3,9 @@
     python engine_program.py vllm MODEL [--speculative-config '{…}'] … --port PORT
     python engine_program.py sglang --model-path MODEL [--speculative-num-steps K …] … --port PORT
 
-A step of an answer takes 4 ms. With drafts it costs a tenth more for each draft token, yields K + 1 tokens and one by turns, and takes as
-many times longer as the tokens of all requests in flight outnumber 8. It starts a process that outlives it and does not heed SIGTERM.
+A step of an answer takes 4 ms. With drafts it costs a tenth more for each draft token, yields K + 1 tokens and one in alternation, and
+takes as many times longer as the tokens of all requests in flight outnumber 8. It starts a process that outlives it and does not heed
+SIGTERM.
 """
 
 import json
@@ -12,7 +13,9 @@ import subprocess
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
+
+from server_answers import AnswerHandler, completion, counters, pages  # the module next to this one
 
 STEP_SECONDS, FREE_TOKENS = 0.004, 8
 OPTIONS = {"--enable-metrics", "--disable-radix-cache", "--no-enable-prefix-caching", "--trust-remote-code", "--broken"}
@@ -45,25 +48,11 @@ class State:
     lock, in_flight, generated = threading.Lock(), 0, 0
 
 
-class Handler(BaseHTTPRequestHandler):
-    def log_message(self, *_):
-        pass
-
+class Handler(AnswerHandler):
     def do_GET(self):
         if self.path == "/metrics":
-            positions = "".join(
-                f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{k}"}} 0\n' for k in range(State.k)
-            )
-            page = f"{State.engine}:generation_tokens_total {State.generated}\n{positions}"
-            return self.answer(page.encode())
-        drafting = {"speculative_algorithm": "EAGLE3" if State.k else None, "speculative_num_steps": State.k or None}
-        pages = {
-            "/health": {},
-            "/version": {"version": "0.32.0"},
-            "/v1/models": {"data": [{"id": State.model, "root": State.model}]},
-            "/get_server_info": {"version": "0.5.23", "model_path": State.model, **drafting},
-        }
-        return self.answer(json.dumps(pages[self.path]).encode())
+            return self.answer(counters(State.engine, State.k, State.generated))
+        return self.answer(pages(State.engine, State.model, State.k)[self.path])
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -81,28 +70,7 @@ class Handler(BaseHTTPRequestHandler):
         with State.lock:
             State.in_flight -= 1
             State.generated += number
-        self.answer(json.dumps(self.completion(tokens, accepted)).encode())
-
-    def completion(self, tokens, accepted):
-        histogram = [accepted.count(count) for count in range(State.k + 1)]
-        rounds, drafted, total = len(accepted), State.k * len(accepted), sum(accepted)
-        if State.engine == "sglang":
-            names = ("spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts", "spec_correct_drafts_histogram")
-            counted = dict(zip(names, (rounds, drafted, total, histogram), strict=True)) if State.k else {}
-            return {"text": "", "output_ids": tokens, "meta_info": {"completion_tokens": len(tokens), **counted}}
-        names = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "acceptance_histogram")
-        counted = dict(zip(names, (rounds, drafted, total, histogram), strict=True)) if State.k and State.counts else None
-        return {
-            "choices": [{"text": "", "token_ids": tokens}],
-            "usage": {"completion_tokens": len(tokens)},
-            "metrics": {"speculative_decoding": counted},
-        }
-
-    def answer(self, content):
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
+        self.answer(completion(State.engine, State.k, "", tokens, accepted, State.k * len(accepted), counts=State.counts))
 
 
 if __name__ == "__main__":

@@ -17,19 +17,15 @@ from specdistill.export import export
 from specdistill.methods import METHODS
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
+from tests.export import layouts
 from tests.heads import head_of, load_head, save_head
-from tests.tiny import tiny_target_model, tiny_tokenizer
 
-NUM_LAYERS = 8  # of the target: the default auxiliary layers are 2, 4 and 5
 PRUNED = {"draft_vocabulary": torch.arange(5, 105, 4)}
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> FrozenTarget:
-    folder = tmp_path_factory.mktemp("target")
-    tiny_target_model(num_layers=NUM_LAYERS).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return FrozenTarget.load(str(folder))
+    return layouts.saved_target(tmp_path_factory.mktemp("target"))
 
 
 def check(engine: str, method: str, folder: Path, head: Any, target: FrozenTarget, **keys: Any) -> LoaderCheck:
@@ -51,7 +47,7 @@ def random_shape(draw: random.Random, method: str) -> dict[str, Any]:
         shape["sliding_window"] = draw.choice([4, 32])
     if method == "eagle":
         return shape | {"fc_bias": draw.random() < 0.3}
-    layers = draw.sample(range(NUM_LAYERS + 1), draw.randint(1, 5))
+    layers = draw.sample(range(layouts.NUM_LAYERS + 1), draw.randint(1, 5))
     shape["aux_layers"] = draw.choice([[2, 4, 5], [2, 4, 5], sorted(layers), sorted(layers), layers])
     shape["hidden_size"] = draw.choice([32, 64, 64, 128])
     shape |= draw.choice([{}, {"fc_norm": True}, {"norm_before_fc": True}])

@@ -17,10 +17,9 @@ from specdistill.methods.chains.limits import SEVERAL_LAYERS
 from specdistill.methods.eagle3.serving import SERVING, SETTINGS, SLOTS, head_config
 from specdistill.recipe.load import load_recipe
 from specdistill.recipe.sections import EvalConfig
-from specdistill.targets.frozen import FrozenTarget
+from tests.export.layouts import saved_target
 from tests.heads import head_of, save_head
 from tests.refusals import refused, refused_key
-from tests.tiny import tiny_target_model, tiny_tokenizer
 
 
 def serve_command(served: Served) -> str:
@@ -57,9 +56,7 @@ def test_a_new_engine_is_one_file_a_row_and_what_methods_say_of_it(
 ) -> None:
     monkeypatch.setitem(ENGINES, "toy", TOY)
     monkeypatch.setitem(SERVING, "toy", TOY_EAGLE3)
-    tiny_target_model(num_layers=8).save_pretrained(tmp_path / "target")
-    tiny_tokenizer().save_pretrained(tmp_path / "target")
-    target = FrozenTarget.load(str(tmp_path / "target"))
+    target = saved_target(tmp_path / "target")
     for num_layers in (1, 2):
         save_head("eagle3", head_of("eagle3", target, {"num_layers": num_layers}), tmp_path / str(num_layers))
     given = ["engine=toy", f"target={tmp_path / 'target'}"]

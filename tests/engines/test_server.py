@@ -1,5 +1,5 @@
 """What servers count. vllm.txt was recorded from vLLM 0.32.0 on a CPU, with an EAGLE-3 head of K = 4 and after 26 texts (the families that
-matter here, the model's name shortened), vllm_answer.json with n-gram look-up of K = 3; its page then said 7 drafts, 19 draft tokens, and
+matter here, the model's name shortened), vllm_answer.json with n-gram lookup of K = 3; its page then said 7 drafts, 19 draft tokens, and
 3 / 2 / 1 accepted by position. sglang.txt is built after the names and help texts in SGLang's sources
 (srt/observability/metrics_collector.py, 2026), not taken from a running server.
 """

@@ -95,9 +95,9 @@ def test_a_comparison_leaves_its_pages_and_every_report(arguments, tmp_path, cap
     samples = [[json.loads(line)["id"] for line in (out / name / "samples.jsonl").read_text().splitlines()] for name in names]
     assert samples == [["a0", "a1", "b0", "b1"]] * 3
     assert "Training: simulated acceptance length" in (out / "comparison.html").read_text()
-    said = capsys.readouterr().out
-    assert "7.5 s" in said and f"comparison: {out / 'comparison.html'}" in said
-    assert all(name in said for name in names)
+    printed = capsys.readouterr().out
+    assert "7.5 s" in printed and f"comparison: {out / 'comparison.html'}" in printed
+    assert all(name in printed for name in names)
 
 
 def test_options_of_one_method_go_to_its_candidates(arguments, tmp_path):
@@ -110,7 +110,7 @@ def test_options_of_one_method_go_to_its_candidates(arguments, tmp_path):
     ]
 
 
-def test_a_draft_is_compared_with_itself_behind_a_look_up(arguments, tmp_path):
+def test_a_draft_is_compared_with_itself_behind_an_ngram_lookup(arguments, tmp_path):
     keys = ["drafts=[run/draft,ngram+run/draft,ngram]", "num_speculative_tokens_each=[2,4,4]", "max_new_tokens=16"]
     assert command(*arguments, *keys, "lookup_first.min=1", "lookup_first.draft_tokens=1") == ExitCode.DONE
     folder = tmp_path / "out" / "ngram+draft"
@@ -121,18 +121,18 @@ def test_a_draft_is_compared_with_itself_behind_a_look_up(arguments, tmp_path):
     a_round = row["draft_ms"] * row["num_draft_tokens"] / row["num_drafts"]
     assert theory["c"] * theory["K"] * row["baseline_step_ms"] == pytest.approx(a_round)
     assert [(point["k"], point["draft_passes"]) for point in theory["curve"]] == [(0, 0), (4, 0)]
-    assert {len(entry["drafted"]) for entry in rounds} == {1, 4}  # the draft's, and the look-up's
+    assert {len(entry["drafted"]) for entry in rounds} == {1, 4}  # the draft's, and the n-gram lookup's
     assert "drafting: lookup first \\[1, 5\\], draft tokens 1" in (folder / "report.md").read_text()
 
 
-def test_a_draft_drafts_a_tree_behind_a_look_up(arguments, tmp_path):
+def test_a_draft_drafts_a_tree_behind_an_ngram_lookup(arguments, tmp_path):
     keys = ["drafts=[run/draft,ngram+run/draft]", "num_speculative_tokens_each=[2,4]", "max_new_tokens=16"]
     assert command(*arguments, *keys, "lookup_first.min=1", f"{TREE}={{branching: [2,2]}}") == ExitCode.DONE
     folder = tmp_path / "out" / "ngram+draft"
     report, rounds = read(folder)
     assert report["settings"]["drafting"]["draft_tree"] == {"branching": [2, 2]} and report["settings"]["tree"] is None
     assert report["lossless"]["greedy_identical"]
-    assert {entry.get("num_off_path", 0) for entry in rounds} == {0, 4}  # of a look-up's chain, and of 6 nodes 2 deep
+    assert {entry.get("num_off_path", 0) for entry in rounds} == {0, 4}  # of an n-gram lookup's chain, and of 6 nodes 2 deep
     assert "drafting: lookup first \\[1, 5\\], tree with branching 2, 2" in (folder / "report.md").read_text()
 
 
@@ -141,7 +141,7 @@ def test_a_target_that_reads_no_trees_says_so_before_anything_is_measured(argume
     tiny_tokenizer().save_pretrained(tmp_path / "recurrent")
     keys = [f"target={tmp_path / 'recurrent'}", "drafts=[ngram+small,ngram]"]
     assert command(*arguments, *keys, "lookup_first.draft_tree={branching: [2]}") == ExitCode.USER_ERROR
-    assert refused_key((said := capsys.readouterr()).err) == "eval.tree" and "Measuring" not in said.err
+    assert refused_key((printed := capsys.readouterr()).err) == "eval.tree" and "Measuring" not in printed.err
     assert not (tmp_path / "out").exists()
 
 
@@ -176,8 +176,8 @@ def test_categories_have_rows_of_all_drafts(arguments, tmp_path):
 def test_a_draft_of_another_family_is_compared(arguments, tmp_path, capsys):
     family = (*arguments, "drafts=[foreign,small]", "num_prompts=2")
     assert command(*family) == ExitCode.USER_ERROR
-    said = capsys.readouterr().err
-    assert "error: drafts: got a draft of 256 tokens for a target of 260" in said and "heterogeneous_vocab=true" in said
+    printed = capsys.readouterr().err
+    assert "error: drafts: got a draft of 256 tokens for a target of 260" in printed and "heterogeneous_vocab=true" in printed
     assert command(*family, "heterogeneous_vocab=true") == ExitCode.DONE
     comparison = json.loads((tmp_path / "out" / "comparison.json").read_text())
     candidates = {candidate["name"]: candidate for candidate in comparison["candidates"]}
@@ -214,8 +214,6 @@ def test_a_draft_that_changes_the_text_is_exit_code_one(arguments, tmp_path, mon
         (["drafts=[run,ngram]"], "drafts", "run, which holds draft, run"),
         (["drafts=[wide,ngram]"], "drafts", "wide"),
         (["drafts=[small,ngram]", "target=./nowhere"], "target.model", "./nowhere"),
-        (["drafts=[small,ngram]", "target.fp8=true", "target.dtype=bfloat16"], "target.fp8", "true"),
-        (["drafts=[small,ngram]", "suite=pcio"], "eval.suite", "pcio"),
         (["drafts=[small,ngram]", "max_new_tokens=400"], "eval.suite", "prompt a0"),
         (
             ["drafts=[small,ngram]", "num_speculative_tokens=2", "num_speculative_tokens_each=[1,2]"],
@@ -229,7 +227,6 @@ def test_a_draft_that_changes_the_text_is_exit_code_one(arguments, tmp_path, mon
         ),
         (["drafts=[small,ngram]", "trees_each=[null]"], "trees_each", "1 of them"),
         (["drafts=[small,ngram]", "trees_each=[null,{branching: [2]}]"], "eval.tree", "a tree for NgramProposer"),
-        (["drafts=[small,ngram]", "num_speculative_tokens=0"], "num_speculative_tokens", "0"),
         (["drafts=[run/draft,small]", "ngram.max=5"], "ngram", "min=1 max=5 lookup='sequence' with method eagle3 and"),
         (["drafts=[run/draft,ngram]", "confidence_threshold=0.5"], "confidence_threshold", "0.5 with method eagle3 and ngram"),
         (["drafts=[small,ngram]", "lookup_first.min=3"], "lookup_first", "keys below it"),
@@ -259,16 +256,10 @@ def test_a_history_that_cannot_be_read_is_said_before_anything_is_measured(argum
         assert command(*arguments, "drafts=[run/draft,ngram]") == ExitCode.USER_ERROR
     finally:
         path.write_text(json.dumps(HISTORY))
-    assert refused_key(said := capsys.readouterr().err) == "drafts" and "history.json" in said
-
-
-def test_an_output_folder_that_cannot_be_written(arguments, tmp_path, capsys):
-    (tmp_path / "out").touch()
-    assert command(*arguments, "drafts=[small,ngram]") == ExitCode.USER_ERROR
-    assert refused_key(capsys.readouterr().err) == "output_dir"
+    assert refused_key(printed := capsys.readouterr().err) == "drafts" and "history.json" in printed
 
 
 def test_help_shows_the_launch_line_and_every_key(capsys):
     assert command("--help") == ExitCode.DONE
-    said = capsys.readouterr().out
-    assert "python eval/compare.py target=pico" in said and "short for target.model" in said
+    printed = capsys.readouterr().out
+    assert "python eval/compare.py target=pico" in printed and "short for target.model" in printed

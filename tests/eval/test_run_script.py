@@ -2,11 +2,7 @@
 
 import hashlib
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -14,9 +10,8 @@ import torch
 
 from specdistill.command import run
 from specdistill.errors import ExitCode
-from specdistill.measurement import here
+from specdistill.measurement import evaluate
 from specdistill.methods.recipe import Recipe
-from specdistill.project import ROOT
 from specdistill.report.files import validate
 from tests.refusals import refused_key
 from tests.scripts import REPORT_FILES as FILES
@@ -162,29 +157,14 @@ def test_a_run_is_judged_against_a_baseline_and_its_own_budget(measured, keys, g
     ("more", "key", "got"),
     [
         (["eval.batch_size=5"], "eval.batch_size", "5 for 4 prompts"),
-        (["eval.batch_size=65"], "eval.batch_size", "65"),
-        (["eval.batch_size=2", "eval.engine=vllm"], "eval.batch_size", "2"),
         (["eval.num_prompts=4", "eval.max_minutes=1"], "eval.max_minutes", "1.0"),
         (["eval.baseline=nowhere", "gate=release"], "eval.baseline", "nowhere"),
-        (["eval.num_speculative_tokens=0"], "eval.num_speculative_tokens", "0"),
-        (["eval.temperature=-1"], "eval.temperature", "-1"),
-        (["eval.tree={branching: [2, 2]}"], "eval.tree", "a tree with method ngram"),
-        (["eval.top_p=0"], "eval.top_p", "0"),
-        (["eval.top_p=1.5"], "eval.top_p", "1.5"),
         (["eval.max_new_tokens=400"], "eval.suite", "prompt a0 of small"),
         (["suite=pcio"], "eval.suite", "pcio"),
         (["gate=defalt"], "gate", "defalt"),
         (["method=eagle3"], "eval.draft", "null"),
-        (["method=eagle3", "eval.ngram.lookup=prompt"], "eval.ngram", "{'lookup': 'prompt'} with method eagle3"),
-        (["eval.ngram.min=0"], "eval.ngram.min", "0"),
-        (["eval.ngram.min=4"], "eval.ngram.min", "4"),
-        (["eval.ngram.lookup=promt"], "eval.ngram.lookup", "'promt'"),
-        (["method=egle"], "method", "'egle'"),
         (["target=./nowhere"], "target.model", "./nowhere"),
-        (["target.fp8=true", "target.dtype=bfloat16"], "target.fp8", "true"),
-        (["sweet=pico"], "sweet", "an unknown key"),
         (["eval.suite=null"], "eval.suite", "nothing with target"),
-        (["eval.seed=-1"], "eval.seed", "-1"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(keys, tmp_path, capsys, more, key, got):
@@ -201,73 +181,23 @@ def test_an_output_folder_that_cannot_be_written(keys, tmp_path, capsys):
 
 def test_shorthands_stand_for_keys_of_the_recipe(capsys):
     seen = []
-    code = run(
-        seen.append,
-        Recipe,
-        ["target=pico", "draft=here", "suite=s", "output_dir=there", "method=eagle"],
-        shorthands=eval_run.SHORTHANDS,
-        without_recipe=["train.output_dir=runs/eval", "method=eagle3"],
-    )
-    assert code == ExitCode.DONE
-    (recipe,) = seen
-    assert (recipe.target.model, recipe.eval.draft, recipe.eval.suite, recipe.eval.output_dir) == ("pico", "here", "s", "there")
-    assert (recipe.method, recipe.train["output_dir"]) == ("eagle", "runs/eval")
-    run(seen.append, Recipe, ["recipe=pico/eagle3"], shorthands=eval_run.SHORTHANDS, without_recipe=["method=ngram"])
-    assert seen[-1].method == "eagle3"
-    assert run(eval_run.main, Recipe, ["--help"], shorthands=eval_run.SHORTHANDS) == ExitCode.DONE
-    said = capsys.readouterr().out
-    assert "short for eval.suite" in said
-    assert "python eval/run.py target=" in said
-
-
-# A script that is killed when the second configuration has been kept.
-KILLED = """
-import os, runpy, signal, sys
-replace, kept = os.replace, []
-def replace_or_die(source, destination):
-    replace(source, destination)
-    if os.path.basename(os.path.dirname(destination)) == "configurations":
-        kept.append(destination)
-    if len(kept) == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-os.replace = replace_or_die
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-SWEEP = ("eval.sweep.num_speculative_tokens=[1,2,3,4]", "eval.sweep.temperature=[1.0]", "eval.max_new_tokens=24")
+    options = {"shorthands": eval_run.SHORTHANDS, "without_recipe": ["train.output_dir=runs/eval", "method=eagle3"]}
+    run(seen.append, Recipe, ["target=pico", "draft=here", "suite=s", "output_dir=there", "method=eagle"], **options)
+    run(seen.append, Recipe, ["recipe=pico/draft"], **options)
+    without, of_recipe = seen
+    assert (without.target.model, without.method, without.train["output_dir"]) == ("pico", "eagle", "runs/eval")
+    assert (without.eval.draft, without.eval.suite, without.eval.output_dir) == ("here", "s", "there")
+    assert of_recipe.method == "draft_model"
+    assert run(eval_run.main, Recipe, ["--help"], **options) == ExitCode.DONE
+    assert "short for eval.suite" in (shown := capsys.readouterr().out) and "python eval/run.py target=" in shown
 
 
 def seconds_of(records):
     return [(record["configuration"], record["id"], record["speculative"]["seconds"]) for record in records]
 
 
-@pytest.mark.long  # a process to kill, and ten configurations
-def test_a_sweep_resumes_after_a_kill(measured, keys, tmp_path):
-    """Killed for good in the middle; the second run measures what is left, and what it finds is what one run would have found."""
-    folder = tmp_path / "report"
-    script = [sys.executable, "-c", KILLED, str(ROOT / "eval" / "run.py"), *keys, *SWEEP]
-    process = subprocess.run(script, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL, check=False)
-    assert process.returncode == -signal.SIGKILL
-    finished = [json.loads(path.read_text()) for path in folder.glob("configurations/*.json")]
-    assert len(finished) == 2
-    assert not (folder / "report.json").exists()
-
-    report, samples = measured(*SWEEP)
-    assert sorted(path.name for path in folder.iterdir()) == FILES
-    kept = seconds_of(row for configuration in finished for row in configuration["records"])
-    assert len(samples) == 4 * 5
-    assert [entry for entry in kept if entry not in seconds_of(samples)] == []
-
-    report_of_one_run, samples_of_one_run = measured(*SWEEP, folder=tmp_path / "whole")
-    assert [counts(row) for row in report["results"]] == [counts(row) for row in report_of_one_run["results"]]
-    assert [(sample["text"], sample["rounds"]) for sample in samples] == [
-        (sample["text"], sample["rounds"]) for sample in samples_of_one_run
-    ]
-    assert not [entry for entry in kept if entry in seconds_of(samples_of_one_run)]
-
-
 def test_a_sweep_resumes_with_the_configuration_that_was_interrupted(measured, keys, tmp_path, monkeypatch):
-    done, as_it_is = [], here.measure_configuration
+    done, as_it_is = [], evaluate.measure_configuration
     sweep = ("eval.num_speculative_tokens=2", "eval.sweep.num_speculative_tokens=[1]")
 
     def interrupted_after(number):
@@ -279,11 +209,11 @@ def test_a_sweep_resumes_with_the_configuration_that_was_interrupted(measured, k
 
         return measure
 
-    monkeypatch.setattr(here, "measure_configuration", interrupted_after(1))
+    monkeypatch.setattr(evaluate, "measure_configuration", interrupted_after(1))
     assert command(*keys, *sweep) == ExitCode.INTERRUPTED
     (kept,) = tmp_path.glob("report/configurations/*.json")
     kept = seconds_of(json.loads(kept.read_text())["records"])
-    monkeypatch.setattr(here, "measure_configuration", interrupted_after(2))
+    monkeypatch.setattr(evaluate, "measure_configuration", interrupted_after(2))
     _, samples = measured(*sweep)
     assert [configuration.num_speculative_tokens for configuration in done] == [2, 1]
     assert len(samples) == 8 and seconds_of(samples)[:4] == kept
@@ -315,11 +245,6 @@ def test_a_suite_names_the_sweep_that_eval_leaves_open(measured, suite, tmp_path
 
 def wholes(report):
     return [row for row in report["results"] if row["category"] == "all"]
-
-
-def counts(row):
-    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_new_tokens", "temperature", "num_speculative_tokens")
-    return [row[name] for name in names]
 
 
 @pytest.mark.usefixtures("simulated_clock")

@@ -1,5 +1,11 @@
 """Names and shapes of EAGLE heads for the tiny target (64 wide, 260 tokens), by hand: as engines, and other projects, have them."""
 
+from pathlib import Path
+
+from specdistill.targets.frozen import FrozenTarget
+from tests.tiny import tiny_target_model, tiny_tokenizer
+
+NUM_LAYERS = 8  # of the target: the default auxiliary layers are 2, 4 and 5
 Shapes = dict[str, tuple[int, ...]]
 EAGLE: Shapes = {
     "fc.weight": (64, 128),
@@ -12,6 +18,13 @@ EAGLE: Shapes = {
     "layers.0.mlp.up_proj.weight": (128, 64),
     "layers.0.mlp.down_proj.weight": (64, 128),
 }
+
+
+def saved_target(folder: Path) -> FrozenTarget:
+    """The tiny target, loaded from its folder."""
+    tiny_target_model(num_layers=NUM_LAYERS).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return FrozenTarget.load(str(folder))
 
 
 def eagle3(first: str) -> Shapes:

@@ -16,10 +16,9 @@ from specdistill.targets.frozen import FrozenTarget
 from tests.export import layouts
 from tests.heads import head_of, load_head, save_head
 from tests.refusals import refused
-from tests.tiny import tiny_target_model, tiny_tokenizer
+from tests.tiny import tiny_target_model
 
 ENGINES = ("vllm", "sglang", "speculators", "safeailab", "gguf")
-NUM_LAYERS = 8  # of the target: the default auxiliary layers are 2, 4 and 5
 IDS = "eagle_aux_hidden_state_layer_ids"
 LLAMA3 = {
     "rope_type": "llama3",
@@ -76,10 +75,7 @@ ABLE: list[tuple[str, str, dict[str, Any]]] = [
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> FrozenTarget:
-    folder = tmp_path_factory.mktemp("target")
-    tiny_target_model(num_layers=NUM_LAYERS).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return FrozenTarget.load(str(folder))
+    return layouts.saved_target(tmp_path_factory.mktemp("target"))
 
 
 def written(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -122,15 +118,6 @@ def test_weights_keep_their_dtype(dtype: torch.dtype, target: FrozenTarget, tmp_
         assert {tensor.dtype for name, tensor in tensors.items() if name not in ("d2t", "t2d")} == {dtype}
         assert tensors["d2t"].dtype == torch.int64 and tensors["t2d"].dtype == torch.bool
         assert str(dtype).removeprefix("torch.") in (config.get("torch_dtype"), config.get("dtype"))
-
-
-@pytest.mark.parametrize(("first", "second"), [("speculators", "sglang"), ("sglang", "vllm"), ("vllm", "speculators")])
-def test_one_layout_becomes_another(first: str, second: str, target: FrozenTarget, tmp_path: Path) -> None:
-    head = head_of("eagle3", target, {"aux_layers": [1, 3, 6], "fc_norm": True})
-    save_head("eagle3", head, tmp_path / "ours")
-    export(tmp_path / "ours", first, tmp_path / "first", TargetFiles(target.name))
-    export(tmp_path / "first", second, tmp_path / "second", TargetFiles(target.name))
-    assert load_head("eagle3", tmp_path / "second", target).config == head.config
 
 
 def llama(**keys: Any) -> dict[str, Any]:
@@ -222,17 +209,6 @@ def test_eagle3_layouts_by_hand(target: FrozenTarget, tmp_path: Path) -> None:
     assert torch.equal(embedding, target.model.get_input_embeddings().weight.bfloat16())
 
 
-def test_chosen_layers_stand_where_each_engine_counts_them_rightly(target: FrozenTarget, tmp_path: Path) -> None:
-    save_head("eagle3", head_of("eagle3", target, {"aux_layers": [1, 6]}), tmp_path / "ours")
-    for engine in ("vllm", "sglang", "speculators"):
-        export(tmp_path / "ours", engine, tmp_path / engine, TargetFiles(target.name))
-    vllm, sglang, speculators = (written(tmp_path / engine)[0] for engine in ("vllm", "sglang", "speculators"))
-    assert vllm[IDS] == [1, 6] and "eagle_config" not in vllm and vllm["num_aux_hidden_states"] == 2
-    assert sglang["eagle_config"] == {"use_aux_hidden_state": True, IDS: [0, 5]} and IDS not in sglang
-    assert sglang["num_aux_hidden_states"] == 2
-    assert speculators[IDS] == [1, 6]
-
-
 def test_a_whole_vocabulary_has_no_maps_and_another_width_its_own_embedding(target: FrozenTarget, tmp_path: Path) -> None:
     shape = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
     save_head("eagle3", head_of("eagle3", target, shape), tmp_path / "ours")
@@ -282,14 +258,6 @@ def test_eagle_layouts_by_hand(target: FrozenTarget, tmp_path: Path) -> None:
         assert "fc.bias" not in tensors or not tensors["fc.bias"].any()
 
 
-def test_a_trained_bias_is_written(target: FrozenTarget, tmp_path: Path) -> None:
-    head = head_of("eagle", target, {"fc_bias": True})
-    save_head("eagle", head, tmp_path / "ours")
-    export(tmp_path / "ours", "sglang", tmp_path / "out")
-    config, tensors = written(tmp_path / "out")
-    assert torch.equal(tensors["fc.bias"], head.fc.bias) and "bias" not in config
-
-
 @pytest.mark.parametrize(("method", "engine"), [("eagle3", "speculators"), ("eagle", "safeailab")])
 def test_the_target_is_asked_for_where_it_is_needed(method: str, engine: str, target: FrozenTarget, tmp_path: Path) -> None:
     save_head(method, head_of(method, target, {}), tmp_path / "ours")
@@ -311,7 +279,7 @@ def test_a_target_that_does_not_fit_is_refused(target: FrozenTarget, tmp_path: P
 
 
 def test_the_embedding_is_found_in_a_sharded_target(target: FrozenTarget, tmp_path: Path) -> None:
-    tiny_target_model(num_layers=NUM_LAYERS).save_pretrained(tmp_path / "sharded", max_shard_size="80KB")
+    tiny_target_model(num_layers=layouts.NUM_LAYERS).save_pretrained(tmp_path / "sharded", max_shard_size="80KB")
     assert (tmp_path / "sharded" / "model.safetensors.index.json").is_file()
     save_head("eagle3", head_of("eagle3", target, {}), tmp_path / "ours")
     export(tmp_path / "ours", "speculators", tmp_path / "out", TargetFiles(str(tmp_path / "sharded")))

@@ -1,16 +1,13 @@
 """Where a baseline comes from: files here, and a Hub on loopback."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from specdistill.errors import ResourceError
 from specdistill.gate.decide import read_baseline
 from specdistill.gate.rules import load_gate
-from specdistill.project import ROOT
 from specdistill.report.files import write_report
 from specdistill.repositories import split_revision
 from tests.loopback_hub import Hub, fetched, loopback_hub
@@ -68,44 +65,20 @@ def test_a_revision_is_what_follows_the_last_at(in_empty_folder: Path) -> None:
 def hub(released: Path, tmp_path: Path) -> Iterator[Hub]:
     """A draft's config and, under report/, the release's report; what has come since has no report."""
     files = {f"report/{path.name}": path for path in released.iterdir()}
-    with loopback_hub(tmp_path / "hub") as hub:
+    with loopback_hub(tmp_path / "hub") as hub, hub.client(tmp_path / "home", token=None):
         hub.create(DRAFT, {"config.json": b"{}", **files})
         hub.tag(DRAFT, TAG)
         hub.commit(DRAFT, dict.fromkeys(files))
         yield hub
 
 
-def gate(cwd: Path, hub: Hub, baseline: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, ROOT / "eval/gate.py", "report=report", "gates=gate.yaml", f"baseline={baseline}"],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        check=False,
-        timeout=120,
-        env=hub.environment(cwd / "home", token=None),
-    )
+def test_the_report_of_a_tag_is_fetched(hub: Hub, released: Path, tmp_path: Path) -> None:
+    assert read_baseline(f"{DRAFT}@{TAG}", RULES) == read_baseline(str(released), RULES)
+    assert fetched(tmp_path / "home") == {"report.json", "samples.jsonl"}
 
 
-@pytest.fixture
-def work(tmp_path: Path) -> Path:
-    records = simulate(24)
-    write_report(tmp_path / "report", simulated_report(records), records)
-    (tmp_path / "gate.yaml").write_text("- {metric: mean_acceptance_length, max_regression: 0.03}\n")
-    return tmp_path
-
-
-@pytest.mark.long  # a process that reads its Hub's address when it starts
-def test_a_draft_is_judged_against_the_report_of_a_tag(hub: Hub, work: Path) -> None:
-    result = gate(work, hub, f"{DRAFT}@{TAG}")
-    assert result.returncode == 1, result.stderr
-    (rule,) = json.loads((work / "report/gate/report.json").read_text())["gate"]["rules"]
-    assert rule["metric"] == "mean_acceptance_length" and rule["value"] < -0.2
-    assert fetched(work / "home") == {"report.json", "samples.jsonl"}
-
-
-@pytest.mark.long  # so does this one
-def test_a_tag_that_is_not_there(hub: Hub, work: Path) -> None:
-    result = gate(work, hub, f"{DRAFT}@v9")
-    assert (result.returncode, result.stdout) == (3, "")
-    assert result.stderr.startswith(f"error: baseline: {DRAFT}@v9 ")
+def test_a_revision_without_a_report_and_a_tag_that_is_not_there(hub: Hub) -> None:
+    with refused("baseline", DRAFT):
+        read_baseline(DRAFT, RULES)
+    with pytest.raises(ResourceError, match=f"{DRAFT}@v9"):
+        read_baseline(f"{DRAFT}@v9", RULES)

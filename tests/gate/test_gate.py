@@ -149,21 +149,10 @@ def test_every_setting_that_tells_rows_apart_is_a_scope(evidence):
     assert judged(Evidence(report, []), Rule("num_rounds", "min", 0))["value"] == evidence.report["results"][0]["num_rounds"]
 
 
-@pytest.mark.parametrize("metric", ["draft.bytes", "measurement.peak_memory_bytes", "measurement.seconds"])
-def test_budgets_are_rules(evidence, tmp_path, metric):
-    taken = changed(evidence, ("measurement",), {"seconds": 100.0, "peak_memory_bytes": 1_640_000})
-    inside, over = ({"metric": metric, "max": limit} for limit in (2_000_000, 99))
-    assert decide(load_gate(write_gate(tmp_path, inside)), taken)["passed"]
-    assert not decide(load_gate(write_gate(tmp_path, over)), taken)["passed"]
-    if metric.startswith("measurement"):
-        assert "no evidence" in judged(evidence, Rule(metric, "max", 2_000_000))["reason"]
-
-
 @pytest.mark.parametrize(
     ("rule", "key", "got"),
     [
         ({"metric": "speedupp", "min": 1}, ": metric", "speedupp"),
-        ({"metric": "lossless.greedy_identicl", "equals": True}, ": metric", "lossless.greedy_identicl"),
         ({"min": 1}, ": metric", "None"),
         ({"metric": "speedup"}, "", "no requirement"),
         ({"metric": "speedup", "min": 1, "max": 2}, "", "min and max"),
@@ -171,10 +160,8 @@ def test_budgets_are_rules(evidence, tmp_path, metric):
         ({"metric": "speedup", "min": "fast"}, ": min", "'fast'"),
         ({"metric": "speedup", "min": True}, ": min", "True"),
         ({"metric": "speedup", "min": float("nan")}, ": min", "nan"),
-        ({"metric": "speedup", "min": 1, "confidence": float("nan")}, ": confidence", "nan"),
         ({"metric": "speedup", "min": 1, "confidence": 1}, ": confidence", "1"),
         ({"metric": "speedup", "max_regression": 1.0}, ": max_regression", "1.0"),
-        ({"metric": "speedup", "max_regression": -0.03}, ": max_regression", "-0.03"),
         ({"metric": "speedup", "min": 1, "severity": "alarm"}, ": severity", "alarm"),
         ({"metric": "speedup", "min": 1, "scope": {"categry": "chat"}}, ": scope: categry", "an unknown key"),
         ({"metric": "speedup", "min": 1, "scope": "chat"}, ": scope", "'chat'"),

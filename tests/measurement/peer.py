@@ -6,14 +6,24 @@ It generates what the model generates and counts what was drafted, so that a cli
 import json
 import threading
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 
 import torch
 
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.sampling import Sampling
+from tests import scripts
+from tests.engines.server_answers import AnswerHandler, completion, counters, pages
 
-LABELS = 'engine="0",model_name="test"'
+LABELS = 'engine="0",model_name="test",'
+
+
+def evaluate_pico(folder, *arguments, gate):
+    """eval/run.py for pico, as short as it can be, judged by a gate's YAML; returns its exit code."""
+    path = folder.parent / "gate.yaml"
+    path.write_text(gate)
+    short = ("eval.repeats=1", "eval.warmup=1", f"output_dir={folder}", f"gate={path}")
+    return scripts.evaluate("target=pico", "suite=pico", *short, *arguments)
 
 
 @dataclass
@@ -39,10 +49,7 @@ class PeerServer:
         self.generated, self.length = 0, 0.0
         peer = self
 
-        class Handler(BaseHTTPRequestHandler):
-            def log_message(self, *_):
-                pass
-
+        class Handler(AnswerHandler):
             def do_GET(self):
                 peer.get(self)
 
@@ -52,16 +59,6 @@ class PeerServer:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.address = f"http://127.0.0.1:{self.server.server_port}"
         self.thread = threading.Thread(target=self.server.serve_forever, daemon=True)
-
-    def page(self):
-        lines = [f"# TYPE {self.engine}:generation_tokens_total counter"]
-        lines += [f"{self.engine}:generation_tokens_total{{{LABELS}}} {float(self.generated)}"]
-        if self.engine == "vllm":
-            name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-            lines += [f'{name}{{{LABELS},position="{position}"}} 0.0' for position in range(self.k)]
-        else:
-            lines += [f"sglang:spec_accept_length{{{LABELS}}} {self.length}"]
-        return "".join(f"{line}\n" for line in lines).encode()
 
     def __enter__(self):
         self.thread.start()
@@ -77,17 +74,12 @@ class PeerServer:
 
     def get(self, handler):
         if handler.path == "/metrics" and self.behaviour.metrics:
-            return self.answer(handler, self.page())
-        served = {"id": self.model, "root": self.model, "max_model_len": self.target.max_length}
-        drafting = {"speculative_algorithm": "EAGLE3" if self.k else None, "speculative_num_steps": self.k or None}
-        pages = {"/v1/models": {"data": [served]}, "/version": {"version": self.behaviour.version}} | (
-            {"/get_server_info": {"version": self.behaviour.version, "model_path": self.model, **drafting}}
-            if self.engine == "sglang"
-            else {}
-        )
-        if handler.path in pages:
-            return self.answer(handler, json.dumps(pages[handler.path]).encode())
-        return self.answer(handler, b'{"detail":"Not Found"}', 404)
+            average = f"sglang:spec_accept_length{{{LABELS}}} {self.length}\n" if self.engine == "sglang" else ""
+            return handler.answer(counters(self.engine, self.k, self.generated, LABELS) + average)
+        version, length = self.behaviour.version, self.target.max_length
+        served = pages(self.engine, self.model, self.k, version=version, max_length=length)
+        found = handler.path in served
+        return handler.answer(served[handler.path] if found else {"detail": "Not Found"}, 200 if found else 404)
 
     def post(self, handler):
         body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
@@ -108,40 +100,17 @@ class PeerServer:
                 generator=torch.Generator().manual_seed(parameters.get("seed", 0)),
             )
             self.generated += len(generated.token_ids) + behaviour.counts_of_others
-            answer = self.vllm_answer(generated) if self.engine == "vllm" else self.sglang_answer(generated)
-        return self.answer(handler, json.dumps(answer).encode())
+            answer = self.completion(generated)
+        return handler.answer(answer)
 
-    def vllm_answer(self, generated):
-        usage = {"prompt_tokens": len(generated.prompt_ids), "completion_tokens": len(generated.token_ids)}
-        tokens = {"token_ids": list(generated.token_ids)} if self.behaviour.returns_tokens else {}
-        answer = {"choices": [{"text": self.text(generated), **tokens}], "usage": usage}
-        if not self.k or not self.behaviour.counts:
-            return answer
-        drafted, accepted, histogram = self.counted(generated)
-        counted = {"num_spec_steps": len(accepted), "num_draft_tokens": drafted, "num_accepted_draft_tokens": sum(accepted)}
-        return answer | {"metrics": {"speculative_decoding": {**counted, "acceptance_histogram": histogram}}}
-
-    def counted(self, generated):
-        """Tokens drafted, those that each draft had accepted, and the number of drafts that had 0, 1, … K accepted."""
+    def completion(self, generated):
         rounds = [entry for entry in generated.rounds if entry.drafted]
-        accepted = [entry.num_accepted for entry in rounds]
-        return sum(len(entry.drafted) for entry in rounds), accepted, [accepted.count(n) for n in range(self.k + 1)]
-
-    def sglang_answer(self, generated):
-        drafted, accepted, histogram = self.counted(generated)
-        meta = {"completion_tokens": len(generated.token_ids)}
+        accepted, num_drafted = [entry.num_accepted for entry in rounds], sum(len(entry.drafted) for entry in rounds)
         if accepted:
-            names = ("spec_num_proposed_drafts", "spec_num_correct_drafts", "spec_correct_drafts_histogram")
-            meta |= {"spec_verify_ct": len(accepted), **dict(zip(names, (drafted, sum(accepted), histogram), strict=True))}
             self.length = 1 + sum(accepted) / len(accepted)
-        return {"text": self.text(generated), "output_ids": list(generated.token_ids), "meta_info": meta}
-
-    def text(self, generated):
         ids = generated.token_ids[:-1] if generated.stopped else generated.token_ids
-        return self.target.tokenizer.decode(ids, skip_special_tokens=False)
-
-    def answer(self, handler, content, status=200):
-        handler.send_response(status)
-        handler.send_header("Content-Length", str(len(content)))
-        handler.end_headers()
-        handler.wfile.write(content)
+        text, counts = self.target.tokenizer.decode(ids, skip_special_tokens=False), self.behaviour.counts
+        answer = completion(self.engine, self.k, text, [*generated.token_ids], accepted, num_drafted, counts=counts)
+        if not self.behaviour.returns_tokens:
+            del answer["choices"][0]["token_ids"]
+        return answer

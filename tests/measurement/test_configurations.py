@@ -4,13 +4,13 @@ from dataclasses import replace
 
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import DynamicTree, StaticTree
-from specdistill.measurement.configurations import Plan, Settings, plan_configurations
+from specdistill.measurement.configurations import MeasurementPlan, Settings, plan_configurations
 from specdistill.statistics.records import Configuration
 from specdistill.suites.suite import Prompt
 from tests.refusals import refused
 
 PROMPTS = [Prompt(f"p{number}", "ab"[number % 2], "x", (20 + number, 30, 40)) for number in range(2)]
-MAIN = Plan(Settings(num_speculative_tokens=2, max_new_tokens=6, repeats=1, warmup=0), PROMPTS)
+MAIN = MeasurementPlan(Settings(num_speculative_tokens=2, max_new_tokens=6, repeats=1, warmup=0), PROMPTS)
 
 
 def configurations(plans):
@@ -33,7 +33,7 @@ def test_one_axis_at_a_time_around_the_main_configuration():
 
 def test_trees_are_swept_with_their_own_depth_and_other_k_are_chains():
     tree, other = DynamicTree(8, 3, 2), StaticTree((2, 1))
-    main = Plan(replace(MAIN.settings, num_speculative_tokens=3, tree=tree), PROMPTS)
+    main = MeasurementPlan(replace(MAIN.settings, num_speculative_tokens=3, tree=tree), PROMPTS)
     found = [plan.settings.configuration for plan in plan_configurations(main, num_speculative_tokens=[3], trees=[tree, other])]
     assert found == [Configuration(3, tree=tree.settings), Configuration(3), Configuration(2, tree=other.settings)]
     with refused("eval.batch_size", "2 with a tree"):
@@ -41,7 +41,7 @@ def test_trees_are_swept_with_their_own_depth_and_other_k_are_chains():
 
 
 def test_the_settings_beside_the_axis_stay():
-    main = Plan(replace(MAIN.settings, sampling=Sampling(0.7, 0.9, 5)), PROMPTS)
+    main = MeasurementPlan(replace(MAIN.settings, sampling=Sampling(0.7, 0.9, 5)), PROMPTS)
     assert plan_configurations(main, temperatures=[1.0])[1].settings.sampling == Sampling(1.0, 0.9, 5)
 
 
@@ -53,11 +53,11 @@ def test_a_tree_s_depth_is_its_number_of_speculative_tokens():
 
 def test_a_batch_is_at_most_all_prompts():
     with refused("eval.batch_size", "3 for 2 prompts"):
-        Plan(replace(MAIN.settings, batch_size=3), PROMPTS)
+        MeasurementPlan(replace(MAIN.settings, batch_size=3), PROMPTS)
 
 
 def test_one_shape_is_compiled():
-    main = Plan(replace(MAIN.settings, compile=True), PROMPTS)
+    main = MeasurementPlan(replace(MAIN.settings, compile=True), PROMPTS)
     with refused("eval.compile", "true with 2 prompts"):
         plan_configurations(main, batch_sizes=[2])
     with refused("eval.compile", "true with a tree"):

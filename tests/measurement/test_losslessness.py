@@ -11,7 +11,6 @@ from specdistill.measurement import reference
 from specdistill.measurement.configurations import Settings
 from specdistill.measurement.losslessness import (
     compare_greedy,
-    first_difference,
     most_telling_prompt,
     sampling_test,
     together,
@@ -46,12 +45,6 @@ def test_the_first_divergence_is_named():
     assert (first["prompt_id"], first["position"], first["speculative_token"], first["baseline_token"]) == ("p", 2, 3, 4)
     best = tiny_target().model(torch.tensor([[7, 2, 1, 6, 1, 2]])).logits[0, -1].topk(2).values
     assert first["top2_gap"] == pytest.approx(float(best[0] - best[1]), abs=1e-4)
-
-
-def test_the_first_difference_of_two_sequences():
-    assert first_difference((1, 2, 3), (1, 4, 3)) == (1, 2, 4)
-    assert first_difference((1, 2), (1, 2, 4)) == (2, None, 4)
-    assert first_difference((), (0,)) == (0, None, 0)
 
 
 def test_a_text_that_ends_early_diverges_where_it_ends():

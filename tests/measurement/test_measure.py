@@ -4,19 +4,32 @@ from dataclasses import replace
 
 import pytest
 
+from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import DynamicTree, StaticTree
 from specdistill.measurement import losslessness, reference
 from specdistill.measurement import measure as measuring
-from specdistill.measurement.configurations import Plan, Settings
-from specdistill.measurement.losslessness import greedy_pairs
-from specdistill.measurement.measure import generate_as_long, in_batches, prompt_records, round_costs, spell
+from specdistill.measurement.configurations import MeasurementPlan, Settings
+from specdistill.measurement.losslessness import compare_greedy, greedy_pairs
+from specdistill.measurement.measure import (
+    generate_as_long,
+    in_batches,
+    measure_together,
+    prompt_records,
+    round_costs,
+    some,
+    spell,
+)
+from specdistill.measurement.timing import prompt_timing
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.ngram.method import NgramProposer
+from specdistill.report.build import result_rows
+from specdistill.statistics.metrics import prompt_sums
 from specdistill.suites.suite import Prompt
 from tests.measuring import measure
 from tests.proposers import ModelProposer, tiny_target
+from tests.simulated import SUITE
 from tests.tiny import tiny_tokenizer
 
 PROMPTS = [Prompt(f"p{number}", "ab"[number % 2], "x", (20 + number, 30, 40)) for number in range(3)]
@@ -40,7 +53,7 @@ def runs(target, proposer, simulated_clock):
 
 
 def stalled(function: Callable[..., object], call: int, monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
-    """The function, during whose `call`th call half a second passes on a clock that goes on by a millisecond whenever it is read."""
+    """The function, during whose `call`th call half a second passes on a clock that advances by a millisecond whenever it is read."""
     seconds, calls = 0.0, 0
 
     def read() -> float:
@@ -185,13 +198,13 @@ def test_a_run_stops_when_it_is_precise_and_keeps_the_suites_order(target, propo
     together = measuring.measure_together
     monkeypatch.setattr(measuring, "measure_together", lambda *arguments: parts.append(arguments[2:]) or together(*arguments))
     settings = replace(SETTINGS, sampling=Sampling(1.0), repeats=1, max_new_tokens=3)
-    ids = [run.prompt.id for run in measuring.measure(target, proposer, "suite", Plan(settings, prompts, 0.9))]
+    ids = [run.prompt.id for run in measuring.measure_plan(target, proposer, "suite", MeasurementPlan(settings, prompts, 0.9))]
     assert [len(part) for part, _ in parts] == [24] == [len(ids)]
     assert ids == sorted(ids, key=lambda id: int(id[1:]))
     assert sum(int(id[1:]) % 2 for id in ids) == 12
 
     parts.clear()
-    whole = measuring.measure(target, proposer, "suite", Plan(settings, prompts, 0.001))
+    whole = measuring.measure_plan(target, proposer, "suite", MeasurementPlan(settings, prompts, 0.001))
     assert [run.prompt for run in whole] == prompts
     assert [(len(part), options.seed, options.warmup) for part, options in parts] == [
         (24, 0, 1), (6, 24, 0), (8, 30, 0), (10, 38, 0), (12, 48, 0),
@@ -203,3 +216,114 @@ def test_spelling_adds_up_to_the_text():
     context, text = tokenizer("def f():")["input_ids"], tokenizer(" return 'a b'\n")["input_ids"]
     assert "".join(spell(tokenizer, context, text)) == " return 'a b'\n"
     assert spell(tokenizer, [], [0]) == ("<|endoftext|>",)
+
+
+# Prompts measured together: the same completions as alone, and shares of the time that add up
+
+FIVE = [Prompt(f"p{number}", "ab"[number % 2], "x", (20 + number, *range(30, 31 + number))) for number in range(5)]
+IN_PAIRS = replace(SETTINGS, batch_size=2)
+
+
+@pytest.fixture
+def paired_runs(target, proposer, simulated_clock):
+    return measure(target, proposer, FIVE, IN_PAIRS)
+
+
+def test_prompts_keep_their_order_and_the_last_batch_holds_the_rest():
+    batches = in_batches(FIVE, 2)
+    assert [[prompt.id for prompt in batch.prompts] for batch in batches] == [["p0", "p1"], ["p2", "p3"], ["p4"]]
+    assert [(batch.start, batch.end) for batch in batches] == [(0, 2), (2, 4), (4, 5)]
+    assert [batch.start for batch in some(in_batches(FIVE, 1), 2)] == [0, 1]  # one of each category
+
+
+def test_every_prompt_runs_both_ways_in_its_batch(target, paired_runs):
+    assert [(len(run.speculative), len(run.baseline), len(run.hf_generate)) for run in paired_runs] == [(2, 2, 2)] * 5
+    alone = measure(target, NgramProposer(), FIVE, replace(SETTINGS, repeats=1))
+    assert [run.speculative[0].token_ids for run in paired_runs] == [run.baseline[0].token_ids for run in alone]
+
+
+def test_drafts_measured_together_share_batches_and_a_baseline(target, proposer):
+    first, second = measure_together(target, [proposer, NgramProposer()], FIVE, replace(IN_PAIRS, repeats=1, warmup=0))
+    for one, other in zip(first, second, strict=True):
+        assert one.baseline is other.baseline and len(one.baseline) == 1
+        assert one.speculative[0].token_ids == other.speculative[0].token_ids == one.baseline[0].token_ids
+
+
+def test_the_librarys_loop_writes_the_same_batches(target, paired_runs):
+    """They are ours, and a batch's seconds are shared by their numbers of tokens."""
+    for run in paired_runs:
+        assert [timing.token_ids for timing in run.hf_generate] == [run.baseline[0].token_ids] * 2
+    for first, second in ((paired_runs[0], paired_runs[1]), (paired_runs[2], paired_runs[3])):
+        for one, other in zip(first.hf_generate, second.hf_generate, strict=True):
+            assert one.seconds / len(one.token_ids) == pytest.approx(other.seconds / len(other.token_ids))
+
+
+@pytest.mark.parametrize("side", ["speculative", "baseline"])
+def test_a_prompt_is_sampled_with_its_own_seed_in_a_batch_of_any_size(target, proposer, side):
+    """One prompt five times: its place and the run's seed alone tell its samples apart."""
+    prompts = [replace(FIVE[0], id=f"p{number}") for number in range(5)]
+    settings = replace(SETTINGS, sampling=Sampling(1.0), repeats=1, warmup=0, seed=5)
+
+    def samples(**changes):
+        return [getattr(run, side)[0].token_ids for run in measure(target, proposer, prompts, replace(settings, **changes))]
+
+    alone = samples()
+    assert len(set(alone)) == 5
+    assert samples(batch_size=2) == samples(batch_size=5) == alone
+    assert samples(seed=6)[:-1] == alone[1:]
+
+
+@pytest.mark.parametrize(("temperature", "sizes"), [(0.0, []), (1.0, [2, 2, 1])])
+def test_identity_is_checked_against_transformers(target, proposer, monkeypatch, temperature, sizes):
+    settings = replace(IN_PAIRS, sampling=Sampling(temperature), repeats=1, warmup=0)
+    runs = measure(target, proposer, FIVE, settings)
+    generated = []
+    generate = reference.generate
+    monkeypatch.setattr(
+        reference,
+        "generate",
+        lambda target, prompts, **options: generated.append(len(prompts)) or generate(target, prompts, **options),
+    )
+    found = compare_greedy(target, greedy_pairs(target, proposer, runs, settings))
+    assert (found["greedy_identical"], found["prompts_checked"]) == (True, 5)
+    assert generated == sizes
+
+
+def test_a_reference_that_padding_changed_is_generated_alone(target, proposer, paired_runs):
+    misread = [replace(run, hf_generate=[replace(run.hf_generate[0], token_ids=(1, 2))]) for run in paired_runs]
+    found = compare_greedy(target, greedy_pairs(target, proposer, misread, IN_PAIRS))
+    assert (found["greedy_identical"], found["prompts_checked"]) == (False, 5)
+    assert found["first_divergence"]["prompt_id"] == "p4"  # alone in its batch: nothing padded it
+
+
+def test_costs_of_shorter_drafts_are_those_of_batches(target, proposer, monkeypatch):
+    sizes = []
+    generate = BatchDecoder.generate
+    monkeypatch.setattr(
+        BatchDecoder,
+        "generate",
+        lambda decoder, prompts, **options: sizes.append(len(prompts)) or generate(decoder, prompts, **options),
+    )
+    assert [cost.k for cost in round_costs(target, proposer, FIVE, IN_PAIRS)] == [1, 2]
+    assert sizes == [2, 2, 2, 2]  # two batches, at both lengths
+
+
+def test_rows_say_how_many_batches_their_times_come_from(target, proposer, paired_runs):
+    found = prompt_records("suite", IN_PAIRS.configuration, target, proposer, paired_runs)
+    assert [record.batch for record in found] == [0, 0, 2, 2, 4]
+    whole, a, _ = result_rows(found, SUITE, IN_PAIRS.configuration, seed=0)
+    assert (whole["batch_size"], whole["num_prompts"], whole["num_batches"]) == (2, 5, 3)
+    assert (a["num_prompts"], a["num_batches"]) == (3, 3)
+    seconds = sum(prompt_timing(run.speculative).seconds for run in paired_runs)
+    assert whole["tokens_per_second"] == pytest.approx(60 / seconds)
+    alone = measure(target, proposer, FIVE[:1], SETTINGS)
+    assert "batch" not in prompt_sums(prompt_records("suite", SETTINGS.configuration, target, proposer, alone))
+
+
+def test_a_run_that_stops_early_does_so_after_whole_batches(target, monkeypatch):
+    monkeypatch.setattr(measuring, "interim_sizes", lambda number: [3, number])
+    monkeypatch.setattr(measuring, "reached_precision", lambda records, target_precision, seed: False)
+    plan = MeasurementPlan(replace(IN_PAIRS, repeats=1, warmup=0), FIVE, target_precision=0.01)
+    runs = measuring.measure_plan(target, NgramProposer(), "suite", plan)
+    assert sorted(run.prompt.id for run in runs) == ["p0", "p1", "p2", "p3", "p4"]
+    assert [run.batch for run in runs] == [0, 0, 2, 2, 4]  # batches stay as they were decoded

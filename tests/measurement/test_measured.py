@@ -7,12 +7,11 @@ import pytest
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import StaticTree
 from specdistill.errors import ResourceError
-from specdistill.measurement.configurations import Plan, Settings
+from specdistill.measurement.configurations import MeasurementPlan, Settings
 from specdistill.measurement.measured import (
     FinishedConfigurations,
     MeasuredConfiguration,
     fingerprint,
-    folder_fingerprint,
     measurement_identity,
 )
 from specdistill.methods.ngram.method import NgramProposer
@@ -23,7 +22,7 @@ from specdistill.targets.frozen import FrozenTarget
 from tests.simulated import SUITE, simulate
 
 PROMPTS = [Prompt(f"p{number}", "ab"[number % 2], "x", (20 + number, 30, 40)) for number in range(2)]
-MAIN = Plan(Settings(num_speculative_tokens=2, max_new_tokens=6, repeats=1, warmup=0), PROMPTS)
+MAIN = MeasurementPlan(Settings(num_speculative_tokens=2, max_new_tokens=6, repeats=1, warmup=0), PROMPTS)
 IDENTITY = {"draft": "one"}
 MEASURED = MeasuredConfiguration(simulate(2), {"greedy_identical": True}, {"seconds": 1.5, "peak_memory_bytes": 7})
 
@@ -39,24 +38,28 @@ def test_a_finished_configuration_is_read_back_equal(tmp_path):
 def test_a_tree_is_read_back_too(tmp_path):
     tree = StaticTree((2, 1))
     records = [replace(record, configuration=Configuration(2, tree=tree.settings)) for record in MEASURED.records]
-    plan, measured = Plan(replace(MAIN.settings, tree=tree), PROMPTS), replace(MEASURED, records=records)
+    plan, measured = MeasurementPlan(replace(MAIN.settings, tree=tree), PROMPTS), replace(MEASURED, records=records)
     assert FinishedConfigurations(tmp_path, IDENTITY).write(plan, measured) == measured
 
 
-def test_the_identity_names_target_draft_suite_and_machine():
+def test_the_identity_names_target_draft_suite_and_machine(tmp_path):
     target = FrozenTarget.load("pico")
-    one, other = (
-        measurement_identity(target, NgramProposer(max_ngram=longest), SUITE, method="ngram", draft=None) for longest in (3, 4)
-    )
-    assert one != other
-    assert fingerprint(MAIN, one) != fingerprint(MAIN, other)
-    assert one == measurement_identity(target, NgramProposer(), SUITE, method="ngram", draft=None)
+
+    def identity(draft=None, **options):
+        return measurement_identity(target, NgramProposer(**options), SUITE, method="ngram", draft=draft)
+
+    assert identity() == identity(max_ngram=3) != identity(max_ngram=4)
+    assert fingerprint(MAIN, identity()) != fingerprint(MAIN, identity(max_ngram=4))
+    (tmp_path / "weights").write_bytes(b"one")
+    before = identity(str(tmp_path))
+    (tmp_path / "weights").write_bytes(b"two")  # the draft is trained again
+    assert identity() != before != identity(str(tmp_path))
 
 
 def test_the_fingerprint_changes_with_all_that_a_configuration_depends_on():
     settings = MAIN.settings
     others = [
-        Plan(replace(settings, **{name: value}), PROMPTS)
+        MeasurementPlan(replace(settings, **{name: value}), PROMPTS)
         for name, value in {
             "num_speculative_tokens": 3,
             "max_new_tokens": 7,
@@ -67,19 +70,13 @@ def test_the_fingerprint_changes_with_all_that_a_configuration_depends_on():
             "context_bucket": "64",
         }.items()
     ]
-    others += [Plan(settings, PROMPTS[:1]), Plan(settings, [replace(PROMPTS[0], token_ids=(1,)), PROMPTS[1]])]
+    others += [
+        MeasurementPlan(settings, PROMPTS[:1]),
+        MeasurementPlan(settings, [replace(PROMPTS[0], token_ids=(1,)), PROMPTS[1]]),
+    ]
     found = [fingerprint(plan, IDENTITY) for plan in [MAIN, *others]] + [fingerprint(MAIN, {"draft": "two"})]
     assert len(set(found)) == len(found)
-    assert fingerprint(Plan(settings, tuple(PROMPTS)), dict(IDENTITY)) == found[0]
-
-
-def test_a_draft_trained_anew_is_another_draft(tmp_path):
-    (tmp_path / "inner").mkdir()
-    (tmp_path / "inner" / "weights").write_bytes(b"one")
-    before = folder_fingerprint(tmp_path)
-    assert folder_fingerprint(tmp_path) == before
-    (tmp_path / "inner" / "weights").write_bytes(b"two")
-    assert folder_fingerprint(tmp_path) != before
+    assert fingerprint(MeasurementPlan(settings, tuple(PROMPTS)), dict(IDENTITY)) == found[0]
 
 
 def test_a_configuration_is_stored_whole_or_not_at_all(tmp_path, monkeypatch):

@@ -1,5 +1,7 @@
 """eval/run.py starts an engine, without the draft and with it, and measures it at every load: here a program with known speeds."""
 
+import dataclasses
+import json
 import shlex
 import sys
 
@@ -8,12 +10,17 @@ import pytest
 
 from specdistill.engines import start
 from specdistill.errors import ExitCode
+from specdistill.measurement.servers import check_draft
+from specdistill.methods.target_record import SECTION
 from specdistill.project import ROOT
 from specdistill.report.files import read_report
+from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from tests import scripts
 from tests.heads import build_head, save_head
-from tests.refusals import refused_key
+from tests.loopback_hub import fetched, loopback_hub
+from tests.measurement.peer import evaluate_pico
+from tests.refusals import refused, refused_key
 
 PROGRAM = ROOT / "tests" / "engines" / "engine_program.py"
 NUM_PROMPTS, NEW_TOKENS = 8, 16
@@ -33,21 +40,9 @@ def draft(tmp_path_factory):
 
 
 def evaluate(folder, draft, engine, *arguments):
-    (folder.parent / "gate.yaml").write_text(GATE)
-    return scripts.evaluate(
-        "target=pico",
-        "method=eagle3",
-        f"draft={draft}",
-        f"output_dir={folder}",
-        f"gate={folder.parent / 'gate.yaml'}",
-        f"eval.engine={engine}",
-        f"eval.engine_command={shlex.join([sys.executable, str(PROGRAM), engine])}",
-        f"eval.max_new_tokens={NEW_TOKENS}",
-        f"eval.num_prompts={NUM_PROMPTS}",
-        "eval.repeats=1",
-        "eval.warmup=1",
-        *arguments,
-    )
+    command = f"eval.engine_command={shlex.join([sys.executable, str(PROGRAM), engine])}"
+    settings = (f"eval.engine={engine}", f"eval.max_new_tokens={NEW_TOKENS}", f"eval.num_prompts={NUM_PROMPTS}")
+    return evaluate_pico(folder, "method=eagle3", f"draft={draft}", command, *settings, *arguments, gate=GATE)
 
 
 @pytest.mark.long  # an engine for each K
@@ -61,7 +56,7 @@ def test_every_k_is_measured_at_every_load(draft, tmp_path, engine):
     assert list(rows) == [(3, 1), (1, 1), (3, 8), (1, 8)]
     assert len(samples) == 4 * NUM_PROMPTS
     for (k, _), row in rows.items():
-        # K + 1 tokens and one by turns: 16 tokens take 11 rounds of K = 1, and 7 of K = 3.
+        # K + 1 tokens and one in alternation: 16 tokens take 11 rounds of K = 1, and 7 of K = 3.
         rounds, accepted = {1: (11, 6), 3: (7, 4)}[k]
         assert (row["num_drafts"], row["num_draft_tokens"]) == (NUM_PROMPTS * rounds, NUM_PROMPTS * rounds * k)
         assert row["accepted_per_position"] == [NUM_PROMPTS * accepted] * k
@@ -81,9 +76,9 @@ def test_every_k_is_measured_at_every_load(draft, tmp_path, engine):
 def test_a_failure_leaves_nothing_running_and_says_why(draft, tmp_path, capsys):
     command = shlex.join([sys.executable, str(PROGRAM), "vllm", "--broken"])
     assert evaluate(tmp_path / "report", draft, "vllm", f"eval.engine_command={command}") == ExitCode.RESOURCE_ERROR
-    said = capsys.readouterr().err.strip().splitlines()
-    assert "ended with status 1" in said
-    assert said[-1].startswith("error: ") and "ValueError: this model has no draft and never had" in said[-1]
+    printed = capsys.readouterr().err.strip().splitlines()
+    assert "ended with status 1" in printed
+    assert printed[-1].startswith("error: ") and "ValueError: this model has no draft and never had" in printed[-1]
     assert not (tmp_path / "report" / "report.json").exists()
     ours = [process for process in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(process.info["cmdline"] or [])]
     assert not ours
@@ -95,3 +90,37 @@ def test_a_failure_leaves_nothing_running_and_says_why(draft, tmp_path, capsys):
 def test_what_cannot_be_started_is_refused(draft, tmp_path, capsys, argument, key):
     assert evaluate(tmp_path / "report", draft, "vllm", argument) == ExitCode.USER_ERROR
     assert refused_key(capsys.readouterr().err) == key
+
+
+# The draft that a running server is said to have loaded: it must be one for the target
+
+ON_HUB = "someone/tiny-draft"
+OTHER = {"name_or_path": "someone/else", "revision": None, "adapter": None, "weights": "1" * 64, "tokenizer": "2" * 64}
+
+
+def config(target):
+    return json.dumps({"architectures": ["LlamaForCausalLMEagle3"], SECTION: {"target": target}}).encode()
+
+
+@pytest.mark.parametrize("made_for", ["pico", "another target"])
+def test_a_draft_on_the_hub_is_checked_by_its_config_alone(made_for, tmp_path, capsys):
+    """With the right one the command continues to the server, which nobody has started."""
+    target = dataclasses.asdict(TargetFiles.of("pico").identity) if made_for == "pico" else OTHER
+    keys = ["target=pico", "method=eagle3", "suite=pico", "eval.engine=vllm", "eval.server=http://127.0.0.1:9"]
+    with loopback_hub(tmp_path / "hub") as hub, hub.client(tmp_path / "home", token=None):
+        hub.create(ON_HUB, {"config.json": config(target), "model.safetensors": b"large"})
+        code = scripts.evaluate(*keys, f"draft={ON_HUB}", f"output_dir={tmp_path / 'report'}")
+    assert fetched(tmp_path / "home") == {"config.json"}
+    error = capsys.readouterr().err
+    if made_for == "pico":
+        assert code == ExitCode.RESOURCE_ERROR and "http://127.0.0.1:9/" in error
+    else:
+        assert (code, refused_key(error)) == (ExitCode.USER_ERROR, "eval.draft")
+        assert "11111111" in error and "22222222" in error
+
+
+def test_what_the_targets_checkpoint_holds_is_not_checked(tmp_path):
+    (tmp_path / "config.json").write_bytes(config(OTHER))
+    with refused("eval.draft", holds="someone/else"):
+        check_draft(str(tmp_path), "eagle3", TargetFiles.of("pico"))
+    check_draft(str(tmp_path), "mtp", TargetFiles.of("pico"))

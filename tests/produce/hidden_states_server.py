@@ -44,5 +44,5 @@ def running(target: FrozenTarget, layers: Sequence[int], folder: Path | None, *,
         threading.Thread(target=later).start()
         return {"kv_transfer_params": {"hidden_states_path": str(path)}}
 
-    with openai_server.running(Behaviour(models=("served",), beside=written)) as server:
+    with openai_server.running(Behaviour(models=("served",), more=written)) as server:
         yield server.address

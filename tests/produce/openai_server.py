@@ -18,8 +18,8 @@ CUT, STALL = "cut", "stall"  # in place of a status
 
 @dataclass
 class Behaviour:
-    """fault: (number of the request, its body) -> a status, CUT or STALL in place of an answer; None: answer. beside: what an answer has
-    beside its choice.
+    """fault: (number of the request, its body) -> a status, CUT or STALL in place of an answer; None: answer. more: what an answer has
+    besides its choice.
     """
 
     seconds: float = 0.0
@@ -28,7 +28,7 @@ class Behaviour:
     models: tuple[str, ...] = ("tiny",)
     headers: dict[str, str] = field(default_factory=dict)  # of faults
     text: Callable[[str], str] = lambda digest: f"answer {digest}"
-    beside: Callable[[dict[str, Any]], dict[str, Any]] = lambda body: {}
+    more: Callable[[dict[str, Any]], dict[str, Any]] = lambda body: {}
 
 
 def completion(prompt: list[int], seed: int, temperature: float, text: Callable[[str], str]) -> tuple[list[int], str]:
@@ -76,7 +76,7 @@ class Handler(BaseHTTPRequestHandler):
             choice: dict[str, Any] = {"text": text[: len(ids)], "finish_reason": "length" if cut else "stop"}
             if behaviour.returns_tokens:
                 choice["token_ids"] = ids
-            self.send(200, {"model": body["model"], "choices": [choice], **behaviour.beside(body)})
+            self.send(200, {"model": body["model"], "choices": [choice], **behaviour.more(body)})
 
     def send(self, status: int, content: dict[str, Any], headers: Mapping[str, str] = {}) -> None:
         data = json.dumps(content).encode()

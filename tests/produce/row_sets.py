@@ -13,7 +13,7 @@ from specdistill.produce.blocks import AnswerFile
 from specdistill.produce.make import make_rows
 from specdistill.recipe.sections import DataConfig
 from specdistill.rows.packing import collate
-from specdistill.rows.row_set import RowTarget, open_rows
+from specdistill.rows.row_set import Manifest, RowTarget, open_rows, place_of, read_rows
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 
@@ -41,6 +41,10 @@ def opened(config: DataConfig, target: RowTarget | None = None, make: Any = make
     return open_rows(config, target or row_target(), make=make)
 
 
+def manifest_of(config: DataConfig, target: RowTarget | None = None) -> Manifest:
+    return read_rows(place_of(config, target or row_target(), ()))[2]
+
+
 def numbered(count: int) -> list[dict[str, str]]:
     return [{"text": f"text number {number:03d}"} for number in range(count)]
 
@@ -64,7 +68,7 @@ class KilledError(Exception):
 
 
 def killed(work: Callable[[], object], after: int, *, torn: bool = False) -> None:
-    """A process that dies after so many answers; the next one is written by half where it is torn."""
+    """A process that dies after this number of answers; half of the next one is written where it is torn."""
     add, left = AnswerFile.add, [after]
 
     def dying(self: AnswerFile, answers: Any) -> None:

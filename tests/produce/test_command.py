@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from recipes.pico.corpus import CHAT_TEMPLATE
-from specdistill.cli import main
 from specdistill.rows.row_set import MANIFEST
 from tests.launches import environment
 from tests.produce.openai_server import Behaviour, running
@@ -151,11 +150,6 @@ def test_a_full_disk_ends_a_generation_in_one_line_and_it_goes_on_with_space(
     assert resumed.returncode == 0, resumed.stderr
     (manifest,) = (tmp_path / "run.rows").glob(f"*/{MANIFEST}")
     assert contents(manifest.parent) == expected
-
-
-def test_a_verb_that_is_gone_names_what_takes_its_place(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data", "generate", "recipe=small/eagle3"]) == 2
-    assert "did you mean make?" in capsys.readouterr().err
 
 
 def test_rows_are_not_made_into_a_folder_of_other_files(folder: Path, tmp_path: Path) -> None:

@@ -1,18 +1,26 @@
-"""Filling a store: what is there and whole stays, all else is made again, whoever makes it and however often it is interrupted."""
+"""Filling a store: what is there and whole stays, all else is made again, whoever makes it and however often it is interrupted.
+
+Servers, in vLLM's format, make what our own pass makes.
+"""
 
 import errno
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import SafetensorError
 
 from specdistill.errors import ResourceError
 from specdistill.produce import features as filling
+from specdistill.produce.features import by_servers, by_target
 from specdistill.rows.store import FeatureStore
+from specdistill.targets.frozen import FrozenTarget
 from tests.processes import run_processes
+from tests.produce.hidden_states_server import running
 from tests.refusals import refused
 from tests.rows.stores import Counting, batch_of, filled, origin, packed
+from tests.tiny import tiny_target_model, tiny_tokenizer
 
 SETS = [packed(10), packed(3, seed=1)]
 NAMES = [f"{index:06d}-of-000004.safetensors" for index in range(4)]
@@ -20,16 +28,6 @@ NAMES = [f"{index:06d}-of-000004.safetensors" for index in range(4)]
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "lock"}
-
-
-def test_a_store_is_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make = Counting(origin())
-    store = filled(tmp_path, SETS, origin(), make)
-    assert (make.num_made, store.num_rows, store.num_missing) == (13, 13, 0)
-    assert sorted(contents(tmp_path)) == NAMES
-    filled(tmp_path, SETS, origin(), make)
-    assert make.num_made == 13
-    assert "made again" not in capsys.readouterr().err
 
 
 def test_what_a_store_costs_is_said_after_its_first_shard(
@@ -65,8 +63,8 @@ def test_damaged_missing_and_other_shards_are_made_again_by_name(tmp_path: Path,
     assert make.num_made == 12
     assert contents(tmp_path / "store") == contents(tmp_path / "whole")
     said = capsys.readouterr().err
-    assert f"{NAMES[0]} is damaged (row 2): it is made again" in said
-    assert f"{NAMES[2]} is of other features: weights c for aaaaaaaaaaaa: it is made again" in said
+    assert f"{NAMES[0]}, which is damaged (row 2): it is made again" in said
+    assert f"{NAMES[2]}, which is of other features: weights c for aaaaaaaaaaaa: it is made again" in said
     assert NAMES[1] not in said and NAMES[3] not in said
     batch, expected = batch_of(store, SETS[0], [2, 9])  # and not what was mapped before
     assert batch["features"].equal(expected)
@@ -79,7 +77,7 @@ def test_other_rows_take_the_place_of_those_that_were_there(tmp_path: Path, caps
     assert make.num_made == 13 and sorted(contents(tmp_path)) == NAMES
     assert "5 shards of other rows are removed" in capsys.readouterr().err
     filled(tmp_path, [packed(10, seed=9), SETS[1]], origin(), make)
-    assert f"{NAMES[1]} is of other rows: it is made again" in capsys.readouterr().err
+    assert f"{NAMES[1]}, which is of other rows: it is made again" in capsys.readouterr().err
     assert FeatureStore.open(tmp_path, [packed(10, seed=9), SETS[1]], origin()).num_missing == 0
 
 
@@ -137,3 +135,40 @@ def test_processes_share_the_shards_and_make_the_same_store(tmp_path: Path) -> N
     ended = run_processes(tmp_path, fill, 0, 1)
     assert [process.out.split() for process in ended] == [["8", "0"], ["5", "0"]], ended
     assert contents(tmp_path / "store") == contents(tmp_path / "whole")
+
+
+# ---- Servers
+
+
+ROWS = list(packed(4))
+TIMEOUT = 300.0  # seconds for an answer: on a machine whose cores are all busy a pass takes many times as long
+
+
+@pytest.fixture(scope="module")
+def target() -> FrozenTarget:
+    return FrozenTarget(tiny_target_model(), tiny_tokenizer(), name="tiny")
+
+
+@pytest.mark.parametrize("aux_layers", [(3, 1), (), (2, 4)])
+def test_servers_make_what_the_target_does(target: FrozenTarget, tmp_path: Path, aux_layers: tuple[int, ...]) -> None:
+    """Which share the documents."""
+    layers, folders = sorted({*aux_layers, 4}), [tmp_path / name for name in ("one", "other")]
+    for folder in folders:
+        folder.mkdir()
+    with running(target, layers, folders[0]) as one, running(target, layers, folders[1]) as other:
+        found = by_servers(target, aux_layers, [one, other], TIMEOUT)(ROWS)
+    expected = by_target(target, aux_layers, None)(ROWS)
+    for features, own in zip(found, expected, strict=True):
+        assert features.shape == own.shape and torch.allclose(features, own, atol=1e-5)
+    assert not list(tmp_path.rglob("*.*"))
+
+
+def test_a_server_of_something_else_is_one_line(target: FrozenTarget, tmp_path: Path) -> None:
+    with running(target, [1, 2, 4], tmp_path) as more, running(target, [1, 4], tmp_path, dtype=torch.bfloat16) as other:
+        for address, what in ((more, "[3, 64] torch.float32"), (other, "[2, 64] torch.bfloat16")):
+            with refused("hidden_states.server", f"{address}, which writes {what} "):
+                by_servers(target, (1,), [address], TIMEOUT)(ROWS[:1])
+    with running(target, [4], None) as plain, pytest.raises(ResourceError, match="start it with ExampleHiddenStatesConnector"):
+        by_servers(target, (), [plain], TIMEOUT)(ROWS[:1])
+    with pytest.raises(ResourceError, match="does not answer"):
+        by_servers(target, (), [plain], TIMEOUT)

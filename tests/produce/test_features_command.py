@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from specdistill.produce import features as filling
-from specdistill.training.resumable import ResumableTrainer
 from tests.launches import environment
 from tests.processes import fork
 from tests.scripts import specdistill
@@ -49,7 +48,7 @@ def run(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def killed(place: Any, name: str, number: int, words: Sequence[str]) -> None:
-    """A process of this command that is killed when it calls a function for so many a time."""
+    """A process of this command that is killed at the call of a function that has this number."""
     calls, called = itertools.count(1), getattr(place, name)
 
     def call(*arguments: Any, **more: Any) -> Any:
@@ -92,19 +91,6 @@ def test_two_processes_fill_a_store_and_train_from_it(keys: list[str], whole: Pa
     assert filled.returncode == 0, filled.stderr[-3000:]
     assert shards(tmp_path / "store") == shards(whole)
     assert history(tmp_path, "offline", keys, whole, *two) == history(tmp_path, "online", keys, None, *two)
-
-
-@pytest.mark.long  # four trainings
-def test_training_offline_is_training_online_also_resumed(keys: list[str], whole: Path, tmp_path: Path) -> None:
-    expected = history(tmp_path, "online", keys, None)
-    assert len(expected) == 6
-    assert history(tmp_path, "offline", keys, whole) == expected
-    killed(ResumableTrainer, "training_step", 3, training(keys, tmp_path / "cut", whole))
-    assert (tmp_path / "cut" / "checkpoint-2").exists()
-    assert not (tmp_path / "cut" / "draft").exists()
-    assert history(tmp_path, "cut", keys, whole) == expected
-    drafts = {(tmp_path / name / "draft" / "model.safetensors").read_bytes() for name in ("online", "offline", "cut")}
-    assert len(drafts) == 1
 
 
 def training(keys: Sequence[str], folder: Path, store: Path | None, *more: str) -> list[str]:

@@ -1,11 +1,11 @@
 """Making rows: of a source as it is, and in blocks that the target generates, whoever makes them and after however many interruptions."""
 
-import fcntl
 import json
+import os
 import random
 import re
 import shutil
-import threading
+import socket
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +22,8 @@ from specdistill.produce.blocks import Block, blocks
 from specdistill.produce.job import Job
 from specdistill.produce.make import make_blocks, make_rows, shard_of
 from specdistill.recipe.sections import DataConfig, RegenerateConfig
-from specdistill.rows.row_set import MANIFEST, RowTarget, read_rows
+from specdistill.rows.files import alone
+from specdistill.rows.row_set import MANIFEST, RowTarget
 from tests.processes import run_processes
 from tests.produce.openai_server import Behaviour, running
 from tests.produce.row_sets import (
@@ -31,6 +32,7 @@ from tests.produce.row_sets import (
     contents,
     generator,
     killed,
+    manifest_of,
     numbered,
     opened,
     replace,
@@ -45,21 +47,14 @@ GENERATED = RegenerateConfig(num_tokens=300, prompt_tokens=4, batch_size=8)
 # ---- Rows of a source as it is
 
 
-def test_documents_are_split_before_they_are_packed(tmp_path: Path) -> None:
-    config = config_for(tmp_path, numbered(20))
-    kept, held_out = map(texts_in, opened(config))
-    assert sorted(kept + held_out) == [row["text"] for row in numbered(20)] and held_out
-    assert sorted(texts_in(opened(replace(config, seed=1))[0])) != sorted(kept)
-
-
 def test_more_rows_move_none_to_the_other_side_and_equal_ones_are_on_one(tmp_path: Path) -> None:
-    """By hash, the default. A sample of exactly the share draws anew."""
+    """By hash, the default. A sample of exactly the share is drawn again."""
 
     def halves(rows: list[dict[str, Any]], **settings: Any) -> list[set[str]]:
         return [set(texts_in(half)) for half in opened(config_for(tmp_path, rows, **settings))]
 
     train, validation = halves(numbered(100))
-    assert 10 <= len(validation) <= 30
+    assert 10 <= len(validation) <= 30 and len(train | validation) == 100 and train != halves(numbered(100), seed=1)[0]
     more = [{"text": f"another {number}"} for number in range(50)]
     later_train, later_validation = halves([*more, *reversed(numbered(100)), *numbered(100)])
     assert train < later_train and validation < later_validation and not later_train & later_validation
@@ -86,8 +81,7 @@ def test_weights_repeat_the_training_rows_of_a_source(tmp_path: Path) -> None:
     others = [kept.count(f"other {number:03d}") for number in range(10)]
     assert set(repeated) <= {0, 2, 3} and repeated.count(3) in (4, 5) and set(others) == {0, 1} and sum(others) in (4, 5)
     assert len(texts_in(validation)) == 2 and not set(texts_in(validation)) & set(kept)
-    *_, manifest = read_rows(Job.of(config, row_target()).folder)
-    assert [source.documents for source in manifest.sources] == [sum(repeated), sum(others)]
+    assert [source.documents for source in manifest_of(config).sources] == [sum(repeated), sum(others)]
 
 
 def test_long_conversations_are_cut_and_stay_on_one_side(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -98,7 +92,7 @@ def test_long_conversations_are_cut_and_stay_on_one_side(tmp_path: Path, caplog:
     assert all(numbers) and not set(numbers[0]) & set(numbers[1])
     assert sorted(numbers[0] + numbers[1]) == sorted([str(number) for number in range(12)] * 3)
     assert "12 of 12 rows are conversations longer than data.max_length=64 tokens and are cut at their turns" in caplog.text
-    assert read_rows(Job.of(config, row_target()).folder)[2].filtered == {"too_long": 1}
+    assert manifest_of(config).filtered == {"too_long": 1}
 
 
 @pytest.mark.parametrize(
@@ -113,18 +107,6 @@ def test_long_conversations_are_cut_and_stay_on_one_side(tmp_path: Path, caplog:
 def test_settings_and_rows_that_cannot_be_used(tmp_path: Path, rows: Any, settings: dict[str, Any], key: str, got: str) -> None:
     with refused(key, got):
         opened(config_for(tmp_path, rows, **settings), generator())
-
-
-def test_a_large_preparation_is_costed_from_its_first_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("specdistill.rows.cache.LARGE", 300)
-    monkeypatch.setattr("specdistill.cost.shutil.disk_usage", lambda path: SimpleNamespace(free=50_000))
-    config = config_for(tmp_path, numbered(300))
-    with pytest.raises(ResourceError, match=r"preparing data.source takes about 86.4 kB in .*, whose disk has 50.0 kB left"):
-        opened(config)
-    assert opened(replace(config, force=True))
-    assert "the first 100 rows" in capsys.readouterr().err
 
 
 # ---- Rows in blocks
@@ -204,7 +186,7 @@ def test_an_interrupted_block_goes_on_to_the_same_bytes(tmp_path: Path, by_serve
 
 def test_greedy_rows_are_what_transformers_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the beginnings of texts and from conversations by `apply_chat_template`, up to an end token."""
-    monkeypatch.setattr("specdistill.produce.transformers_backend.fast_dtype", lambda device: torch.float32)
+    monkeypatch.setattr("specdistill.produce.generate.fast_dtype", lambda device: torch.float32)
     target = generator(num_layers=2)
     config = replace(generating(tmp_path, temperatures=[0.0], num_tokens=600), packing=False)
     job = Job.of(config, target)
@@ -241,8 +223,7 @@ def test_the_target_generates_once_for_equal_inputs(tmp_path: Path) -> None:
     assert not calls  # the same text, packed otherwise
     opened(replace(config, seed=1), target)
     assert calls
-    config_rows = read_rows(Job.of(config, target).folder)[2]
-    assert config_rows.generation is not None and config_rows.generation["num_tokens"] == 300
+    assert (manifest_of(config, target).generation or {})["num_tokens"] == 300
 
 
 def test_a_few_prompts_are_of_every_source_by_its_weight_and_of_one_half(tmp_path: Path) -> None:
@@ -276,18 +257,18 @@ def test_blocks_that_lack_or_are_of_another_recipe_are_named(tmp_path: Path) -> 
     assert not (job.folder / MANIFEST).exists()
 
 
-def test_two_writers_wait_for_one_another_by_the_folder_s_name(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    config = config_for(tmp_path, numbered(20))
-    job = Job.of(config, row_target())
-    job.folder.parent.mkdir(parents=True)
-    with job.folder.with_name(f"{job.folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        other = threading.Thread(target=merge.merge, args=(job,))
-        other.start()
-        other.join(0.3)
-        assert other.is_alive() and not (job.folder / MANIFEST).exists()
-    other.join()
-    assert f"{job.folder}: another process writes it; waiting" in capfd.readouterr().err and (job.folder / MANIFEST).exists()
+def test_a_second_writer_is_refused_and_told_the_process_of_the_first(tmp_path: Path) -> None:
+    job = Job.of(generating(tmp_path), generator())
+    first = f"which process {os.getpid()} on {socket.gethostname()} is writing"
+    with alone(job.blocks / "block-00000.lock", "data.shard", job.blocks), refused("data.shard", holds=first):
+        make_blocks(job)
+    make_blocks(job)
+    with alone(job.folder.with_name(f"{job.folder.name}.lock"), "data.rows", job.folder):
+        with refused("data.rows", job.folder, holds=first):
+            merge.merge(job)
+        assert not (job.folder / MANIFEST).exists()
+    merge.merge(job)
+    assert (job.folder / MANIFEST).exists()
 
 
 SLURM = {"SLURM_ARRAY_TASK_ID": "14", "SLURM_ARRAY_TASK_MIN": "11", "SLURM_ARRAY_TASK_COUNT": "7"}
@@ -342,7 +323,7 @@ def test_no_room_for_what_is_generated_ends_it_after_the_first_answers(
 def test_processes_of_a_launch_share_the_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local_ranks: tuple[int, ...], is_common: bool
 ) -> None:
-    """A machine of two, or beside it one of one; without a common folder each machine makes all blocks."""
+    """A machine of two processes, or that and one of a single process; without a common folder each machine makes all blocks."""
     config, target, made = generating(tmp_path), generator(), make._make_block
 
     def work(rank: int) -> None:

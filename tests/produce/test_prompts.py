@@ -14,7 +14,7 @@ from recipes.pico.corpus import CHAT_TEMPLATE
 from specdistill.produce.blocks import Block
 from specdistill.produce.prompts import (
     CHAT_SHARE,
-    Prompt,
+    GenerationPrompt,
     chat_prompts,
     prompts_of,
     repeated,
@@ -38,11 +38,11 @@ def rows_of(texts: Sequence[str], questions: Sequence[str] = ()) -> Dataset:
     )  # fmt: skip
 
 
-def from_texts(rows: Dataset, num_tokens: int, per_text: int, part: tuple[int, int] = (0, 1)) -> list[Prompt]:
+def from_texts(rows: Dataset, num_tokens: int, per_text: int, part: tuple[int, int] = (0, 1)) -> list[GenerationPrompt]:
     return list(text_prompts(rows, TOKENIZER, num_tokens, per_text, random.Random(0), part=part))
 
 
-def said(prompts: Sequence[Prompt]) -> list[str]:
+def said(prompts: Sequence[GenerationPrompt]) -> list[str]:
     return [str(TOKENIZER.decode(prompt.ids)) for prompt in prompts]
 
 
@@ -75,21 +75,19 @@ def test_chat_prompts_end_before_the_answer_and_leave_room_for_it() -> None:
 
 
 def test_every_prompt_is_continued_at_every_temperature_and_then_sampled_again() -> None:
-    prompts = [Prompt([index], index) for index in range(3)]
+    prompts = [GenerationPrompt([index], index) for index in range(3)]
     pairs = [(prompt.row, temperature) for prompt, temperature in islice(repeated(prompts, [0.0, 0.5, 1.0]), 15)]
     assert sorted(pairs[:9]) == sorted((row, temperature) for row in range(3) for temperature in (0.0, 0.5, 1.0))
     assert [temperature for _, temperature in pairs[:3]] == [0.0, 0.5, 1.0]
     assert {temperature for _, temperature in pairs[9:]} == {0.5, 1.0}
     assert len(list(repeated(prompts, [0.0]))) == 3  # greedy text would only repeat itself
-    again = repeated([Prompt([1], is_first=False)], [0.0, 0.5])
+    again = repeated([GenerationPrompt([1], is_first=False)], [0.0, 0.5])
     assert [temperature for _, temperature in islice(again, 3)] == [0.5] * 3  # as another block's would
 
 
 def test_three_texts_in_four_stop_half_way_but_not_before_a_short_row() -> None:
-    assert row_lengths(2048, 32) == [1024, 1024, 1024, 2048]
-    assert row_lengths(512, 32) == [256, 256, 256, 512]
-    assert set(row_lengths(200, 32)) == {200}
-    assert row_lengths(512, 200) == [512]
+    assert [row_lengths(*given) for given in ((2048, 32), (512, 32))] == [(1024, 2048), (256, 512)]
+    assert [row_lengths(*given) for given in ((200, 32), (512, 200))] == [(200, 200), (512, 512)]  # all are as long as a row
 
 
 def planned(texts: int, chats: int, count: int = 1, **settings: Any) -> list[list[Any]]:
@@ -133,7 +131,8 @@ def test_blocks_have_rows_and_seeds_of_their_own() -> None:
 def test_conversations_of_similar_length_stand_beside_one_another() -> None:
     config = DataConfig(max_length=256, regenerate=RegenerateConfig(num_tokens=9000, temperatures=[0.8]))
     chats = [
-        Prompt([7] * random.Random(number).randint(2, 90), number, ({"role": "user", "content": ""},)) for number in range(512)
+        GenerationPrompt([7] * random.Random(number).randint(2, 90), number, ({"role": "user", "content": ""},))
+        for number in range(512)
     ]
     ((tasks, _),) = streams(chats, [], Block(0, 1, 9000), config)
     lengths = [len(task.prompt.ids) for task in islice(tasks, 512)]

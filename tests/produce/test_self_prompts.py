@@ -9,9 +9,9 @@ import torch
 from datasets import Dataset
 
 from specdistill.produce import blocks
+from specdistill.produce.answer_rules import Counts
 from specdistill.produce.blocks import Answer, Block
-from specdistill.produce.cleaning.answer_rules import Counts
-from specdistill.produce.prompts import Task
+from specdistill.produce.prompts import GenerationTask
 from specdistill.produce.self_prompts import MOST, Opening, room_for_prompts, self_prompts
 from specdistill.produce.sources import Source
 from specdistill.recipe.data_sources import SourceEntry
@@ -73,14 +73,16 @@ def test_a_prompt_has_half_a_row_and_some_room() -> None:
         room_for_prompts([made], 32)
 
 
-class Said:
+class ScriptedBackend:
     """A backend of a target that says these texts, by number, at most `at_once` tokens at a time. contexts: that it was given."""
 
     def __init__(self, texts: Callable[[int], str], at_once: int = 1000, opens: str = "<|user|>\n") -> None:
         self.texts, self.at_once, self.opens = texts, at_once, opens
         self.contexts: list[str] = []
 
-    def answers(self, tasks: Iterator[Task], known: object, wanted: object) -> Generator[tuple[Task, list[Answer]]]:
+    def answers(
+        self, tasks: Iterator[GenerationTask], known: object, wanted: object
+    ) -> Generator[tuple[GenerationTask, list[Answer]]]:
         for task in tasks:
             context, number = task.prompt.ids, int(task.name.split("-")[1])
             self.contexts.append(tiny_tokenizer().decode(context, skip_special_tokens=False))
@@ -89,13 +91,15 @@ class Said:
             yield task, [Answer(context, tiny_tokenizer()(self.texts(number)[len(begun) :])["input_ids"][:most], "length")]
 
 
-def prompts(said: Said, count: int, template: str = UNTAGGED, number_of: int = 1, **entry: Any) -> tuple[list[str], Counts]:
-    """Of the last of some blocks, with rows of twice 60 tokens beside the template."""
+def prompts(
+    backend: ScriptedBackend, count: int, template: str = UNTAGGED, number_of: int = 1, **entry: Any
+) -> tuple[list[str], Counts]:
+    """The prompts of the last of some blocks, with rows of twice 60 tokens and the template."""
     source = Source(Dataset.from_dict({}), SourceEntry(source="self", num_prompts=count, **entry), "data.source")
     tokenizer = tiny_tokenizer(template)
     made = DataConfig(max_length=2 * (60 + opening(template).num_tokens))
     block = Block(number_of - 1, number_of, 100)
-    kept, counts = self_prompts(source, 0, block, made, tokenizer, [0], said, None, {})  # type: ignore[arg-type]
+    kept, counts = self_prompts(source, 0, block, made, tokenizer, [0], backend, None, {})  # type: ignore[arg-type]
     for prompt in kept:
         asked = [{"role": "user", "content": prompt.asked}]
         assert prompt.ids == tokenizer.apply_chat_template(asked, add_generation_prompt=True)["input_ids"]  # type: ignore[call-overload]
@@ -115,7 +119,9 @@ ASKED = [
 
 
 def test_what_is_no_prompt_is_filtered_and_counted() -> None:
-    kept, counts = prompts(Said(lambda number: ASKED[number] if number < len(ASKED) else f"New question {number}<|end|>"), 7)
+    kept, counts = prompts(
+        ScriptedBackend(lambda number: ASKED[number] if number < len(ASKED) else f"New question {number}<|end|>"), 7
+    )
     assert kept[:2] == ["Which bird sings at noon?", "How far can a swallow fly?"]
     assert kept[2:] == [f"New question {number}" for number in range(7, 12)]
     rules = ("empty", "truncated", "off_template", "looping", "near_duplicate")
@@ -123,28 +129,30 @@ def test_what_is_no_prompt_is_filtered_and_counted() -> None:
 
 
 def test_unfinished_prompts_are_continued_and_equal_whole_ones() -> None:
-    whole = Said(lambda number: f"Is {number} a number with many words after it?<|end|>")
-    cut = Said(whole.texts, at_once=7)
+    whole = ScriptedBackend(lambda number: f"Is {number} a number with many words after it?<|end|>")
+    cut = ScriptedBackend(whole.texts, at_once=7)
     assert prompts(whole, 5) == prompts(cut, 5) and len(cut.contexts) > len(whole.contexts)
     assert sorted(map(len, cut.contexts)) == list(map(len, cut.contexts))  # together, not one after the other
 
 
 def test_a_turn_that_ends_in_plain_text_ends_the_prompt() -> None:
-    said = Said(lambda number: f" What is {number}? ASSISTANT: {number}, of course. USER: And" + "?" * 80, opens="USER:")
-    assert prompts(said, 2, VICUNA)[0] == ["What is 0?", "What is 1?"]
+    backend = ScriptedBackend(
+        lambda number: f" What is {number}? ASSISTANT: {number}, of course. USER: And" + "?" * 80, opens="USER:"
+    )
+    assert prompts(backend, 2, VICUNA)[0] == ["What is 0?", "What is 1?"]
 
 
 def test_a_target_with_nothing_more_to_say_gives_fewer() -> None:
-    said = Said(lambda number: "Always the same question to you?<|end|>")
-    kept, counts = prompts(said, 4)
+    backend = ScriptedBackend(lambda number: "Always the same question to you?<|end|>")
+    kept, counts = prompts(backend, 4)
     assert kept == ["Always the same question to you?"]
-    assert len(said.contexts) == MOST * 4 and counts.filtered == {"near_duplicate": MOST * 4 - 1}
+    assert len(backend.contexts) == MOST * 4 and counts.filtered == {"near_duplicate": MOST * 4 - 1}
 
 
 def test_system_messages_and_blocks_share_the_prompts() -> None:
-    said = Said(lambda number: f"question {number}<|end|>")
-    prompts(said, 12, number_of=2, system=["Sums.", "Code.", "Song."])
-    given = [next(it for it in ("Sums.", "Code.", "Song.") if it in context) for context in said.contexts]
+    backend = ScriptedBackend(lambda number: f"question {number}<|end|>")
+    prompts(backend, 12, number_of=2, system=["Sums.", "Code.", "Song."])
+    given = [next(it for it in ("Sums.", "Code.", "Song.") if it in context) for context in backend.contexts]
     assert given == ["Code.", "Song.", "Sums."] * 2
 
 
@@ -196,7 +204,7 @@ def test_the_target_asks_and_answers_once_for_equal_inputs(tmp_path: Path) -> No
     assert asked(documents(config(tmp_path / "c", hotter), model)) != asked(whole)
 
 
-def test_beside_rows_of_others_and_without_their_system_messages(tmp_path: Path) -> None:
+def test_prompts_of_self_and_rows_of_others_and_without_their_system_messages(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n{"prompt": "three"}\n')
     source = [
         {"source": "self", "num_prompts": 6, "system": ["Sums."], "weight": 0.5},
@@ -237,8 +245,6 @@ def test_what_servers_generate_and_near_duplicates_of_other_blocks_are_filtered(
         ("self", {}, "data.source", "self, which gave no prompt that is kept"),
         ("self", {"columns": {"text": "body"}}, "data.columns", "{'text': 'body'} with the source self alone"),
         ([{"source": "self", "where": {"a": 1}}], {}, "data.source[0].where", "{a: 1}"),
-        ([{"source": "pico", "system": ["Sums."]}], {}, "data.source[0].system", ""),
-        ([{"source": "self", "temperature": 0}], {}, "data.source[0].temperature", "0"),
     ],
 )
 def test_settings_that_cannot_be_used(tmp_path: Path, source: Any, settings: dict[str, Any], key: str, got: str) -> None:

@@ -13,10 +13,10 @@ from specdistill.engines import completions
 from specdistill.engines.completions import CompletionServer
 from specdistill.errors import ResourceError
 from specdistill.produce import generate
+from specdistill.produce.answer_rules import RULES, CheckedAnswer
 from specdistill.produce.blocks import Answer, AnswerFile
-from specdistill.produce.cleaning.answer_rules import RULES, Candidate
-from specdistill.produce.generate import Made, documents, generate_block
-from specdistill.produce.prompts import Prompt, Stream, Task, repeated
+from specdistill.produce.generate import BlockOutput, documents, generate_block
+from specdistill.produce.prompts import GenerationPrompt, GenerationTask, Stream, repeated
 from specdistill.produce.server_backend import ServerBackend, ServerTokenizer
 from tests.produce.openai_server import CUT, END, STALL, Behaviour, OpenAIServer, completion, running
 from tests.produce.row_sets import chat
@@ -26,15 +26,15 @@ from tests.tiny import tiny_tokenizer
 NUM = 24
 
 
-def prompts(count: int = NUM) -> list[Prompt]:
-    texts = [Prompt([5, 6, 7, 8 + number]) for number in range(count // 4)]
-    chats = [Prompt([], messages=tuple(chat(f"{number}?", "-", "more", "-")["messages"])) for number in range(count)]
+def prompts(count: int = NUM) -> list[GenerationPrompt]:
+    texts = [GenerationPrompt([5, 6, 7, 8 + number]) for number in range(count // 4)]
+    chats = [GenerationPrompt([], messages=tuple(chat(f"{number}?", "-", "more", "-")["messages"])) for number in range(count)]
     return [it for group in zip(*[iter(chats)] * 4, texts, strict=True) for it in group]
 
 
-def tasks(count: int | None = NUM, temperatures: Sequence[float] = (0.0, 0.8)) -> Iterator[Task]:
+def tasks(count: int | None = NUM, temperatures: Sequence[float] = (0.0, 0.8)) -> Iterator[GenerationTask]:
     pairs = enumerate(islice(repeated(prompts(), temperatures), count))
-    return (Task(f"task-{number}", prompt, temperature, 3 + number, 128) for number, (prompt, temperature) in pairs)
+    return (GenerationTask(f"task-{number}", prompt, temperature, 3 + number, 128) for number, (prompt, temperature) in pairs)
 
 
 def told() -> ServerTokenizer:
@@ -47,7 +47,9 @@ def server(made: OpenAIServer, timeout: float = 20.0) -> CompletionServer:
     return connected
 
 
-def answered(folder: Path, *servers: CompletionServer, concurrency: int = 3, asked: Iterator[Task] | None = None) -> list[Any]:
+def answered(
+    folder: Path, *servers: CompletionServer, concurrency: int = 3, asked: Iterator[GenerationTask] | None = None
+) -> list[Any]:
     """The answers of every task, in order."""
     with AnswerFile(folder / "answers.jsonl", "plan") as known, ServerBackend(servers, told(), concurrency) as backend:
         made = list(backend.answers(asked or tasks(), known, lambda: 1000))
@@ -197,13 +199,13 @@ def test_the_model_is_found_by_name_or_because_it_is_alone() -> None:
 
 def block_of(
     folder: Path, num_tokens: int, *servers: CompletionServer, rules: Sequence[str] = (), concurrency: int = 2, all_tokens: bool = False
-) -> Made:  # fmt: skip
+) -> BlockOutput:  # fmt: skip
     words = told()
 
-    def candidate(task: Task, answer: Answer) -> Candidate:
-        return Candidate(answer, words.text(answer.token_ids), "", not task.prompt.messages, words.special)
+    def candidate(task: GenerationTask, answer: Answer) -> CheckedAnswer:
+        return CheckedAnswer(answer, words.text(answer.token_ids), "", not task.prompt.messages, words.special)
 
-    made = Made({name: RULES[name] for name in rules}, candidate, all_tokens)
+    made = BlockOutput({name: RULES[name] for name in rules}, candidate, all_tokens)
     with AnswerFile(folder / "answers.jsonl", "plan") as known, ServerBackend(servers, words, concurrency) as backend:
         generate_block(num_tokens, [Stream(tasks(None), 1.0)], backend, known, made)
     return made
@@ -252,20 +254,13 @@ def test_turns_share_a_row_where_their_contexts_continue(undisturbed: list[list[
     assert len(documents([two, one], all_tokens=False)) == 2
 
 
-def test_answers_of_another_recipe_and_torn_lines_are_dropped(tmp_path: Path) -> None:
-    path, answer = tmp_path / "block.jsonl", Answer([1], [2, 3], "stop")
+def test_answers_of_another_recipe_are_dropped(tmp_path: Path) -> None:
+    path, turns = tmp_path / "block.jsonl", [Answer([1], [2, 3], "stop")]
     with AnswerFile(path, "one") as answers:
-        answers.add({"a": [answer], "b": []})
-        answers.add({"c": [answer]})
-    path.write_bytes(path.read_bytes()[:-5])
-    with AnswerFile(path, "one") as answers:
-        assert (answers.get("a"), answers.get("b"), answers.get("c")) == ([answer], [], None)
-        answers.add({"c": [answer, answer]})
-    with AnswerFile(path, "one") as answers:
-        assert answers.get("c") == [answer, answer]
-    with AnswerFile(path, "other") as answers:
-        assert answers.get("a") is None
-    assert path.read_bytes().count(b"\n") == 1
+        answers.add({"a": turns, "b": []})
+    for plan, found in (("one", (turns, [])), ("other", (None, None)), ("one", (None, None))):
+        with AnswerFile(path, plan) as answers:
+            assert (answers.get("a"), answers.get("b")) == found
 
 
 def test_a_disk_that_is_full_ends_it_in_one_line_and_what_is_there_stays(tmp_path: Path) -> None:

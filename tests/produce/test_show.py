@@ -6,9 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from specdistill.produce import show
-from specdistill.produce.job import Job
-from specdistill.rows.row_set import read_rows
-from tests.produce.row_sets import chat, config_for, opened, row_target
+from tests.produce.row_sets import chat, config_for, manifest_of, opened
 from tests.tiny import tiny_tokenizer
 
 
@@ -16,7 +14,7 @@ def test_documents_are_in_pieces_that_carry_loss_or_not_evenly_over_all(tmp_path
     config = config_for(tmp_path, [chat(f"q{number}", f"a{number}") for number in range(40)], max_length=64)
     rows, _ = opened(config)
     lengths = show.lengths(rows)
-    manifest = read_rows(Job.of(config, row_target()).folder)[2]
+    manifest = manifest_of(config)
     assert len(lengths.tokens) == manifest.splits["train"].documents and lengths.tokens.sum() == manifest.splits["train"].tokens
     shown = show.shown(rows, lengths, 5, tiny_tokenizer())
     assert len(shown) == 5 and len(show.shown(rows, lengths, 99, tiny_tokenizer())) == len(lengths.tokens)
@@ -34,7 +32,7 @@ def test_documents_are_in_pieces_that_carry_loss_or_not_evenly_over_all(tmp_path
 def test_tables_show_the_counts(tmp_path: Path) -> None:
     config = config_for(tmp_path, [{"text": f"hello {number}"} for number in range(20)], validation_split="sample")
     opened(config)
-    manifest = read_rows(Job.of(config, row_target()).folder)[2]
+    manifest = manifest_of(config)
     console = Console(file=io.StringIO(), width=100)
     console.print(show.table_of_halves(show.halves(manifest)))
     parts = [manifest.sources[0], manifest.sources[0].model_copy(update={"source": "b", "tokens": 0, "loss_tokens": 0})]

@@ -10,16 +10,13 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from specdistill.errors import ExitCode, ResourceError, UserError
+from specdistill.errors import ResourceError, UserError
 from specdistill.pico import chats, standard_library
 from specdistill.produce import sources
 from specdistill.produce.sources import Source, load_rows, normalise
 from specdistill.recipe.data_sources import source_names
 from specdistill.recipe.sections import DataConfig
-from tests.refusals import refused, refused_key
-from tests.rows.templates import CHATML
-from tests.scripts import specdistill
-from tests.tiny import input_keys, tiny_target_model, tiny_tokenizer
+from tests.refusals import refused
 
 Turns = list[tuple[str, str]]
 
@@ -55,6 +52,11 @@ def turns_of(row: Mapping[str, Any]) -> Turns | str:
         ({"instruction": "do", "input": "this", "output": "done"}, [("user", "do\n\nthis"), ("assistant", "done")]),
         ({"instruction": "do", "context": "", "response": "done"}, [("user", "do"), ("assistant", "done")]),
         ({"prompt": "p", "completion": "c"}, [("user", "p"), ("assistant", "c")]),
+        ({"instruction": "do", "input": "this"}, [("user", "do\n\nthis")]),  # for the target to answer
+        (
+            {"messages": [{"role": role, "content": "c"} for role in ("system", "assistant", "user", "assistant", "assistant", "tool")]},
+            [(role, "c") for role in ("system", "user", "assistant", "assistant", "tool")],
+        ),
     ],
 )  # fmt: skip
 def test_forms_of_a_row(row: Mapping[str, Any], expected: Turns | str) -> None:
@@ -65,7 +67,7 @@ def test_one_instruction_with_several_instances_is_several_conversations() -> No
     row = {"instruction": "do", "instances": [{"input": "", "output": "a"}, {"input": "x", "output": "b"}]}
     contents = [[message["content"] for message in made["messages"]] for made in normalise(row, "row 0")]
     assert contents == [["do", "a"], ["do\n\nx", "b"]]
-    assert list(normalise({"text": "", "messages": []}, "row 0")) == []
+    assert [*normalise({"text": "", "messages": []}, "row 0"), *normalise({"prompt": "p", "response": ""}, "row 1")] == []
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "json", "parquet"])
@@ -103,7 +105,7 @@ def test_pico_is_modules_and_chats_of_one_split(tmp_path: Path) -> None:
 def test_a_list_of_sources_with_weights(tmp_path: Path) -> None:
     first, second = (written(tmp_path / f"{name}.jsonl", [{"text": name}]) for name in "ab")
     found = loaded([{"source": first, "weight": 2}, {"source": second}], tmp_path)
-    assert [(source.rows["text"][0], source.weight, source.key) for source in found] == [
+    assert [(source.rows["text"][0], source.entry.weight, source.key) for source in found] == [
         ("a", 2.0, "data.source[0].source"),
         ("b", 1.0, "data.source[1].source"),
     ]
@@ -148,7 +150,6 @@ def test_an_entry_takes_the_rows_that_it_asks_for(tmp_path: Path, caplog: pytest
         ([{"source": "pico", "wieght": 2}], "[0].wieght", "an unknown key"),
         ([{"source": "pico", "weight": 0}], "[0].weight", "0"),
         ([{"source": "pico", "weight": math.inf}], "[0].weight", "inf"),
-        ([{"source": "missing.json"}], "[0].source", "missing.json, which does not exist"),
     ],
 )
 @pytest.mark.usefixtures("in_empty_folder")
@@ -157,13 +158,19 @@ def test_sources_that_are_named_wrongly(source: Any, key: str, got: str) -> None
         loaded(source)
 
 
+def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
+    path = written(tmp_path / "chats.jsonl", [{"text": "a"}])
+    with pytest.raises(UserError, match=f"chat.jsonl, which does not exist, .*did you mean {path}"):
+        load_rows(str(tmp_path / "chat.jsonl"), "train")
+
+
 @pytest.mark.parametrize(
     ("ending", "content", "message"),
     [
-        ("jsonl", b"", "which is empty"),
+        ("jsonl", b"", "which holds no rows"),
         ("json", b"[]", "which holds no rows"),
         ("jsonl", b'{"text": "a"}\n\n{"text": "b"\n{"text": "c"}\n', r"rows.jsonl, line 3, column 13: Expecting ',' delimiter"),
-        ("jsonl", b'{"text": "a"}\n["b"]\n', "rows.jsonl, line 2: a list"),
+        ("jsonl", b'{"text": "a"}\n["b"]\n', "rows.jsonl, line 2: a list, which is no object"),
         ("json", b'[{"text": "a"},\n{"text": }]', "rows.json, line 2, column 10: Expecting value"),
         ("jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}\n', "rows.jsonl, line 2: byte 0xe9, which is not UTF-8"),
         ("json", b'[{"text":\n\n"\xe9"}]', "rows.json, line 3: byte 0xe9, which is not UTF-8"),
@@ -171,8 +178,6 @@ def test_sources_that_are_named_wrongly(source: Any, key: str, got: str) -> None
         ("jsonl", b'{"txt": "a", "id": 1}\n', "columns txt, id, expected text, messages, .*; did you mean text"),
         ("jsonl", b'{"text": ""}\n', "whose rows are all empty"),
         ("jsonl", b'{"text": "a"}\n{"text": 4}\n', "does not read as json|row 1: got text of type int"),
-        ("jsonl", b'{"messages": [{"role": "usr", "content": "q"}]}\n', "row 0: got the role 'usr', .*; did you mean user"),
-        ("jsonl", b'{"messages": "hello"}\n', "row 0: got a conversation of type str"),
     ],
 )
 def test_files_that_cannot_be_used(tmp_path: Path, ending: str, content: bytes, message: str) -> None:
@@ -182,39 +187,19 @@ def test_files_that_cannot_be_used(tmp_path: Path, ending: str, content: bytes, 
         load_rows(str(path), "train", cache_dir=str(tmp_path / "cache"))
 
 
-def test_a_column_that_begins_late_is_named_by_its_line(tmp_path: Path) -> None:
-    """The library reads a file in pieces of ten megabytes, and takes the columns of the first."""
-    rows = [{"text": "a" * 1000} for _ in range(11_000)]
-    path = written(tmp_path / "rows.jsonl", [*rows, {"text": "b", "more": 1}])
-    with refused("data.source", f"{path}, line 11001: more, which no row before it has"):
-        load_rows(path, "train", cache_dir=str(tmp_path / "cache"))
-    few = written(tmp_path / "few.jsonl", [*rows[:9], {"text": "b", "more": 1}])
-    assert len(load_rows(few, "train", cache_dir=str(tmp_path))) == 10
-
-
 @pytest.mark.parametrize(
-    ("roles", "message"),
+    ("messages", "message"),
     [
+        ("hello", "a conversation of type str"),
+        ([{"role": "usr", "content": "c"}], "the role 'usr'"),
         (["system", "user", "assistant", "user", "user"], "two turns of the user in a row, numbers 3 and 4"),
         (["system", "tool", "user"], "turns tool, … that no turn of the user comes before"),
     ],
 )
-def test_roles_out_of_order(roles: Sequence[str], message: str) -> None:
+def test_conversations_that_cannot_be_used(messages: Any, message: str) -> None:
+    turns = [{"role": it, "content": "c"} if isinstance(it, str) else it for it in messages]
     with refused("row 0", message):
-        turns_of({"messages": [{"role": role, "content": "c"} for role in roles]})
-
-
-def test_a_greeting_answers_nobody() -> None:
-    turns = [("system", "s"), ("assistant", "hi"), ("user", "q"), ("assistant", "a"), ("assistant", "and b"), ("tool", "t")]
-    row = {"messages": [{"role": role, "content": content} for role, content in turns]}
-    assert turns_of(row) == [turns[0], *turns[2:]]
-
-
-def test_prompts_without_answers_are_for_the_target_to_answer(tmp_path: Path) -> None:
-    path = written(tmp_path / "rows.jsonl", [{"instruction": "do", "input": "this"}, {"instruction": "do", "input": ""}])
-    rows = load_rows(path, "train", cache_dir=str(tmp_path))
-    assert [[turn["content"] for turn in turns] for turns in rows["messages"]] == [["do\n\nthis"], ["do"]]
-    assert list(normalise({"prompt": "p", "response": ""}, "row 0")) == []
+        turns_of({"messages": messages if isinstance(messages, str) else turns})
 
 
 def test_columns_say_what_a_source_calls_ours(tmp_path: Path) -> None:
@@ -237,36 +222,6 @@ def test_columns_say_what_a_source_calls_ours(tmp_path: Path) -> None:
             load_rows(path, "train", columns=columns, cache_dir=cache)
     with refused("data.source[0].columns", "b, which is no column"):
         loaded([{"source": path, "columns": {"text": "b"}}], cache)
-
-
-CHAT = '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}\n'
-SHOUTING = CHATML.replace("{{ m.content }}", "{{ m.content | upper }}")
-
-
-@pytest.mark.long  # whole commands
-@pytest.mark.parametrize(
-    ("template", "content", "key"),
-    [
-        (CHATML, CHAT * 3 + '{"messages": [\n' + CHAT, "data.source"),
-        (CHATML, CHAT + CHAT.replace("assistant", "user"), "data.source row 1"),
-        (CHATML, CHAT + '{"messages": [{"role": "user", "content": "q"}]}\n', "data.source row 1"),
-        (SHOUTING, CHAT * 3, "data.source"),
-    ],
-)
-def test_the_command_says_in_a_line_what_is_wrong_with_a_file(tmp_path: Path, template: str, content: str, key: str) -> None:
-    """Of what a process of several finds, too."""
-    tiny_target_model().save_pretrained(tmp_path / "model")
-    tiny_tokenizer(template).save_pretrained(tmp_path / "model")
-    (tmp_path / "rows.jsonl").write_text(content)
-    ended = specdistill("data", "recipe=small/eagle3", *input_keys(tmp_path), "data.regenerate=null", "data.num_proc=2")
-    assert ended.returncode == ExitCode.USER_ERROR and "Traceback" not in ended.stderr
-    assert refused_key(ended.stderr) == key
-
-
-def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
-    path = written(tmp_path / "chats.jsonl", [{"text": "a"}])
-    with pytest.raises(UserError, match=f"did you mean {path}"):
-        load_rows(str(tmp_path / "chat.jsonl"), "train")
 
 
 def test_what_the_hub_does_not_give_is_an_outside_failure(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from specdistill.measurement.server_report import NO_BASELINE_ROW, ROW_REASONS
+from specdistill.measurement.in_engine import NO_BASELINE_ROW, ROW_REASONS
 from specdistill.report.build import context_rows, headline, is_looping, result_rows, theory
 from specdistill.report.files import row_metrics
 from specdistill.statistics.records import Configuration, RoundRecord

@@ -13,7 +13,7 @@ import pytest
 from specdistill.errors import ResourceError
 from specdistill.gate.decide import Evidence, decide, judge
 from specdistill.gate.rules import Rule, load_gate
-from specdistill.measurement.server_report import DOCUMENT_REASONS, NO_BASELINE, NO_BASELINE_ROW, ROW_REASONS
+from specdistill.measurement.in_engine import DOCUMENT_REASONS, NO_BASELINE, NO_BASELINE_ROW, ROW_REASONS
 from specdistill.project import ROOT
 from specdistill.report import charts, tables
 from specdistill.report.build import findings, result_rows

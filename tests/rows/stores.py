@@ -7,10 +7,9 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from specdistill.produce.features import Make, Rows, fill
+from specdistill.produce.features import MakeFeatures, Rows, fill
 from specdistill.rows.packing import collate
-from specdistill.rows.shard import Origin, Tokens
-from specdistill.rows.store import FeatureStore
+from specdistill.rows.store import FeatureStore, Origin, Tokens
 
 LENGTH = 24
 
@@ -61,7 +60,7 @@ def filled(
     folder: Path,
     sets: Sequence[Dataset],
     of: Origin,
-    make: Make | None = None,
+    make: MakeFeatures | None = None,
     max_bytes: int | None = None,
     *,
     force: bool = False,

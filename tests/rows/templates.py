@@ -28,11 +28,6 @@ THOUGHTS_STRIPPED = (
     "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-LLAMA3 = (
-    "{{ '<|begin_of_text|>' }}{% for m in messages %}<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role }}<|end_header_id|>"
-    "\n\n{{ m.content | trim }}<|eot_id|>{% endfor %}"
-    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
-)
 # The system text stands before the last question, roles have to alternate, and there is no generation prompt.
 MISTRAL = (
     "{% set system = messages[0].content ~ '\n\n' if messages[0].role == 'system' else '' %}"
@@ -62,16 +57,11 @@ HARMONY = (
     "<|start|>{{ 'developer' if m.role == 'system' else m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
-PHI = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}<|im_sep|>{{ m.content }}<|im_end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant<|im_sep|>{% endif %}"
-)
 VICUNA = (
     "{% for m in messages %}{{ {'user': 'USER: ', 'assistant': 'ASSISTANT: '}.get(m.role, '') }}{{ m.content }}"
     "{{ '</s>' if m.role == 'assistant' else ' ' }}{% endfor %}{% if add_generation_prompt %}ASSISTANT: {% endif %}"
 )
-WITHOUT_TOOLS = "{% for m in messages %}{% if m.role != 'tool' %}<|{{ m.role }}|>{{ m.content }}</s>{% endif %}{% endfor %}"
-# What is said before a tool is called is left out, as if it were the call.
+# An answer before a call of a tool is dropped, as if it were the call.
 CALLS_ALONE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content if loop.last or loop.nextitem.role != 'tool' else 'CALL' }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -85,21 +75,17 @@ MOVING = (
     "{% endfor %}{% for m in messages %}{% if m.role == 'user' %}[INST]{% if loop.index == ns.last %}NOW {% endif %}"
     "{{ m.content }}[/INST]{% elif m.role == 'assistant' %}<think></think>{{ m.content }}</s>{% endif %}{% endfor %}"
 )
-UNFRAMED = ("moving", "harmony")  # of no fixed beginning or end of an answer
 UNTAGGED_TEMPLATES = {
     "pico": UNTAGGED,
     "chatml": CHATML,
     "thought at the end": THOUGHT_AT_THE_END,
     "thoughts stripped": THOUGHTS_STRIPPED,
-    "llama-3": LLAMA3,
     "mistral": MISTRAL,
     "gemma": GEMMA,
     "deepseek": DEEPSEEK,
     "harmony": HARMONY,
-    "phi": PHI,
     "vicuna": VICUNA,
     "without turn ends": WITHOUT_TURN_ENDS,
-    "without tools": WITHOUT_TOOLS,
     "calls alone": CALLS_ALONE,
     "moving": MOVING,
 }
@@ -113,7 +99,7 @@ WORDS = [
     "👩‍💻 code",
     "<think>",
     "[/INST]",
-    "def f():\n    return 1",
+    "def f():\n    return",
     "\n\n",
     "  ",
     "7.",

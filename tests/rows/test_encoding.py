@@ -1,4 +1,4 @@
-"""Rows to documents: loss masks however a template marks the assistant's turns, and conversations cut at their turns."""
+"""Rows to documents: loss masks however a template marks the assistant's turns, prompts, and conversations cut at their turns."""
 
 import itertools
 import json
@@ -13,18 +13,20 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from specdistill.errors import UserError
 from specdistill.produce.sources import normalise
-from specdistill.rows.chat import assistant_spans, learn, render
+from specdistill.rows.chat import assistant_spans, prompt_ids, render
 from specdistill.rows.encoding import GENERATION_TAG, Encoder
 from tests.produce.row_sets import chat
 from tests.refusals import refused
 from tests.rows.templates import (
     CHATML,
     GEMMA,
+    MOVING,
     TAGGED,
+    THOUGHT_AT_THE_END,
     TWO_TURNS,
-    UNFRAMED,
     UNTAGGED,
     UNTAGGED_TEMPLATES,
+    WITHOUT_TURN_ENDS,
     Conversation,
     conversations,
 )
@@ -69,36 +71,42 @@ def test_the_mask_of_two_turns_is_what_one_writes_by_hand() -> None:
 
 
 @pytest.mark.parametrize("name", UNTAGGED_TEMPLATES)
-def test_two_renderings_find_the_turns_that_many_find(name: str) -> None:
-    """Of all conversations that are found by rendering each turn's beginnings: the same mask, as `any` token that overlaps a turn."""
-    tokenizer, counts = tiny_tokenizer(UNTAGGED_TEMPLATES[name]), []
-    frame = learn(lambda turns, prompt: render(tokenizer, turns, prompt))
-
-    def counted(turns: Conversation, prompt: bool) -> str:
-        counts[-1] += 1
-        return render(tokenizer, turns, prompt)
-
+def test_a_token_carries_loss_where_it_overlaps_a_turn_of_the_assistant(name: str) -> None:
+    tokenizer, num_checked = tiny_tokenizer(UNTAGGED_TEMPLATES[name]), 0
     for messages in conversations(60):
         try:
-            spans = assistant_spans(lambda turns, prompt: render(tokenizer, turns, prompt), messages)
+            spans = assistant_spans(tokenizer, messages)
         except UserError:  # roles that this template does not take, or a thought that it drops
             continue
         if not any(start < end for start, end in spans):  # an empty answer, and nothing that ends it
             continue
         (made,), whole = encode(tokenizer, [messages]), render(tokenizer, messages)
-        if name == "mistral":  # where its beginning moves, the space before an answer is not known to be the answer's
-            spans = [(start - (whole[start - 1] == " "), end) for start, end in spans]
         offsets = tokenizer(whole, return_offsets_mapping=True)["offset_mapping"]
         assert made["loss_mask"] == [int(any(left < end and start < right for start, end in spans)) for left, right in offsets]
-        if frame is not None:
-            counts.append(0)
-            found = frame.spans(counted, messages, whole)
-            assert found in (None, spans) and counts[-1] <= 1  # besides that of `whole`
-            counts[-1] = found is not None
-    assert (frame is None) == (name in UNFRAMED)
-    assert frame is None or (
-        len(counts) >= 15 and sum(counts) >= (0.7 if "tool" in name or "call" in name else 0.9) * len(counts)
-    )
+        num_checked += 1
+    assert num_checked >= 15
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "expected"),
+    [
+        # The prompt opens the thought, so that the assistant writes what follows; turns before the last have none.
+        (THOUGHT_AT_THE_END, TWO_TURNS[1:], ["Hello — you?<|im_end|>", "\n</think>\n\nBye, assistant!<|im_end|>"]),
+        (WITHOUT_TURN_ENDS, TWO_TURNS, ["Hello — you?", "Bye, assistant!"]),  # no loss at the next header
+        # No prefix of the conversation renders as such.
+        (MOVING, TWO_TURNS, ["Hello — you?</s>", "Bye, assistant!\n</s>"]),
+    ],
+)
+def test_the_assistant_s_turns_are_found(template: str, messages: Conversation, expected: list[str]) -> None:
+    tokenizer = tiny_tokenizer(template)
+    whole = render(tokenizer, messages)
+    spans = assistant_spans(tokenizer, messages)
+    assert [whole[start:end] for start, end in spans] == expected
+
+
+def test_a_prompt_stops_where_the_assistant_is_to_begin() -> None:
+    tokenizer, said = tiny_tokenizer(TAGGED), "<|user|>\nBe brief.<|end|><|user|>\nHi<|end|><|assistant|>\n"
+    assert prompt_ids(tokenizer, TWO_TURNS) == tokenizer(said)["input_ids"]
 
 
 @pytest.mark.parametrize(
@@ -106,12 +114,6 @@ def test_two_renderings_find_the_turns_that_many_find(name: str) -> None:
     [
         TWO_TURNS,
         [{"role": "user", "content": "say it again: Hi"}, {"role": "assistant", "content": "Hi"}],
-        [{"role": "user", "content": "x"}, {"role": "assistant", "content": ""}],
-        [
-            {"role": "user", "content": " "},
-            {"role": "assistant", "content": "  \n indented\n"},
-            {"role": "tool", "content": "{}"},
-        ],
         *conversations(20, seed=1),
     ],
 )
@@ -119,14 +121,6 @@ def test_turns_that_are_found_and_generation_tags_agree(messages: Conversation) 
     assert GENERATION_TAG.search(TAGGED) and not GENERATION_TAG.search(UNTAGGED)
     tagged, untagged = (encode(tiny_tokenizer(template), [messages]) for template in (TAGGED, UNTAGGED))
     assert tagged == untagged
-
-
-def test_a_conversation_that_is_framed_otherwise_is_searched() -> None:
-    """A template that puts a word before the answer to certain questions: the frame learned does not fit there."""
-    template = CHATML.replace("{{ m.content }}", "{{ m.content }}{{ '<|note|>' if 'secret' in m.content }}")
-    messages = [{"role": "user", "content": "a secret"}, {"role": "assistant", "content": "kept"}]
-    tokenizer = tiny_tokenizer(template)
-    assert masked(tokenizer, encode(tokenizer, [messages])[0]) == "kept<|im_end|>"
 
 
 SILENT = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}…{% endif %}{% endfor %}"
@@ -196,8 +190,8 @@ def test_a_conversation_longer_than_a_row_is_cut_between_exchanges() -> None:
     assert len(encode(tokenizer, [system + turns], max_length=whole)) == 1
 
 
-def test_an_exchange_longer_than_a_row_is_cut_after_a_turn_of_the_assistant_or_left_out() -> None:
-    """What is left out of it is counted by a document without tokens."""
+def test_an_exchange_longer_than_a_row_is_cut_after_a_turn_of_the_assistant_or_filtered() -> None:
+    """What is filtered of it is counted by a document without tokens."""
     tokenizer = tiny_tokenizer(CHATML)
     said = ("one", "1"), ("look", "call"), ("long", "y" * 400), ("two", "2")
     one, called, long, two = (chat(*pair)["messages"] for pair in said)
@@ -206,8 +200,8 @@ def test_an_exchange_longer_than_a_row_is_cut_after_a_turn_of_the_assistant_or_l
     documents = encode(tokenizer, [turns], max_length=200)
     kept = [document for document in documents if document["input_ids"]]
     assert [masked(tokenizer, document) for document in kept] == ["1<|im_end|>", "call<|im_end|>", "2<|im_end|>"]
-    left_out = [document["length"] for document in documents if not document["input_ids"]]
-    assert left_out == [encode(tokenizer, [part])[0]["length"] for part in (tools, long)]
+    filtered = [document["length"] for document in documents if not document["input_ids"]]
+    assert filtered == [encode(tokenizer, [part])[0]["length"] for part in (tools, long)]
 
 
 @pytest.mark.parametrize("name", UNTAGGED_TEMPLATES)

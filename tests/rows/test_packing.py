@@ -1,4 +1,4 @@
-"""Packing: no token lost, none twice, every document told apart."""
+"""Packing: no token lost, none twice, every document separate."""
 
 import random
 from collections import Counter

@@ -22,7 +22,7 @@ def never(*_: Any) -> None:
 
 
 def made(folder: Path, **settings: Any) -> tuple[DataConfig, Path]:
-    """A configuration that names a row set, beside the cache that it was made in."""
+    """A configuration that names a row set, next to the cache that it was made in."""
     config = config_for(folder, numbered(40), **settings)
     opened(config)
     shutil.move(place_of(config, row_target(), ()), folder / "set")
@@ -90,37 +90,29 @@ def other_tokenizer() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("other", "holds"),
+    ("other", "change", "holds"),
     [
-        (row_target(weights="1" * 64), "another target, 000000000000"),
-        (row_target(template=CHATML), "another chat template, "),
-        (RowTarget("tiny", "0" * 64, other_tokenizer()), "another tokenizer, "),
+        (row_target(weights="1" * 64), {}, "another target, 000000000000"),
+        (row_target(template=CHATML), {}, "another chat template, "),
+        (RowTarget("tiny", "0" * 64, other_tokenizer()), {}, "another tokenizer, "),
+        (row_target(), {"max_length": 64}, "another max length, 32"),
+        (row_target(), {"packing": False}, "another packing, True"),
+        (row_target(), {"loss_mask": "all"}, "another loss mask, assistant"),
     ],
 )
-def test_rows_of_another_target_tokenizer_or_template_are_refused_with_the_difference(
-    tmp_path: Path, other: RowTarget, holds: str
+def test_rows_of_another_target_or_shape_are_refused_with_the_difference(
+    tmp_path: Path, other: RowTarget, change: dict[str, Any], holds: str
 ) -> None:
     config, folder = made(tmp_path)
     with refused("data.rows", folder, holds=holds):
-        opened(config, other)
+        opened(replace(config, **change), other)
 
 
-@pytest.mark.parametrize("change", [{"max_length": 64}, {"packing": False}, {"loss_mask": "all"}])
-def test_rows_of_another_shape_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
-    config, folder = made(tmp_path)
+@pytest.mark.parametrize("change", [{"shard": "0/2"}, {"max_length": 300}])  # no whole set, longer than the target's context
+def test_settings_with_which_nothing_is_trained_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     ((key, value),) = change.items()
-    with refused("data.rows", folder, holds=f"another {key.replace('_', ' ')}, {getattr(config, key)}"):
-        opened(replace(config, **{key: value}))
-
-
-def test_a_shard_is_nothing_to_train_on(tmp_path: Path) -> None:
-    with refused("data.shard", "0/2"):
-        opened(config_for(tmp_path, numbered(4), shard="0/2"))
-
-
-def test_rows_longer_than_the_target_s_context_are_refused(tmp_path: Path) -> None:
-    with refused("data.max_length", 300):
-        opened(config_for(tmp_path, numbered(4), max_length=300), row_target(tiny_target_model(num_layers=1)))
+    with refused(f"data.{key}", value):
+        opened(config_for(tmp_path, numbered(4), **change), row_target(tiny_target_model(num_layers=1)))
 
 
 def test_a_recipe_finds_its_rows_by_what_they_depend_on(tmp_path: Path) -> None:

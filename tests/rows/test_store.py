@@ -1,15 +1,133 @@
-"""A feature store as training reads it: rows in any order, and one line for a store that cannot be used."""
+"""A feature store: what is read is what was written, in any order; whatever is damaged or of something else is named."""
 
 import os
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from specdistill.rows.store import KEY, FeatureStore
+from specdistill.rows.store import HEADER_BYTES, KEY, FeatureStore, Origin, Shard, Tokens, UnfitShardError, _mapped, write_shard
 from specdistill.training.trainer import fill_up
 from tests.refusals import refused
-from tests.rows.stores import batch_of, filled, origin, packed
+from tests.rows.stores import LENGTH, batch_of, feature_of, filled, origin, packed
+
+ROWS = [Tokens.of(row) for row in packed(5)]
+
+
+def written(path: Path, of: Origin) -> Path:
+    write_shard(path, of, ROWS, [feature_of(row, of) for row in ROWS])
+    return path
+
+
+def read(shard: Shard, index: int) -> torch.Tensor:
+    into = torch.zeros(shard.origin.num_features, LENGTH, shard.origin.hidden_size, dtype=shard.origin.row_dtype)
+    shard.expect(index)
+    shard.read(index, into)
+    assert not into[:, len(shard.rows[index]) :].any()
+    return into[:, : len(shard.rows[index])]
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_rows_are_read_as_they_were_rounded_when_written(tmp_path: Path, stored: str) -> None:
+    shard = Shard.open(written(tmp_path / "shard", origin(stored)), origin(stored))
+    for index in (3, 0, 4, 1, 2):
+        expected = feature_of(ROWS[index], shard.origin).to(getattr(torch, stored))
+        assert torch.equal(read(shard, index), expected)
+        assert shard.rows[index].key == ROWS[index].key
+
+
+def test_float8_rounds_by_a_sixteenth_of_each_number_at_most(tmp_path: Path) -> None:
+    """Three bits behind the point, so half of 2^-3; numbers below 2^-6 of the scale, 1/448 of the largest, have fewer."""
+    of = origin("float8_e4m3fn")
+    shard = Shard.open(written(tmp_path / "shard", of), of)
+    for index, row in enumerate(ROWS):
+        exact = feature_of(row, of)
+        least = exact.abs().amax(-1, keepdim=True) / 448 * 2.0**-6
+        error = (read(shard, index).float() - exact).abs()
+        assert (error <= exact.abs() / 16 * 1.1 + least).all()
+        assert error.max() > 1e-3
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float8_e4m3fn"])
+def test_a_shard_is_little_more_than_its_features_and_always_the_same_bytes(tmp_path: Path, stored: str) -> None:
+    of = origin(stored, hidden_size=256)
+    one, other = (written(tmp_path / name, of).read_bytes() for name in ("one", "other"))
+    assert one == other
+    tokens = sum(map(len, ROWS))
+    assert 0 <= len(one) - tokens * (of.token_bytes + 4) < HEADER_BYTES
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "other"]
+
+
+def test_a_row_is_its_tokens_and_the_borders_of_its_documents() -> None:
+    row = packed(3)[2]
+    key = Tokens.of(row).key
+    assert Tokens.of({**row, "loss_mask": [0] * LENGTH}).key == key
+    other_token = [row["input_ids"][0] + 1, *row["input_ids"][1:]]
+    assert Tokens.of({**row, "input_ids": other_token}).key != key
+    other_border = [0] * 5 + [1] * 4 + row["document_ids"][9:]
+    assert other_border != row["document_ids"] and Tokens.of({**row, "document_ids": other_border}).key != key
+    after_padding = [*row["input_ids"][:-1], 7]
+    assert row["document_ids"][-1] == -1 and Tokens.of({**row, "input_ids": after_padding}).key == key
+
+
+def reading(path: Path, of: Origin) -> dict[bytes, bytes]:
+    """The features of every row by its key, as bytes."""
+    shard = Shard.open(path, of)
+    return {row.key: b"".join(part.tobytes() for part in shard.checked(index)) for index, row in enumerate(shard.rows)}
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "float8_e4m3fn"])
+def test_no_damaged_byte_is_read(tmp_path: Path, stored: str) -> None:
+    """A row is not found by other tokens, or not read by its checksum; or nothing adds up, or the byte means nothing."""
+    of = origin(stored)
+    whole = written(tmp_path / "whole", of).read_bytes()
+    expected, damaged, num_noticed = reading(tmp_path / "whole", of), tmp_path / "damaged", 0
+    places = [*range(0, 1100, 7), *range(1100, len(whole), 101), len(whole) - 1]
+    for place in places:
+        damaged.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        _mapped.cache_clear()
+        try:
+            found = reading(damaged, of)
+        except UnfitShardError:
+            num_noticed += 1
+            continue
+        num_noticed += found.keys() != expected.keys()
+        assert {key: found[key] for key in found.keys() & expected.keys()}.items() <= expected.items(), place
+    assert num_noticed > 0.95 * len(places)
+
+
+@pytest.mark.parametrize("length", [0, 4, 300, -1])
+def test_a_part_of_a_shard_is_damaged(tmp_path: Path, length: int) -> None:
+    whole = written(tmp_path / "whole", origin()).read_bytes()
+    (tmp_path / "part").write_bytes(whole[:length])
+    with pytest.raises(UnfitShardError, match=r"which is damaged"):
+        Shard.open(tmp_path / "part", origin())
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("weights", "c" * 64, "weights cccccccccccc for aaaaaaaaaaaa"),
+        ("stored", "bfloat16", "stored bfloat16 for float32"),
+        ("hidden_size", 8, "hidden_size 8 for 16"),
+        ("aux_layers", (2, 1), r"aux_layers \[2, 1\] for \[1, 2\]"),
+    ],
+)
+def test_features_of_something_else_are_named(tmp_path: Path, field: str, value: object, said: str) -> None:
+    written(tmp_path / "other", origin(**{field: value}))
+    with pytest.raises(UnfitShardError, match=f"which is of other features: {said}$"):
+        Shard.open(tmp_path / "other", origin())
+
+
+def test_other_files_are_no_shards(tmp_path: Path) -> None:
+    save_file({"features": torch.zeros(2)}, tmp_path / "plain")
+    with pytest.raises(UnfitShardError, match=r"which is no shard of features$"):
+        Shard.open(tmp_path / "plain", origin())
+
+
+# ---- Stores
+
 
 TRAIN, VALIDATION = packed(10), packed(3, seed=1)
 
@@ -27,11 +145,7 @@ def test_batches_come_with_the_features_of_their_rows(folder: Path) -> None:
         assert torch.equal(batch["features"], expected)
     batch, expected = batch_of(store, VALIDATION, [2, 0])
     assert torch.equal(batch["features"], expected)
-
-
-def test_rows_that_fill_up_a_batch_need_no_features(folder: Path) -> None:
-    store = FeatureStore.open(folder, [TRAIN, VALIDATION], origin())
-    batch, expected = batch_of(store, fill_up(TRAIN, 8), [4, 15, 11])
+    batch, expected = batch_of(store, fill_up(TRAIN, 8), [4, 15, 11])  # the last two fill up the batch, and have no features
     assert torch.equal(batch["features"], expected) and not expected[1:].any()
 
 

@@ -18,8 +18,8 @@ from specdistill.rows.packing import indexed
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.objective import loss_rows
+from tests.export import layouts
 from tests.heads import build_head, save_head
-from tests.tiny import tiny_target_model, tiny_tokenizer
 from tests.with_engines.environments import environment
 
 pytestmark = [pytest.mark.long, pytest.mark.engines]  # speculators in its own environment
@@ -48,10 +48,7 @@ THEIRS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> FrozenTarget:
-    folder = tmp_path_factory.mktemp("target")
-    tiny_target_model(num_layers=8).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return FrozenTarget.load(str(folder))
+    return layouts.saved_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")

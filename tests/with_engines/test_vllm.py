@@ -14,7 +14,6 @@ from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 from bench.counting import Completion, Counts, generate_here, ignore_stop_tokens, num_same, total
 from bench.engines import run
 from specdistill.decoding.proposer import DecodingState, Proposal
-from specdistill.engines.vllm import speculative_config
 from specdistill.export import export
 from specdistill.losses.divergence import forward_kl
 from specdistill.methods.chains.unroll import TrainingTimeTest
@@ -71,7 +70,7 @@ def plain_options(target: str) -> dict[str, Any]:
 
 def draft_options(method: str, folder: str, num_tokens: int) -> dict[str, Any]:
     """What a draft adds to those, or replaces."""
-    options = {"speculative_config": speculative_config(method, folder, num_tokens)}
+    options = {"speculative_config": {"method": method, "model": folder, "num_speculative_tokens": num_tokens}}
     return options | ({"model": folder} if method == "mtp" else {})
 
 
@@ -107,7 +106,7 @@ def cases(
     trained: Callable[[str], Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Case]:
-    """All in one process of vLLM; n-gram look-up comes last, for with it vLLM takes numba's threads."""
+    """All in one process of vLLM; n-gram lookup comes last, for with it vLLM takes numba's threads."""
     folder = tmp_path_factory.mktemp("vllm")
     files = TargetFiles.of("pico")
     generated_here = partial(generate_here, max_new_tokens=NUM_TOKENS)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdistill.engines.completions import CompletionServer
 from specdistill.produce.blocks import Answer
-from specdistill.produce.prompts import Prompt, Task
+from specdistill.produce.prompts import GenerationPrompt, GenerationTask
 from specdistill.produce.server_backend import ServerTokenizer, ask
 from specdistill.project import PICO
 from tests.scripts import specdistill
@@ -39,7 +39,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def test_vllm_generates_what_transformers_does(address: str, tmp_path: Path) -> None:
     """Conversations of two turns: each is answered after the one before it, and ends with the token that ended it."""
     asked = [[f"What does `{name}` do?", "And in one line?"] for name in ("map", "zip", "sorted", "open", "len", "sum")]
-    turns = [[{"role": role, "content": said} for said in both for role in ("user", "assistant")] for both in asked]
+    turns = [[{"role": role, "content": content} for content in both for role in ("user", "assistant")] for both in asked]
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"messages": messages}) for messages in turns), encoding="utf-8")
     keys = ["recipe=pico/eagle3", f"data.source={tmp_path / 'rows.jsonl'}", f"data.cache_dir={tmp_path / 'cache'}"]
     keys += ["data.regenerate.num_tokens=100", "data.regenerate.temperatures=[0.0]", "data.regenerate.batch_size=1"]
@@ -68,7 +68,7 @@ def test_a_model_s_own_sampling_is_not_what_is_asked_for(address: str) -> None:
     server.find_model([MODEL])
 
     def answer(temperature: float, seed: int) -> Answer:
-        return ask(server, ids, Task("", Prompt(ids), temperature, seed, len(ids) + 24), told)
+        return ask(server, ids, GenerationTask("", GenerationPrompt(ids), temperature, seed, len(ids) + 24), told)
 
     sampled = {tuple(answer(1.0, seed).token_ids) for seed in range(6)}
     greedy = answer(0.0, 0).token_ids

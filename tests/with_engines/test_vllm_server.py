@@ -17,7 +17,6 @@ from bench.counting import generate_here
 from bench.engines import QUIET_VLLM, run
 from specdistill.engines import ENGINES
 from specdistill.engines.start import started
-from specdistill.engines.vllm import speculative_config
 from specdistill.errors import ExitCode, ResourceError
 from specdistill.export import export
 from specdistill.methods.load import load_proposer
@@ -81,8 +80,8 @@ def measured(trained: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
     """The folder of the report. Its speed is not what is tested here, so the gate may say either."""
     folder, before = tmp_path_factory.mktemp("measured") / "report", set(SHARED_MEMORY.glob("*"))
     with evaluating(trained("EAGLE-3.1"), folder) as side:
-        said = side.communicate()[1]
-    assert side.returncode in (ExitCode.DONE, ExitCode.CHECK_FAILED), said[-4000:]
+        printed = side.communicate()[1]
+    assert side.returncode in (ExitCode.DONE, ExitCode.CHECK_FAILED), printed[-4000:]
     assert set(SHARED_MEMORY.glob("*")) <= before
     return folder
 
@@ -130,7 +129,7 @@ def test_a_draft_that_vllm_does_not_load_is_told_by_its_first_exception(
     export(trained("EAGLE-3.1"), "vllm", tmp_path / "draft", TargetFiles.of("pico"), num_speculative_tokens=K)
     config = tmp_path / "draft" / "config.json"
     config.write_text(config.read_text().replace("LlamaForCausalLMEagle3", "Unheard"))
-    options = speculative_config("eagle3", str(tmp_path / "draft"), K)
+    options = {"method": "eagle3", "model": str(tmp_path / "draft"), "num_speculative_tokens": K}
     line = [str(environment("vllm") / "bin" / "vllm"), "serve", str(PICO), "--speculative-config", json.dumps(options)]
     with pytest.raises(ResourceError, match="Unheard"), started(line, tmp_path / "log", key="eval.engine_command"):
         pytest.fail("it started")

@@ -13,7 +13,7 @@ Args:
 import numpy as np
 from datasets import Sequence, Value
 
-from specdistill.measurement.metric import metric
+from specdistill.measurement.quality import metric
 from specdistill.statistics.intervals import estimates
 from specdistill.statistics.metrics import acceptance
 

@@ -6,7 +6,6 @@ Args:
     references: answers, or texts that end in them.
 """
 
-from specdistill.measurement.metric import share
-from specdistill.measurement.quality import is_match
+from specdistill.measurement.quality import is_match, share
 
 ExactMatch = share("exact_match", __doc__, is_match)

@@ -7,7 +7,6 @@ Args:
     references: for each of them, the code that tests it and raises where it fails.
 """
 
-from specdistill.measurement.metric import share
-from specdistill.measurement.quality import passes
+from specdistill.measurement.quality import passes, share
 
 PassRate = share("pass_rate", __doc__, lambda program, test: passes(f"{program}\n{test}\n"))

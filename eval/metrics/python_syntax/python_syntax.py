@@ -7,7 +7,6 @@ Args:
     references: the source that each of them continues; empty where it continues none.
 """
 
-from specdistill.measurement.metric import share
-from specdistill.measurement.quality import is_python_so_far
+from specdistill.measurement.quality import is_python_so_far, share
 
 PythonSyntax = share("python_syntax", __doc__, lambda text, prompt: is_python_so_far(prompt + text))

@@ -1,4 +1,4 @@
-"""Tokens a second with a draft and without, and their ratio, each with a 95 % interval from a bootstrap over prompts.
+"""Tokens per second with a draft and without, and their ratio, each with a 95 % interval from a bootstrap over prompts.
 
 Args:
     predictions: for each prompt, {num_tokens, seconds} with the draft.
@@ -10,7 +10,7 @@ Args:
 import numpy as np
 from datasets import Value
 
-from specdistill.measurement.metric import metric
+from specdistill.measurement.quality import metric
 from specdistill.statistics.intervals import estimates
 
 Timings = list[dict[str, float]]

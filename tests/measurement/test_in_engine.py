@@ -14,8 +14,7 @@ from specdistill.report.build import result_rows
 from specdistill.report.files import read_report
 from specdistill.suites.suite import load_suite, tokenize
 from specdistill.targets.frozen import FrozenTarget
-from tests import scripts
-from tests.measurement.peer import Behaviour, PeerServer
+from tests.measurement.peer import Behaviour, PeerServer, evaluate_pico
 from tests.measuring import measure
 from tests.refusals import refused_key
 
@@ -57,20 +56,9 @@ def expected(pico):
 
 
 def evaluate(folder, *arguments, gate="- {metric: mean_acceptance_length, min: 1.0}\n"):
-    (folder.parent / "gate.yaml").write_text(gate)
-    return scripts.evaluate(
-        "target=pico",
-        "method=ngram",
-        "suite=pico",
-        f"output_dir={folder}",
-        f"gate={folder.parent / 'gate.yaml'}",
-        f"eval.num_speculative_tokens={K}",
-        f"eval.max_new_tokens={NEW_TOKENS}",
-        f"eval.num_prompts={NUM_PROMPTS}",
-        "eval.repeats=1",
-        "eval.warmup=1",
-        *arguments,
-    )
+    numbers = {"num_speculative_tokens": K, "max_new_tokens": NEW_TOKENS, "num_prompts": NUM_PROMPTS}
+    settings = [f"eval.{name}={number}" for name, number in numbers.items()]
+    return evaluate_pico(folder, "method=ngram", *settings, *arguments, gate=gate)
 
 
 @pytest.mark.usefixtures("simulated_clock")

@@ -1,31 +1,53 @@
-"""The report of an inference engine: a suite measured on its servers, with a draft and without.
+"""A recipe's draft measured in an inference engine: a suite sent to its servers, with the draft and without.
 
-It says what a server does not show. When a server fails after the first answers, these are kept.
+The report says what a server does not show. When a server fails after the first answers, these are kept.
 """
 
 import platform
+import shutil
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from specdistill.engines.server import Completion
+from specdistill.errors import UserError
+from specdistill.export import export
 from specdistill.measurement.configurations import Settings
+from specdistill.measurement.hardware import hardware
 from specdistill.measurement.losslessness import first_difference
-from specdistill.measurement.servers import Answers, Outcome, Task
+from specdistill.measurement.quality import add_quality
+from specdistill.measurement.servers import (
+    ServerAnswers,
+    ServerMeasurement,
+    ServerTask,
+    check_draft,
+    check_startable,
+    connect_pair,
+    measure_running,
+    measure_started,
+)
+from specdistill.methods.load import describe_draft, locate
+from specdistill.methods.recipe import Recipe
+from specdistill.methods.target_record import check_target
 from specdistill.project import git_revision
 from specdistill.report.build import build_report, headline, result_rows
+from specdistill.report.text import print_power_analysis
 from specdistill.statistics.records import PromptRecord, Timing
-from specdistill.suites.suite import Prompt
-
-SETTINGS = ("max_new_tokens", "tree", "batch_size", "seed", "warmup", "repeats")  # shown in the report, in this order
+from specdistill.statistics.sample_size import PriorRun, power_analysis
+from specdistill.suites.suite import Prompt, Suite
+from specdistill.targets.files import TargetFiles
+from specdistill.targets.loading import read_tokenizer
 
 # Why numbers are missing from the report of a server
 HIDDEN = "a server does not time its steps one by one"
 SUMS = "a server counts over whole outputs, not round by round"
 UNSAID = "a server does not say"
-NO_LOGITS = "a server returns no logits that would tell a near-tie from a mistake"
+NO_LOGITS = "a server returns no logits that would tell a near-tie from a bug"
 NO_BASELINE = "no eval.baseline_server was given"
-NO_HF = "transformers' generate() is not timed beside a server"
+NO_HF = "transformers' generate() is not timed next to a server"
 ROW_REASONS = {
     **dict.fromkeys(("draft_ms", "verify_ms", "baseline_step_ms", "predicted_speedup", "prediction_gap"), HIDDEN),
     **dict.fromkeys(("num_rounds", "tokens_per_round", "context_ratio"), SUMS),
@@ -46,16 +68,60 @@ DOCUMENT_REASONS = {
 OF_RUNNING = {"hardware": "a server does not say what it runs on", "target.dtype": UNSAID}
 
 
+def measure_in_engine(
+    recipe: Recipe, suite: Suite, prior: PriorRun | None, folder: Path
+) -> tuple[dict[str, Any], list[PromptRecord]]:
+    """The suite sent to an engine's servers: running ones, or those that are started here with the draft as it is exported for them."""
+    config, target, draft = recipe.eval, recipe.target, recipe.eval.draft
+    if target.adapter:
+        expected = f"null with eval.engine={config.engine}: name the merged model that it serves in target.model"
+        raise UserError("target.adapter", got=target.adapter, expected=expected)
+    files = TargetFiles.of(target.model, target.revision)
+    tokenizer, max_length = read_tokenizer(target.model, revision=target.revision, trust_remote_code=target.trust_remote_code)
+
+    # What can be refused before anything is measured
+    if config.server:
+        check_draft(draft, recipe.method, files)
+        speculative, baseline = connect_pair(config, (target.model, files.name))
+        max_length = min(max_length, speculative.identity.max_length or max_length)
+    else:
+        check_startable(config.engine, recipe.method)
+        draft = draft or str(Path(recipe.train["output_dir"]) / "draft")
+        check_target(source := locate(draft), files, "eval.draft")
+    task = ServerTask.of(config, suite, tokenizer, max_length)
+    print_power_analysis(power_analysis(len(task.prompts), suite.name, prior))
+
+    # Measure
+    of_target: dict[str, Any] = {"model": target.model, "revision": target.revision}
+    if config.server:
+        measurement = measure_running(task, speculative, baseline)
+        of_draft: dict[str, Any] = {"model": draft, "revision": None, "method": recipe.method}
+        machine: dict[str, Any] = {"device": "server", "name": config.server}
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+        k = config.num_speculative_tokens
+        served = export(source, config.engine, folder / "draft", files, num_speculative_tokens=k)
+        measurement = measure_started(task, config, target, served, folder)
+        of_target |= {"dtype": target.dtype, "weights": files.identity.weights}
+        of_draft = describe_draft(draft, served.method or recipe.method)
+        found = hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        machine = {name: found[name] for name in ("device", "name", "count", "memory_bytes")}  # threads are the engine's own
+
+    report, records = engine_report(task, measurement, target=of_target, draft=of_draft, hardware=machine)
+    add_quality(report, records, suite, special_tokens=tokenizer.all_special_tokens, run_code=config.run_code)
+    return report, records
+
+
 def engine_report(
-    task: Task, outcome: Outcome, *, has_baseline: bool, hardware: Mapping[str, Any], **named: Mapping[str, Any]
+    task: ServerTask, measurement: ServerMeasurement, **described: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[PromptRecord]]:
     """The report, before a gate has judged it, and its records.
 
-    named: the report's sections `target` and `draft`, as the user names them. Raises ResourceError when a server failed before it answered
+    described: the report's sections `target`, `draft` and `hardware`. Raises ResourceError when a server failed before it answered
     a prompt in the main configuration.
     """
-    settings, failure = task.settings, outcome.failure
-    answered = {at: _answered(task, outcome.answers, at, has_baseline) for at in task.configurations}
+    settings, failure, has_baseline = task.settings, measurement.failure, measurement.has_baseline
+    answered = {at: _answered(task, measurement.answers, at, has_baseline) for at in task.configurations}
     if failure and not answered[settings]:
         raise failure
     reasons = {**ROW_REASONS, **({} if has_baseline else NO_BASELINE_ROW)}
@@ -67,33 +133,29 @@ def engine_report(
     lossless, not_compared = _compare(answered[settings], has_baseline, settings)
     measured = f"{len(records[settings])} of {len(task.prompts)} prompts were measured"
     report = build_report(
-        **named,
-        hardware=hardware,
+        **described,
         software={
             "python": platform.python_version(),
             "transformers": version("transformers"),
-            outcome.engine["name"]: outcome.engine["version"],
+            measurement.engine["name"]: measurement.engine["version"],
         },
-        settings={
-            "num_speculative_tokens": settings.num_speculative_tokens,
-            **vars(settings.sampling),
-            **{name: getattr(settings, name) for name in SETTINGS},
-        },
+        settings=settings.described,
         suite=task.suite,
         results=[row for made in rows.values() for row in made],
         context=[],
         headline=headline(rows[settings], records[settings]),
         theory=None,
         lossless=lossless,
-        not_measured={**DOCUMENT_REASONS, **({} if "command" in outcome.engine else OF_RUNNING), **not_compared},
+        not_measured={**DOCUMENT_REASONS, **({} if "command" in measurement.engine else OF_RUNNING), **not_compared},
+        measurement={"seconds": measurement.seconds},
         git_revision=git_revision(),
-        engine=outcome.engine,
+        engine=measurement.engine,
         incomplete=f"{failure} ({measured})" if failure else None,
     )
-    return {**report, "measurement": {"seconds": outcome.seconds}}, [record for found in records.values() for record in found]
+    return report, [record for found in records.values() for record in found]
 
 
-class Answered(NamedTuple):
+class AnsweredPrompt(NamedTuple):
     """All repetitions of one prompt; `baseline` is empty where there is none."""
 
     prompt: Prompt
@@ -101,15 +163,15 @@ class Answered(NamedTuple):
     baseline: list[Completion]
 
 
-def _answered(task: Task, answers: Answers, settings: Settings, has_baseline: bool) -> list[Answered]:
+def _answered(task: ServerTask, answers: ServerAnswers, settings: Settings, has_baseline: bool) -> list[AnsweredPrompt]:
     """The prompts that both sides answered."""
     none: list[list[Completion]] = [[] for _ in task.prompts]
     sides = (answers.get((k, settings.batch_size), none) for k in (settings.num_speculative_tokens, 0))
-    entries = [Answered(*entry) for entry in zip(task.prompts, *sides, strict=True)]
+    entries = [AnsweredPrompt(*entry) for entry in zip(task.prompts, *sides, strict=True)]
     return [entry for entry in entries if entry.speculative and (entry.baseline or not has_baseline)]
 
 
-def _record(task: Task, settings: Settings, entry: Answered) -> PromptRecord:
+def _record(task: ServerTask, settings: Settings, entry: AnsweredPrompt) -> PromptRecord:
     """The repetition of median speed of each side; its tokens, counts and seconds belong together."""
     prompt, drafted, plain = entry.prompt, _median(entry.speculative), _median(entry.baseline) if entry.baseline else None
     return PromptRecord(
@@ -148,7 +210,9 @@ def _text(tokenizer: Any, completion: Completion) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=False)) if ids else completion.text
 
 
-def _compare(answers: Sequence[Answered], has_baseline: bool, settings: Settings) -> tuple[dict[str, Any], dict[str, str]]:
+def _compare(
+    answers: Sequence[AnsweredPrompt], has_baseline: bool, settings: Settings
+) -> tuple[dict[str, Any], dict[str, str]]:
     """The report's `lossless`, and reasons for what it lacks. Greedy outputs of both servers are compared by tokens, or else by text."""
     if not has_baseline or not settings.sampling.is_greedy:
         reason = "sampled outputs differ by chance" if has_baseline else NO_BASELINE
@@ -165,7 +229,7 @@ def _compare(answers: Sequence[Answered], has_baseline: bool, settings: Settings
     return lossless, dict.fromkeys(("lossless.near_ties", "lossless.unexplained_divergences"), NO_LOGITS)
 
 
-def _divergence(entry: Answered) -> dict[str, Any] | None:
+def _divergence(entry: AnsweredPrompt) -> dict[str, Any] | None:
     """The prompt whose outputs differ, and where, if both servers return their tokens."""
     with_draft, plain = entry.speculative[0], entry.baseline[0]
     ours, theirs = with_draft.counts.token_ids, plain.counts.token_ids

@@ -1,8 +1,8 @@
 """Answers that no draft should learn from: found by rule, and counted by the first rule that they break.
 
-refused: the server refused the question, or its text is tokenised otherwise than it was generated. empty: nothing but space. truncated:
+refused: the server refused the question, or the tokens of its text give another text. empty: nothing but space. truncated:
 cut by the length limit (of texts all are, and stay). looping: the end repeats itself. off_template: tokens that only the chat template
-writes, before the end. wrong_language: letters of another script than all that was said before.
+writes, before the end. wrong_language: letters of another script than all that came before.
 """
 
 import unicodedata
@@ -19,7 +19,7 @@ FEW_LETTERS, MOST, NONE = 20, 0.5, 0.01
 
 
 @dataclass(frozen=True)
-class Candidate:
+class CheckedAnswer:
     """An answer with its text and that of its context. special: token ids that the chat template alone writes."""
 
     answer: Answer
@@ -29,7 +29,7 @@ class Candidate:
     special: frozenset[int]
 
     @property
-    def said(self) -> Sequence[int]:
+    def content(self) -> Sequence[int]:
         """Its tokens without one that ends it."""
         ids = self.answer.token_ids
         return ids[:-1] if ids and ids[-1] in self.special else ids
@@ -58,15 +58,15 @@ def in_another_script(text: str, context: str) -> bool:
     return count > MOST * own.total() and before[script] < NONE * before.total()
 
 
-Rules = Mapping[str, Callable[[Candidate], bool]]
+Rules = Mapping[str, Callable[[CheckedAnswer], bool]]
 
 # The names that data.regenerate.filter may list.
 RULES: Rules = {
     "refused": lambda it: it.answer.error is not None,
     "empty": lambda it: not it.text.strip(),
     "truncated": lambda it: not it.is_text and it.answer.reason == "length",
-    "looping": lambda it: loops(it.said),
-    "off_template": lambda it: not it.special.isdisjoint(it.said),
+    "looping": lambda it: loops(it.content),
+    "off_template": lambda it: not it.special.isdisjoint(it.content),
     "wrong_language": lambda it: not it.is_text and in_another_script(it.text, it.context),
 }
 
@@ -79,7 +79,7 @@ class Counts:
     filtered: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
 
-    def keeps(self, candidate: Candidate, rules: Rules) -> bool:
+    def keeps(self, candidate: CheckedAnswer, rules: Rules) -> bool:
         """Whether an answer breaks no rule; the first that it breaks is counted."""
         broken = next((name for name, breaks in rules.items() if breaks(candidate)), None)
         if broken is None:

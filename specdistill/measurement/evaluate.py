@@ -1,4 +1,6 @@
-"""A recipe's draft measured in this process: every configuration of its sweep, each prompt with the draft and without."""
+"""A recipe's draft measured, by `measure`: in an inference engine, or in this process, where every configuration of its sweep is decoded,
+each prompt with the draft and without.
+"""
 
 import sys
 import time
@@ -11,10 +13,11 @@ from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.proposer import Proposer
 from specdistill.decoding.tree import tree_shape
 from specdistill.errors import UserError
-from specdistill.measurement.configurations import Plan, Settings, plan_configurations
-from specdistill.measurement.hardware import fit_threads, resources_used, total_used
+from specdistill.measurement.configurations import MeasurementPlan, Settings, plan_configurations
+from specdistill.measurement.hardware import fit_threads, resources_used
+from specdistill.measurement.in_engine import measure_in_engine
 from specdistill.measurement.losslessness import greedy_check, sampling_test
-from specdistill.measurement.measure import measure, prompt_records, round_costs
+from specdistill.measurement.measure import measure_plan, prompt_records, round_costs
 from specdistill.measurement.measured import (
     FinishedConfigurations,
     MeasuredConfiguration,
@@ -29,8 +32,29 @@ from specdistill.recipe.sections import EvalConfig
 from specdistill.report.text import print_power_analysis
 from specdistill.statistics.records import PromptRecord
 from specdistill.statistics.sample_size import PriorRun, power_analysis
-from specdistill.suites.suite import Suite, cut_prompts, tokenize
+from specdistill.suites.suite import Suite, cut_prompts, load_suite, tokenize
 from specdistill.targets.frozen import FrozenTarget
+
+FINISHED, ENGINE = "configurations", "engine"  # folders next to the report's files
+
+
+def measure(
+    recipe: Recipe,
+    folder: Path,
+    *,
+    prior: PriorRun | None = None,
+    is_decided: Callable[[dict[str, Any], Sequence[PromptRecord]], bool] = lambda report, records: True,
+) -> tuple[dict[str, Any], list[PromptRecord]]:
+    """The report and its records, measured as `eval.engine` says.
+
+    folder: of the report. A measurement in this process keeps its finished configurations in FINISHED, so that an interrupted run resumes;
+    one in an engine leaves in ENGINE what its servers load and print. prior: an earlier run, which says what this one can detect.
+    is_decided: see `measure_here`.
+    """
+    suite = load_suite(recipe.eval.suite, recipe.target.model)
+    if recipe.eval.engine == "specdistill":
+        return measure_here(recipe, suite, prior, folder / FINISHED, is_decided=is_decided)
+    return measure_in_engine(recipe, suite, prior, folder / ENGINE)
 
 
 def measure_here(
@@ -43,7 +67,7 @@ def measure_here(
 ) -> tuple[dict[str, Any], list[PromptRecord]]:
     """A report and its records. folder: where finished configurations are kept, so that an interrupted run resumes.
 
-    is_decided: whether a report and its records leave no rule of the gate inconclusive; until then eval.max_minutes goes on.
+    is_decided: whether a report and its records leave no rule of the gate inconclusive; until then eval.max_minutes adds prompts.
     """
     config, start = recipe.eval, time.monotonic()
     target, proposer, draft = load_pair(recipe)
@@ -70,7 +94,11 @@ def measure_here(
         tested = sampling_test(target, proposer, prompts, settings, num_draws=config.sampling_draws)
         costs = round_costs(target, proposer, prompts, settings)
 
-    used = total_used([*(entry.took for entry in measured), took])
+    parts = [*(entry.took for entry in measured), took]
+    used = {
+        "seconds": sum(part["seconds"] for part in parts),
+        "peak_memory_bytes": max(part["peak_memory_bytes"] for part in parts),
+    }
     report = report_of(plans, measured, sampling_test=tested, costs=costs, took=used)
     records = [record for entry in measured for record in entry.records]
     add_quality(report, records, suite, special_tokens=target.tokenizer.all_special_tokens, run_code=config.run_code)
@@ -81,7 +109,7 @@ def measure_each(
     target: FrozenTarget,
     proposer: Proposer,
     suite: Suite,
-    plans: Sequence[Plan],
+    plans: Sequence[MeasurementPlan],
     finished: FinishedConfigurations,
     is_enough: Callable[[Sequence[PromptRecord]], bool],
 ) -> Iterator[MeasuredConfiguration]:
@@ -99,7 +127,7 @@ def measure_configuration(
     target: FrozenTarget,
     proposer: Proposer,
     suite: Suite,
-    plan: Plan,
+    plan: MeasurementPlan,
     is_enough: Callable[[Sequence[PromptRecord]], bool],
     *,
     check_sampled: bool,
@@ -111,7 +139,7 @@ def measure_configuration(
     """
     settings = plan.settings
     with resources_used(target.device) as took:
-        runs = measure(target, proposer, suite.name, plan, is_enough)
+        runs = measure_plan(target, proposer, suite.name, plan, is_enough)
         checked = check_sampled or settings.sampling.is_greedy
         lossless = greedy_check(target, proposer, runs, settings) if checked else None
         records = prompt_records(suite.name, settings.configuration, target, proposer, runs)
@@ -130,7 +158,7 @@ def load_pair(recipe: Recipe) -> tuple[FrozenTarget, Proposer, str | None]:
     return target, load_proposer(recipe.method, draft, target, **recipe.proposer_options()), draft
 
 
-def plan_all(config: EvalConfig, suite: Suite, target: FrozenTarget) -> list[Plan]:
+def plan_all(config: EvalConfig, suite: Suite, target: FrozenTarget) -> list[MeasurementPlan]:
     """The configurations to measure, the one that the report is about first."""
     axes = suite.sweep.model_copy(update={name: values for name, values in vars(config.sweep).items() if values})
     room = {"max_new_tokens": config.max_new_tokens, "max_length": target.max_length}
@@ -142,7 +170,7 @@ def plan_all(config: EvalConfig, suite: Suite, target: FrozenTarget) -> list[Pla
             expected = f"eval.num_prompts below the {len(prompts)} of {suite.name}, so that there are more to measure"
             raise UserError("eval.max_minutes", got=config.max_minutes, expected=expected)
     return plan_configurations(
-        Plan(Settings.of(config), prompts, config.target_precision, further),
+        MeasurementPlan(Settings.of(config), prompts, config.target_precision, further),
         num_speculative_tokens=axes.num_speculative_tokens,
         temperatures=axes.temperature,
         batch_sizes=axes.batch_size,

@@ -5,8 +5,8 @@ from typing import Any, get_args
 
 import pytest
 
+from specdistill.produce.answer_rules import RULES, CheckedAnswer, Counts, loops
 from specdistill.produce.blocks import Answer
-from specdistill.produce.cleaning.answer_rules import RULES, Candidate, Counts, loops
 from specdistill.recipe.sections import AnswerRule
 
 ORDINARY = "The loop adds each number to the sum, and then the function returns it to its caller."
@@ -14,9 +14,9 @@ ORDINARY = "The loop adds each number to the sum, and then the function returns 
 
 def candidate(
     text: str = ORDINARY, ids: Sequence[int] = range(40, 90), context: str = ORDINARY, is_text: bool = False, **answer: Any
-) -> Candidate:
+) -> CheckedAnswer:
     made = Answer(**{"context": [1], "token_ids": list(ids), "reason": "stop", **answer})
-    return Candidate(made, text, context, is_text, frozenset({1, 2, 3}))
+    return CheckedAnswer(made, text, context, is_text, frozenset({1, 2, 3}))
 
 
 def test_recipes_name_these_rules() -> None:
@@ -34,7 +34,7 @@ def test_recipes_name_these_rules() -> None:
         ("wrong_language", candidate(text="循環把每個數字加到總和然後函數把它返回給調用者這是一個答案")),
     ],
 )
-def test_a_rule_finds_what_it_is_for(rule: str, made: Candidate) -> None:
+def test_a_rule_finds_what_it_is_for(rule: str, made: CheckedAnswer) -> None:
     counts = Counts()
     assert not counts.keeps(made, RULES) and counts.filtered == {rule: 1}
     assert Counts().keeps(made, {name: breaks for name, breaks in RULES.items() if name != rule})
@@ -53,7 +53,7 @@ def test_a_rule_finds_what_it_is_for(rule: str, made: Candidate) -> None:
         ),
     ],
 )
-def test_ordinary_answers_are_kept(made: Candidate) -> None:
+def test_ordinary_answers_are_kept(made: CheckedAnswer) -> None:
     assert Counts().keeps(made, RULES)
 
 

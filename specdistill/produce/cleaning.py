@@ -1,0 +1,242 @@
+"""Rows of the sources that are not trained on: those that hold prompts a draft is measured on, and near duplicates of other rows.
+
+Prompts are found by word n-grams as in GPT-3 (arXiv 2005.14165, appendix C): a row overlaps a prompt when 13 words in a row are in both.
+Words are compared in lower case and without punctuation; a character of a script that is written without spaces is a word. A prompt of
+fewer words overlaps a text or turn that holds all of it, one of fewer than five only one that says nothing else.
+
+Near duplicates are found by MinHash (Broder 1997), and each candidate is then compared exactly. Two rows are as similar as the Jaccard
+index of their sets of word 5-grams: those that both have, over those that either has. A row of fewer words has one n-gram, all of them.
+
+What is filtered is found once, listed in a file, and counted in a table.
+"""
+
+import json
+import logging
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from datasets.fingerprint import Hasher
+from rich.console import Console
+from rich.table import Table
+
+from specdistill.errors import ResourceError, UserError
+from specdistill.produce.sources import Source
+from specdistill.progress import progress
+from specdistill.project import SUITES
+from specdistill.recipe.sections import DataConfig
+from specdistill.rows.files import cache_folder, is_first_here, on_disk, quiet
+from specdistill.suites.suite import Suite, SuiteRow, check_suite, load_suite
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1  # of the rules below: raise it when equal rows are filtered differently
+SUITE_NGRAM, SHORT = 13, 5
+SPACELESS = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"  # Thai to Chinese
+WORD = re.compile(rf"[{SPACELESS}]|[^\W{SPACELESS}]+")
+ROW_NGRAM, HASHES = 5, 128
+MISSED, ALIKE = 0.9, 0.1  # weights of a pair that is missed, and of one that is compared for nothing
+MOST_SIMILAR = 0.95  # a threshold above this would leave a single band
+MOST_LINES = 20  # of the table
+
+WordTuple = tuple[str, ...]
+RowPlace = tuple[int, int]  # a source, and a row of it
+
+
+def words(text: str) -> list[str]:
+    return WORD.findall(text.lower())
+
+
+def ngrams(words: Sequence[str], n: int) -> Iterator[WordTuple]:
+    return zip(*(words[start:] for start in range(n)), strict=False)
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """prompt: its id in the suite. words: what a row has in common with it."""
+
+    suite: str
+    prompt: str
+    words: str
+
+
+class SuiteIndex:
+    """The word n-grams of suites' prompts. A prompt that several suites hold is the first one's."""
+
+    def __init__(self, suites: Iterable[Suite]) -> None:
+        self.long: dict[WordTuple, tuple[str, str]] = {}
+        self.short: dict[WordTuple, list[tuple[WordTuple, tuple[str, str]]]] = {}  # by their first words
+        self.shortest: dict[WordTuple, tuple[str, str]] = {}
+        for suite in suites:
+            for row in suite.rows:
+                for text in _user_texts(row):
+                    self._add(tuple(words(text)), (suite.name, row.id))
+
+    def _add(self, prompt: WordTuple, place: tuple[str, str]) -> None:
+        if len(prompt) >= SUITE_NGRAM:
+            for ngram in ngrams(prompt, SUITE_NGRAM):
+                self.long.setdefault(ngram, place)
+        elif len(prompt) >= SHORT:
+            self.short.setdefault(prompt[:SHORT], []).append((prompt, place))
+        elif prompt:
+            self.shortest.setdefault(prompt, place)
+
+    def overlap(self, row: Mapping[str, Any]) -> Overlap | None:
+        """The first overlap of a row in one of the common forms of `sources`."""
+        texts = [row["text"]] if row["text"] is not None else [turn["content"] for turn in row["messages"]]
+        return next(filter(None, map(self._overlap, texts)), None)
+
+    def _overlap(self, text: str) -> Overlap | None:
+        own = words(text)
+        if found := next(filter(self.long.__contains__, ngrams(own, SUITE_NGRAM)), None):
+            return Overlap(*self.long[found], " ".join(found))
+        for start, first in enumerate(ngrams(own, SHORT)):
+            for prompt, place in self.short.get(first, ()):
+                if tuple(own[start : start + len(prompt)]) == prompt:
+                    return Overlap(*place, " ".join(prompt))
+        if whole := self.shortest.get(tuple(own[:SHORT])):  # which is of fewer words, so that `own` is, too
+            return Overlap(*whole, " ".join(own))
+        return None
+
+
+def _user_texts(row: SuiteRow) -> list[str]:
+    """The text of a prompt; the user's turns of a conversation."""
+    if row.kind != "messages":
+        return [row.content]
+    return [turn["content"] for turn in row.content if turn["role"] == "user"]
+
+
+class NearDuplicates:
+    """row_at: gives back a row that was shown before; of each of them only bands of hashes are kept."""
+
+    def __init__(self, threshold: float, row_at: Callable[[RowPlace], Mapping[str, Any]]) -> None:
+        from datasketch import MinHashLSH  # slow to import
+
+        self.threshold = threshold
+        self.row_at = row_at
+        self.bands = MinHashLSH(min(threshold, MOST_SIMILAR), HASHES, weights=(ALIKE, MISSED))
+
+    def original(self, row: Mapping[str, Any], place: RowPlace) -> tuple[float, RowPlace] | None:
+        """The most similar row that was shown before, with its similarity, if that reaches the threshold; one like no other is kept."""
+        from datasketch import MinHash
+
+        own = shingles(row)
+        if not own:
+            return None
+        hashes = MinHash(HASHES)
+        hashes.update_batch([" ".join(shingle).encode() for shingle in own])
+        compared = [(jaccard(own, shingles(self.row_at(other))), other) for other in sorted(self.bands.query(hashes))]
+        similarity, other = max(compared, default=(0.0, place), key=lambda pair: pair[0])
+        if similarity >= self.threshold:
+            return similarity, other
+        self.bands.insert(place, hashes)
+        return None
+
+
+def shingles(row: Mapping[str, Any]) -> set[WordTuple]:
+    """The word n-grams of a row in one of the common forms of `sources`: of a text, or of all turns of a conversation."""
+    own = words(row["text"] if row["text"] is not None else "\n".join(turn["content"] for turn in row["messages"]))
+    return set(ngrams(own, min(ROW_NGRAM, max(1, len(own)))))
+
+
+def jaccard(a: set[WordTuple], b: set[WordTuple]) -> float:
+    return len(a & b) / len(a | b)
+
+
+def load_suites(names: Sequence[str], measured_on: Sequence[str]) -> list[Suite]:
+    """The suites of `data.decontaminate`, with which rows are compared; warns of those that could not be fetched.
+
+    `all` stands for every suite that ships and those that the draft will be measured on: of these, what the network does not give is
+    skipped. Raises UserError for a name that is none, ResourceError for a suite that is named and cannot be fetched.
+    """
+    implied = [*sorted(path.stem for path in SUITES.glob("*.yaml")), *measured_on] if "all" in names else []
+    suites: dict[str, Suite] = {}
+    missing: dict[str, None] = {}
+    for name in [*(name for name in names if name != "all"), *implied]:
+        check_suite(name, key="data.decontaminate")
+        try:
+            suite = load_suite(name)
+        except ResourceError:
+            if name in names:
+                raise
+            missing[name] = None
+        else:
+            suites.setdefault(suite.sha256, suite)
+    if missing and is_first_here():
+        logger.warning("data.decontaminate: %s could not be fetched, and no row is compared with them", ", ".join(missing))
+    return list(suites.values())
+
+
+def cleaned(
+    sources: Sequence[Source], config: DataConfig, measured_on: Sequence[str] = ()
+) -> tuple[list[Source], Counter[str]]:
+    """The sources without the rows that overlap a prompt of the suites, or an earlier row, and how many these are by the rule.
+
+    Their fingerprints change with what is filtered. When rows are first filtered so, prints how many they are, and where they are listed.
+    Raises UserError if all are.
+    """
+    suites = load_suites(config.decontaminate, measured_on)
+    num_rows = sum(len(source.rows) for source in sources)
+    if not num_rows or (not suites and config.near_duplicates is None):
+        return list(sources), Counter()
+    inputs = [[source.rows._fingerprint for source in sources], [suite.sha256 for suite in suites], config.near_duplicates]
+    path = cache_folder(config.cache_dir) / "filtered" / f"{Hasher.hash([VERSION, inputs])}.json"
+    if not path.exists():
+        found = list(overlaps(sources, suites, config.near_duplicates))
+        aside = path.with_suffix(f".{os.getpid()}.part")
+        with on_disk(path.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            aside.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            os.replace(aside, path)
+        if found:
+            Console(stderr=True).print(table(found, num_rows), f"listed in {path}", sep="\n")
+    found = json.loads(path.read_text(encoding="utf-8"))
+    gone = {(row["source"], row["row"]) for row in found}
+    kept = [[row for row in range(len(source.rows)) if (number, row) not in gone] for number, source in enumerate(sources)]
+    if not any(kept):
+        expected = "rows that overlap no suite and no earlier row, or other data.decontaminate"
+        raise UserError("data.source", got=f"{len(gone)} rows that are all filtered (see {path})", expected=expected)
+    with quiet():
+        return [
+            source if len(rows) == len(source.rows) else replace(source, rows=source.rows.select(rows).flatten_indices())
+            for source, rows in zip(sources, kept, strict=True)
+        ], Counter(row["rule"] for row in found)
+
+
+def overlaps(sources: Sequence[Source], suites: Sequence[Suite], near_duplicates: float | None) -> Iterator[dict[str, Any]]:
+    """What is filtered: source and row; rule, contaminated or near_duplicate; of, the suite and prompt, or the earlier row, that the row is
+    like; shared, what they share. A row that is contaminated is no original of a near duplicate.
+    """
+    index = SuiteIndex(suites)
+    earlier = None if near_duplicates is None else NearDuplicates(near_duplicates, lambda at: sources[at[0]].rows[at[1]])
+    with progress("Comparing", sum(len(source.rows) for source in sources), "rows") as advance:
+        for number, source in enumerate(sources):
+            for position, row in enumerate(source.rows):
+                place = {"source": number, "row": position}
+                if overlap := index.overlap(row):
+                    of = f"{overlap.suite}: {overlap.prompt}"
+                    yield {**place, "rule": "contaminated", "of": of, "shared": overlap.words}
+                elif earlier is not None and (found := earlier.original(row, (number, position))):
+                    similarity, (other, original) = found
+                    of = f"{sources[other].key} row {original}"
+                    yield {**place, "rule": "near_duplicate", "of": of, "shared": f"{similarity:.2f}"}
+                advance()
+
+
+def table(found: Sequence[Mapping[str, Any]], num_rows: int) -> Table:
+    """The prompts that most rows overlap, and how many rows are near duplicates, of `num_rows` in all."""
+    drawn = Table("filtered", "of", "rows", title=f"{len(found):,} of {num_rows:,} rows are filtered")
+    drawn.add_column("example", max_width=40)
+    groups = [(row["rule"], row["of"] if row["rule"] == "contaminated" else "earlier rows") for row in found]
+    examples = dict(zip(reversed(groups), reversed(found), strict=True))
+    counts = Counter(groups).most_common()
+    for group, count in counts[:MOST_LINES]:
+        row = examples[group]
+        shared = row["shared"] if row["rule"] == "contaminated" else f"{row['of']}, {row['shared']}"
+        drawn.add_row(*group, f"{count:,}", f"row {row['row']}: {shared}"[:80])
+    if rest := counts[MOST_LINES:]:
+        drawn.add_row("contaminated", f"{len(rest):,} prompts more", f"{sum(count for _, count in rest):,}", "")
+    return drawn

@@ -1,0 +1,50 @@
+"""What vLLM's and SGLang's servers answer, for tests that stand in for one: their pages, and completions with what was drafted."""
+
+import json
+from http.server import BaseHTTPRequestHandler
+
+
+class AnswerHandler(BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+    def answer(self, content, status=200):
+        content = content if isinstance(content, str) else json.dumps(content)
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content.encode())))
+        self.end_headers()
+        self.wfile.write(content.encode())
+
+
+def pages(engine, model, k, *, version="0.32.0", max_length=None):
+    """By their paths. k: draft tokens of a draft; 0 without one."""
+    drafting = {"speculative_algorithm": "EAGLE3" if k else None, "speculative_num_steps": k or None}
+    own = {"/get_server_info": {"version": version, "model_path": model, **drafting}} if engine == "sglang" else {}
+    served = {"id": model, "root": model, "max_model_len": max_length}
+    return {"/health": {}, "/version": {"version": version}, "/v1/models": {"data": [served]}, **own}
+
+
+def counters(engine, k, generated, labels=""):
+    """The page of counters. labels: of each line, with a comma at the end."""
+    lines = [f"{engine}:generation_tokens_total{{{labels}}} {float(generated)}"]
+    if engine == "vllm":
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+        lines += [f'{name}{{{labels}position="{position}"}} 0.0' for position in range(k)]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def completion(engine, k, text, token_ids, accepted, num_drafted, *, counts=True):
+    """accepted: the tokens of each draft that were. counts: whether vLLM was started with its option for that."""
+    histogram = [accepted.count(count) for count in range(k + 1)]
+    counted = (len(accepted), num_drafted, sum(accepted), histogram)
+    if engine == "sglang":
+        names = ("spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts", "spec_correct_drafts_histogram")
+        drafts = dict(zip(names, counted, strict=True)) if accepted and k else {}
+        return {"text": text, "output_ids": token_ids, "meta_info": {"completion_tokens": len(token_ids), **drafts}}
+    names = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "acceptance_histogram")
+    drafts = dict(zip(names, counted, strict=True)) if k and counts else None
+    return {
+        "choices": [{"text": text, "token_ids": token_ids}],
+        "usage": {"completion_tokens": len(token_ids)},
+        "metrics": {"speculative_decoding": drafts},
+    }

@@ -1,0 +1,222 @@
+"""What is filtered of sources: rows that overlap prompts of suites, as a search through every place finds, and near duplicates."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdistill.cli import main
+from specdistill.errors import ResourceError
+from specdistill.produce.cleaning import (
+    SUITE_NGRAM,
+    NearDuplicates,
+    RowPlace,
+    SuiteIndex,
+    cleaned,
+    jaccard,
+    load_suites,
+    shingles,
+)
+from specdistill.produce.sources import load_sources
+from specdistill.recipe.sections import DataConfig
+from specdistill.suites.suite import Suite, SuiteRow
+from tests.produce.row_sets import chat
+from tests.refusals import refused, refused_key
+from tests.tiny import input_keys, tiny_target_model, tiny_tokenizer
+
+
+def suite(*prompts: str, name: str = "mine") -> Suite:
+    rows = tuple(SuiteRow(str(number), "", "prompt", prompt) for number, prompt in enumerate(prompts))
+    return Suite(name, "1", "", "", name, rows)
+
+
+def text(said: str) -> dict[str, object]:
+    return {"text": said, "messages": None}
+
+
+def turns(*said: str) -> dict[str, object]:
+    return {"text": None, **chat(*said)}
+
+
+LONG = "Janet’s ducks lay 16 eggs per day, she eats three for breakfast every morning and bakes muffins with four."
+
+
+@pytest.mark.parametrize(
+    ("row", "overlaps"),
+    [
+        (text("So: JANET’S DUCKS lay (16) eggs per day. She eats three for breakfast every lunch"), True),
+        (text("So: Janet’s ducks lay 16 eggs per day, she eats three for lunch"), False),  # twelve words
+        (turns("hello", f"quoting: {LONG[8:]}"), True),
+        (turns(LONG[:40], LONG[40:]), False),  # thirteen words, but of two turns
+    ],
+)
+def test_thirteen_words_in_a_row_overlap(row: dict[str, object], overlaps: bool) -> None:
+    found = SuiteIndex([suite("Something else.", LONG)]).overlap(row)
+    assert (found is not None) == overlaps
+    assert found is None or (found.suite, found.prompt, len(found.words.split())) == ("mine", "1", SUITE_NGRAM)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "row", "overlaps"),
+    [
+        ("Write a poem about ducks", text("Please write a poem: about ducks, and geese"), True),
+        ("Write a poem about ducks", text("Please write a poem about geese"), False),
+        ("Hello there", turns("hello there!", "Hi"), True),
+        ("Hello there", turns("Hello there, how are you today?", "Fine"), False),  # two words are in much that is said
+        ("你好请写一首关于鸭子的诗", text("问：你好，请写一首关于鸭子的诗。"), True),
+        ("...", text("anything"), False),
+        ("...", text("..."), False),
+    ],
+)
+def test_a_shorter_prompt_overlaps_where_all_of_it_is(prompt: str, row: dict[str, object], overlaps: bool) -> None:
+    assert (SuiteIndex([suite(prompt)]).overlap(row) is not None) == overlaps
+
+
+def test_random_texts_overlap_as_a_search_through_every_place_says() -> None:
+    generator = random.Random(0)
+
+    def said(least: int, most: int) -> str:
+        return " ".join(generator.choices("abc", weights=(8, 1, 1), k=generator.randint(least, most)))
+
+    prompts, rows = [said(5, 30) for _ in range(20)], [said(1, 60) for _ in range(2000)]
+    index = SuiteIndex([suite(*prompts)])
+    pieces = [
+        f" {' '.join(words[start : start + SUITE_NGRAM])} "
+        for words in map(str.split, prompts)
+        for start in range(max(1, len(words) - SUITE_NGRAM + 1))
+    ]
+    expected = [any(piece in f" {row} " for piece in pieces) for row in rows]
+    assert [index.overlap(text(row)) is not None for row in rows] == expected
+    assert 200 < sum(expected) < 1800
+
+
+def test_of_a_conversation_only_what_the_user_says_is_a_prompt() -> None:
+    said = [{"role": "system", "content": f"system {LONG}"}, {"role": "user", "content": LONG[::-1]}]
+    index = SuiteIndex([Suite("chats", "1", "", "", "", (SuiteRow("a", "", "messages", said),))])
+    assert [index.overlap(text(turn["content"])) is not None for turn in said] == [False, True]
+
+
+def test_all_are_the_suites_at_hand_and_those_that_are_measured(caplog: pytest.LogCaptureFixture) -> None:
+    names = [made.name for made in load_suites(["all"], ["pico", "gsm8k"])]  # offline, as every test
+    assert {"pico", "pico-dev"} < set(names) and len(set(names)) == len(names)
+    missing = caplog.messages[-1].removeprefix("data.decontaminate: ").partition(" could")[0].split(", ")
+    assert {"gsm8k", "mt-bench"} < set(missing) and not set(missing) & set(names) and missing == sorted(set(missing))
+    assert load_suites([], ["pico"]) == []
+    with refused("data.decontaminate", "picco"):
+        load_suites(["picco"], [])
+    with pytest.raises(ResourceError, match="could not be fetched"):
+        load_suites(["gsm8k"], [])
+
+
+def similar_texts(count: int, generator: random.Random) -> list[str]:
+    """Every third is an earlier one with some of its words changed, up to a quarter."""
+    made: list[list[str]] = []
+    for number in range(count):
+        said = [f"word{generator.randrange(500)}" for _ in range(60)]
+        if number % 3 == 2:
+            said = list(made[generator.randrange(number)])
+            for place in generator.sample(range(60), generator.randrange(15)):
+                said[place] = "other"
+        made.append(said)
+    return [" ".join(said) for said in made]
+
+
+@pytest.mark.parametrize("threshold", [0.5, 0.8, 1.0])
+def test_nearly_all_pairs_that_are_alike_are_found_and_no_others(threshold: float) -> None:
+    rows = [{"text": text, "messages": None} for text in similar_texts(400, random.Random(0))]
+    duplicates = NearDuplicates(threshold, lambda place: rows[place[1]])
+    kept: list[set[tuple[str, ...]]] = []
+    alike = found = 0
+    for number, row in enumerate(rows):
+        own = shingles(row)
+        nearest = max((jaccard(own, other) for other in kept), default=0.0)
+        made = duplicates.original(row, (0, number))
+        if made is None:
+            kept.append(own)
+        else:
+            assert threshold <= made[0] == jaccard(own, shingles(rows[made[1][1]])) <= nearest
+        alike, found = alike + (nearest >= threshold), found + (made is not None)
+    assert alike > 5 and found >= 0.95 * alike
+
+
+def test_short_rows_conversations_and_rows_without_words() -> None:
+    said = ["Is it?", "is it", "Is this?", "Is this one?", "Is it?", "?", "!"]
+    rows = [
+        *({"text": None, **chat(words, "Yes.")} for words in said[:5]),
+        *({"text": text, "messages": None} for text in said[5:]),
+    ]
+    places: list[RowPlace] = [(0, number) for number in range(len(rows))]
+    duplicates = NearDuplicates(0.8, lambda place: rows[place[1]])
+    made = [duplicates.original(row, place) for row, place in zip(rows, places, strict=True)]
+    assert made == [None, (1.0, places[0]), None, None, (1.0, places[0]), None, None]
+
+
+PROMPTS = [f"What is the sum of {n} and {n + 1}, if every number is counted twice and {n} is odd?" for n in (3, 5, 7)]
+CHECKED = "the answer is given"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A tiny target, twenty texts, four of which hold a prompt of suite.jsonl, and two that differ in a word of one of them."""
+    tiny_target_model(num_layers=1).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    texts = [f"Text number {n} says {n * n}, and after it there is more of {n}." for n in range(14)]
+    texts += [PROMPTS[0], f"Asked: {PROMPTS[1].upper()} Then {CHECKED}.", PROMPTS[1], f"{PROMPTS[2][:70]} …"]
+    texts += [" ".join(map(str, range(100, 140))), " ".join(map(str, range(101, 140)))]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
+    (tmp_path / "suite.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in PROMPTS), encoding="utf-8")
+    return tmp_path
+
+
+def data(folder: Path, *keys: str) -> int:
+    own = ["data.decontaminate=[all]", "data.max_length=128", "data.regenerate=null", f"eval.suite={folder / 'suite.jsonl'}"]
+    return main(["data", "recipe=small/eagle3", *input_keys(folder), *own, *keys])
+
+
+def listed(folder: Path) -> list[dict[str, Any]]:
+    (path,) = folder.glob("cache/filtered/*.json")
+    rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+    return rows
+
+
+def test_rows_that_overlap_what_the_draft_is_measured_on_are_filtered_and_listed(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert data(folder) == 0
+    said = capsys.readouterr()
+    rows = [(row["row"], row["rule"], row["of"]) for row in listed(folder)]
+    assert rows == [(row, "contaminated", f"suite: {prompt}") for row, prompt in ((14, 1), (15, 2), (16, 2), (17, 3))]
+    assert "4 of 20 rows are filtered" in said.err and "listed in" in said.err
+    assert any("suite: 2" in line and "2" in line.split("│")[3] for line in said.err.splitlines())
+    assert "gsm8k, humaneval, mt-bench, spec-bench, speed-bench could not be fetched" in caplog.text
+    counts = said.out
+    assert data(folder) == 0
+    again = capsys.readouterr()
+    assert again.out == counts and "filtered: 4 contaminated" in counts and "listed in" not in again.err
+    assert data(folder, "data.decontaminate=[]") == 0
+    without = capsys.readouterr()
+    assert without.out != counts and "filtered" not in without.err
+
+
+def test_near_duplicates_are_filtered_and_change_the_fingerprint(folder: Path) -> None:
+    config = DataConfig(source=str(folder / "rows.jsonl"), cache_dir=str(folder / "cache"))
+    sources, suite = load_sources(config), [str(folder / "suite.jsonl")]
+
+    def made(suites: list[str], near_duplicates: float | None) -> tuple[int, str]:
+        how = {"decontaminate": suites, "near_duplicates": near_duplicates}
+        (source,), filtered = cleaned(sources, config.model_copy(update=how))
+        assert filtered.total() == 20 - len(source.rows)
+        return len(source.rows), source.rows._fingerprint
+
+    found = [made(*how) for how in (([], None), (suite, None), ([], 0.8), (suite, 0.8), ([], 1.0))]
+    assert [count for count, _ in found] == [20, 16, 19, 15, 20]
+    assert len({fingerprint for _, fingerprint in found}) == 4  # nothing filtered changes nothing
+    assert made(suite, 0.8) == found[3]
+
+
+def test_a_source_that_is_all_prompts_cannot_be_used(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "rows.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in PROMPTS), encoding="utf-8")
+    assert data(folder) == 2 and refused_key(capsys.readouterr().err) == "data.source"
