@@ -18,7 +18,7 @@ from specdistill.command import run
 from specdistill.errors import ExitCode
 from specdistill.methods.eagle3 import method as eagle3
 from specdistill.methods.sizes import Described
-from specdistill.planning.accounting import objective_for, training_step
+from specdistill.planning.accounting import training_step
 from specdistill.recipe.fields import Section, option
 
 RECORD = Path(__file__).with_name("results") / "memory.json"
@@ -69,8 +69,8 @@ def growth(found: dict[str, Any], recorded: dict[str, Any]) -> list[str]:
 def need(rows: int, length: int, draft_vocab_size: int, gradient_checkpointing: bool) -> dict[str, Any]:
     """A shape, and what its step needs."""
     draft = eagle3.planned(TARGET, None, {"vocab_size": draft_vocab_size})
-    objective = objective_for("eagle3", draft.build, {"ttt_steps": NUM_STEPS})
-    account = training_step(objective, TARGET, rows=rows, length=length, gradient_checkpointing=gradient_checkpointing)
+    options = {"rows": rows, "length": length, "gradient_checkpointing": gradient_checkpointing}
+    account = training_step("eagle3", draft.build, {"ttt_steps": NUM_STEPS}, TARGET, **options)
     return {
         "target": NAME,
         "rows": rows,

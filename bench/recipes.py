@@ -20,9 +20,9 @@ from specdistill.errors import ExitCode
 from specdistill.methods import METHODS
 from specdistill.methods.recipe import Recipe
 from specdistill.methods.sizes import Described, PlannedDraft, weights_read
-from specdistill.planning.accounting import H100, Device, objective_for, training_step
+from specdistill.planning.accounting import H100, Device, training_step
+from specdistill.planning.estimates import BYTES_PER_COPIED, TRAINING_FLOPS, training_memory
 from specdistill.planning.reading import read
-from specdistill.planning.rows import BYTES_PER_COPIED, TRAINING_FLOPS, training_memory
 from specdistill.project import RECIPES, ROOT
 from specdistill.recipe.fields import Section, option
 from specdistill.recipe.load import REQUIRED, load_recipe, merged
@@ -135,8 +135,8 @@ def _step(of: dict[str, Any], target: Described, draft: PlannedDraft) -> tuple[f
     tables = BYTES_PER_COPIED * draft.parts.copied
     if draft.build is None:
         return tables + rough["activations"], TRAINING_FLOPS / (2 * read_of_target + 6 * draft.parts.read * of["ttt_steps"])
-    objective = objective_for(of["method"], draft.build, {"ttt_steps": of["ttt_steps"]})
-    account = training_step(objective, target, rows=of["rows"], length=of["max_length"])
+    steps = {"ttt_steps": of["ttt_steps"]}
+    account = training_step(of["method"], draft.build, steps, target, rows=of["rows"], length=of["max_length"])
     rate = device_of(of["gpu_gb"]).tokens_per_second(account, num_tokens, 2 * read_of_target * num_tokens)
     return tables + account.peak_bytes, rate
 

@@ -1,4 +1,4 @@
-"""What a long pass over data will cost, said before it is paid: counted where it can be, else reckoned from a sample that was timed."""
+"""What a long pass over data will cost, printed before it is paid: counted where it can be, else estimated from a sample that was timed."""
 
 import shutil
 import sys
@@ -36,17 +36,17 @@ def free_bytes(folder: Path) -> int:
 def announce(doing: str, cost: Cost, sample: str, folder: Path, *, force: bool = False) -> None:
     """Print a pass's cost to stderr. Raises ResourceError when the disk of `folder` has no room for it, unless `force`.
 
-    sample: what it is reckoned from.
+    sample: what it is estimated from.
     """
     free, taken = decimal(left := free_bytes(folder)), decimal(int(cost.num_bytes))
     minutes = cost.seconds / 60
     table = Table(doing, "estimate")
     for name, count in (("rows", cost.rows), ("tokens", cost.tokens), ("loss tokens", cost.loss_tokens)):
         table.add_row(name, f"{count:,.0f}")
-    table.add_row("on disk", f"{taken}, of {free} that are free")
+    table.add_row("disk", f"{taken} ({free} free)")
     table.add_row("time", f"{minutes / 60:,.1f} h" if minutes >= 60 else f"{minutes:.1f} min")
-    table.add_row("reckoned from", sample)
+    table.add_row("estimated from", sample)
     Console(file=sys.stderr).print(table)
     if cost.num_bytes > left and not force:
-        next_step = "free disk space, set data.cache_dir to a larger disk, or begin all the same (data.force=true)"
+        next_step = "free disk space, set data.cache_dir to a larger disk, or begin anyway (data.force=true)"
         raise ResourceError(f"{doing} takes about {taken} in {folder}, whose disk has {free} left", next_step=next_step)

@@ -2,10 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from errno import EACCES, EDQUOT, ENOSPC, ENOTDIR, EPERM, EROFS
 from pathlib import Path
-from ssl import SSLCertVerificationError
 
 from huggingface_hub import HfApi, constants, get_token, snapshot_download
 from huggingface_hub.errors import (
@@ -76,20 +74,12 @@ def _reason(error: BaseException, repository: str, revision: str | None) -> tupl
         if isinstance(each, GatedRepoError):
             return "it is gated", f"accept its terms at {constants.ENDPOINT}/{repository} and {login}"
         if isinstance(each, RepositoryNotFoundError):
-            return (
-                f"{constants.ENDPOINT} has no such repository, or it is private",
-                f"check the name; if it is private, {login}",
-            )
+            reason = f"{constants.ENDPOINT} has no such repository, or it is private"
+            return reason, f"check the name; if it is private, {login}"
         if isinstance(each, RevisionNotFoundError):
             return f"could not be fetched from the Hub: {repository} has no such revision", _revisions(repository, revision)
-        if isinstance(each, SSLCertVerificationError):
-            now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-            reason = (
-                f"could not be fetched from the Hub: the certificate of {constants.ENDPOINT} is refused ({each.verify_message})"
-            )
-            return reason, f"check this machine's clock (it says {now}) and its certificates"
-    said = next(iter(str(error).splitlines()), "") or type(error).__name__
-    return f"could not be fetched from the Hub ({said})", "check the path or the id, HF_TOKEN and the network"
+    message = next(iter(str(error).splitlines()), "") or type(error).__name__
+    return f"could not be fetched from the Hub ({message})", "check the path or the id, HF_TOKEN and the network"
 
 
 def _revisions(repository: str, revision: str | None) -> str:

@@ -9,6 +9,15 @@ from specdistill.methods.draft_model.vocabulary import match_vocabularies
 from specdistill.targets.frozen import FrozenTarget
 from tests.tiny import tiny_target_model
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
 
 def tiny_draft_model(vocab_size: int, seed: int) -> LlamaForCausalLM:
     return tiny_target_model(num_layers=1, hidden_size=32, vocab_size=vocab_size, seed=seed)
@@ -34,6 +43,12 @@ def other_tokenizer(missing: str) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+def words(text: str, **special: str) -> PreTrainedTokenizerFast:
+    """One token a word, ids in the order given; `?` is the unknown word."""
+    vocabulary = {word: index for index, word in enumerate(text.split())}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="?")), **special)
 
 
 def translated(target: FrozenTarget, missing: str = "a") -> DraftModelProposer:

@@ -2,7 +2,8 @@
 
 import functools
 import itertools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from specdistill.decoding.verify import rejection
 
 Distribution = Callable[[tuple[int, ...]], Tensor]  # a text -> float64 [V], of the token after it
 Propose = Callable[[list[int], Sampling, list[float]], Proposal]
+Outcome = tuple[tuple[int, ...], float]  # the tokens that a round adds, and how likely they are
 SAMPLING = Sampling(temperature=0.8)
 
 
@@ -56,24 +58,38 @@ def plain_distribution(target: Distribution, prompt: tuple[int, ...] = (), lengt
     return distribution
 
 
+def decoded(rounds: Callable[[tuple[int, ...]], Iterator[Outcome]], size: int, length: int) -> Tensor:
+    """The distribution of `length` tokens decoded in rounds; `rounds` gives the outcomes of a round after the tokens so far."""
+    distribution = torch.zeros((size,) * length, dtype=torch.float64)
+    unfinished: dict[tuple[int, ...], float] = {(): 1.0}
+    for done in range(length):  # every round adds a token: all that leads to a text is known before its next round
+        for text in [text for text in unfinished if len(text) == done]:
+            weight = unfinished.pop(text)
+            for tokens, chance in rounds(text):
+                written = (*text, *tokens)[:length]
+                unfinished[written] = unfinished.get(written, 0.0) + weight * chance
+    for written, weight in unfinished.items():
+        distribution[written] += weight
+    return distribution
+
+
 def output_distribution(
     target: Distribution, propose: Propose, prompt: tuple[int, ...] = (), sampling: Sampling = SAMPLING, length: int = 2
 ) -> Tensor:
     """Of the next tokens, decoded in rounds: every cell of the proposer's and of the rule's uniforms is visited."""
     size = len(target(prompt))
-    distribution = torch.zeros((size,) * length, dtype=torch.float64)
 
-    def proposals(text: tuple[int, ...], uniforms: list[float], weight: float) -> None:
+    def outcomes(text: tuple[int, ...], uniforms: list[float], weight: float) -> Iterator[Outcome]:
         proposal = propose(list(text), sampling, uniforms)
         if proposal.probabilities is not None and len(proposal.tokens) > len(uniforms):
             # The distribution of the next draft token is known: visit each of its tokens.
             sums = proposal.probabilities[len(uniforms)].double().cumsum(-1)
             for midpoint, width in cells(sums / sums[-1]):
-                proposals(text, [*uniforms, midpoint], weight * width)
+                yield from outcomes(text, [*uniforms, midpoint], weight * width)
         else:
-            verify(text, proposal, weight)
+            yield from verified(text, proposal, weight)
 
-    def verify(text: tuple[int, ...], proposal: Proposal, weight: float) -> None:
+    def verified(text: tuple[int, ...], proposal: Proposal, weight: float) -> Iterator[Outcome]:
         tokens, k = tuple(proposal.tokens), len(proposal.tokens)
         p = torch.stack([target(text + tokens[:index]) for index in range(k + 1)])
         q = None if proposal.probabilities is None else proposal.probabilities.double()
@@ -82,18 +98,9 @@ def output_distribution(
         sums = torch.cat([(p[:k] - explicit).clamp_min(0), p[k:]]).cumsum(-1)
         draws = cells((sums / sums[:, -1:].clamp_min(1e-300)).flatten())
         for cell in itertools.product(*tests, draws):
-            uniforms = torch.tensor([[midpoint for midpoint, _ in cell]], dtype=torch.float64)
-            volume = weight
-            for _, width in cell:
-                volume *= width
+            midpoints, widths = zip(*cell, strict=True)
+            uniforms = torch.tensor([midpoints], dtype=torch.float64)
             count, last = rejection(torch.tensor([tokens], dtype=torch.long), p[None], None if q is None else q[None], uniforms)
-            written = (*text, *tokens[: int(count)], int(last))[len(prompt) :][:length]
-            unfinished[written] = unfinished.get(written, 0.0) + volume
+            yield (*tokens[: int(count)], int(last)), weight * math.prod(widths)
 
-    unfinished: dict[tuple[int, ...], float] = {(): 1.0}
-    for done in range(length):  # every round adds a token: all that leads to a text is known before its next round
-        for written in [written for written in unfinished if len(written) == done]:
-            proposals(prompt + written, [], unfinished.pop(written))
-    for written, weight in unfinished.items():
-        distribution[written] += weight
-    return distribution
+    return decoded(lambda text: outcomes(prompt + text, [], 1.0), size, length)

@@ -12,7 +12,7 @@ from specdistill.decoding.tree import DynamicTree, StaticTree, Tree, candidates_
 from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.draft_model.vocabulary import SharedVocabulary
-from specdistill.methods.ngram.config import LookupFirst
+from specdistill.methods.ngram.config import LookupFirstConfig
 from specdistill.methods.ngram.first import LookupFirstProposer
 from specdistill.methods.ngram.method import NgramProposer
 from specdistill.targets.frozen import FrozenTarget
@@ -122,9 +122,9 @@ OTHERS: dict[str, Callable[[FrozenTarget], Proposer]] = {
     "draft_model, of transformers": lambda target: DraftModelProposer(qwen()),
     "the target itself": lambda target: DraftModelProposer(target.model),
     "ngram": lambda target: NgramProposer(),
-    "ngram+eagle3": lambda target: LookupFirstProposer(proposer_of("eagle3", target), LookupFirst(min=1)),
+    "ngram+eagle3": lambda target: LookupFirstProposer(proposer_of("eagle3", target), LookupFirstConfig(min=1)),
     "ngram+tree of eagle3": lambda target: LookupFirstProposer(
-        proposer_of("eagle3", target), LookupFirst(draft_tree={"branching": [2, 2]})
+        proposer_of("eagle3", target), LookupFirstConfig(draft_tree={"branching": [2, 2]})
     ),
 }
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -69,15 +70,17 @@ class Repository:
             weights = {name: torch.ones(1, dtype=dtypes[dtype]).expand(shape) for name, (dtype, shape) in self.tensors.items()}
             torch.save(weights, folder / "pytorch_model.bin")
             return folder
-        shards = _shards(self.tensors)
-        names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-        for name, shard in zip(names if len(shards) > 1 else ["model.safetensors"], shards, strict=True):
-            _write_sparse(folder / name, shard, self.written, filled=self.filled)
-        if len(shards) > 1:
-            index = {
-                "metadata": {"total_size": self.num_bytes},
-                "weight_map": {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard},
-            }
+        split = split_state_dict_into_shards_factory(
+            self.tensors,
+            get_storage_size=_size,
+            get_storage_id=lambda tensor: None,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=SHARD,
+        )
+        for name, inside in (split.filename_to_tensors or {"model.safetensors": []}).items():
+            _write_sparse(folder / name, {each: self.tensors[each] for each in inside}, self.written, filled=self.filled)
+        if split.is_sharded:
+            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
             (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
         return folder
 
@@ -88,18 +91,6 @@ class Repository:
 
 def _size(tensor: tuple[str, tuple[int, ...]]) -> int:
     return BYTES[tensor[0]] * math.prod(tensor[1])
-
-
-def _shards(tensors: Tensors) -> list[Tensors]:
-    shards: list[Tensors] = [{}]
-    held = 0
-    for name, tensor in tensors.items():
-        if held and held + _size(tensor) > SHARD:
-            shards.append({})
-            held = 0
-        shards[-1][name] = tensor
-        held += _size(tensor)
-    return shards
 
 
 def _write_sparse(path: Path, tensors: Tensors, written: Mapping[str, bytes], *, filled: bool) -> None:
@@ -192,15 +183,13 @@ def in_dtype(tensors: Tensors, dtype: str) -> Tensors:
     return {name: (dtype if was == "BF16" else was, shape) for name, (was, shape) in tensors.items()}
 
 
-def eagle3(layer: str, H: int, I: int, N: int, G: int, d: int, V: int, W: int | None, *, maps: Iterable[str]) -> Tensors:  # noqa: E741
+def eagle3(layer: str, H: int, I: int, N: int, G: int, d: int, V: int, W: int | None) -> Tensors:  # noqa: E741
     """A head whose first layer is called `layer`. W: of its own output layer; None for a head that borrows the target's."""
     tensors: Tensors = {"fc.weight": ("BF16", (H, 3 * H))}
     tensors |= attention(layer, H, N, G, d, inputs=2 * H) | mlp(f"{layer}mlp.", H, I)
     tensors |= norms(layer, H, "hidden_norm", *LAYER_NORMS) | norms("", H, "norm")
     if W is not None:
-        tensors |= table("lm_head.weight", W, H)
-        every: Tensors = {"d2t": ("I64", (W,)), "t2d": ("BOOL", (V,))}
-        tensors |= {name: every[name] for name in maps}
+        tensors |= table("lm_head.weight", W, H) | {"d2t": ("I64", (W,)), "t2d": ("BOOL", (V,))}
     return tensors
 
 
@@ -218,16 +207,14 @@ def vocabulary_maps(V: int, W: int) -> dict[str, bytes]:
 LLAMA_8B = Repository(
     "meta-llama/Llama-3.1-8B-Instruct",
     {
-        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
-        "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
-        "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
-        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-5,
+        "architectures": ["LlamaForCausalLM"], "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009],
+        "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 131072, "model_type": "llama",
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
         "rope_scaling": {
             "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
             "rope_type": "llama3",
         },
-        "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True,
-        "vocab_size": 128256,
+        "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 128256,
     },
     decoder(4096, 14336, 32, 8, 128, 128256, 32, tied=False),
     tokenizer="llama3",
@@ -246,11 +233,10 @@ LLAMA_1B = Repository(
 
 # As SafeAILab writes heads: a plain Llama's config with one layer
 LLAMA_HEAD = {
-    "architectures": ["LlamaForCausalLM"], "bos_token_id": 128000, "eos_token_id": 128001, "hidden_act": "silu",
-    "hidden_size": 4096,
-    "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 2048, "model_type": "llama",
-    "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 1, "pad_token_id": 0, "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False, "torch_dtype": "float16", "use_cache": True, "vocab_size": 128256,
+    "architectures": ["LlamaForCausalLM"], "bos_token_id": 128000, "eos_token_id": 128001, "hidden_size": 4096,
+    "intermediate_size": 14336, "max_position_embeddings": 2048, "model_type": "llama", "num_attention_heads": 32,
+    "num_key_value_heads": 8, "num_hidden_layers": 1, "pad_token_id": 0, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    "torch_dtype": "float16", "vocab_size": 128256,
 }  # fmt: skip
 LLAMA_EAGLE = Repository(
     "yuhuili/EAGLE-LLaMA3.1-Instruct-8B",
@@ -269,7 +255,7 @@ LLAMA_EAGLE = Repository(
 LLAMA_EAGLE3 = Repository(
     "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B",
     LLAMA_HEAD | {"draft_vocab_size": 32000},
-    in_dtype(eagle3("midlayer.", 4096, 14336, 32, 8, 128, 128256, 32000, maps=("d2t", "t2d")), "F16"),
+    in_dtype(eagle3("midlayer.", 4096, 14336, 32, 8, 128, 128256, 32000), "F16"),
     base=LLAMA_8B.name,
     filled=True,
     written=vocabulary_maps(128256, 32000),
@@ -280,12 +266,11 @@ LLAMA_EAGLE3 = Repository(
 QWEN3_8B = Repository(
     "Qwen/Qwen3-8B",
     {
-        "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
-        "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
-        "intermediate_size": 12288, "max_position_embeddings": 40960, "max_window_layers": 36, "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"], "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128,
+        "hidden_size": 4096, "intermediate_size": 12288, "max_position_embeddings": 40960, "model_type": "qwen3",
         "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-6,
         "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16", "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+        "torch_dtype": "bfloat16", "use_sliding_window": False, "vocab_size": 151936,
     },
     decoder(4096, 12288, 32, 8, 128, 151936, 36, tied=False, norms_of_qk=True),
     tokenizer="qwen3",
@@ -305,14 +290,13 @@ QWEN3_EAGLE3 = Repository(
             "verifier": {"architectures": ["Qwen3ForCausalLM"], "name_or_path": "Qwen/Qwen3-8B"},
         },
         "transformer_layer_config": {
-            "attention_bias": False, "attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
-            "initializer_range": 0.02, "intermediate_size": 12288, "max_position_embeddings": 40960, "mlp_bias": False,
+            "head_dim": 128, "hidden_size": 4096, "intermediate_size": 12288, "max_position_embeddings": 40960,
             "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 1, "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1000000.0, "use_cache": True, "vocab_size": 151936,
+            "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1000000.0, "vocab_size": 151936,
         },
     },
     table("embed_tokens.weight", 151936, 4096)
-    | eagle3("layers.0.", 4096, 12288, 32, 8, 128, 151936, 32000, maps=("d2t", "t2d")),
+    | eagle3("layers.0.", 4096, 12288, 32, 8, 128, 151936, 32000),
     base=QWEN3_8B.name,
     filled=True,
     written=vocabulary_maps(151936, 32000),
@@ -332,7 +316,7 @@ QWEN3_DFLASH = Repository(
     QWEN3_8B.config | {
         "architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "block_size": 16,
         "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
-        "layer_types": ["full_attention"] * 5, "max_window_layers": 5, "num_hidden_layers": 5, "num_target_layers": 36,
+        "layer_types": ["full_attention"] * 5, "num_hidden_layers": 5, "num_target_layers": 36,
     },
     dflash(4096, 12288, 32, 8, 128, 5, 5),
     base=QWEN3_8B.name,
@@ -377,14 +361,12 @@ def deepseek() -> Tensors:
 DEEPSEEK_V3 = Repository(
     "deepseek-ai/DeepSeek-V3",
     {
-        "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 0,
-        "eos_token_id": 1, "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168,
-        "initializer_range": 0.02, "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840,
-        "model_type": "deepseek_v3", "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256,
+        "architectures": ["DeepseekV3ForCausalLM"], "bos_token_id": 0, "eos_token_id": 1, "first_k_dense_replace": 3,
+        "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840,
+        "model_type": "deepseek_v3", "moe_intermediate_size": 2048, "n_group": 8, "n_routed_experts": 256,
         "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 8,
-        "num_hidden_layers": 61,
-        "num_key_value_heads": 128, "num_nextn_predict_layers": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
+        "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1, "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
         "quantization_config": {
             "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]
         },
@@ -394,8 +376,7 @@ DEEPSEEK_V3 = Repository(
             "original_max_position_embeddings": 4096, "type": "yarn",
         },
         "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False,
-        "topk_group": 4,
-        "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "use_cache": True, "v_head_dim": 128, "vocab_size": 129280,
+        "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "v_head_dim": 128, "vocab_size": 129280,
     },
     deepseek(),
     tokenizer="deepseek",
@@ -429,13 +410,12 @@ def gpt_oss_tensors(depth: int, experts: int) -> Tensors:
 
 def gpt_oss(name: str, depth: int, experts: int) -> Repository:
     config = {
-        "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": 200002,
-        "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
-        "initializer_range": 0.02, "intermediate_size": 2880, "layer_types": ["sliding_attention",
+        "architectures": ["GptOssForCausalLM"], "attention_bias": True, "eos_token_id": 200002, "experts_per_token": 4,
+        "head_dim": 64, "hidden_size": 2880, "initial_context_length": 4096,
+        "intermediate_size": 2880, "layer_types": ["sliding_attention",
         "full_attention"] * (depth // 2),
         "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4,
-        "num_hidden_layers": depth, "num_key_value_heads": 8, "num_local_experts": experts, "output_router_logits": False,
-        "pad_token_id": 199999,
+        "num_hidden_layers": depth, "num_key_value_heads": 8, "num_local_experts": experts, "pad_token_id": 199999,
         "quantization_config": {
             "modules_to_not_convert": [
                 "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"
@@ -447,9 +427,7 @@ def gpt_oss(name: str, depth: int, experts: int) -> Repository:
             "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096, "rope_type": "yarn",
             "truncate": False,
         },
-        "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
-        "tie_word_embeddings": False,
-        "use_cache": True, "vocab_size": 201088,
+        "rope_theta": 150000, "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False, "vocab_size": 201088,
     }  # fmt: skip
     return Repository(name, config, gpt_oss_tensors(depth, experts), tokenizer="gpt-oss")
 
@@ -457,17 +435,16 @@ def gpt_oss(name: str, depth: int, experts: int) -> Repository:
 GPT_OSS_20B = gpt_oss("openai/gpt-oss-20b", 24, 32)
 GPT_OSS_120B = gpt_oss("openai/gpt-oss-120b", 36, 128)
 GPT_OSS_HEAD = {
-    "architectures": ["LlamaForCausalLMEagle3"], "attention_bias": False, "attention_dropout": 0.0, "head_dim": 64,
-    "hidden_act": "silu", "hidden_size": 2880, "initializer_range": 0.02, "intermediate_size": 17280,
+    "architectures": ["LlamaForCausalLMEagle3"], "head_dim": 64, "hidden_size": 2880, "intermediate_size": 17280,
     "max_position_embeddings": 4096, "model_type": "llama", "num_attention_heads": 64, "num_hidden_layers": 1,
     "num_key_value_heads": 8, "pad_token_id": 0, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-    "use_cache": True, "vocab_size": 201088,
+    "vocab_size": 201088,
 }  # fmt: skip
 # As SpecForge writes heads
 GPT_OSS_20B_EAGLE3 = Repository(
     "zhuyksir/EAGLE3-gpt-oss-20b-bf16",
     GPT_OSS_HEAD | {"draft_vocab_size": 32000, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 11, 21]}},
-    eagle3("midlayer.", 2880, 17280, 64, 8, 64, 201088, 32000, maps=("d2t", "t2d")),
+    eagle3("midlayer.", 2880, 17280, 64, 8, 64, 201088, 32000),
     base=GPT_OSS_20B.name,
     filled=True,
     written=vocabulary_maps(201088, 32000),
@@ -484,12 +461,12 @@ GPT_OSS_120B_EAGLE3 = Repository(
         },
         "rope_scaling": None, "rope_theta": 150000,
     },
-    eagle3("layers.0.", 2880, 17280, 64, 8, 64, 201088, None, maps=()),
+    eagle3("layers.0.", 2880, 17280, 64, 8, 64, 201088, None),
     base=GPT_OSS_120B.name,
     filled=True,
 )  # fmt: skip
 
-# Qwen3.5, for text and images, which has its draft beside the language model
+# Qwen3.5, for text and images, which has its draft next to the language model
 
 
 def qwen35_tensors() -> Tensors:
@@ -515,30 +492,9 @@ def qwen35_tensors() -> Tensors:
         }  # fmt: skip
         tensors |= {f"{layer}linear_attn.{name}": tensor for name, tensor in linear.items()}
         tensors |= mlp(f"{layer}mlp.", H, I) | norms(layer, H, *LAYER_NORMS)
-    tensors |= norms(text, H, "norm") | table("lm_head.weight", V, H) | vision_tensors(H)
+    tensors |= norms(text, H, "norm") | table("lm_head.weight", V, H)  # without the vision tower
     fuse: Tensors = {"mtp.fc.weight": ("BF16", (H, 2 * H))}
     return tensors | fuse | block("mtp.layers.0.") | norms("mtp.", H, "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
-
-
-def vision_tensors(output: int) -> Tensors:
-    H, I = 1152, 4304  # noqa: E741
-
-    def linear(name: str, size: int, read: int) -> Tensors:
-        return {f"model.visual.{name}.weight": ("BF16", (size, read)), f"model.visual.{name}.bias": ("BF16", (size,))}
-
-    tensors: Tensors = {
-        "model.visual.patch_embed.proj.weight": ("BF16", (H, 3, 2, 16, 16)),
-        "model.visual.patch_embed.proj.bias": ("BF16", (H,)),
-        "model.visual.pos_embed.weight": ("BF16", (2304, H)),
-    }
-    for index in range(27):
-        block = f"blocks.{index}."
-        tensors |= linear(f"{block}attn.qkv", 3 * H, H) | linear(f"{block}attn.proj", H, H)
-        tensors |= linear(f"{block}mlp.linear_fc1", I, H) | linear(f"{block}mlp.linear_fc2", H, I)
-        for norm in ("norm1", "norm2"):
-            tensors |= {f"model.visual.{block}{norm}.{part}": ("BF16", (H,)) for part in ("weight", "bias")}
-    tensors |= {f"model.visual.merger.norm.{part}": ("BF16", (H,)) for part in ("weight", "bias")}
-    return tensors | linear("merger.linear_fc1", 4 * H, 4 * H) | linear("merger.linear_fc2", output, 4 * H)
 
 
 QWEN35_9B = Repository(
@@ -546,25 +502,23 @@ QWEN35_9B = Repository(
     {
         "architectures": ["Qwen3_5ForConditionalGeneration"], "image_token_id": 248056, "model_type": "qwen3_5",
         "text_config": {
-            "attention_bias": False, "attention_dropout": 0.0, "attn_output_gate": True, "dtype": "bfloat16",
-            "eos_token_id": 248044,
-            "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
-            "intermediate_size": 12288, "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 8,
-            "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
-            "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32", "max_position_embeddings": 262144,
-            "model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False,
-            "num_attention_heads": 16, "num_hidden_layers": 32, "num_key_value_heads": 4, "rms_norm_eps": 1e-6,
+            "attn_output_gate": True, "dtype": "bfloat16", "eos_token_id": 248044, "full_attention_interval": 4,
+            "head_dim": 256, "hidden_size": 4096, "intermediate_size": 12288,
+            "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 8, "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128,
+            "mamba_ssm_dtype": "float32", "max_position_embeddings": 262144, "model_type": "qwen3_5_text",
+            "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "num_attention_heads": 16,
+            "num_hidden_layers": 32, "num_key_value_heads": 4, "rms_norm_eps": 1e-6,
             "rope_parameters": {
                 "mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25, "rope_theta": 10000000,
                 "rope_type": "default",
             },
-            "tie_word_embeddings": False, "use_cache": True, "vocab_size": 248320,
+            "tie_word_embeddings": False, "vocab_size": 248320,
         },
         "tie_word_embeddings": False, "video_token_id": 248057,
         "vision_config": {
             "deepstack_visual_indexes": [], "depth": 27, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 1152,
-            "in_channels": 3,
-            "initializer_range": 0.02, "intermediate_size": 4304, "model_type": "qwen3_5", "num_heads": 16,
+            "in_channels": 3, "intermediate_size": 4304, "model_type": "qwen3_5", "num_heads": 16,
             "num_position_embeddings": 2304, "out_hidden_size": 4096, "patch_size": 16, "spatial_merge_size": 2,
             "temporal_patch_size": 2,
         },
@@ -590,7 +544,7 @@ QUICK = {"llama-eagle", "llama-eagle3", "llama-1b", "qwen3-dflash", "qwen3.5-mtp
 
 
 def one_a_method(names: Iterable[str], *, but: Iterable[str] = ()) -> list[Any]:
-    """Parameters of a test: these pairs, long beside one of each method. but: quick ones that are long, too."""
+    """Parameters of a test: these pairs, long but for one of each method. but: quick ones that are long, too."""
     return [name if name in QUICK.difference(but) else pytest.param(name, marks=pytest.mark.long) for name in names]
 
 
@@ -620,11 +574,11 @@ ENCODER = Repository(
 )  # fmt: skip
 NARROW = replace(
     _with(LLAMA_EAGLE3, hidden_size=2048, intermediate_size=8192, head_dim=64),
-    tensors=in_dtype(eagle3("midlayer.", 2048, 8192, 32, 8, 64, 128256, 32000, maps=("d2t", "t2d")), "F16"),
+    tensors=in_dtype(eagle3("midlayer.", 2048, 8192, 32, 8, 64, 128256, 32000), "F16"),
 )
 SHORT_VOCABULARY = replace(
     _with(LLAMA_EAGLE3, vocab_size=32000, draft_vocab_size=16000),
-    tensors=in_dtype(eagle3("midlayer.", 4096, 14336, 32, 8, 128, 32000, 16000, maps=("d2t", "t2d")), "F16"),
+    tensors=in_dtype(eagle3("midlayer.", 4096, 14336, 32, 8, 128, 32000, 16000), "F16"),
     written=vocabulary_maps(32000, 16000),
 )
 BEYOND = (np.linspace(0, 130000, 32000).astype(np.int64) - np.arange(32000)).tobytes()  # the vocabulary

@@ -19,9 +19,7 @@ def test_the_table_says_what_it_costs(tmp_path: Path, capsys: pytest.CaptureFixt
     said = capsys.readouterr().err
     rows = dict(tuple(cell.strip() for cell in line.split("│")[1:-1]) for line in said.splitlines() if "│" in line)
     assert "generating" in said and (rows["rows"], rows["tokens"], rows["loss tokens"]) == ("1,000", "100,000", "60,000")
-    assert (
-        rows["on disk"].startswith("5.0 MB, of ") and rows["time"] == "3.3 min" and rows["reckoned from"] == "10 rows in 2.0 s"
-    )
+    assert rows["disk"].startswith("5.0 MB (") and rows["time"] == "3.3 min" and rows["estimated from"] == "10 rows in 2.0 s"
 
 
 def test_what_has_no_room_is_refused_unless_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from specdistill.comparison.candidates import Candidate
 from specdistill.decoding.tree import tree_shape
 from specdistill.errors import UserError
 from specdistill.measurement.configurations import Settings
-from specdistill.methods.ngram.config import LookupFirst
+from specdistill.methods.ngram.config import LookupFirstConfig
 from specdistill.methods.recipe import eval_keys_of_methods
 from specdistill.recipe.fields import AtLeastOne, ReadWhen, option, section, shown
 from specdistill.recipe.sections import A_CHAIN, MeasurementConfig, TargetConfig, TreeConfig
@@ -30,7 +30,7 @@ class CommonOptions(MeasurementConfig):
         "drafts where a look-up finds nothing",
     )
     num_speculative_tokens: int = option(4, "K, draft tokens a round", ge=1, read_when=SAME_K)
-    lookup_first: LookupFirst = option(LookupFirst(), "how ngram+<draft> drafts")
+    lookup_first: LookupFirstConfig = option(LookupFirstConfig(), "how ngram+<draft> drafts")
     num_speculative_tokens_each: list[AtLeastOne] = option(
         [], "K of each draft, in their order; []: num_speculative_tokens is that of all", read_when=CHAINS
     )
@@ -47,7 +47,7 @@ CompareOptions: type[CommonOptions] = create_model("CompareOptions", __base__=Co
 def check_lookup_first(options: CommonOptions, candidates: Sequence[Candidate], settings: Sequence[Settings]) -> None:
     """Raises UserError for its keys where no candidate has a look-up in front of it, and for what cannot be drafted so where one has."""
     if not any(entry.looks_up_first for entry in candidates):
-        if options.lookup_first != LookupFirst():
+        if options.lookup_first != LookupFirstConfig():
             got = f"keys below it with drafts={shown(options.drafts)}"
             raise UserError("lookup_first", got=got, expected="no such key, or a candidate ngram+<draft>")
         return

@@ -1,7 +1,7 @@
 """The draft-verify round for several sequences at once. Each row's output is that of `Decoder`; rows only share the forward passes.
 
-Rows accept different numbers of tokens and advance independently. What a row rejects stays in the target's cache as a hole
-(`MaskedKVCache`). A finished row leaves the batch, which continues with the others.
+Rows accept different numbers of tokens and advance independently (`BatchKVCache`). A finished row leaves the batch, which continues with
+the others.
 
 Greedy output of a float32 target equals `Decoder`'s token for token, near-ties included (specdistill.decoding.decoder). Sampled output
 follows the target's distribution in each row, whatever the other rows hold. Row b draws from its own generator, as many numbers in the
@@ -17,17 +17,15 @@ from torch import Tensor
 
 from specdistill.decoding import verify
 from specdistill.decoding.decoder import Generation, Running, break_ties, now
+from specdistill.decoding.kv_cache import BatchKVCache
 from specdistill.decoding.proposer import BatchState, Proposal, Proposer
 from specdistill.decoding.sampling import GREEDY, Generators, Sampling, uniforms
-from specdistill.decoding.transformers_models import MaskedKVCache, check_batchable, last_of, padded
-from specdistill.errors import UserError
+from specdistill.decoding.transformers_models import check_batchable, last_of, masked_pass, padded
 from specdistill.targets.frozen import Features, FrozenTarget
-
-MAX_BATCH_SIZE = 64
 
 
 class BatchDecoder:
-    """Decodes up to MAX_BATCH_SIZE sequences at once with a target and, optionally, a proposer.
+    """Decodes several sequences at once with a target and, optionally, a proposer.
 
     Raises UserError for targets and drafts that cannot be batched (see `check_batchable`).
     """
@@ -53,10 +51,8 @@ class BatchDecoder:
         generators: one for each prompt; None: torch's default generator for all.
 
         Times are shares: a round's seconds are divided equally among the rows that took part in it, the prefill's among all, so that they
-        add up to those of the batch. Raises UserError for too many prompts, and as `Decoder.generate` does.
+        add up to those of the batch. Raises UserError as `Decoder.generate` does.
         """
-        if not 1 <= len(prompts) <= MAX_BATCH_SIZE:
-            raise UserError("eval.batch_size", got=len(prompts), expected=f"1 to {MAX_BATCH_SIZE}")
         all_rows = [
             Running.begin(self, prompt_ids, max_new_tokens, num_speculative_tokens, generator)
             for prompt_ids, generator in zip(prompts, generators or [None] * len(prompts), strict=True)
@@ -65,8 +61,7 @@ class BatchDecoder:
             self.proposer.begin([row.limit + num_speculative_tokens for row in all_rows])
 
         start = now(self.target.device)
-        rows, dtype = all_rows, self.target.lm_head.weight.dtype
-        cache = MaskedKVCache(self.target.config, len(rows), dtype, self.target.device)
+        rows, cache = all_rows, BatchKVCache(len(all_rows), self.target.device)
         logits_B1V, features = self._forward([row.token_ids for row in rows], cache, only_last=True)
         firsts = self._verify(rows, [Proposal([])] * len(rows), logits_B1V, sampling)
         for row, (_, first) in zip(rows, firsts, strict=True):
@@ -84,7 +79,7 @@ class BatchDecoder:
                 row.seconds += (lap - start) / len(taking_part)
         return [row.generation() for row in all_rows]
 
-    def _round(self, rows: Sequence[Running], state: BatchState, cache: MaskedKVCache, k: int, sampling: Sampling) -> None:
+    def _round(self, rows: Sequence[Running], state: BatchState, cache: BatchKVCache, k: int, sampling: Sampling) -> None:
         """Propose, verify, commit."""
         start = now(self.target.device)
         if self.proposer:
@@ -102,7 +97,7 @@ class BatchDecoder:
         for row, proposal, (num_accepted, next_token) in zip(rows, proposals, verdicts, strict=True):
             row.commit(proposal.tokens, proposal.tokens[:num_accepted], next_token, draft_s, verify_s)
 
-    def _drop_done(self, rows: list[Running], state: BatchState, cache: MaskedKVCache) -> list[Running]:
+    def _drop_done(self, rows: list[Running], state: BatchState, cache: BatchKVCache) -> list[Running]:
         """The rows that are not done; the others leave the caches and the state."""
         remaining = [index for index, row in enumerate(rows) if not row.is_done]
         if remaining and len(remaining) < len(rows):
@@ -115,17 +110,17 @@ class BatchDecoder:
         return [rows[index] for index in remaining]
 
     def _forward(
-        self, token_ids: Sequence[Sequence[int]], cache: MaskedKVCache, only_last: bool = False
+        self, token_ids: Sequence[Sequence[int]], cache: BatchKVCache, only_last: bool = False
     ) -> tuple[Tensor, Features]:
         """The target over each row's new tokens: logits [B, T, V], or [B, 1, V] after each last if `only_last`, and features [B, T, D]."""
         counts = [len(row) for row in token_ids]
-        position_BT, mask = cache.extend(counts)
+        position_BT, mask = masked_pass(cache, counts, self.target.config, self.target.lm_head.weight.dtype)
         features = self.target.features(
             padded(token_ids, self.target.device),
             self.aux_layers,
             position_ids_BT=position_BT,
             attention_mask=mask,
-            past_key_values=cache.layers,
+            past_key_values=cache,
         )
         hidden = features.last_hidden
         if only_last:

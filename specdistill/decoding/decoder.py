@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from specdistill.decoding import verify
-from specdistill.decoding.cached_target import CachedTarget, SequenceReader
-from specdistill.decoding.compiled_target import CompiledTarget, cache_size
 from specdistill.decoding.proposer import DecodingState, Proposal, Proposer, TreeProposer
+from specdistill.decoding.readers import CachedTarget, CompiledTarget, SequenceReader, cache_size
 from specdistill.decoding.sampling import GREEDY, Random, Sampling, uniforms
 from specdistill.decoding.transformers_models import check_reads_trees
 from specdistill.decoding.tree import Tree, TreeShape
@@ -33,7 +32,7 @@ NEAR_TIE = 2.0**-14  # of the best logit: 512 roundings of float32, where a 16-l
 
 # (proposal of N draft tokens, the target's distributions [N + 1, V] after the sequence and each of them, generator) -> indices of the
 # accepted draft tokens, and the token after them
-Rule = Callable[[Proposal, Tensor, Random], tuple[Sequence[int], int]]
+VerifyRule = Callable[[Proposal, Tensor, Random], tuple[Sequence[int], int]]
 
 
 def exact(proposal: Proposal, probs_NV: Tensor, generator: Random) -> tuple[Sequence[int], int]:
@@ -94,13 +93,12 @@ class Running:
 
     @classmethod
     def begin(cls, decoder: Any, prompt_ids: Sequence[int], max_new_tokens: int, k: int, generator: Random) -> "Running":
-        """Raises UserError when prompt or continuation is empty, together they exceed the target's context, or nothing can be drafted."""
+        """Raises UserError when the prompt is empty, or exceeds the target's context together with the continuation."""
         target, limit = decoder.target, len(prompt_ids) + max_new_tokens
-        if decoder.proposer and k < 1:
-            raise UserError("eval.num_speculative_tokens", got=k, expected="1 or more")
-        if not prompt_ids or max_new_tokens < 1 or limit > target.max_length:
+        assert max_new_tokens >= 1 and (k >= 1 or not decoder.proposer), (max_new_tokens, k)
+        if not prompt_ids or limit > target.max_length:
             got = f"a prompt of {len(prompt_ids)} tokens and {max_new_tokens} new ones"
-            raise UserError("eval.max_new_tokens", got=got, expected=f"at least 1 of each and {target.max_length} together")
+            raise UserError("eval.max_new_tokens", got=got, expected=f"at least 1 and {target.max_length} together")
         return cls(tuple(prompt_ids), limit, generator, target.eos_token_ids, list(prompt_ids))
 
     @property
@@ -133,7 +131,7 @@ class Decoder:
     """
 
     def __init__(
-        self, target: FrozenTarget, proposer: Proposer | None = None, *, rule: Rule = exact, compiled: bool = False
+        self, target: FrozenTarget, proposer: Proposer | None = None, *, rule: VerifyRule = exact, compiled: bool = False
     ) -> None:
         self.target = target
         self.proposer = proposer
@@ -191,7 +189,7 @@ class Decoder:
     def _round(
         self, row: Running, state: DecodingState, reader: SequenceReader, ahead: int | TreeShape, sampling: Sampling
     ) -> None:
-        """Propose `ahead` (a chain of so many tokens, or a tree), verify, commit."""
+        """Propose `ahead` (a chain of that many tokens, or a tree), verify, commit."""
         start = self._now()
         proposal = self._propose(state, ahead, sampling, row.generator)
         drafted = self._now()
@@ -238,8 +236,6 @@ class Decoder:
             broken.update(rows)
 
     def _check_tree(self) -> None:
-        if self.compiled:
-            raise UserError("eval.compile", got="true with a tree", expected="false, or eval.tree=null")
         if not isinstance(self.proposer, TreeProposer):
             got = f"a tree for {type(self.proposer).__name__}, which drafts chains only"
             raise UserError("eval.tree", got=got, expected="null, or a method that drafts trees")

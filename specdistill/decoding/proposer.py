@@ -41,9 +41,9 @@ class Proposal:
 
 
 class Proposer(Protocol):
-    """aux_layers: the target's layers it reads beside the last. num_parameters, num_bytes: of its weights, without those shared with the
-    target. depends_on_width: whether what it drafts at a position depends on how many follow in the same proposal, as in a block whose
-    positions see each other: its acceptance is then known for the K alone that was measured.
+    """aux_layers: the target's layers it reads in addition to the last. num_parameters, num_bytes: of its weights, without those shared
+    with the target. depends_on_width: whether what it drafts at a position depends on how many follow in the same proposal, as in a block
+    whose positions see each other: its acceptance is then known for the K alone that was measured.
     """
 
     aux_layers: tuple[int, ...]
@@ -98,8 +98,6 @@ class BatchState:
 class BatchProposer(Protocol):
     """Made from the proposer for a single sequence; it drafts the same tokens, up to rounding."""
 
-    aux_layers: tuple[int, ...]
-
     def begin(self, max_lengths: Sequence[int]) -> None:
         """Start new sequences; row b has at most max_lengths[b] tokens, draft tokens included."""
 
@@ -112,8 +110,6 @@ class BatchProposer(Protocol):
 
 class RowByRow:
     """A copy of a proposer for each row; for any proposer without features."""
-
-    aux_layers: tuple[int, ...] = ()
 
     def __init__(self, proposer: Proposer) -> None:
         assert not proposer.aux_layers, "a proposer that reads features drafts for one sequence"

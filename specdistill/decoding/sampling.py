@@ -7,8 +7,6 @@ import torch
 from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from specdistill.errors import UserError
-
 Random = torch.Generator | None  # None: torch's default generator
 Generators = Sequence[Random]
 
@@ -20,14 +18,6 @@ class Sampling:
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
-
-    def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise UserError("eval.temperature", got=self.temperature, expected="0 (greedy) or more")
-        if not 0 < self.top_p <= 1:
-            raise UserError("eval.top_p", got=self.top_p, expected="a share above 0 and up to 1")
-        if self.top_k < 0:
-            raise UserError("eval.top_k", got=self.top_k, expected="0 (all tokens) or more")
 
     @property
     def is_greedy(self) -> bool:

@@ -11,17 +11,16 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from specdistill.decoding.kv_cache import BatchKVCache
 from specdistill.decoding.tree import ROOT, Step, Tree
 from specdistill.errors import UserError
 from specdistill.targets.anatomy import backbone_of, reads_alike
-from specdistill.targets.cache import BufferedLayer, is_recurrent, new_cache
+from specdistill.targets.cache import is_recurrent, new_cache
 from specdistill.targets.frozen import Features, FrozenTarget
 
 MASKED = ("sdpa", "eager")  # attention implementations of transformers that take any mask
 KINDS = {"full_attention", "sliding_attention"}  # of layers that a mask of ours can be made for
 PROBE = Tree((ROOT, ROOT, 0, 1))  # two branches of two tokens
-HOLE = torch.iinfo(torch.int64).max  # the position of a hole: after every token, so that causality hides it
-MOST_SPARE = 0.25  # the cache is compacted when that frees more than this share of its slots
 
 
 def layer_kinds(config: Any) -> set[str]:
@@ -123,67 +122,13 @@ def _succeeds(attempt: Callable[[], bool]) -> bool:
 # Batches
 
 
-class MaskedKVCache:
-    """Keys and values of B sequences in transformers' own layers, which only append: what a row rejects stays as a hole that the mask
-    hides, so slots are not positions. Each pass: `extend` by each row's number of new tokens, run the layers, `truncate` each row to the
-    tokens it keeps, and `keep` the rows that continue. Rows shorter than the longest of a pass are padded on the right.
-
-    lengths: tokens held of each row. position_BS: the position of the token in each slot, or HOLE.
-    """
-
-    def __init__(self, config: Any, num_rows: int, dtype: torch.dtype, device: torch.device) -> None:
-        # Full layers even for sliding windows: a windowed layer could not restore what it dropped. The mask applies the window.
-        self.layers = DynamicCache()
-        self.layers.layer_class_to_replicate = BufferedLayer
-        self.lengths = [0] * num_rows
-        self.position_BS = torch.empty(num_rows, 0, dtype=torch.long, device=device)
-        self._config = config
-        self._dtype = dtype
-
-    def extend(self, counts: Sequence[int]) -> tuple[Tensor, Tensor | dict[str, Tensor]]:
-        """Slots for the next counts[b] tokens of each row: position ids [B, T] and attention mask of the pass that fills them."""
-        device = self.position_BS.device
-        step_T = torch.arange(max(counts), device=device)
-        position_BT = torch.tensor(self.lengths, device=device).unsqueeze(1) + step_T
-        is_token_BT = step_T < torch.tensor(counts, device=device).unsqueeze(1)
-        self.position_BS = torch.cat((self.position_BS, position_BT.where(is_token_BT, HOLE)), dim=1)
-        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-        position_BT = position_BT.where(is_token_BT, 0)  # padding needs some valid position
-        key, query = self.position_BS[:, None, None, :], position_BT[:, None, :, None]
-
-        def visible(window: int | None) -> Tensor:
-            return key <= query if window is None else (key <= query) & (key > query - window)
-
-        return position_BT, masks(self._config, self._dtype, visible)
-
-    def truncate(self, lengths: Sequence[int]) -> None:
-        """Drop all but the first lengths[b] tokens of each row."""
-        self.lengths = list(lengths)
-        kept_B1 = torch.tensor(self.lengths, device=self.position_BS.device).unsqueeze(1)
-        self.position_BS = self.position_BS.where(self.position_BS < kept_B1, HOLE)
-        num_slots, needed = self.position_BS.shape[1], max(self.lengths)
-        if num_slots - needed > MOST_SPARE * num_slots:
-            self._compact(needed)
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Drop all rows but these."""
-        index = torch.tensor(rows, device=self.position_BS.device)
-        self.lengths = [self.lengths[row] for row in rows]
-        self.position_BS = self.position_BS[index]
-        self._replace(lambda x_BGSd: x_BGSd[index])
-
-    def _compact(self, needed: int) -> None:
-        """Move each row's tokens together, in order; the remaining holes are at the end of the shorter rows."""
-        order_BS = self.position_BS.argsort(dim=1)[:, :needed]
-        self.position_BS = self.position_BS.gather(1, order_BS)
-        index_B1S1 = order_BS[:, None, :, None]
-        self._replace(lambda x_BGSd: x_BGSd.gather(2, index_B1S1.expand(-1, x_BGSd.shape[1], -1, x_BGSd.shape[3])))
-
-    def _replace(self, change: Callable[[Tensor], Tensor]) -> None:
-        layer: Any  # a DynamicLayer
-        for layer in self.layers.layers:
-            if layer.keys is not None:  # layers that share another's keys stay empty
-                layer.keys, layer.values = change(layer.keys), change(layer.values)
+def masked_pass(
+    cache: BatchKVCache, counts: Sequence[int], config: Any, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | dict[str, Tensor]]:
+    """Position ids [B, T] and `masks` of the next pass over a batch, in which row b gets counts[b] new tokens."""
+    position_BT = cache.extend(counts)
+    end_B1 = torch.tensor(cache.lengths, device=position_BT.device).unsqueeze(1)
+    return position_BT.where(position_BT < end_B1, 0), masks(config, dtype, cache.visible)  # padding needs some valid position
 
 
 class TransformersBatch:
@@ -191,12 +136,13 @@ class TransformersBatch:
 
     def __init__(self, draft: Any, num_rows: int) -> None:
         self.backbone: Any = backbone_of(draft)
-        self.cache = MaskedKVCache(draft.config.get_text_config(decoder=True), num_rows, draft.dtype, draft.device)
+        self.config, self.dtype = draft.config.get_text_config(decoder=True), draft.dtype
+        self.cache = BatchKVCache(num_rows, draft.device)
 
     def __call__(self, ids_BT: Tensor, counts: Sequence[int]) -> Tensor:
-        position_BT, mask = self.cache.extend(counts)
+        position_BT, mask = masked_pass(self.cache, counts, self.config, self.dtype)
         hidden: Tensor = self.backbone(
-            input_ids=ids_BT, position_ids=position_BT, attention_mask=mask, past_key_values=self.cache.layers, use_cache=True
+            input_ids=ids_BT, position_ids=position_BT, attention_mask=mask, past_key_values=self.cache, use_cache=True
         ).last_hidden_state
         return hidden
 
@@ -215,7 +161,7 @@ def last_of(x_BTH: Tensor, counts: Sequence[int]) -> Tensor:
 
 @torch.inference_mode()
 def check_batchable(model: Any, name: str) -> None:
-    """Raises UserError when a `MaskedKVCache` cannot hold several sequences of the model called `name`, or the model mixes its rows.
+    """Raises UserError when a `BatchKVCache` cannot hold several sequences of the model called `name`, or the model mixes its rows.
 
     The latter is tested by a forward pass: some models ignore the mask or the positions that they are given.
     """
@@ -227,7 +173,7 @@ def check_batchable(model: Any, name: str) -> None:
     elif not layer_kinds(config) <= KINDS:
         reason = f"layers of kind {', '.join(sorted(layer_kinds(config)))}"
     elif config._attn_implementation not in MASKED:
-        reason = f"attn {config._attn_implementation}, which takes no masks with holes"
+        reason = f"attn {config._attn_implementation}, which takes no mask of ours"
     elif any(entry.get("rope_type") in ("dynamic", "longrope") for entry in ropes):
         reason = "rotary angles that depend on the longest sequence of a batch"
     elif not _succeeds(lambda: _reads_rows_apart(model)):

@@ -36,7 +36,7 @@ MOST_NODES = 1024
 # (draft tokens [T] of a level's nodes, indices [T] of their parents in the level before) -> logits [T, W] after each node
 Expand = Callable[[Tensor, Tensor], Tensor]
 # Draft tokens [N], their tree and, where they were drawn, their distributions [N, W], the same for siblings
-Grown = tuple[Tensor, "Tree", Tensor | None]
+TreeDraft = tuple[Tensor, "Tree", Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ class StaticTree:
 
     def __post_init__(self) -> None:
         key, given = "eval.tree.branching", list(self.branching)
-        if not given or min(given) < 1:
-            raise UserError(key, got=given, expected="numbers of children, at least 1, one for each level")
+        if not given:
+            raise UserError(key, got=given, expected="numbers of children, one for each level")
         if self.num_nodes > MOST_NODES:
             raise UserError(key, got=f"{given}, {self.num_nodes} nodes", expected=f"at most {MOST_NODES} nodes")
 
@@ -145,7 +145,7 @@ class StaticTree:
         """Its first levels, at most `depth`."""
         return StaticTree(self.branching[:depth])
 
-    def grow(self, logits_1W: Tensor, expand: Expand, sampling: Sampling, generator: Random) -> Grown:
+    def grow(self, logits_1W: Tensor, expand: Expand, sampling: Sampling, generator: Random) -> TreeDraft:
         """From the logits after the root. Under sampling a node has fewer children where q has too few tokens."""
         logits_TW, nodes = logits_1W, [ROOT]
         index: list[Tensor] = []
@@ -179,9 +179,6 @@ class DynamicTree:
     top_k: int
 
     def __post_init__(self) -> None:
-        for name in ("top_k", "depth"):
-            if getattr(self, name) < 1:
-                raise UserError(f"eval.tree.{name}", got=getattr(self, name), expected="1 or more")
         most = min(MOST_NODES, self.num_candidates(self.depth))
         if not self.depth <= self.budget <= most:
             expected = f"from {self.depth}, the depth, to {most}, the nodes that top_k and depth give"
@@ -199,7 +196,7 @@ class DynamicTree:
         shallower = min(depth, self.depth)
         return replace(self, depth=shallower, budget=min(self.budget, self.num_candidates(shallower)))
 
-    def grow(self, logits_1W: Tensor, expand: Expand, sampling: Sampling, generator: Random) -> Grown:
+    def grow(self, logits_1W: Tensor, expand: Expand, sampling: Sampling, generator: Random) -> TreeDraft:
         """From the logits after the root. Probabilities are those at the sampling temperature, at 1 when greedy, before top-k and top-p."""
         temperature, width = sampling.temperature or 1.0, min(self.top_k, logits_1W.shape[-1])
         logits_TW, score_T = logits_1W, logits_1W.new_zeros(1, dtype=torch.float32)

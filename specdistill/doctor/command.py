@@ -1,9 +1,12 @@
-"""`specdistill doctor`: its keys, and its exit code."""
+"""`specdistill doctor`: its keys, what it prints, and its exit code."""
 
+from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import create_model, model_validator
+from rich.console import Console
+from rich.text import Text
 
 from specdistill.command import TARGET, keys_of
 from specdistill.engines import engines_with
@@ -13,6 +16,11 @@ from specdistill.recipe.fields import ReadWhen, Section, default_of, like, one_o
 from specdistill.recipe.load import load_recipe
 from specdistill.recipe.sections import AttentionImplementation, TargetConfig
 
+if TYPE_CHECKING:
+    from specdistill.doctor.diagnosis import Diagnosis
+
+STYLES = {"problem": "bold red", "warning": "yellow", "note": "dim"}  # of findings, the worst first
+INDENT = 9
 DOCTOR = {**TARGET, "suite": "eval.suite"}  # short keys
 WITH_TARGET = ReadWhen("with target=…", lambda it: it.model is not None)
 
@@ -42,24 +50,18 @@ class CommonDoctorOptions(Section):
     engine: Annotated[str, one_of(lambda: engines_with("loader_version"))] | None = option(
         None, "whose loader to check it against; null: none"
     )
-    decode: bool = option(
-        True, "with a target: decode a few prompts, and look for what undone would bring the draft closer to it"
-    )
+    decode: bool = option(True, "with a target: decode a few prompts, and look for a repair that brings the draft closer to it")
     eval: DoctorPrompts = section(DoctorPrompts)
 
     @model_validator(mode="after")
-    def _prompts_are_decoded(self) -> "CommonDoctorOptions":
-        if self.eval != DoctorPrompts() and not (self.decode and self.target.model):
-            raise UserError("eval", got="prompts to decode", expected="none without target=…, or with decode=false")
-        return self
-
-    @model_validator(mode="after")
-    def _weights_are_loaded_to_decode(self) -> "CommonDoctorOptions":
-        for name in ("dtype", "attn", "device_map"):
-            value = getattr(self.target, name)
-            if not self.decode and value != default_of(ExaminedTarget.model_fields[name]):
-                expected = "no such key with decode=false, which reads the target's files alone"
-                raise UserError(f"target.{name}", got=value, expected=expected)
+    def _only_decoding_reads_them(self) -> "CommonDoctorOptions":
+        """Prompts, and how the target's weights are loaded."""
+        fields, names = ExaminedTarget.model_fields, ("dtype", "attn", "device_map")
+        loading = [f"target.{name}" for name in names if getattr(self.target, name) != default_of(fields[name])]
+        given = [*(["eval"] if self.eval != DoctorPrompts() else []), *loading]
+        if given and not (self.decode and self.target.model):
+            expected = "no such key without target=…, or with decode=false: nothing is decoded"
+            raise UserError(given[0], got="a value", expected=expected)
         return self
 
 
@@ -71,7 +73,7 @@ DoctorOptions: type[CommonDoctorOptions] = create_model("DoctorOptions", __base_
 def doctor(arguments: list[str]) -> int:
     """examine a draft: files, fit with its target, an engine's loader, and a few prompts decoded; exit code 1 for a problem"""
     options = load_recipe(DoctorOptions, keys_of(arguments, DOCTOR))
-    from specdistill.doctor.diagnosis import diagnose, print_diagnosis  # here, and not above, because these import torch
+    from specdistill.doctor.diagnosis import diagnose  # here, and not above, because these import torch
     from specdistill.methods.load import locate
 
     in_target = options.draft == options.target.model  # its own layer, of which no weights are read
@@ -86,3 +88,22 @@ def doctor(arguments: list[str]) -> int:
     )
     print_diagnosis(made)
     return ExitCode.DONE if made.is_sound else ExitCode.CHECK_FAILED
+
+
+def print_diagnosis(made: "Diagnosis") -> None:
+    """What the draft is, every finding with what to do about it, what was accepted, and the verdict."""
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(Text(f"{made.folder}", style="bold").append(f": {made.description}", style="not bold"))
+    for finding in sorted(made.findings, key=lambda finding: list(STYLES).index(finding.severity)):
+        line = Text(f"{finding.severity:<{INDENT}}", style=STYLES[finding.severity]).append(finding.what, style="not bold")
+        console.print(line)
+        if finding.do:
+            console.print(" " * INDENT + finding.do)
+    if decoded := made.acceptance:
+        what = f"acceptance length {decoded.length:.2f} with {decoded.num_tokens} draft tokens, greedy, {decoded.num_rounds} rounds"
+        if simulated := made.recorded:
+            what += f"; training simulated {simulated.length:.2f} with {simulated.num_tokens}"
+        console.print(what)
+    count = Counter(finding.severity for finding in made.findings)
+    counted = [f"{count[kind]} {kind}{'s' * (count[kind] != 1)}" for kind in ("problem", "warning") if count[kind]]
+    console.print(Text(", ".join(counted) or "no problem found", style="bold"))

@@ -1,15 +1,13 @@
-"""The examination of a draft: its files first, then a few prompts decoded with what is sound enough for that; and how a person
-reads it.
+"""The examination of a draft: its files first, then a few prompts decoded with what is sound enough for that.
 
-Files are to be whole, to fit the target, and to be loaded by an engine as the draft was trained. What readers refuse is a
-finding. So are values that no training leaves, a vocabulary whose two maps do not agree, settings that differ from the
-target's, and what an engine's loader makes of the folder.
+Files are to be whole, to fit the target, and to be loaded by an engine as the draft was trained. What readers refuse is a finding. So are
+values that no training leaves, a vocabulary whose two maps do not agree, settings that differ from the target's, and what an engine's
+loader makes of the folder.
 
-Decoding says whether the draft accepts what its training saw, and if not, why. No measurement (`specdistill eval` is): a
-handful of short greedy completions, enough to tell a draft that works from one that does not.
+Decoding says whether the draft accepts what its training saw, and if not, why. No measurement (`specdistill eval` is): a handful of short
+greedy completions, enough to tell a draft that works from one that does not.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,8 +18,6 @@ from typing import Any, Literal
 
 import torch
 import yaml
-from rich.console import Console
-from rich.text import Text
 from torch import Tensor
 
 from specdistill.decoding.decoder import Decoder, Generation
@@ -49,12 +45,10 @@ LARGE = 1000.0  # weights of trained drafts stay far below
 NUM_TOKENS = 96  # generated for each prompt: completions repeat themselves later on, so short ones accept less than long ones
 NO_BETTER_THAN_CHANCE = 0.05  # share of first draft tokens that are accepted
 FAR_BELOW = 0.6  # of the draft tokens accepted in training
-LEAST, CLEAR = 0.02, 0.1  # a repair counts when the divergence falls by so much and in every completion, or by so much
-WORTH = 1.05  # a cause is a problem when, undone, so many times as many draft tokens would be accepted
+LEAST, CLEAR = 0.02, 0.1  # a repair counts when the divergence falls by the first and in every completion, or by the second
+WORTH = 1.05  # a cause is a problem when its repair multiplies the accepted draft tokens by this
 DEFAULT_STEPS = 4
 DEFAULT_SUITE = "pico-short"  # plain text, which asks for no chat template
-STYLES = {"problem": "bold red", "warning": "yellow", "note": "dim"}  # the worst first
-INDENT = 9
 
 
 @dataclass(frozen=True)
@@ -73,8 +67,8 @@ problem, warning, note = partial(Finding, "problem"), partial(Finding, "warning"
 
 
 @dataclass(frozen=True)
-class Acceptance:
-    """num_tokens: drafted a round. length: tokens a round, the target's own included. num_rounds: 0 where training simulated it."""
+class SimulatedAcceptance:
+    """num_tokens: drafted per round. length: tokens per round, the target's own included. num_rounds: 0 where training simulated it."""
 
     num_tokens: int
     length: float
@@ -85,8 +79,8 @@ class Acceptance:
 class Diagnosis:
     """method and config: None where they were not understood; only heads have a config here.
 
-    refused: by a reader, so that nothing can be decoded with it. acceptance: None where nothing was decoded. recorded: what
-    training simulated when it chose these weights; None without a history.
+    refused: by a reader, so that nothing can be decoded with it. acceptance: None where nothing was decoded. recorded: what training
+    simulated when it chose these weights; None without a history.
     """
 
     folder: Path
@@ -96,17 +90,26 @@ class Diagnosis:
     dtype: torch.dtype | None = None
     refused: bool = False
     findings: list[Finding] = field(default_factory=list)
-    acceptance: Acceptance | None = None
-    recorded: Acceptance | None = None
+    acceptance: SimulatedAcceptance | None = None
+    recorded: SimulatedAcceptance | None = None
 
     @property
     def is_sound(self) -> bool:
         return all(finding.severity != "problem" for finding in self.findings)
 
-
-def no_options(method: str) -> dict[str, Any]:
-    """A method's own options of decoding, all at their defaults."""
-    return {}
+    @property
+    def description(self) -> str:
+        """What the draft is, in a line."""
+        if self.method is None:
+            return "not recognised"
+        parts = [f"method {self.method}", f"{self.num_tensors} tensors"]
+        parts += [str(self.dtype).removeprefix("torch.")] if self.dtype else []
+        if isinstance(self.config, HeadShape):
+            layers = self.config.num_layers
+            parts += [f"{layers} layer{'s' * (layers != 1)} of {self.config.hidden_size}"]
+            aux: Sequence[int] = getattr(self.config, "aux_layers", ())
+            parts += [f"reads the target after layers {', '.join(map(str, aux))}"] if aux else []
+        return ", ".join(parts)
 
 
 def diagnose(
@@ -116,7 +119,7 @@ def diagnose(
     decode: bool = True,
     suite: str | None = None,
     num_prompts: int = 8,
-    options_of: OptionsOf = no_options,
+    options_of: OptionsOf = lambda method: {},
     model: str | None = None,
     **target: Any,
 ) -> Diagnosis:
@@ -131,31 +134,31 @@ def diagnose(
     Raises UserError for a target or a suite that is none, ResourceError when the Hub fails.
     """
     of_files = {name: target[name] for name in ("revision", "adapter", "trust_remote_code") if name in target}
-    if model and draft.resolve() == Path(model).resolve():
-        return examine_native(TargetFiles.of(model, **of_files))
-    made = examine(draft, TargetFiles.of(model, **of_files) if model else None, engine, options_of)
+    files = TargetFiles.of(model, **of_files) if model else None
+    if files and draft.resolve() == Path(files.name).resolve():
+        return examine_native(files)
+    made = examine(draft, files, engine, options_of)
     made.recorded = recorded(draft)
     if model and decode and made.method is not None and not made.refused:
         loaded = FrozenTarget.load(model, **target)
         prompts = prompts_of(draft, suite, loaded, num_prompts)
         with refusals(made):
-            proposer = load_proposer(made.method, draft, loaded, key="draft", **options_of(made.method))
+            proposer = load_proposer(made.method, draft, loaded, key=KEY, **options_of(made.method))
             window = made.config.sliding_window if made.config else None
             made.acceptance, more = check_acceptance(made.method, loaded, proposer, prompts, made.recorded, window)
             made.findings += more
     elif model and decode:
-        made.findings.append(note("not decoded: what is broken comes first"))
+        made.findings.append(note("skipped decoding: fix the problems above first"))
     return made
 
 
 def examine(
-    folder: Path, target: TargetFiles | None = None, engine: str | None = None, options_of: OptionsOf = no_options
+    folder: Path,
+    target: TargetFiles | None = None,
+    engine: str | None = None,
+    options_of: OptionsOf = lambda method: {},
 ) -> Diagnosis:
-    """Examine a folder that holds a draft. `target`: what it drafts for; `engine`: one with `loaders`; `options_of`: a method
-    -> its own options of decoding.
-
-    Raises UserError for a target that is none, ResourceError when the Hub fails.
-    """
+    """Examine the files of a draft; `target`: what it drafts for. Arguments and errors are those of `diagnose`."""
     seen = Diagnosis(folder)
     with refusals(seen):
         config, seen.method = read_config(folder, KEY), method_of(folder, key=KEY)
@@ -182,32 +185,26 @@ def examine(
 
 
 def examine_native(target: TargetFiles) -> Diagnosis:
-    """Examine the layer that predicts further tokens in a target's own checkpoint, by names and shapes. Raises UserError for a
-    target that is none.
-    """
+    """Examine the layer that predicts further tokens in a target's own checkpoint, by names and shapes."""
     seen = Diagnosis(Path(target.name))
-    try:
+    with refusals(seen, "target.model"):
         shards = Shards.open(target.fetch("config.json", INDEX, SINGLE), "target.model")
         seen.num_tensors = check_native(shards.shapes(shards.file_of), target)
-    except UserError as error:
-        seen.refused = True
-        seen.findings.append(problem(str(error).removeprefix(f"{error.key}: got ")))
-        return seen
-    seen.method = "mtp"
-    seen.findings.append(note("the layer is in its target's own checkpoint, from which engines serve it; not decoded"))
+        seen.method = "mtp"
+        seen.findings.append(note("the layer is in its target's own checkpoint, from which engines serve it; not decoded"))
     return seen
 
 
 @contextmanager
-def refusals(seen: Diagnosis) -> Iterator[None]:
-    """What a reader says of the draft, as a finding, without the key that an argument has on the command line."""
+def refusals(seen: Diagnosis, key: str = KEY) -> Iterator[None]:
+    """What a reader refuses about the draft, as a finding, without the key that an argument has on the command line."""
     try:
         yield
     except UserError as error:
-        if error.key != KEY:
+        if error.key != key:
             raise
         seen.refused = True
-        seen.findings.append(problem(str(error).removeprefix(f"{KEY}: got ")))
+        seen.findings.append(problem(str(error).removeprefix(f"{key}: got ")))
 
 
 def _values(tensors: Mapping[str, Tensor]) -> Iterator[Finding]:
@@ -223,7 +220,7 @@ def _values(tensors: Mapping[str, Tensor]) -> Iterator[Finding]:
 
 
 def _config(config: Mapping[str, Any], seen: Diagnosis) -> Iterator[Finding]:
-    """What config.json says of itself."""
+    """Whether config.json says what engines read, and the same twice."""
     flat = config.get("model") or config.get("transformer_layer_config") or config
     if not (config.get("architectures") or flat.get("architectures")):
         yield problem("config.json names no architectures", "engines choose the code that loads a draft by them")
@@ -296,15 +293,15 @@ def _engine(
         yield from (note(f"{name}: {what}") for what in result.notes)
 
 
-def recorded(draft: Path) -> Acceptance | None:
+def recorded(draft: Path) -> SimulatedAcceptance | None:
     """The best acceptance length in the run's history, which is what the weights were chosen by; None where there is none."""
-    history = read_history(draft, key="draft")
+    history = read_history(draft, key=KEY)
     evaluations = [entry for entry in history.log if "eval_acceptance_length" in entry] if history else []
     if not evaluations:
         return None
     best = max(evaluations, key=lambda entry: float(entry["eval_acceptance_length"]))
     steps = [key for key in best if key.startswith("eval_acceptance_") and key[-1].isdigit()]
-    return Acceptance(len(steps) or DEFAULT_STEPS, float(best["eval_acceptance_length"]))
+    return SimulatedAcceptance(len(steps) or DEFAULT_STEPS, float(best["eval_acceptance_length"]))
 
 
 def prompts_of(draft: Path, suite: str | None, target: FrozenTarget, num_prompts: int) -> list[tuple[int, ...]]:
@@ -325,9 +322,9 @@ def check_acceptance(
     target: FrozenTarget,
     proposer: Proposer,
     prompts: Sequence[Sequence[int]],
-    expected: Acceptance | None,
+    expected: SimulatedAcceptance | None,
     window: int | None = None,
-) -> tuple[Acceptance, list[Finding]]:
+) -> tuple[SimulatedAcceptance, list[Finding]]:
     """Decode prompts (token ids) with a draft. window: positions that it sees, which must hold what it drafts."""
     num_tokens = expected.num_tokens if expected else min(DEFAULT_STEPS, window or DEFAULT_STEPS)
     decoder = Decoder(target, proposer)
@@ -342,9 +339,7 @@ def check_acceptance(
         what = f"acceptance length {length:.2f} on {len(prompts)} prompts, far below the {expected.length:.2f} that"
         found.append(problem(f"{what} its training saw with as many draft tokens"))
     of_method = implementation(method)
-    simulation = of_method.simulation
-    cause = _cause(simulation, simulation.draft_of(proposer), target, completions, num_tokens) if simulation else None
-    if cause:
+    if cause := _cause(of_method.simulation, proposer, target, completions, num_tokens) if of_method.simulation else None:
         found.append(cause)
     elif found:
         likely = ["it was trained for another target, or another revision of it", "it was hardly trained"]
@@ -352,13 +347,13 @@ def check_acceptance(
         found.append(note(f"likely causes: {'; '.join(likely)}"))
     elif expected is None:
         found.append(warning("no training history to compare with", "`specdistill eval` measures the draft"))
-    return Acceptance(num_tokens, length, len(accepted)), found
+    return SimulatedAcceptance(num_tokens, length, len(accepted)), found
 
 
 def _cause(
-    simulation: Simulation, draft: Any, target: FrozenTarget, completions: Sequence[Generation], num_tokens: int
+    simulation: Simulation, proposer: Proposer, target: FrozenTarget, completions: Sequence[Generation], num_tokens: int
 ) -> Finding | None:
-    """The mistake that, undone, brings the draft closest to the target's distributions on the completions, if one does beyond doubt."""
+    """The likely cause whose repair brings the draft closest to the target's distributions on the completions, if one does beyond doubt."""
     completions = [completion for completion in completions if len(completion.token_ids) > 2 * num_tokens]
     if not completions:
         return None
@@ -367,6 +362,7 @@ def _cause(
         objective = simulation.objective(candidate, num_tokens)
         return [_fit(objective, target, completion) for completion in completions]
 
+    draft = simulation.draft_of(proposer)
     before = best = fits(draft)
     best_fall, cause = 0.0, ""
     for likely, repaired in simulation.repaired(draft, target):
@@ -378,14 +374,13 @@ def _cause(
     was, becomes = (fmean(length for _, length in measured) for measured in (before, best))
     if not cause or becomes - 1 < NO_BETTER_THAN_CHANCE:  # nearer to the target, and still of no use: not what is wrong
         return None
-    undone = f"undone, its divergence from the target falls by {best_fall:.0%}, and its simulated acceptance length goes from"
-    return (problem if becomes - 1 > WORTH * (was - 1) else warning)(cause, f"{undone} {was:.2f} to {becomes:.2f}")
+    repair = f"once repaired, KL to the target falls by {best_fall:.0%}, and simulated acceptance length goes from"
+    return (problem if becomes - 1 > WORTH * (was - 1) else warning)(cause, f"{repair} {was:.2f} to {becomes:.2f}")
 
 
 @torch.inference_mode()
 def _fit(objective: Any, target: FrozenTarget, completion: Generation) -> tuple[float, float]:
-    """How close a head is to the target on a completion: mean forward KL of its drafted positions, and the simulated acceptance
-    length.
+    """How close a head is to the target on a completion: mean forward KL of its drafted positions, and simulated acceptance length.
 
     Steadier than counting accepted tokens, and one pass of the draft.
     """
@@ -401,38 +396,3 @@ def _fit(objective: Any, target: FrozenTarget, completion: Generation) -> tuple[
     _, sums = objective(**inputs, **objective.read_target(target, inputs), measure=True)
     divergence = fmean(float(total / kept) for total, kept in zip(sums.loss, sums.loss_tokens, strict=True))
     return divergence, 1 + sum(float(right / chains) for right, chains in zip(sums.chain_correct, sums.chains, strict=True))
-
-
-def describe(seen: Diagnosis) -> str:
-    """What the draft is, in a line."""
-    if seen.method is None:
-        return "not recognised"
-    parts = [f"method {seen.method}", f"{seen.num_tensors} tensors"]
-    parts += [str(seen.dtype).removeprefix("torch.")] if seen.dtype else []
-    if isinstance(seen.config, HeadShape):
-        layers = seen.config.num_layers
-        parts += [f"{layers} layer{'s' * (layers != 1)} of {seen.config.hidden_size}"]
-        aux: Sequence[int] = getattr(seen.config, "aux_layers", ())
-        parts += [f"reads the target after layers {', '.join(map(str, aux))}"] if aux else []
-    return ", ".join(parts)
-
-
-def print_diagnosis(made: Diagnosis, console: Console | None = None) -> None:
-    """What the draft is, every finding with what to do about it, what was accepted, and the verdict."""
-    console = console or Console(highlight=False)
-    title = Text(f"{made.folder}", style="bold").append(f": {describe(made)}", style="not bold")
-    console.print(title, soft_wrap=True)
-    for finding in sorted(made.findings, key=lambda finding: list(STYLES).index(finding.severity)):
-        line = Text(f"{finding.severity:<{INDENT}}", style=STYLES[finding.severity]).append(finding.what, style="not bold")
-        console.print(line, soft_wrap=True)
-        if finding.do:
-            console.print(" " * INDENT + finding.do, soft_wrap=True)
-    if made.acceptance:
-        seen = made.acceptance
-        said = f"acceptance length {seen.length:.2f} with {seen.num_tokens} draft tokens, greedy, {seen.num_rounds} rounds"
-        if simulated := made.recorded:
-            said += f"; training simulated {simulated.length:.2f} with {simulated.num_tokens}"
-        console.print(said, soft_wrap=True)
-    count = Counter(finding.severity for finding in made.findings)
-    counted = [f"{count[kind]} {kind}{'s' * (count[kind] != 1)}" for kind in ("problem", "warning") if count[kind]]
-    console.print(Text(", ".join(counted) or "no problem found", style="bold"))

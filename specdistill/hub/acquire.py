@@ -6,7 +6,6 @@ is one for this target is told by small files and by the headers of its safetens
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +16,18 @@ from rich.filesize import decimal
 
 from specdistill.cost import free_bytes
 from specdistill.errors import ResourceError, UserError
-from specdistill.hub.sources import HASHES, SMALL, Source, cache_in, check_hashes, say, write_hashes
+from specdistill.hub.model_files import HASHES, MODEL, SMALL, ModelFiles, check_hashes, say, write_hashes
 from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import read_config
 from specdistill.methods.load import TOKENIZER, implementation, recognized
 from specdistill.methods.target_record import check_target, recorded_target
-from specdistill.planning.reading import KnownDraft, known_drafts
+from specdistill.planning.reading import known_drafts
 from specdistill.repositories import split_gguf, split_revision
 from specdistill.targets.files import INDEX, TargetFiles
 
 CARD = "README.md"
 DRAFT, TARGET = "the folder of a draft, or org/name or org/name@revision on the Hub", "pico, a folder, a GGUF file or a Hub id"
 SHOWN = 10  # drafts of a list
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What of a source is needed. role: `draft` or `target`."""
-
-    role: str
-    source: Source
-    files: Sequence[str]
 
 
 def acquire(
@@ -56,8 +46,8 @@ def acquire(
     """The folder of a draft for a target; with `dry_run` the one that it would have.
 
     draft: a folder or a Hub id, `org/name@revision` too; None for a layer of the target's own checkpoint, whose folder it then is.
-    output: a cache to fill with draft and target, for a machine without the Hub. verify: compare what is in the cache already with its
-    checksums. options: of decoding, as far as they say what fits.
+    output: a cache to fill with draft and target, for a machine without the Hub; what the target is checked by is in the Hub's own, too.
+    verify: compare what is in the cache already with its checksums. options: of decoding, as far as they say what fits.
 
     Raises UserError for a draft that is none for this target, before its weights are fetched, and for a draft that was not chosen;
     ResourceError when the Hub, the disk or the cache fails, and without the Hub for what is missing or is not what its hash says.
@@ -68,74 +58,73 @@ def acquire(
         raise UserError(
             "output", got=f"{output}, which holds other files", expected="a new folder, or a cache of the Hub's files"
         )
-    with cache_in(output):
-        cache = Path(constants.HF_HUB_CACHE)
-        if constants.is_offline_mode() and (cache / HASHES).is_file():
-            check_hashes(cache)
-        folder, gguf = split_gguf(target)
-        of_target = Source.of(folder, target_revision, key="target.model", expected=TARGET)
-        if verify and of_target.repository:
-            of_target.verify()
-        commit = of_target.folder.name if of_target.repository else target_revision
-        files = TargetFiles(f"{of_target.repository or of_target.folder}{f'/{gguf}' if gguf else ''}", commit, adapter)
-        wanted = []
-        if draft is not None:
-            source = _source_of(draft, revision)
-            if verify:
-                source.verify()
-            wanted = [Wanted("draft", source, _checked(source, method, files, of_target, options))]
-        elif (check_native := implementation(method).check_native) is not None:
-            check_native({name: tensor.shape for name, tensor in of_target.tensors().items()}, files)
-            say(f"{of_target.name}: its own checkpoint holds the layer that drafts, so the whole of it is needed")
-        else:
-            raise _not_chosen(method, target, of_target.repository)
-        if output or not wanted:
-            wanted.append(Wanted("target", of_target, [gguf] if gguf else of_target.whole_model()))
-        if output and (local := next((each.source for each in wanted if each.source.repository is None), None)):
-            raise UserError("output", got=output, expected=f"no such key: {local.name} is a folder, which no Hub lists")
-        _announce(wanted, cache)
-        if not dry_run:
-            for each in wanted:
-                each.source.fetch(each.files)
-            if output:
-                write_hashes(output)
-                say(f"for a machine without the Hub: {output}, read there with HF_HUB_CACHE={output.name} HF_HUB_OFFLINE=1")
-        return wanted[0].source.folder
+    if constants.is_offline_mode() and (Path(constants.HF_HUB_CACHE) / HASHES).is_file():
+        check_hashes(Path(constants.HF_HUB_CACHE))
+    folder, gguf = split_gguf(target)
+    of_target = ModelFiles.of(folder, target_revision, output, key="target.model", expected=TARGET)
+    if verify and of_target.repository:
+        of_target.verify()
+    commit = of_target.folder.name if of_target.repository else target_revision
+    files = TargetFiles(f"{of_target.repository or of_target.folder}{f'/{gguf}' if gguf else ''}", commit, adapter)
+    needed = []
+    if draft is not None:
+        of_draft = _find_draft(draft, revision, output)
+        if verify:
+            of_draft.verify()
+        needed = [(of_draft, _checked(of_draft, method, files, of_target, options))]
+    elif (check_native := implementation(method).check_native) is not None:
+        check_native({name: tensor.shape for name, tensor in of_target.tensors().items()}, files)
+        say(f"{of_target.name}: its own checkpoint holds the layer that drafts, so the whole of it is needed")
+    else:
+        raise _not_chosen(method, target, of_target.repository)
+    if output or not needed:
+        # What decoding with it as a target reads.
+        needed.append((of_target, [gguf] if gguf else [*of_target.matching(*MODEL), *of_target.weights()]))
+    if output and (local := next((each for each, _ in needed if each.repository is None), None)):
+        raise UserError("output", got=output, expected=f"no such key: {local.name} is a folder, which no Hub lists")
+    _announce(needed, output or Path(constants.HF_HUB_CACHE))
+    if not dry_run:
+        for each, names in needed:
+            each.fetch(names)
+        if output:
+            write_hashes(output)
+            say(f"for a machine without the Hub: {output}, read there with HF_HUB_CACHE={output.name} HF_HUB_OFFLINE=1")
+    return needed[0][0].folder
 
 
-def _source_of(draft: str, revision: str | None) -> Source:
+def _find_draft(draft: str, revision: str | None, cache: Path | None) -> ModelFiles:
     """Where a draft is. Raises UserError for a revision that is named twice, and for what holds no draft in safetensors."""
     name, named = split_revision(draft)
     if named and revision:
-        raise UserError("revision", got=revision, expected=f"none beside {draft}, which names one")
+        raise UserError("revision", got=revision, expected=f"none with {draft}, which names one")
     if split_gguf(name)[1]:
         raise UserError("draft", got=f"{draft}, a GGUF file", expected=f"{DRAFT}, with config.json and safetensors")
-    source = Source.of(name, named or revision, key="draft", expected=DRAFT)
-    if "config.json" not in source.sizes:
-        found = ", ".join(sorted(source.sizes)[:5]) or "nothing"
-        raise UserError("draft", got=f"{source.name} without a config.json, with {found}", expected="a draft")
-    return source
+    found = ModelFiles.of(name, named or revision, cache, key="draft", expected=DRAFT)
+    if "config.json" not in found.sizes:
+        others = ", ".join(sorted(found.sizes)[:5]) or "nothing"
+        raise UserError("draft", got=f"{found.name} without a config.json, with {others}", expected="a draft")
+    return found
 
 
-def _checked(source: Source, method: str, target: TargetFiles, of_target: Source, options: dict[str, Any]) -> list[str]:
+def _checked(draft: ModelFiles, method: str, target: TargetFiles, of_target: ModelFiles, options: dict[str, Any]) -> list[str]:
     """The files of a draft that are needed, once the small ones and headers say that it is one of the method for the target."""
     tokenizer = TOKENIZER if METHODS[method].standalone else ()
-    folder, tensors = source.fetch(source.matching(*SMALL, *tokenizer)), source.tensors()
-    found = recognized(read_config(folder, "draft"), tensors.keys(), name=source.name, key="draft")
+    folder, tensors = draft.fetch(draft.matching(*SMALL, *tokenizer)), draft.tensors()
+    found = recognized(read_config(folder, "draft"), tensors.keys(), name=draft.name, key="draft")
     if found != method:
-        got = f"{source.name}, which holds a draft of method {found}"
+        got = f"{draft.name}, which holds a draft of method {found}"
         raise UserError("draft", got=got, expected=f"one of method {method}")
     of_target.fetch(of_target.matching("config.json", INDEX, *tokenizer))
-    implementation(method).check(folder, tensors, target, key="draft", name=source.name, **options)
+    implementation(method).check(folder, tensors, target, key="draft", name=draft.name, **options)
     if recorded_target(folder, "draft") is None:
-        _compare_card(source, of_target)
+        _compare_card(draft, of_target)
     else:
         check_target(folder, target, "draft", **options)
-    say(f"{source.name}: a draft of method {method} that fits {of_target.name}")
-    return [*source.matching(*SMALL, *TOKENIZER), *source.weights()]
+    say(f"{draft.name}: a draft of method {method} that fits {of_target.name}")
+    return [*draft.matching(*SMALL, *TOKENIZER), *draft.weights()]
 
 
-def _compare_card(draft: Source, target: Source) -> None:
+def _compare_card(draft: ModelFiles, target: ModelFiles) -> None:
     """Say so where a draft that records no target has a card that names another: sizes alone do not tell a model from its fine-tunes."""
     try:
         named = (metadata_load(draft.folder / CARD) or {}).get("base_model") if CARD in draft.sizes else None
@@ -147,14 +136,14 @@ def _compare_card(draft: Source, target: Source) -> None:
         say(f"warning: the card of {draft.name} names {others}, not {target.repository}; only sizes say that it fits")
 
 
-def _announce(wanted: Sequence[Wanted], cache: Path) -> None:
+def _announce(needed: Sequence[tuple[ModelFiles, Sequence[str]]], cache: Path) -> None:
     """Say what will be fetched, and what the disk has free. Raises ResourceError where it has too little."""
     total = 0
-    for each in wanted:
-        sizes = {file: each.source.sizes[file] for file in each.source.missing(each.files)}
+    for each, names in needed:
+        sizes = {file: each.sizes[file] for file in each.missing(names)}
         listed = "".join(f"\n  {decimal(size):>10}  {file}" for file, size in sizes.items())
-        at = f" (commit {each.source.folder.name})" if each.source.repository else ""
-        say(f"{each.role}: {each.source.name}{at}, {len(each.files)} files, {len(sizes)} of them to fetch{listed}")
+        at = f" (commit {each.folder.name})" if each.repository else ""
+        say(f"{each.key}: {each.name}{at}, {len(names)} files, {len(sizes)} of them to fetch{listed}")
         total += sum(sizes.values())
     if total:
         what = f"{decimal(total)} into {cache}, whose disk has {decimal(free := free_bytes(cache))} free"
@@ -164,28 +153,16 @@ def _announce(wanted: Sequence[Wanted], cache: Path) -> None:
 
 
 def _not_chosen(method: str, target: str, repository: str | None) -> UserError | ResourceError:
-    """Show the drafts that are known for a target, the most downloaded first, and leave the choice."""
+    """Show the drafts that are known for a target, those whose card names it first, and leave the choice."""
     found, not_asked = known_drafts(target, repository)
     if not_asked:
         return ResourceError(f"draft: none is given, and the Hub was {not_asked}", next_step="name one with draft=")
-    command = f"specdistill acquire method={method} target={shlex.quote(target)} draft="
-    drafts = [draft for draft in found if draft.method == method]
-    by_card = [draft for draft in drafts if draft.found_by == "card"]
-    by_name = [draft for draft in drafts if draft.found_by != "card"]
-    if by_card:
-        say(f"drafts of method {method} whose card names {target}, the most downloaded first:")
-        _show(by_card, command)
-    if by_name:
-        say(f"drafts of method {method} that are called like {target}, though their card does not name it:")
-        _show(by_name, "")
-    choices = [*by_card, *by_name]
-    if not choices:
+    drafts = sorted((draft for draft in found if draft.method == method), key=lambda draft: draft.found_by != "card")
+    if not drafts:
         return UserError("draft", got="nothing", expected=f"a draft: the Hub lists none of method {method} for {target}")
-    return UserError("draft", got="nothing", expected=f"a choice, as in: {command}{choices[0].repository}")
-
-
-def _show(drafts: Sequence[KnownDraft], command: str) -> None:
+    command = f"specdistill acquire method={method} target={shlex.quote(target)} draft="
+    say(f"drafts of method {method} for {target}, those whose card names it first, the most downloaded first:")
     for draft in drafts[:SHOWN]:
-        say(f"  {command}{draft.repository}    {draft.downloads:,} downloads")
-    if len(drafts) > SHOWN:
-        say(f"  and {len(drafts) - SHOWN} more")
+        why = "" if draft.found_by == "card" else "; its card does not name the target, only its name is alike"
+        say(f"  {command}{draft.repository}    {draft.downloads:,} downloads{why}")
+    return UserError("draft", got="nothing", expected=f"a choice, e.g. {command}{drafts[0].repository}")

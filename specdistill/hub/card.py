@@ -14,7 +14,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData, constants
 
 from specdistill import __version__
 from specdistill.hub.evidence import Release
-from specdistill.hub.licenses import Licensed, front_matter
+from specdistill.hub.licenses import DATA, Licensed, front_matter
 from specdistill.methods import METHODS
 from specdistill.project import SUITES
 from specdistill.recipe.fields import default_of
@@ -32,22 +32,12 @@ METRICS = {
     "speedup": "speedup over plain decoding",
 }
 # Settings of a report that `eval:` has under the same name.
-SETTINGS = (
-    "num_speculative_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "max_new_tokens",
-    "batch_size",
-    "compile",
-    "repeats",
-    "warmup",
-    "seed",
-)
+SAMPLING = ("num_speculative_tokens", "temperature", "top_p", "top_k", "max_new_tokens", "seed")
+SETTINGS = (*SAMPLING, "batch_size", "compile", "repeats", "warmup")
 
 
 @dataclass(frozen=True)
-class Published:
+class CardContents:
     """What a card is about.
 
     repository, tag: where it will be. history: of the training; None where it is not known. base_model: the target's Hub id, where it has
@@ -71,67 +61,52 @@ class Published:
     def name(self) -> str:
         return self.repository.rpartition("/")[2]
 
-    @property
-    def method(self) -> str:
-        return self.release.method
 
-    @property
-    def report(self) -> dict[str, Any]:
-        return self.release.report
-
-    @property
-    def target(self) -> TargetIdentity:
-        return self.release.made_for
-
-
-def target_name(target: TargetIdentity, base_model: str | None) -> str:
-    """As specdistill's commands are given it: pico, the Hub id, or TARGET."""
-    return "pico" if target.name_or_path == "pico" else base_model or "TARGET"
-
-
-def model_card(of: Published, serving: Sequence[tuple[str, str]]) -> ModelCard:
+def model_card(of: CardContents, serving: Sequence[tuple[str, str]]) -> ModelCard:
     """The card of what is published; serving: (engine, commands).
 
     Everything from outside is escaped; names of repositories and tags are checked by the Hub's own rules before.
     """
+    release, report = of.release, of.release.report
     terms = list(dict.fromkeys(part.terms for part in of.parts if part.terms))
     card: ModelCard = ModelCard.from_template(
         metadata(of),
         template_str=TEMPLATE.read_text(encoding="utf-8"),
         reason=None if of.reason is None else plain(of.reason),
-        overridden=[plain(refusal.replace(f"{of.release.run}/", "")) for refusal in of.overridden],  # a folder of one machine
+        overridden=[plain(refusal.replace(f"{release.run}/", "")) for refusal in of.overridden],  # a folder of one machine
         name=of.name,
         target=_target(of),
-        method=of.method,
-        summary=METHODS[of.method].summary,
+        method=release.method,
+        summary=METHODS[release.method].summary,
         displays=[entry.display for entry in terms],
         tag=of.tag,
         version=__version__,
-        verdict=_verdict(of.report),
+        verdict=_verdict(report),
         serving=serving,
         placeholders=_placeholders(of),
-        procedure=phrases.procedure(of.report),
+        procedure=phrases.procedure(report),
         since=of.since,
         changes=of.changes,
-        measured=_deeper(measured({name: part for name, part in of.report.items() if name != "baseline"})),
-        limits=list(_limits(of)),
+        measured=_deeper(measured({name: part for name, part in report.items() if name != "baseline"})),
+        limits=list(_limits(release)),
         training=list(_training(of)),
         parts=table(("", "what", "licence"), ((part.what, plain(part.name), plain(part.shown)) for part in of.parts)),
         notices=[entry.notice for entry in terms],
         license=f"The draft itself: licence {plain(of.license)}.",
-        identity=_identity(of.target),
+        identity=_identity(release.made_for),
         again=measured_again(of),
     )
     return card
 
 
-def metadata(of: Published) -> ModelCardData:
+def metadata(of: CardContents) -> ModelCardData:
     """What the Hub reads. A head or a layer is of no use without its very target, which of the four relations that the Hub knows only
     `adapter` says; none of them says what a model of its own is to its target, and there the Hub makes its own choice.
     """
-    standalone = METHODS[of.method].standalone
+    method = of.release.method
+    standalone = METHODS[method].standalone
     began = [part.name for part in of.parts if part.what == "initialization" and _is_hub_id(part.name)]
-    data = [part.name for part in of.parts if part.what == "training data" and _is_hub_id(part.name)]
+    data = [part.name for part in of.parts if part.what == DATA and _is_hub_id(part.name)]
     base = [*filter(None, [of.base_model]), *began]
     return ModelCardData(
         **front_matter(of.license),
@@ -139,17 +114,17 @@ def metadata(of: Published) -> ModelCardData:
         base_model_relation="adapter" if base and not standalone else None,
         library_name="transformers" if standalone else "specdistill",
         pipeline_tag="text-generation",
-        tags=["speculative-decoding", of.method, "specdistill"],
+        tags=["speculative-decoding", method, "specdistill"],
         datasets=data or None,
         model_name=of.name,
         eval_results=list(_results(of)),
     )
 
 
-def measured_again(of: Published) -> str:
+def measured_again(of: CardContents) -> str:
     """The command that measures the published draft as the report's main configuration was."""
-    report, settings, section = of.report, of.report["settings"], type(of.release.recipe).model_fields["eval"].annotation
-    fields: dict[str, Any] = getattr(section, "model_fields", {})
+    report, settings, target = of.release.report, of.release.report["settings"], of.release.made_for
+    section: Any = type(of.release.recipe).model_fields["eval"].annotation
     values: dict[str, Any] = {"eval.suite": report["suite"]["name"] if _is_named_suite(report) else "SUITE"}
     if report["results"][0]["num_prompts"] < report["suite"]["num_prompts"]:
         values["eval.num_prompts"] = report["results"][0]["num_prompts"]
@@ -159,22 +134,18 @@ def measured_again(of: Published) -> str:
     of_server = {"batch_size": "concurrency"} if engine != "specdistill" else {}
     if of_server:
         values["eval.engine"] = engine
-    for name in (*SETTINGS, *settings.get("drafting", {})):
-        value = settings.get("drafting", {}).get(name, settings.get(name))
-        key = of_server.get(name, name)
-        if key in fields and value is not None and value != default_of(fields[key]):
+    drafting = settings.get("drafting", {})
+    for name in (*SETTINGS, *drafting):
+        value, key = drafting.get(name, settings.get(name)), of_server.get(name, name)
+        if key in section.model_fields and value is not None and value != default_of(section.model_fields[key]):
             values[f"eval.{key}"] = value
     if report["target"].get("dtype", "float32") != "float32":
         values["target.dtype"] = report["target"]["dtype"]
-    if of.target.adapter:
-        values["target.adapter"] = of.target.adapter
-    named = {
-        "method": of.method,
-        "target": target_name(of.target, of.base_model),
-        "draft": f"{of.repository}@{of.tag}",
-        **values,
-    }
-    words = [shlex.quote(f"{key}={_yaml(value)}") for key, value in named.items()]
+    if target.adapter:
+        values["target.adapter"] = target.adapter
+    name = "pico" if target.name_or_path == "pico" else of.base_model or "TARGET"
+    named = {"method": of.release.method, "target": name, "draft": f"{of.repository}@{of.tag}"}
+    words = [shlex.quote(f"{key}={_yaml(value)}") for key, value in {**named, **values}.items()]
     return " \\\n    ".join(["specdistill eval", *words])
 
 
@@ -184,9 +155,9 @@ def _yaml(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _results(of: Published) -> Iterator[EvalResult]:
+def _results(of: CardContents) -> Iterator[EvalResult]:
     """For the whole suite each metric, with its interval and what it was measured on."""
-    report, row = of.report, of.report["results"][0]
+    report, row = of.release.report, of.release.report["results"][0]
     for metric, name in METRICS.items():
         if metric in row:
             settings = {key: row[key] for key in ("num_speculative_tokens", "temperature", "batch_size", "num_prompts")}
@@ -205,24 +176,26 @@ def _results(of: Published) -> Iterator[EvalResult]:
             )
 
 
-def _target(of: Published) -> str:
+def _target(of: CardContents) -> str:
     if of.base_model:
         return f"[{of.base_model}]({constants.ENDPOINT}/{of.base_model})"
-    return "pico, the target that ships with specdistill" if of.target.name_or_path == "pico" else "a target of the publisher's"
+    is_pico = of.release.made_for.name_or_path == "pico"
+    return "pico, the target that ships with specdistill" if is_pico else "a target of the publisher's"
 
 
-def _placeholders(of: Published) -> str:
+def _placeholders(of: CardContents) -> str:
     """What the capital words in commands stand for; empty where there are none."""
-    pico = "the folder that `specdistill path pico` prints" if of.target.name_or_path == "pico" else "a folder with the target"
-    target = "" if of.base_model else f"`TARGET` stands for {pico}, whose hashes are below."
-    name, sha256 = (plain(of.report["suite"][key]) for key in ("name", "sha256"))
-    suite = "" if _is_named_suite(of.report) else f"`SUITE` stands for the file of the suite {name}, with sha256 `{sha256}`."
+    report, is_pico = of.release.report, of.release.made_for.name_or_path == "pico"
+    folder = "the folder that `specdistill path pico` prints" if is_pico else "a folder with the target"
+    target = "" if of.base_model else f"`TARGET` stands for {folder}, whose hashes are below."
+    name, sha256 = (plain(report["suite"][key]) for key in ("name", "sha256"))
+    suite = "" if _is_named_suite(report) else f"`SUITE` stands for the file of the suite {name}, with sha256 `{sha256}`."
     return " ".join(filter(None, [target, suite]))
 
 
 def _verdict(report: Mapping[str, Any]) -> str:
-    said = phrases.summary(report), phrases.failed_rules(report)
-    return f"Its gate: **{phrases.verdict(report).lower()}**. {' '.join(plain(words) for words in said if words)}"
+    sentences = phrases.summary(report), phrases.failed_rules(report)
+    return f"Its gate: **{phrases.verdict(report).lower()}**. {' '.join(plain(words) for words in sentences if words)}"
 
 
 def _deeper(markdown: str) -> str:
@@ -230,13 +203,12 @@ def _deeper(markdown: str) -> str:
     return "\n".join(f"#{line}" if line.startswith("#") else line for line in markdown.splitlines())
 
 
-def _limits(of: Published) -> Iterator[str]:
+def _limits(release: Release) -> Iterator[str]:
     """What the numbers are about; outside of it nothing is known."""
-    report, rows = of.report, of.report["results"]
-    lengths = [record.num_prompt_tokens for record in of.release.records]
+    report, rows, data = release.report, release.report["results"], getattr(release.recipe, "data", None)
+    lengths = [record.num_prompt_tokens for record in release.records]
     most = report["settings"]["max_new_tokens"]
     yield f"Contexts: prompts of {min(lengths):,} to {max(lengths):,} tokens, and {most:,} tokens generated at most."
-    data = getattr(of.release.recipe, "data", None)
     if data:
         yield f"It was trained on rows of {data.max_length:,} tokens."
     temperatures = ", ".join(f"{value:g}" for value in sorted({row["temperature"] for row in rows}))
@@ -248,16 +220,14 @@ def _limits(of: Published) -> Iterator[str]:
         f"Languages and subjects: those of the suite {plain(suite['name'])} ({plain(suite['source'])}; licence "
         f"{plain(suite['licence'])}){kinds}; others were not measured."
     )
+    yield from map(plain, release.notes)
     dtype = report["target"].get("dtype")
-    yield from map(plain, of.release.notes)
     yield f"Hardware: {plain(report['hardware']['name'])}{f', with the target in {dtype}' if dtype else ''}."
 
 
-def _training(of: Published) -> Iterator[str]:
+def _training(of: CardContents) -> Iterator[str]:
     recipe, provenance, history = of.release.recipe, of.release.provenance, of.history
-    named = next((word for word in provenance.get("command", []) if word.startswith("recipe=")), None)
-    shown = f" (`{named}` and what stands beside it in the command)" if named and "`" not in named else ""
-    yield f"[recipe.yaml](recipe.yaml) holds every setting{shown}, [provenance.json](provenance.json) versions, commit and data."
+    yield "[recipe.yaml](recipe.yaml) holds every setting, [provenance.json](provenance.json) versions, commit, command and data."
     data, rows = getattr(recipe, "data", None), provenance.get("rows")
     epochs = max((entry.get("epoch", 0) for entry in history.log), default=0) if history else 0
     if data and rows:
@@ -267,12 +237,9 @@ def _training(of: Published) -> Iterator[str]:
         temperatures = ", ".join(f"{value:g}" for value in data.regenerate.temperatures)
         yield f"The target generated {data.regenerate.num_tokens:,} tokens of them, at temperatures {temperatures}."
     if history:
-        hours = (
-            "in a time that is not known, as it was resumed"
-            if history.seconds is None
-            else f"in {phrases.duration(history.seconds)}"
-        )
-        yield f"Training: {history.steps:,} steps {hours}."
+        resumed = "in a time that is not known, as it was resumed"
+        time = resumed if history.seconds is None else f"in {phrases.duration(history.seconds)}"
+        yield f"Training: {history.steps:,} steps {time}."
     packages = provenance.get("packages", {})
     if packages:
         yield f"With {', '.join(f'{name} {version}' for name, version in packages.items())}."

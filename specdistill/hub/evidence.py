@@ -1,15 +1,16 @@
-"""Whether the report of a finished run is evidence for the draft beside it.
+"""Whether the report of a finished run is evidence for the draft next to it.
 
 A run's folder holds files that can come from different trainings and measurements. So the report must be as it was written, by its digest;
 it must have measured this draft on this target, by the hashes of their files; and the gate is decided again, by the rules that the run's
 recipe names. What speaks against a release is a refusal. All of them are collected, so that `force` can list what it overrides.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from specdistill import __version__
 from specdistill.errors import UserError
@@ -83,7 +84,7 @@ def read_release(run: Path, last: Evidence | None = None) -> Release:
     return Release(
         run=run,
         recipe=recipe,
-        provenance=_read_provenance(run / PROVENANCE),
+        provenance=read_keys(run / PROVENANCE, "run", FINISHED),
         draft=tuple(draft_files(run / DRAFT)),
         report=judged,
         records=records,
@@ -94,14 +95,15 @@ def read_release(run: Path, last: Evidence | None = None) -> Release:
     )
 
 
-def _read_provenance(path: Path) -> dict[str, Any]:
+def read_keys(path: Path, key: str, expected: str) -> dict[str, Any]:
+    """What a JSON or YAML file holds. Raises UserError, naming `key`, for one that does not read or holds no keys."""
     try:
-        provenance = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError("run", got=f"{path} ({error})", expected=FINISHED) from error
-    if not isinstance(provenance, dict):
-        raise UserError("run", got=f"{path}, which holds no keys", expected=FINISHED)
-    return provenance
+        keys = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError):
+        keys = None
+    if not isinstance(keys, dict):
+        raise UserError(key, got=f"{path}, which holds no keys", expected=expected)
+    return keys
 
 
 def _other_files(
@@ -110,11 +112,11 @@ def _other_files(
     if report.get("digest") != digest(report, records):
         yield "edited report: report.json and samples.jsonl are not as they were measured: measure again"
     if (measured := report["draft"].get("weights")) != (found := draft_hash(run / DRAFT)):
-        said = f"a draft with hash {measured[:SHOWN]}" if measured else "a draft whose hash it does not state"
-        yield f"other weights: the report measured {said}, and {run / DRAFT} has {found[:SHOWN]}: measure this one"
+        stated = measured[:SHOWN] if measured else "not stated"
+        yield f"other weights: the measured draft's hash is {stated}, that of {run / DRAFT} {found[:SHOWN]}: measure this one"
     if (measured := report["target"].get("weights")) != target.weights:
-        said = f"one with weights {measured[:SHOWN]}" if measured else "one whose weights it does not state"
-        yield f"another target: the report measured {said}, and the recipe's is {target}"
+        stated = measured[:SHOWN] if measured else "not stated"
+        yield f"another target: the hash of the measured one's weights is {stated}, and the recipe's is {target}"
 
 
 def _judged(recipe: Recipe, measured: Evidence, last: Evidence | None) -> tuple[dict[str, Any], list[str], bool]:

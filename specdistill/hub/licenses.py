@@ -6,6 +6,7 @@ Llama's community licences (a draft learns from its target's outputs, which they
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,9 @@ from specdistill.repositories import hub_errors
 UNKNOWN, OTHER = "unknown", "other"
 DATA = "training data"
 CARD = "README.md"
-# What a licence may ask to be passed on beside the weights.
+# What a licence may ask to be passed on with the weights.
 TEXTS = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
-# The identifiers that a card's `license` may have; others are stated as `license_name` beside `other`.
+# The identifiers that a card's `license` may have; others are stated as `license_name`, with `other`.
 LISTED = (
     "afl-3.0 agpl-3.0 apache-2.0 apple-amlr apple-ascl artistic-2.0 bigcode-openrail-m bigscience-bloom-rail-1.0 "
     "bigscience-openrail-m bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear bsl-1.0 c-uda cc cc-by-2.0 cc-by-2.5 cc-by-3.0 "
@@ -42,7 +43,7 @@ IDENTIFIERS = frozenset(LISTED.split())
 class Terms:
     """What a licence asks of a model that learnt from what it covers.
 
-    prefix: how the model's name begins. display: words on its card. notice: for a text file beside the weights.
+    prefix: how the model's name begins. display: words on its card. notice: for a text file next to the weights.
     """
 
     prefix: str
@@ -92,25 +93,32 @@ def licensed_data(source: Any) -> list[Licensed]:
 
     Raises UserError for a wrong setting of them, ResourceError when the Hub fails.
     """
-    return [
-        Licensed(DATA, _name(entry.source), entry.license or _of_dataset(entry.source))
-        for entry in licensed_sources(source)
-        if entry.source != SELF
-    ]
+    return [_licensed_source(entry.source, entry.license) for entry in licensed_sources(source) if entry.source != SELF]
+
+
+def _licensed_source(source: str, license: str | None) -> Licensed:
+    """A data set of the Hub has the licence that its card states, where none is given and the Hub shows it."""
+    if Path(source).exists() or Path(source).suffix in LOADERS or source.count("/") != 1:
+        return Licensed(DATA, Path(source).name, license)  # without the folders of the machine that trained
+    if license is None:
+        with hub_errors("data.source", source, expected="a Hub id"), suppress(RepositoryNotFoundError):
+            card = HfApi().dataset_info(source).card_data
+            license = stated(vars(card)) if card else None
+    return Licensed(DATA, source, license)
 
 
 def forbidden(parts: Sequence[Licensed], repository: str) -> Iterator[str]:
     """Why licences forbid a draft made of these parts to be published under this name; nothing where they do not."""
+    name = repository.rpartition("/")[2]
     for part in parts:
+        stated = f"the licence of the {part.what}, {part.name}, is {part.license}, which"
         if part.what == DATA and part.license is None:
             yield f"nobody states the licence of the {part.what}, {part.name}: `license` of its entry in data.source says it"
         if re.search(r"(^|-)nd(-|$)", part.shown.lower()):
-            yield f"the licence of the {part.what}, {part.name}, is {part.license}, which forbids to distribute what derives from it"
+            yield f"{stated} forbids to distribute what derives from it"
         # "Llama 3" is also the beginning of llama-3.1-8B
-        name = repository.rpartition("/")[2]
         if part.terms and not _letters(name).startswith(_letters(part.terms.prefix)):
-            asks = f"asks that the repository's name begin with {part.terms.prefix}, and it is {name}"
-            yield f"the licence of the {part.what}, {part.name}, is {part.license}, which {asks}"
+            yield f"{stated} asks that the repository's name begin with {part.terms.prefix}, and it is {name}"
 
 
 def license_of_draft(given: str | None, parts: Sequence[Licensed]) -> str:
@@ -128,27 +136,6 @@ def stated(metadata: Mapping[str, Any] | None) -> str | None:
     value = (metadata or {}).get("license")
     value = value[0] if isinstance(value, list) and value else value
     return str((metadata or {}).get("license_name") or value) if value == OTHER else str(value) if value else None
-
-
-def _is_file(source: str) -> bool:
-    return Path(source).exists() or Path(source).suffix in LOADERS or source.count("/") != 1
-
-
-def _name(source: str) -> str:
-    """Without the folders of the machine that trained."""
-    return Path(source).name if _is_file(source) else source
-
-
-def _of_dataset(source: str) -> str | None:
-    """What the card of a data set on the Hub states; None for a file, and where the Hub does not show such a data set."""
-    if _is_file(source):
-        return None
-    with hub_errors("data.source", source, expected="a Hub id"):
-        try:
-            card = HfApi().dataset_info(source).card_data
-        except RepositoryNotFoundError:
-            return None
-        return stated({"license": card.get("license"), "license_name": card.get("license_name")}) if card else None
 
 
 def _letters(name: str) -> str:

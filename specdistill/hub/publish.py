@@ -1,40 +1,44 @@
 """A finished run released on the Hub: the draft as it was measured, the evidence for it, exports for engines, and the card."""
 
+import shlex
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants
 from huggingface_hub.hf_api import RepoFile
 
 from specdistill.credentials import check_no_secret
-from specdistill.engines.engine import Served
+from specdistill.engines import ENGINES
+from specdistill.engines.engine import Engine, Served, Serving
+from specdistill.engines.loader import check_loader, loader_of
 from specdistill.errors import UserError
 from specdistill.export import export, samples_drafts
-from specdistill.hub.card import Published, model_card
+from specdistill.hub.card import CardContents, model_card
 from specdistill.hub.command import PublishOptions
 from specdistill.hub.evidence import DRAFT, PROVENANCE, RECIPE, Release, check_finished, read_release
 from specdistill.hub.licenses import CARD, TEXTS, Licensed, forbidden, license_of_draft, licensed_data, licensed_model
-from specdistill.hub.releases import last_release, restore, restored, tag_message, to_measure_again, what_changed
+from specdistill.hub.releases import last_release, tag_message, to_measure_again, what_changed
 from specdistill.hub.repository import (
     LICENSES,
     NOTICE,
     REPORT,
-    Change,
+    FileChange,
     Repository,
     check_names,
     difference,
     hub_failures,
     is_same,
+    restore,
+    restored,
     upload,
 )
-from specdistill.hub.serving import serving_lines
 from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import link, new_folder, read_config
-from specdistill.methods.load import draft_files
+from specdistill.methods.load import draft_files, implementation
 from specdistill.methods.recipe import Recipe
 from specdistill.recipe.load import load_recipe
 from specdistill.recipe.sections import PublishConfig
@@ -46,14 +50,15 @@ from specdistill.targets.identity import SHOWN
 from specdistill.training.history import read_history
 
 STAGED = "release"  # in a run's folder
+DRY_RUN = "Dry run: nothing was uploaded."
 WEIGHTS = (".safetensors", ".gguf")
 # Prompts and completions, which may be about addresses; what else these say report.json says.
 OF_A_SUITE = (SAMPLES, "report.html")
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What became of a run. commit: None where nothing was published: it was refused (refusals that no reason overrode), or a trial.
+class Publication:
+    """What became of a run. commit: None where nothing was published: it was refused (refusals that no reason overrode), or a dry run.
 
     folder: what was or would be published; None where that was not written, as it was refused or is there already. advice: what to do
     about a refusal.
@@ -63,12 +68,12 @@ class Outcome:
     tag: str
     refusals: Sequence[str]
     folder: Path | None = None
-    changes: Sequence[Change] = ()
+    changes: Sequence[FileChange] = ()
     commit: str | None = None
     advice: str | None = None
 
 
-def publish_run(options: PublishOptions) -> Outcome:
+def publish_run(options: PublishOptions) -> Publication:
     """Release a run's draft, or say why not. Its recipe's section `publish` says what the options do not.
 
     Raises UserError for what the user got wrong, ResourceError when the Hub or the disk fails.
@@ -84,9 +89,9 @@ def publish_run(options: PublishOptions) -> Outcome:
     there = Repository.read(name)
     there.check_visible(config.private)
     if known := next((it for it in ([tag] if tag else there.tags) if is_released(run, there.at(it))), None):
-        return Outcome(name, known, (), commit=there.tags[known])
+        return Publication(name, known, (), commit=there.tags[known])
     if tag in there.tags:
-        raise UserError("tag", got=f"{tag}, which is another release of {name}", expected=f"a new one, as {there.next_tag}")
+        raise UserError("tag", got=f"{tag}, which is another release of {name}", expected=f"a new one, e.g. {there.next_tag}")
     tag, last = tag or there.next_tag, last_release(there, options.baseline)
     release = read_release(run, last.evidence if last else None)
     target, base_model = find_target(release, config.base_model)
@@ -95,12 +100,11 @@ def publish_run(options: PublishOptions) -> Outcome:
     parts = made_from(release.recipe, target, base_model)
     refusals = [*release.refusals, *(f"licence: {why}" for why in forbidden(parts, name))]
     if refusals and reason is None:
-        advice = to_measure_again(release, last) if last and not release.is_comparable else None
-        return Outcome(name, tag, refusals, advice=advice)
+        return Publication(name, tag, refusals, advice=to_measure_again(release, last) if last else None)
     if reason is not None and not refusals:
         raise UserError("force", got=reason, expected="no such key: nothing speaks against this release")
 
-    published = Published(
+    contents = CardContents(
         repository=name,
         tag=tag,
         release=release,
@@ -116,13 +120,13 @@ def publish_run(options: PublishOptions) -> Outcome:
     folder = Path(options.output_dir or run / STAGED)
     if options.output_dir is None:
         shutil.rmtree(folder, ignore_errors=True)
-    stage(published, target, config.exports, folder)
+    stage(contents, target, config.exports, folder)
     changes = difference(folder, there.files)
     if options.dry_run:
-        return Outcome(name, tag, refusals, folder, changes)
+        return Publication(name, tag, refusals, folder, changes)
     message = tag_message(release, tag, last)
     commit = upload(folder, changes, there, tag, message=message, private=config.private)
-    return Outcome(name, tag, refusals, folder, changes, commit)
+    return Publication(name, tag, refusals, folder, changes, commit)
 
 
 def is_released(run: Path, files: Mapping[str, RepoFile]) -> bool:
@@ -162,7 +166,7 @@ def made_from(recipe: Recipe, target: TargetFiles, base_model: str | None) -> li
     return [*parts, *(licensed_data(data.source) if data else [])]
 
 
-def stage(of: Published, target: TargetFiles, exports: Sequence[str], output: Path) -> None:
+def stage(of: CardContents, target: TargetFiles, exports: Sequence[str], output: Path) -> None:
     """Write the folder of a release; the draft's files are linked, not read.
 
     Raises UserError for what is in its place, for a link among the draft's files and for an export that cannot be, ResourceError when the
@@ -202,7 +206,7 @@ def pass_on_terms(parts: Sequence[Licensed], target: TargetFiles, folder: Path) 
         link(path, folder / LICENSES / path.name)
 
 
-def serving_of(of: Published, exported: Mapping[str, Served]) -> list[tuple[str, str]]:
+def serving_of(of: CardContents, exported: Mapping[str, Served]) -> list[tuple[str, str]]:
     """(engine's title, commands) for each engine that can be given the draft."""
     release = of.release
     served = Served(
@@ -210,10 +214,48 @@ def serving_of(of: Published, exported: Mapping[str, Served]) -> list[tuple[str,
         output=Path(of.repository),
         target=of.base_model,
         num_tokens=release.num_speculative_tokens,
-        samples=samples_drafts(of.report["settings"]),
+        samples=samples_drafts(release.report["settings"]),
         config=read_config(release.run / DRAFT, "run"),
     )
     return list(serving_lines(served, release.run / DRAFT, exported, repository=of.repository, tag=of.tag))
+
+
+def loads_as_is(engine: Engine, method: str, folder: Path) -> bool:
+    """Whether an engine loads a draft's folder as training wrote it. Of the weights the names and shapes alone are read."""
+    row = METHODS[method]
+    serving = row.serving().get(engine.name, Serving())
+    if serving.layout is None or row.in_target:  # an engine takes that from its target's checkpoint alone
+        return False
+    if row.standalone:
+        return not serving.layout.gguf_types
+    config, shards = read_config(folder, "draft"), Shards.open(folder, "draft")
+    head, loader = implementation(method).head_shape(config, None), loader_of(serving.loaders, config)
+    if head is None or loader is None:
+        return False
+    result = check_loader(loader, config, {name: tuple(shards.describe(name)[1]) for name in shards.file_of}, head)
+    return not (result.refused or result.silent)
+
+
+def serving_lines(
+    served: Served, draft: Path, exports: Mapping[str, Served], *, repository: str, tag: str
+) -> Iterator[tuple[str, str]]:
+    """(engine's title, commands) for each engine that can be given the draft: as it is, or as exported for it.
+
+    served: the draft in the repository's root. draft: its folder here. exports: engine -> what was exported for it, into a folder of that
+    name.
+    """
+    assert served.method is not None
+    row, local = METHODS[served.method], repository.rpartition("/")[2]
+    for name, serving in row.serving().items():
+        engine = ENGINES[name]
+        if engine.serve_command is None:
+            continue
+        if name in exports:
+            exported = replace(exports[name], output=Path(local) / name, target=served.target)
+            fetch = f"hf download {repository} --revision {tag} --local-dir {local} --include {shlex.quote(f'{name}/*')}"
+            yield engine.title, f"{fetch}\n{engine.serve_command(exported)}"
+        elif loads_as_is(engine, served.method, draft):
+            yield engine.title, engine.serve_command(replace(served, serving=serving, in_target=row.in_target))
 
 
 def restore_release(repository: str | None, tag: str, *, dry_run: bool = False) -> None:
@@ -225,37 +267,30 @@ def restore_release(repository: str | None, tag: str, *, dry_run: bool = False) 
     if all(change.what == "same" for change in changes):
         print(f"{name} holds {tag} already")
     elif dry_run:
-        print("a trial: nothing was sent")
+        print(DRY_RUN)
     else:
         commit = restore(there, tag, changes)
-        print(
-            f"restored: {constants.ENDPOINT}/{name} holds {tag} again (commit {commit[:SHOWN]}), and every tag is where it was"
-        )
+        print(f"restored: {constants.ENDPOINT}/{name} holds {tag} again (commit {commit[:SHOWN]}); tags are unchanged")
 
 
-def print_outcome(outcome: Outcome) -> None:
+def print_outcome(made: Publication) -> None:
     """Each file and what becomes of it, and what was released; refusals on stderr."""
-    if outcome.refusals and outcome.folder is None:
-        for refusal in outcome.refusals:
+    name, url = f"{made.repository}@{made.tag}", f"{constants.ENDPOINT}/{made.repository}/tree/{made.tag}"
+    if made.folder is not None:
+        print_changes(name, made.changes)
+        print(f"from {made.folder}")
+        print(f"released: {url} (commit {made.commit[:SHOWN]})" if made.commit else DRY_RUN)
+    elif made.refusals:
+        for refusal in made.refusals:
             print(f"refused: {refusal}", file=sys.stderr)
-        if outcome.advice:
-            print(f"to compare it with the last release: {outcome.advice}", file=sys.stderr)
-        print("nothing was published; force=REASON publishes it all the same, with the reason on the card", file=sys.stderr)
-        return
-    name = f"{outcome.repository}@{outcome.tag}"
-    if outcome.folder is None:
-        print(f"{name} is this release already: {constants.ENDPOINT}/{outcome.repository}/tree/{outcome.tag}")
-        print("with other keys it is another release, whose tag= is a new one")
-        return
-    print_changes(name, outcome.changes)
-    print(f"from {outcome.folder}")
-    if outcome.commit is None:
-        print("a trial: nothing was sent")
+        if made.advice:
+            print(f"to compare it with the last release: {made.advice}", file=sys.stderr)
+        print("nothing was published; force=REASON publishes it anyway, with the reason on the card", file=sys.stderr)
     else:
-        print(f"released: {constants.ENDPOINT}/{outcome.repository}/tree/{outcome.tag} (commit {outcome.commit[:SHOWN]})")
+        print(f"{name} is this release already: {url}")
 
 
-def print_changes(name: str, changes: Sequence[Change]) -> None:
+def print_changes(name: str, changes: Sequence[FileChange]) -> None:
     for change in changes:
         print(f"{change.what:8} {size(change.size):>12}  {change.path}")
     counts = Counter(change.what for change in changes)

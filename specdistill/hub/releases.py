@@ -1,26 +1,24 @@
-"""A release beside the one before it: what it is compared with, what changed, and the way back to an earlier one."""
+"""A release and the one before it: what it is compared with, and what changed."""
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
-from huggingface_hub import CommitOperationCopy, CommitOperationDelete, HfApi
-from huggingface_hub.hf_api import RepoFile
 
-from specdistill.errors import ResourceError, UserError, nearest
+from specdistill.errors import UserError
 from specdistill.gate.decide import FIRST_RELEASE, Evidence
 from specdistill.hub.evidence import RECIPE as RUN_RECIPE
-from specdistill.hub.evidence import Release
-from specdistill.hub.repository import AGAIN, REPORT, Change, Repository, files_at, hub_failures, is_of_a_release
+from specdistill.hub.evidence import Release, read_keys
+from specdistill.hub.repository import REPORT, Repository
 from specdistill.methods.load import draft_hash, locate
 from specdistill.report import phrases, tables
 from specdistill.report.files import REPORT as REPORT_FILE
 from specdistill.report.files import SAMPLES, digest, read_report
-from specdistill.report.phrases import scalar, signed
+from specdistill.report.phrases import scalar
 from specdistill.report.text import cells, plain
 from specdistill.repositories import fetch
 
@@ -29,7 +27,6 @@ MEASURED_AGAIN = "last-release"  # in a run's folder: the report of the last rel
 # Of a recipe: what a machine calls things, and what becomes of a draft once it is made.
 NOT_OF_THE_DRAFT = ("train.output_dir", "eval.output_dir", "eval.draft", "eval.baseline", "data.cache_dir", "publish.")
 FACTS = ("target_weights", "data_fingerprint", "rows")  # of a training, that stand in its provenance alone
-HEADLINES = ("mean_acceptance_length", "speedup")
 
 
 @dataclass(frozen=True)
@@ -44,9 +41,6 @@ class LastRelease:
     evidence: Evidence
     recipe: Mapping[str, Any]
     provenance: Mapping[str, Any]
-
-    def __str__(self) -> str:
-        return f"{self.repository}@{self.tag}"
 
 
 def last_release(repository: Repository, baseline: str | None) -> LastRelease | None:
@@ -75,33 +69,22 @@ def last_release(repository: Repository, baseline: str | None) -> LastRelease | 
     if baseline and report["draft"].get("weights") != draft_hash(locate(f"{name}@{repository.tags[tag]}", key="repo")):
         raise UserError(key, got=f"{baseline}, a report of other weights", expected=f"one of {name}@{tag}")
     report["draft"] |= {"model": name, "revision": tag}  # as a reader knows it, and not where it was measured
-    recipe, provenance = (_mapping(folder / file, f"{name}@{tag}") for file in (RECIPE, PROVENANCE))
+    expected = f"{name}@{tag} as publish writes it; restore=TAG takes an earlier release back"
+    recipe, provenance = (
+        read_keys(folder / file, "repo", expected) if (folder / file).is_file() else {} for file in (RECIPE, PROVENANCE)
+    )
     return LastRelease(name, tag, Evidence(report, records), recipe, provenance)
 
 
-def _mapping(path: Path, release: str) -> dict[str, Any]:
-    """What a file of a release holds; nothing where it has none. Raises UserError for what `publish` does not write."""
-    expected = "a release as publish writes them; restore=TAG takes an earlier one back"
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError("repo", got=f"{release} with {path.name} that does not read", expected=expected) from error
-    if not isinstance(found, dict):
-        raise UserError("repo", got=f"{release} with {path.name} that holds no keys", expected=expected)
-    return found
-
-
-def to_measure_again(release: Release, last: LastRelease) -> str:
-    """The commands that measure the last release as the new one was, and publish with that in its place."""
-    recipe, output = release.recipe, release.run / MEASURED_AGAIN
-    k = {"eval.num_speculative_tokens": release.num_speculative_tokens}  # which the file of the recipe may not say
-    keys = {"recipe": release.run / RUN_RECIPE, "draft": last, "output_dir": output, **k}
-    method = last.evidence.report["draft"]["method"]
-    if method != recipe.method:  # its recipe has other keys
-        settings = ("suite", "num_speculative_tokens", "temperature", "max_new_tokens", "num_prompts", "repeats")
-        asked = {f"eval.{name}": value for name in settings if (value := getattr(recipe.eval, name)) is not None}
-        target = {"target": recipe.target.model, "target.dtype": recipe.target.dtype}
-        keys = {"method": method, **target, "draft": last, "output_dir": output, **asked}
+def to_measure_again(release: Release, last: LastRelease) -> str | None:
+    """The commands that measure the last release as the new one was, and publish with that in its place; None where it was measured so, and
+    where it is of another method, which a recipe of its own measures.
+    """
+    if release.is_comparable or last.evidence.report["draft"]["method"] != release.method:
+        return None
+    output = release.run / MEASURED_AGAIN
+    keys = {"recipe": release.run / RUN_RECIPE, "draft": f"{last.repository}@{last.tag}", "output_dir": output}
+    keys["eval.num_speculative_tokens"] = release.num_speculative_tokens  # which the file of the recipe may not say
     words = [shlex.quote(f"{name}={value}") for name, value in keys.items()]
     return f"specdistill eval {' '.join(words)}, then publish with baseline={shlex.quote(str(output))}"
 
@@ -115,27 +98,19 @@ def what_changed(release: Release, last: LastRelease) -> str:
 
 
 def tag_message(release: Release, tag: str, last: LastRelease | None) -> str:
-    """What `git tag` shows: the main numbers, how they changed, and the settings that did."""
-    if last is None:
-        return f"Release {tag}, the first\n\n{phrases.summary(release.report)}"
-    lines = [f"Release {tag}\n\n{phrases.summary(release.report)}\n\nSince {last.tag}:"]
-    for change in release.report["baseline"]["changes"]:
-        if change["category"] == "all" and change["metric"] in HEADLINES and "change" in change:
-            name, shown = tables.METRICS_SHOWN[change["metric"]]
-            interval = f" ({' to '.join(map(signed, change['ci95']))})" if "ci95" in change else ""
-            lines.append(f"- {name} {shown(change['old'])} to {shown(change['new'])}: {signed(change['change'])}{interval}")
-    lines += [f"- {key}: {before} to {now}" for key, before, now in changed_settings(release, last)]
-    return "\n".join(lines)
+    """What `git tag` shows: the main numbers, and how many changed."""
+    since = phrases.since(release.report) if last else "The first release."
+    return f"Release {tag}\n\n{phrases.summary(release.report)}\n\n{since}"
 
 
 def changed_settings(release: Release, last: LastRelease) -> Iterator[tuple[str, str, str]]:
     """(key, before, now) of every key of the recipe that differs, and of the facts of the training; `–` where one has no such key."""
     recipe = yaml.safe_load((release.run / RUN_RECIPE).read_text(encoding="utf-8"))
-    now, before = dict(_leaves(recipe)), dict(_leaves(last.recipe))
-    if before:
-        for key in sorted(now.keys() | before.keys()):
-            if now.get(key) != before.get(key) and not key.startswith(NOT_OF_THE_DRAFT):
-                yield key, _shown(before.get(key)), _shown(now.get(key))
+    before, now = dict(_leaves(last.recipe)), dict(_leaves(recipe))
+    keys = sorted(before.keys() | now.keys()) if before else []
+    for key in keys:
+        if before.get(key) != now.get(key) and not key.startswith(NOT_OF_THE_DRAFT):
+            yield key, _shown(before.get(key)), _shown(now.get(key))
     for fact in FACTS:
         then, this = last.provenance.get(fact), release.provenance.get(fact)
         if None not in (then, this) and then != this:
@@ -152,46 +127,3 @@ def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 def _shown(value: Any) -> str:
     return "–" if value is None else json.dumps(value) if isinstance(value, list | dict) else scalar(value)
-
-
-def restored(repository: Repository, tag: str) -> list[Change]:
-    """What becomes of the main branch's files when it is to hold a release again.
-
-    Raises UserError for a tag that is not there and for one that is no release, ResourceError when the Hub fails.
-    """
-    earlier = repository.at(tag)
-    if f"{REPORT}/{REPORT_FILE}" not in earlier:
-        known = list(repository.tags)
-        got = f"{tag}, which holds no report" if tag in repository.tags else tag
-        expected = f"a release of {repository.name}: {', '.join(known) or 'it has none'}"
-        raise UserError("restore", got=got, expected=expected, nearest=nearest(tag, known))
-    changes = [Change(path, _compared(file, repository.files.get(path)), file.size) for path, file in sorted(earlier.items())]
-    removed = sorted(path for path in repository.files.keys() - earlier.keys() if is_of_a_release(path))
-    return changes + [Change(path, "removed", repository.files[path].size) for path in removed]
-
-
-def _compared(file: RepoFile, there: RepoFile | None) -> Literal["new", "changed", "same"]:
-    if there is None:
-        return "new"
-    return "same" if file.blob_id == there.blob_id else "changed"
-
-
-def restore(repository: Repository, tag: str, changes: Sequence[Change]) -> str:
-    """Commit a release's files to the main branch again, copied on the Hub; returns the commit. Nothing is new, so nothing is tagged.
-
-    Raises ResourceError when the Hub fails or was changed meanwhile.
-    """
-    api, name, commit = HfApi(), repository.name, repository.tags[tag]
-    copied = [it.path for it in changes if it.what in ("new", "changed")]
-    operations: list[CommitOperationCopy | CommitOperationDelete] = [
-        *(CommitOperationCopy(path, path, src_revision=commit) for path in copied),
-        *(CommitOperationDelete(it.path) for it in changes if it.what == "removed"),
-    ]
-    with hub_failures(name):
-        head = api.create_commit(name, operations, commit_message=f"Restore {tag}", parent_commit=repository.commits[0]).oid
-        there = files_at(name, head)
-        left = [path for path, file in repository.at(tag).items() if path not in there or there[path].blob_id != file.blob_id]
-        if left:
-            what = f"repo: the main branch of {name} holds other content than {tag} in {', '.join(left[:3])}"
-            raise ResourceError(what, next_step=AGAIN)
-    return str(head)

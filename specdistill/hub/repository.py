@@ -1,39 +1,34 @@
-"""A repository of drafts as the Hub has it, and what changes there: one commit for a release, and a tag on that commit.
+"""A repository of drafts as the Hub has it, and what changes there: one commit for a release and a tag on it, and the way back to another.
 
 A release is never half there. Its commit holds all files or does not exist, is read back before it is tagged, and a tag is never moved. A
 command that was interrupted is repeated: files that the Hub has are not sent again, and a commit that is there gets its tag.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Literal
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    LocalTokenNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-)
+from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete, HfApi, constants
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils.sha import git_hash
 
 from specdistill.engines import ENGINES
-from specdistill.errors import ResourceError, UserError, one_line
+from specdistill.errors import ResourceError, UserError, nearest, one_line
 from specdistill.methods.load import WHOLE_DRAFT
 from specdistill.report.files import REPORT as REPORT_FILE
 from specdistill.repositories import HTTP_ERROR
 from specdistill.targets.identity import file_hashes
 
-# Folders and a file of a release, beside the draft's own files and an engine's folder for each export.
+# Folders and a file of a release, next to the draft's own files and an engine's folder for each export.
 REPORT, LICENSES, NOTICE = "report", "licenses", "NOTICE"
-NAMES = "a repository on the Hub, as org/name: letters, digits, -, _ and ."
+NAMES = "a repository on the Hub, e.g. org/name: letters, digits, -, _ and ."
 AGAIN = "repeat the command: what the Hub has is not sent again"
+LOGIN = "`hf auth login`, or HF_TOKEN, with a token that may write, and a name of yours or of an organisation that you are in"
 
 
 @dataclass(frozen=True)
@@ -91,8 +86,8 @@ class Repository:
 
 
 @dataclass(frozen=True)
-class Change:
-    """A file of a release, beside what the Hub has under its name. size: bytes, of what is removed there."""
+class FileChange:
+    """A file of a release, compared with what the Hub has under its name. size: bytes, of what is removed there."""
 
     path: str
     what: Literal["new", "changed", "same", "removed"]
@@ -129,20 +124,39 @@ def is_of_a_release(path: str) -> bool:
     return of_draft or path.partition("/")[0] in {REPORT, LICENSES, *ENGINES}
 
 
-def difference(folder: Path, files: Mapping[str, RepoFile]) -> list[Change]:
-    """Every file of a release beside those of the Hub, and what is there of another release and has no place in this one."""
-    here = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+def difference(folder: Path, files: Mapping[str, RepoFile]) -> list[FileChange]:
+    """Every file of a release in a folder, compared with those of the Hub, and what is there of another release and has no place in it."""
+    here = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    sizes = {name: path.stat().st_size for name, path in here.items()}
+    return _changes(sizes, files, lambda name: is_same(here[name], files[name]))
+
+
+def restored(repository: Repository, tag: str) -> list[FileChange]:
+    """What becomes of the main branch's files when it is to hold a release again.
+
+    Raises UserError for a tag that is not there and for one that is no release, ResourceError when the Hub fails.
+    """
+    earlier, files = repository.at(tag), repository.files
+    if f"{REPORT}/{REPORT_FILE}" not in earlier:
+        known = list(repository.tags)
+        got = f"{tag}, which holds no report" if tag in repository.tags else tag
+        expected = f"a release of {repository.name}: {', '.join(known) or 'it has none'}"
+        raise UserError("restore", got=got, expected=expected, nearest=nearest(tag, known))
+    sizes = {name: file.size for name, file in earlier.items()}
+    return _changes(sizes, files, lambda name: earlier[name].blob_id == files[name].blob_id)
+
+
+def _changes(sizes: Mapping[str, int], there: Mapping[str, RepoFile], is_same: Callable[[str], bool]) -> list[FileChange]:
+    """sizes: of the files that a release is to have."""
     changes = []
-    for name, path in here.items():
-        there = files.get(name)
-        what: Literal["new", "changed", "same"] = "new" if there is None else "same" if is_same(path, there) else "changed"
-        changes.append(Change(name, what, path.stat().st_size))
-    removed = sorted(name for name in files.keys() - here.keys() if is_of_a_release(name))
-    return changes + [Change(name, "removed", files[name].size) for name in removed]
+    for name, size in sorted(sizes.items()):
+        changes.append(FileChange(name, "new" if name not in there else "same" if is_same(name) else "changed", size))
+    removed = sorted(name for name in there.keys() - sizes.keys() if is_of_a_release(name))
+    return changes + [FileChange(name, "removed", there[name].size) for name in removed]
 
 
 def upload(
-    folder: Path, changes: Sequence[Change], repository: Repository, tag: str, *, message: str, private: bool | None
+    folder: Path, changes: Sequence[FileChange], repository: Repository, tag: str, *, message: str, private: bool | None
 ) -> str:
     """Commit a release on top of what the Hub was seen to have, and tag it with a message; returns the commit.
 
@@ -152,7 +166,7 @@ def upload(
     with hub_failures(name):
         if not repository.commits:
             api.create_repo(name, private=private is not False, exist_ok=True)
-        head = repository.commits[0] if repository.commits else api.model_info(name).sha
+        head = repository.commits[0] if repository.commits else str(api.model_info(name).sha)
         added = [CommitOperationAdd(it.path, str(folder / it.path)) for it in changes if it.what in ("new", "changed")]
         removed = [CommitOperationDelete(it.path) for it in changes if it.what == "removed"]
         if added or removed:
@@ -160,15 +174,26 @@ def upload(
         if left := [it.path for it in difference(folder, files_at(name, head)) if it.what != "same"]:
             what = f"repo: the Hub holds other content than was sent in {', '.join(left[:3])}, so {head} is not tagged"
             raise ResourceError(what, next_step=AGAIN)
-        if repository.tags.get(tag) != head:
-            try:
-                api.create_tag(name, tag=tag, revision=head, tag_message=message)
-            except HfHubHTTPError as error:
-                there = {entry.name: entry.target_commit for entry in api.list_repo_refs(name).tags}
-                if error.response.status_code != 409 or there.get(tag) != head:
-                    raise
-    assert head is not None
+        api.create_tag(name, tag=tag, revision=head, tag_message=message, exist_ok=True)
+        if {entry.name: entry.target_commit for entry in api.list_repo_refs(name).tags}[tag] != head:
+            raise ResourceError(f"repo: somebody else set {tag} of {name} meanwhile", next_step="choose another tag")
     return head
+
+
+def restore(repository: Repository, tag: str, changes: Sequence[FileChange]) -> str:
+    """Commit a release's files to the main branch again, copied on the Hub; returns the commit. Nothing is new, so nothing is tagged.
+
+    Raises ResourceError when the Hub fails or was changed meanwhile.
+    """
+    operations: list[CommitOperationCopy | CommitOperationDelete] = []
+    for it in changes:
+        if it.what == "removed":
+            operations.append(CommitOperationDelete(it.path))
+        elif it.what != "same":
+            operations.append(CommitOperationCopy(it.path, it.path, src_revision=repository.tags[tag]))
+    title, parent = f"Restore {tag}", repository.commits[0]
+    with hub_failures(repository.name):
+        return HfApi().create_commit(repository.name, operations, commit_message=title, parent_commit=parent).oid
 
 
 @contextmanager
@@ -178,32 +203,8 @@ def hub_failures(repository: str) -> Iterator[None]:
         yield
     except HFValidationError as error:
         raise UserError("repo", got=repository, expected=NAMES) from error
-    except LocalTokenNotFoundError as error:
-        where = f"{constants.ENDPOINT}/settings/tokens"
-        raise ResourceError(
-            f"repo: nobody is logged in to {constants.ENDPOINT}",
-            next_step=f"`hf auth login`, or HF_TOKEN, with a token from {where} that may write",
-        ) from error
-    except HfHubHTTPError as error:
-        status, said = error.response.status_code, one_line(str(error).strip())[:300]
-        what, next_step = {
-            401: (f"repo: the Hub does not know the token ({said})", "`hf auth login`, or another HF_TOKEN"),
-            403: (
-                f"repo: you may not write to {repository} ({said})",
-                "a token that may write, and a name of yours or of an organisation that you are in",
-            ),
-            404: (f"repo: {repository} is not there ({said})", "check the name of the user or organisation, and the token"),
-            409: (f"repo: the Hub has that already, with other content ({said})", "choose another tag"),
-            412: (f"repo: {repository} was changed while it was published to, and nothing of this release is there", AGAIN),
-            429: (f"repo: the Hub asks to wait ({said})", AGAIN),
-        }.get(status, (f"repo: {repository}: the Hub failed ({said})", AGAIN))
-        raise ResourceError(what, next_step=next_step) from error
-    except OfflineModeIsEnabled as error:
-        raise ResourceError("repo: HF_HUB_OFFLINE is set", next_step="unset it to publish") from error
-    except HTTP_ERROR as error:
-        what = f"repo: {constants.ENDPOINT} did not answer ({one_line(str(error)) or type(error).__name__})"
-        raise ResourceError(what, next_step=f"check the network and this machine's clock, and {AGAIN}") from error
-    except (ValueError, RuntimeError, OSError) as error:
-        # A card that the Hub refuses, an answer that is none, and whatever hf_xet meets: it knows no other class.
-        what = f"repo: {repository} could not be written ({one_line(str(error))[:300]})"
-        raise ResourceError(what, next_step=AGAIN) from error
+    except (HTTP_ERROR, ValueError, RuntimeError, OSError) as error:
+        # No answer, or a refusal; no token; a card that the Hub refuses; and whatever hf_xet meets: it knows no other class.
+        status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+        what = f"repo: {repository} at {constants.ENDPOINT}: {one_line(str(error))[:300] or type(error).__name__}"
+        raise ResourceError(what, next_step=LOGIN if status in (401, 403, 404) else AGAIN) from error

@@ -16,7 +16,7 @@ from torch import Tensor
 from specdistill.targets.anatomy import LogitsHead
 
 BLOCK = 4096  # rows, of all K positions, whose logits exist at a time: products of fewer would not fill a GPU
-# Float32 logits in a divergence: larger ones would not stay in caches, and glibc would map their memory anew each time.
+# Float32 logits in a divergence: larger ones would not stay in caches, and glibc would map their memory again each time.
 CHUNK_BYTES = 16 << 20
 # Rows of a position in a divergence that is compiled: what is fused needs no caches, and every chunk is compiled for itself.
 COMPILED_CHUNK = 2048

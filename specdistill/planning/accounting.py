@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -59,7 +59,7 @@ class Device:
     bandwidth: float
 
     def tokens_per_second(self, step: Account, num_tokens: int, other_flops: float) -> float:
-        """Of a step over so many tokens. other_flops: of what the account leaves out, the target's layers."""
+        """Of a step over `num_tokens`. other_flops: of what the account does not count, the target's layers."""
         products = (step.flops + other_flops) / (MATRIX_SHARE * self.flops)
         return num_tokens / (products + step.traffic_bytes / (TRAFFIC_SHARE * self.bandwidth))
 
@@ -161,52 +161,41 @@ class WeightlessTarget(FrozenTarget):
 
 
 def training_step(
-    objective_for: Callable[[FrozenTarget], nn.Module],
+    method: str,
+    build: Callable[[FrozenTarget], Any],
+    draft: Mapping[str, Any],
     target: Described,
     *,
     rows: int,
     length: int,
     gradient_checkpointing: bool = False,
 ) -> Account:
-    """The account of a micro-batch of `rows` rows of `length` tokens.
+    """The account of a micro-batch of `rows` rows of `length` tokens, with the loss of a recipe of the method with these keys of `draft:`.
 
-    objective_for: (the target, its tensors without content) -> a draft with its loss (see specdistill.training.trainer.Objective).
+    build: (the target, its tensors without content) -> the draft.
     """
+    values = {"method": method, "target": {"model": method}, "data": {"source": method}, "train": {"output_dir": method}}
+    recipe = validate(METHODS[method].recipe(), {**values, "draft": dict(draft)})
+    with_loss = METHODS[method].implementation().objective
+    assert with_loss is not None, method
     row = {"input_ids": [0], "loss_mask": [1], "document_ids": [0]}
     packed = {name: value * length for name, value in row.items()} | {"position_ids": list(range(length))}
     batch = collate([packed] * rows)
     with FakeTensorMode() as mode:
         batch = {name: mode.from_tensor(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
         weightless = WeightlessTarget(target)
-        objective: Any = objective_for(weightless)
+        objective: Any = with_loss(build(weightless), recipe, weightless)
         if gradient_checkpointing:
             objective.activation_checkpointing_enable()
         for parameter in objective.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)
         ledger = Ledger()
-        with ledger:
-            _loss(objective, weightless, batch).backward()
+        with ledger:  # as the Trainer takes the loss
+            batch = objective.prepare(batch, None)
+            with torch.autocast("cpu", torch.bfloat16):
+                with torch.no_grad():
+                    target_outputs = objective.read_target(weightless, batch)
+                loss: Tensor = objective(**batch, **target_outputs)[0]
+            loss.backward()
     return ledger.account
-
-
-def _loss(objective: Any, target: FrozenTarget, batch: dict[str, Any]) -> Tensor:
-    """As the Trainer takes it."""
-    batch = objective.prepare(batch, None)
-    with torch.autocast("cpu", torch.bfloat16):
-        batch = objective.prepare(batch, None)
-        with torch.no_grad():
-            target_outputs = objective.read_target(target, batch)
-        loss: Tensor = objective(**batch, **target_outputs)[0]
-    return loss
-
-
-def objective_for(
-    method: str, build: Callable[[FrozenTarget], Any], draft: Mapping[str, Any]
-) -> Callable[[FrozenTarget], nn.Module]:
-    """For `training_step`: the draft that `build` makes, with the loss that a recipe of its method with these keys of `draft:` has."""
-    values = {"method": method, "target": {"model": method}, "data": {"source": method}, "train": {"output_dir": method}}
-    recipe = validate(METHODS[method].recipe(), {**values, "draft": dict(draft)})
-    objective = METHODS[method].implementation().objective
-    assert objective is not None, method
-    return lambda target: objective(build(target), recipe, target)

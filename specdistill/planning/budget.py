@@ -1,10 +1,10 @@
 """What each device holds while a target serves, alone and with a draft, and how much context is left.
 
-Weights and KV cache are counted; what an engine takes beside them is assumed. Devices that share a model (tensor parallelism)
+Weights and KV cache are counted; what an engine takes in addition is assumed. Devices that share a model (tensor parallelism)
 each have an equal part of its weights, and of its cache whole heads.
 """
 
-from collections.abc import Callable
+import bisect
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,10 +25,9 @@ KV_CACHE_DTYPES = {"fp8": "float8_e4m3fn"}
 
 
 @dataclass(frozen=True)
-class Serving:
-    """What a target is to serve. context: tokens of a sequence. dtype: of weights; None for the one they are stored in.
-    kv_cache_dtype: None for that of the weights. memory: bytes of one device. gpu_memory_utilization: the share of it that the
-    engine takes.
+class ServingSettings:
+    """What a target is to serve. context: tokens of a sequence. dtype: of weights; None for the one they are stored in. kv_cache_dtype:
+    None for that of the weights. memory: bytes of one device. gpu_memory_utilization: the share of it that the engine takes.
     """
 
     context: int = CONTEXT
@@ -49,7 +48,7 @@ class Serving:
         kv_cache_dtype: str | None = None,
         memory_gb: float = H100.memory / 2**30,
         **options: Any,
-    ) -> "Serving":
+    ) -> "ServingSettings":
         """By names; context: None for CONTEXT, or what the target has if that is less. memory_gb: GiB."""
         longest = getattr(target.text, "max_position_embeddings", None) or CONTEXT
         return cls(
@@ -101,7 +100,7 @@ class Budget:
 
 def budget(
     target: Described,
-    serving: Serving,
+    serving: ServingSettings,
     draft_bytes: float = 0,
     draft_cache: CacheSize | None = None,
     num_speculative_tokens: int = 0,
@@ -117,17 +116,17 @@ def budget(
 
 
 def _budget(
-    target: Described, serving: Serving, draft_bytes: float, draft_cache: CacheSize | None, num_speculative_tokens: int
+    target: Described, serving: ServingSettings, draft_bytes: float, draft_cache: CacheSize | None, num_speculative_tokens: int
 ) -> Budget:
     dtype, devices = serving.dtype, serving.tensor_parallel
     itemsize, kv_itemsize = target.itemsize(dtype), serving.kv_itemsize(target)
+    verified = serving.batch_size * (num_speculative_tokens + 1)
     parts = {
         "target": weight_bytes(target, dtype) / devices,
         "KV cache": 0,
         "draft": draft_bytes / devices,
         "draft's KV cache": 0,
-        "engine": ENGINE_BYTES
-        + _activations(target.text, itemsize, serving.batch_size * (num_speculative_tokens + 1), devices),
+        "engine": ENGINE_BYTES + _activations(target.text, itemsize, verified, devices),
     }
 
     def caches(context: int) -> tuple[int, int]:
@@ -140,7 +139,8 @@ def _budget(
     usable, fixed = serving.gpu_memory_utilization * serving.memory, sum(parts.values())
     parts["KV cache"], parts["draft's KV cache"] = caches(serving.context)
     total = int(sum(parts.values()))
-    longest = _longest(lambda context: fixed + sum(caches(context)) <= usable)
+    beyond = bisect.bisect_left(range(NO_LIMIT + 1), True, key=lambda context: fixed + sum(caches(context)) > usable)
+    longest = max(0, beyond - 1)
     return Budget(
         parts={name: int(size) for name, size in parts.items() if size},
         total=total,
@@ -157,18 +157,7 @@ def weight_bytes(target: Described, dtype: torch.dtype | None = None) -> float:
 
 
 def _activations(text: Any, itemsize: int, verified: int, devices: int) -> int:
-    """Of a pass over a chunk of prompts: six vectors as wide as the hidden state and three as the MLP; and float32 logits of a round."""
+    """Of a pass over a chunk of prompts: six vectors as wide as the hidden state and three as the MLP; and float32 logits of one round."""
     width = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     rows = PASS_TOKENS * itemsize * (6 * text.hidden_size + 3 * width // devices)
     return int(rows + 4 * verified * text.vocab_size)
-
-
-def _longest(fits: Callable[[int], bool]) -> int:
-    """The largest number up to NO_LIMIT that fits; 0 where nothing does."""
-    low, high = 0, NO_LIMIT
-    if fits(high):
-        return high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low

@@ -48,25 +48,20 @@ def read(name: str, *, key: str, revision: str | None = None, trust_remote_code:
         return Described(name, key, hub_id, revision, config.to_dict(), config, None, stored_bytes=stored)
     patterns = ["config.json", INDEX, *(["*.py"] if trust_remote_code else [])]
     folder = fetch(path, key=key, expected=expected, revision=revision, patterns=patterns)
-    if not (folder / "config.json").is_file():
-        raise UserError(key, got=f"{name}, which has no config.json", expected="a folder or a Hub id with one")
-    raw, implementations = read_config(folder, key), {name: method.implementation() for name, method in METHODS.items()}
+    raw, methods = read_config(folder, key), [row.implementation() for row in METHODS.values()]
+    nested = raw.get("transformer_layer_config") or raw.get("model")  # as speculators and vLLM wrap a head's
     try:
-        if own := next(filter(None, (method.config_of(raw) for method in implementations.values())), None):
-            config = own
-        elif isinstance(
-            nested := raw.get("transformer_layer_config") or raw.get("model"), dict
-        ):  # as speculators and vLLM wrap a head's
+        config = next(filter(None, (method.config_of(raw) for method in methods)), None)
+        if config is None and isinstance(nested, dict):
             config = AutoConfig.for_model(**nested)
-        else:
+        elif config is None:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
         raise UserError(key, got=f"{name} ({one_line(str(error))[:160]})", expected=CAUSAL_LM) from error
     hub_id = None if Path(path).is_dir() else path
     names, stored_bytes = _stored(folder, key)
-    text = config.get_text_config()
-    native_mtp = next(filter(None, (method.native_layers(raw, names, text) for method in implementations.values())), None)
-    revision = folder.name if hub_id else None
+    layers = (method.native_layers(raw, names, config.get_text_config()) for method in methods)
+    native_mtp, revision = next(filter(None, layers), None), folder.name if hub_id else None
     return Described(name, key, hub_id, revision, raw, config, native_mtp, trust_remote_code, stored_bytes)
 
 

@@ -10,7 +10,6 @@ from transformers import LlamaForCausalLM
 
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.sampling import Sampling
-from specdistill.decoding.tree import StaticTree
 from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.ngram.method import NgramProposer
@@ -137,10 +136,3 @@ def test_targets_that_cannot_are_refused(build: Any, what: str, graphs: list[Any
     target = target_of(build(), name="odd")
     with refused("eval.compile", f"true for odd, {what}"):
         Decoder(target, NgramProposer(), compiled=True).generate(PROMPT, max_new_tokens=8, num_speculative_tokens=2)
-
-
-def test_trees_are_refused() -> None:
-    target = target_of(tiny_target_model())
-    decoder = Decoder(target, HeadProposer(build_eagle3(target)), compiled=True)
-    with refused("eval.compile", "true with a tree"):
-        decoder.generate(PROMPT, max_new_tokens=8, tree=StaticTree((2, 1)))

@@ -15,14 +15,10 @@ from specdistill.decoding.decoder import Decoder, Running
 from specdistill.decoding.proposer import Proposal
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import DynamicTree, StaticTree
-from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.draft_model.proposer import DraftModelProposer
-from specdistill.methods.eagle3.module import build_eagle3
-from specdistill.methods.load import load_proposer
 from specdistill.methods.ngram.method import NgramProposer
 from specdistill.targets.frozen import FrozenTarget
 from tests import mtp_targets
-from tests.draft_models import half_right
 from tests.proposers import SHAPES, Oracle, proposer_of
 from tests.refusals import refused
 from tests.tiny import qwen, tiny_target_model, tiny_tokenizer
@@ -132,25 +128,10 @@ def test_sampled_text_follows_the_targets_distribution(
     assert chi2_contingency([[counts[key] for key in keys] for counts in both]).pvalue > 0.01
 
 
-@pytest.mark.parametrize(
-    ("prompt", "options", "key"),
-    [
-        (PROMPT, {"max_new_tokens": 8, "num_speculative_tokens": 0}, "num_speculative_tokens"),
-        (PROMPT, {"max_new_tokens": 0, "num_speculative_tokens": 2}, "max_new_tokens"),
-        ([], {"max_new_tokens": 8, "num_speculative_tokens": 2}, "max_new_tokens"),
-        (PROMPT, {"max_new_tokens": 251, "num_speculative_tokens": 2}, "max_new_tokens"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(
-    target: FrozenTarget, prompt: list[int], options: dict[str, int], key: str
-) -> None:
-    with refused(f"eval.{key}"):
-        Decoder(target, NgramProposer()).generate(prompt, **options)
-
-
-def test_unknown_methods_are_named(target: FrozenTarget) -> None:
-    with refused("method", "eagle33"):
-        load_proposer("eagle33", None, target)
+@pytest.mark.parametrize(("prompt", "max_new_tokens"), [([], 8), (PROMPT, 251)])
+def test_prompts_that_do_not_fit_are_refused(target: FrozenTarget, prompt: list[int], max_new_tokens: int) -> None:
+    with refused("eval.max_new_tokens"):
+        Decoder(target, NgramProposer()).generate(prompt, max_new_tokens=max_new_tokens, num_speculative_tokens=2)
 
 
 # --- What a round costs
@@ -172,17 +153,13 @@ class Counted(list[int]):
         return found
 
 
-def window_of_128(target: FrozenTarget) -> DraftModelProposer:
-    return DraftModelProposer(half_right(target, context=128), context="window")
-
-
 @pytest.mark.parametrize("length", [20, 200])
-@pytest.mark.parametrize("build", [lambda target: HeadProposer(build_eagle3(target)), lambda _: NgramProposer(), window_of_128])
+@pytest.mark.parametrize("name", ["eagle3", "ngram", "draft_model"])
 @pytest.mark.parametrize("in_batches", [False, True])
 def test_a_round_reads_as_many_tokens_however_long_the_text_is(
-    target: FrozenTarget, build: Any, length: int, in_batches: bool, monkeypatch: pytest.MonkeyPatch
+    target: FrozenTarget, name: str, length: int, in_batches: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    proposer, begin_row, marks = build(target), Running.begin, []
+    proposer, begin_row, marks = proposer_of(name, target), Running.begin, []
     begin_draft, commit = DraftModelProposer.begin, Running.commit
 
     def counted_row(*arguments: Any) -> Running:

@@ -1,4 +1,4 @@
-"""Caches of rows that move on by different lengths: what is read through holes and leftovers is what a fresh reading gives."""
+"""Caches of rows that move on by different lengths: what is read over leftovers is what a fresh reading gives."""
 
 from functools import partial
 
@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from specdistill.decoding.kv_cache import FIRST_SIZE, RaggedKVCache
-from specdistill.decoding.transformers_models import HOLE, MOST_SPARE, MaskedKVCache
+from specdistill.decoding.kv_cache import FIRST_SIZE, BatchKVCache, RaggedKVCache
+from specdistill.decoding.transformers_models import masked_pass
 from specdistill.methods.draft_model.layers import LlamaStack
 from tests import mtp_targets
 from tests.tiny import qwen, tiny_target_model
@@ -26,15 +26,15 @@ def padded(rows: list[list[int]]) -> Tensor:
     return torch.tensor([row + [77] * (width - len(row)) for row in rows])
 
 
-def step(model: PreTrainedModel, cache: MaskedKVCache | RaggedKVCache, rows: list[list[int]]) -> Tensor:
+def step(model: PreTrainedModel, cache: BatchKVCache | RaggedKVCache, rows: list[list[int]]) -> Tensor:
     counts = [len(row) for row in rows]
     with torch.inference_mode():
         if isinstance(cache, RaggedKVCache):
             return LlamaStack(model)(padded(rows), cache.extend(counts), cache)  # type: ignore[no-any-return]
-        positions, mask = cache.extend(counts)
+        positions, mask = masked_pass(cache, counts, model.config.get_text_config(), torch.float32)
         decoder = model.get_decoder()
         return decoder(  # type: ignore[no-any-return, operator]
-            input_ids=padded(rows), position_ids=positions, attention_mask=mask, past_key_values=cache.layers, use_cache=True
+            input_ids=padded(rows), position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
         ).last_hidden_state
 
 
@@ -44,19 +44,19 @@ def fresh(model: PreTrainedModel, text: list[int]) -> Tensor:
         return model.get_decoder()(input_ids=torch.tensor([text])).last_hidden_state[0]  # type: ignore[no-any-return, operator]
 
 
-def masked(model: PreTrainedModel, num_rows: int) -> MaskedKVCache:
-    return MaskedKVCache(model.config.get_text_config(), num_rows, torch.float32, torch.device("cpu"))
+def batch(model: PreTrainedModel, num_rows: int) -> BatchKVCache:
+    return BatchKVCache(num_rows, torch.device("cpu"))
 
 
 def ragged(model: PreTrainedModel, num_rows: int) -> RaggedKVCache:
-    return RaggedKVCache(num_rows, model.config.num_hidden_layers, LlamaStack(model).rotary, torch.device("cpu"))
+    return RaggedKVCache(num_rows, LlamaStack(model).rotary, torch.device("cpu"))
 
 
 CASES = {
-    "llama, masked": (tiny_target_model, masked),
+    "llama, of transformers": (tiny_target_model, batch),
     "llama, ragged": (tiny_target_model, ragged),
-    "sliding windows, masked": (qwen, masked),
-    "latent attention, masked": (partial(mtp_targets.tiny_model, "deepseek_v3"), masked),
+    "sliding windows, of transformers": (qwen, batch),
+    "latent attention, of transformers": (partial(mtp_targets.tiny_model, "deepseek_v3"), batch),
 }
 
 
@@ -84,38 +84,20 @@ def test_rejections_of_different_lengths_leave_no_trace(case: str) -> None:
             assert torch.allclose(hidden[row, :count], expected, atol=1e-4), (row, kept)
         held = [length + count for length, count in zip(held, kept, strict=True)]
         cache.truncate(held)
-        assert cache.lengths == held
 
 
-def test_holes_are_compacted_before_they_pass_their_share() -> None:
-    model = tiny_target_model()
-    cache = masked(model, 2)
-    step(model, cache, [TEXTS[0][:1], TEXTS[1][:1]])
-    cache.truncate([1, 1])
-    sizes = []
-    for length in range(2, 12):
-        step(model, cache, [[text[length - 1], 201, 202] for text in TEXTS[:2]])
-        cache.truncate([length, length])
-        slots = cache.position_BS.shape[1]
-        assert slots == cache.layers.get_seq_length() and slots - length <= MOST_SPARE * slots
-        assert [int((row < HOLE).sum()) for row in cache.position_BS] == [length, length]
-        sizes.append(slots)
-    assert sizes != sorted(sizes) or sizes[-1] < 1 + 3 * 10  # what was compacted, and not simply kept
-    assert torch.allclose(step(model, cache, [[text[11]] for text in TEXTS[:2]])[1, 0], fresh(model, TEXTS[1])[-1], atol=1e-4)
-
-
-def test_what_lies_in_holes_is_never_read() -> None:
-    """Everything in a hole is replaced by something enormous; the next pass gives the same."""
+def test_what_was_rejected_is_never_read() -> None:
+    """Every slot behind a row's tokens is filled with something enormous; the next pass gives the same."""
     outputs = []
     for poison in (0.0, 1e6):
         model = tiny_target_model()
-        cache = masked(model, 2)
+        cache = batch(model, 2)
         step(model, cache, [TEXTS[0][:9], TEXTS[1][:6]])
         cache.truncate([8, 6])
-        hole_BS = cache.position_BS == HOLE
-        assert hole_BS.sum() == 4
-        for layer in cache.layers.layers:
-            layer.keys, layer.values = (x.masked_fill(hole_BS[:, None, :, None], poison) for x in (layer.keys, layer.values))
+        behind_BS = torch.arange(cache._buffers[0][0].shape[2]) >= torch.tensor([[8], [6]])
+        for layer, buffers in cache._buffers.items():
+            keys, values = (buffer.masked_fill(behind_BS[:, None, :, None], poison) for buffer in buffers)
+            cache._buffers[layer] = keys, values
         outputs.append(step(model, cache, [TEXTS[0][8:10], TEXTS[1][6:7]]))
     assert torch.equal(outputs[0][0], outputs[1][0]) and torch.equal(outputs[0][1, :1], outputs[1][1, :1])
 

@@ -3,16 +3,10 @@
 from typing import Any
 
 import pytest
-import torch
 
-from specdistill.decoding.transformers_models import check_batchable, last_of
+from specdistill.decoding.transformers_models import check_batchable
 from tests.refusals import refused
 from tests.tiny import qwen, tiny_target_model
-
-
-def test_the_last_of_each_row() -> None:
-    x_BTH = torch.arange(12).view(3, 2, 2)
-    assert last_of(x_BTH, [1, 2, 0]).tolist() == [[0, 1], [6, 7], [8, 9]]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Trees in real decoding of tiny targets: branches that do not see each other, text that is the target's own, forms that add up."""
 
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -116,24 +115,6 @@ def test_a_static_tree_has_the_distribution_that_each_node_was_drawn_from() -> N
         assert probs_NW is not None and probs_NW[node].tolist() == pytest.approx(TABLE[paths[parent]], abs=1e-6)
         paths[node] = (*paths[parent], int(index_N[node]))
     assert sorted(tree.depths) == [1, 1, 2, 2]
-
-
-@pytest.mark.parametrize("shape", [DYNAMIC, STATIC, StaticTree((2, 2, 2, 2)), DynamicTree(budget=4, depth=4, top_k=8)])
-def test_trees_have_the_form_asked_for(target: FrozenTarget, shape: StaticTree | DynamicTree) -> None:
-    watched = Watched(HeadProposer(build_eagle3(target)))
-    Decoder(target, watched).generate(PROMPT, max_new_tokens=12, tree=shape)
-    for proposal in watched.proposals:
-        tree = proposal.tree
-        assert tree is not None and len(proposal.tokens) == len(tree.parents)
-        assert all(parent < node for node, parent in enumerate(tree.parents))
-        for children in tree.children.values():
-            assert len({proposal.tokens[child] for child in children}) == len(children)
-        if isinstance(shape, DynamicTree):
-            assert len(proposal.tokens) == shape.budget and max(tree.depths) <= shape.depth
-        else:
-            counts = Counter(tree.depths)
-            assert len(proposal.tokens) == shape.num_nodes
-            assert [counts[level + 1] // counts.get(level, 1) for level in range(shape.depth)] == list(shape.branching)
 
 
 # --- The target
@@ -275,8 +256,7 @@ def test_greedy_output_is_the_plain_output(target: FrozenTarget, name: str, shap
         assert r.emitted[: r.num_accepted] == r.drafted[: r.num_accepted]
         assert len(r.emitted) in (r.num_accepted, r.num_accepted + 1)
         assert len(r.drafted) <= shape.depth
-        if isinstance(shape, DynamicTree):
-            assert len(r.drafted) + r.num_off_path == shape.budget
+        assert len(r.drafted) + r.num_off_path == (shape.budget if isinstance(shape, DynamicTree) else shape.num_nodes)
 
 
 @pytest.mark.parametrize("name", ["draft_model", "draft_model, other vocabulary", "eagle3, pruned"])
@@ -289,13 +269,6 @@ def test_a_tree_of_one_branch_is_the_chain(target: FrozenTarget, name: str, shap
 
 
 # --- Ends
-
-
-def test_a_draft_at_the_end_of_its_context_drafts_fewer_levels(target: FrozenTarget) -> None:
-    plain = Decoder(target).generate(PROMPT, max_new_tokens=250)
-    proposer = DraftModelProposer(half_right(target), target_max_length=target.max_length)
-    run = Decoder(target, proposer).generate(PROMPT, max_new_tokens=250, tree=DynamicTree(budget=6, depth=4, top_k=2))
-    assert run.token_ids == plain.token_ids
 
 
 def test_near_ties_are_broken_on_every_branch_that_is_taken() -> None:
@@ -340,13 +313,10 @@ def test_a_law_of_few_tokens_gives_few_children(target: FrozenTarget) -> None:
     [
         ({"budget": 3, "depth": 4, "top_k": 2}, "budget", 3),
         ({"budget": 15, "depth": 4, "top_k": 2}, "budget", 15),
-        ({"budget": 4, "depth": 4, "top_k": 0}, "top_k", 0),
-        ({"budget": 4, "depth": 0, "top_k": 2}, "depth", 0),
         ({"budget": 4, "depth": 2}, "top_k", "nothing"),
         ({}, "budget", "nothing"),
         ({"branching": [4, 2], "depth": 2}, "branching", "a static tree with depth"),
         ({"branching": []}, "branching", []),
-        ({"branching": [2, 0]}, "branching", [2, 0]),
         ({"branching": [32, 32, 2]}, "branching", "[32, 32, 2], 3104 nodes"),
     ],
 )

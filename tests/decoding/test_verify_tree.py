@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specdistill.decoding.tree import ROOT, Tree, draw_distinct
 from specdistill.decoding.verify import follow, sampled
-from tests.enumeration import Distribution, cells, plain_distribution, random_distribution
+from tests.enumeration import Distribution, Outcome, cells, decoded, plain_distribution, random_distribution
 
 ROUNDING = 1e-15
 INSET = 1e-9  # of a cell's width: how near to its ends the rule is evaluated
@@ -118,23 +118,18 @@ def output_distribution(
     length: int,
 ) -> Tensor:
     """The exact distribution of `length` tokens decoded in rounds of trees; `draft` None: candidates are certain."""
-    distribution = torch.zeros((size,) * length, dtype=torch.float64)
-    unfinished: dict[tuple[int, ...], float] = {(): 1.0}
-    for done in range(length):  # every round adds a token: all that leads to a text is known before its next round
-        for text in [text for text in unfinished if len(text) == done]:
-            weight = unfinished.pop(text)
-            for tokens, tree, chance in candidates(text):
-                texts = node_texts(text, tokens, tree)
-                p = torch.stack([target(ending) for ending in texts])
-                q = None if draft is None else torch.stack([draft(texts[parent + 1]) for parent in tree.parents])
-                for low, high, volume in outcomes(tokens, tree, p, q):
-                    path, token = sampled(tokens, tree, p, q, low)
-                    assert (path, token) == sampled(tokens, tree, p, q, high), "not constant on a cell"
-                    written = (*text, *(tokens[node] for node in path), token)[:length]
-                    unfinished[written] = unfinished.get(written, 0.0) + weight * chance * volume
-    for written, weight in unfinished.items():
-        distribution[written] += weight
-    return distribution
+
+    def rounds(text: tuple[int, ...]) -> Iterator[Outcome]:
+        for tokens, tree, chance in candidates(text):
+            texts = node_texts(text, tokens, tree)
+            p = torch.stack([target(ending) for ending in texts])
+            q = None if draft is None else torch.stack([draft(texts[parent + 1]) for parent in tree.parents])
+            for low, high, volume in outcomes(tokens, tree, p, q):
+                path, token = sampled(tokens, tree, p, q, low)
+                assert (path, token) == sampled(tokens, tree, p, q, high), "not constant on a cell"
+                yield (*(tokens[node] for node in path), token), chance * volume
+
+    return decoded(rounds, size, length)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specdistill.cli import main
 from specdistill.decoding.decoder import Decoder
-from specdistill.doctor.diagnosis import Acceptance, Diagnosis, _fit, diagnose, recorded
+from specdistill.doctor.diagnosis import Diagnosis, SimulatedAcceptance, _fit, diagnose, recorded
 from specdistill.methods.draft_model.checkpoint import save_draft_model
 from specdistill.methods.draft_model.create import create_draft_model
 from specdistill.targets.frozen import FrozenTarget
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`target` and `prompts.jsonl`."""
     path = tmp_path_factory.mktemp("memorised")
     model = tiny_target_model()
-    model.config.eos_token_id = model.generation_config.eos_token_id = None  # its text goes on
+    model.config.eos_token_id = model.generation_config.eos_token_id = None  # its completions have no end
     model.save_pretrained(path / "target")
     tiny_tokenizer().save_pretrained(path / "target")
     (path / "prompts.jsonl").write_text(json.dumps({"prompt": PROMPT}))
@@ -161,7 +161,7 @@ def test_the_cause_of_low_acceptance_is_named(
 def test_a_good_draft_has_no_problem(method: str, folder: Path, run_of: Callable[[str], Path]) -> None:
     made = diagnosed(folder, run_of(method))
     assert made.is_sound and made.acceptance is not None and made.acceptance.length > 4.5, made.findings
-    assert made.recorded == Acceptance(4, LENGTH)
+    assert made.recorded == SimulatedAcceptance(4, LENGTH)
 
 
 def test_a_draft_without_a_history_is_still_tried(folder: Path, run_of: Callable[[str], Path], tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_the_best_evaluation_is_what_was_recorded(tmp_path: Path) -> None:
     ]
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "history.json").write_text(json.dumps({"seconds": None, "steps": 4, "log": log}))
-    assert recorded(tmp_path / "draft") == Acceptance(1, 3.5)
+    assert recorded(tmp_path / "draft") == SimulatedAcceptance(1, 3.5)
 
 
 def test_the_verb(folder: Path, run_of: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,9 +3,7 @@
 import contextlib
 import json
 import shutil
-import ssl
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +14,6 @@ import pytest
 from huggingface_hub import constants
 
 from specdistill.cli import main
-from specdistill.repositories import HTTP_ERROR
 from tests.hub.conftest import files_of
 from tests.loopback_hub import Fault, Hub, Sparse, loopback_hub
 from tests.mtp_targets import write_checkpoint
@@ -28,7 +25,7 @@ TARGET, DRAFT = "someone/Tiny-4L", "someone/Tiny-4L-EAGLE3"
 NEEDED = {"config.json", "model.safetensors", "README.md"}
 
 
-class Said(NamedTuple):
+class AcquireResult(NamedTuple):
     code: int
     out: str
     err: str
@@ -48,14 +45,16 @@ class Acquire:
     def __init__(self, hub: Hub, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.hub, self.home, self._capsys = hub, home, capsys
 
-    def __call__(self, *keys: str, token: str | None = Hub.token, home: Path | None = None, cache: Path | None = None) -> Said:
+    def __call__(
+        self, *keys: str, token: str | None = Hub.token, home: Path | None = None, cache: Path | None = None
+    ) -> AcquireResult:
         """cache: another one than the home's, read without the Hub."""
         here = {"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": True} if cache else {}
         with self.hub.client(home or self.home, token=token), mock.patch.dict(vars(constants), here):
             code = main(["acquire", *keys])
-        return Said(code, *self._capsys.readouterr())
+        return AcquireResult(code, *self._capsys.readouterr())
 
-    def head(self, *keys: str, **options: object) -> Said:
+    def head(self, *keys: str, **options: object) -> AcquireResult:
         """The EAGLE-3 head for its target."""
         return self("method=eagle3", f"target={TARGET}", f"draft={DRAFT}", *keys, **options)  # type: ignore[arg-type]
 
@@ -66,7 +65,7 @@ class Acquire:
 
 @pytest.fixture
 def hub(saved: dict[str, Path], tmp_path: Path) -> Iterator[Hub]:
-    """Both repositories, with what nobody needs beside the files."""
+    """Both repositories, with files that nobody needs."""
     ballast = {
         "pytorch_model.bin": b"pickled",
         "optimizer.pt": b"moments",
@@ -97,24 +96,16 @@ def weights_asked(hub: Hub) -> list[str]:
 # What is fetched
 
 
-@pytest.mark.long  # three processes
-def test_a_draft_is_acquired_and_used(hub: Hub, tmp_path: Path) -> None:
-    """As a shell uses it: the path alone on stdout, of a folder that the next commands take."""
-
-    def specdistill(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "specdistill", *arguments]
-        env = hub.environment(tmp_path / "home", token=None)
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, cwd=tmp_path, env=env)
-
-    result = specdistill("acquire", "method=eagle3", f"target={TARGET}", f"draft={DRAFT}@v1")
-    assert result.returncode == 0, result.stderr
-    folder = Path(result.stdout.removesuffix("\n"))
+def test_a_draft_is_acquired_and_used(hub: Hub, acquire: Acquire) -> None:
+    """The path alone on stdout, of a folder that the next commands take."""
     commit = hub.tags(DRAFT)["v1"]
-    assert folder == tmp_path / f"home/hub/models--someone--Tiny-4L-EAGLE3/snapshots/{commit}"
+    said = acquire("method=eagle3", f"target={TARGET}", f"draft={DRAFT}@v1")
+    folder = acquire.home / f"hub/models--someone--Tiny-4L-EAGLE3/snapshots/{commit}"
+    assert (said.code, said.out) == (0, f"{folder}\n"), said.err
     assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} == NEEDED
-    assert f"{DRAFT}@v1 (commit {commit}), 3 files, 1 of them" in result.stderr
-    examined = specdistill("doctor", f"draft={folder}", f"target={TARGET}", "decode=false")
-    assert examined.returncode == 0, examined.stdout + examined.stderr
+    assert f"{DRAFT}@v1 (commit {commit}), 3 files, 1 of them" in said.err
+    with hub.client(acquire.home):
+        assert main(["doctor", f"draft={folder}", f"target={TARGET}", "decode=false"]) == 0
 
 
 def test_a_dry_run_fetches_no_weights(hub: Hub, acquire: Acquire) -> None:
@@ -140,7 +131,7 @@ def carried(acquire: Acquire, hub: Hub, tmp_path: Path) -> Path:
 def test_a_cache_is_filled_and_read_without_the_hub(carried: Path, acquire: Acquire, hub: Hub) -> None:
     files = {path.name: path for path in carried.rglob("*") if path.is_file() and "snapshots" in path.parts}
     assert files.keys() == {name for name in hub.files(TARGET) if name != "pytorch_model.bin"} | NEEDED
-    assert acquire.cached() == set()  # nothing went into the Hub's own
+    assert acquire.cached() == {"config.json", "model.safetensors.index.json", "tokenizer.json"}  # the Hub's own, of the target
     listed = (carried / "SHA256SUMS").read_text()
     assert hub.token not in listed and len(listed.splitlines()) == len(files) + 1  # both have a config.json
     with contextlib.chdir(carried):
@@ -207,10 +198,10 @@ def test_candidates_are_shown_and_none_is_chosen(hub: Hub, acquire: Acquire) -> 
     said = acquire("method=eagle3", f"target={TARGET}")
     command = f"specdistill acquire method=eagle3 target={TARGET} draft="
     assert (said.code, said.out, said.key) == (2, "", "draft")
-    assert [line.split()[0] if command not in line else line.strip() for line in said.err.splitlines() if line[0] == " "] == [
-        f"{command}a/liked-eagle3    900 downloads",  # whose card names the target, the most downloaded first
-        f"{command}{DRAFT}    0 downloads",
-        "b/Tiny-4L-eagle3-mine",  # which is called like it
+    assert [line.strip().removeprefix(command) for line in said.err.splitlines() if line[0] == " "] == [
+        "a/liked-eagle3    900 downloads",  # whose card names the target, the most downloaded first
+        f"{DRAFT}    0 downloads",
+        "b/Tiny-4L-eagle3-mine    5,000 downloads; its card does not name the target, only its name is alike",
     ]
     assert said.error.endswith(f"{command}a/liked-eagle3") and not [
         it for it in acquire.cached() if it.endswith(".safetensors")
@@ -227,12 +218,6 @@ def changed(hub: Hub, saved: dict[str, Path], tmp_path: Path, **config: Any) -> 
     raw = json.loads((saved["draft"] / "config.json").read_text())
     raw.pop("specdistill")
     hub.commit(DRAFT, {"config.json": json.dumps({**raw, **config}).encode()})
-
-
-def unrecorded(hub: Hub, saved: dict[str, Path], tmp_path: Path) -> None:
-    """For another target of the same sizes, which only the card can tell."""
-    changed(hub, saved, tmp_path)
-    hub.commit(DRAFT, {"README.md": b"---\nbase_model: someone/Else\n---\n"})
 
 
 def other_target(hub: Hub, saved: dict[str, Path], tmp_path: Path) -> None:
@@ -270,45 +255,34 @@ def test_what_does_not_fit_is_refused_before_its_weights_are_fetched(
     assert "model.safetensors" not in acquire.cached() and weights_asked(hub) == []
 
 
-def test_a_draft_of_another_method_is_refused(acquire: Acquire, hub: Hub) -> None:
-    said = acquire("method=eagle", f"target={TARGET}", f"draft={DRAFT}")
-    assert (said.code, said.key) == (2, "draft") and "eagle3" in said.error
-    assert weights_asked(hub) == []
-
-
 def test_a_card_that_names_another_target_is_a_warning(
     hub: Hub, saved: dict[str, Path], acquire: Acquire, tmp_path: Path
 ) -> None:
-    unrecorded(hub, saved, tmp_path)
+    """Of a draft that records none: of another target of the same sizes nothing else tells."""
+    changed(hub, saved, tmp_path)
+    hub.commit(DRAFT, {"README.md": b"---\nbase_model: someone/Else\n---\n"})
     said = acquire.head()
     assert said.code == 0 and "warning: " in said.err and "someone/Else" in said.err
 
 
-def draft_model(folder: Path, tokenizer: Any) -> dict[str, bytes]:
-    tiny_target_model(num_layers=1).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return files_of(folder)
-
-
-def test_a_draft_model_is_compared_token_by_token(hub: Hub, acquire: Acquire, tmp_path: Path) -> None:
-    tokenizer = tiny_tokenizer()
-    hub.create("someone/small", draft_model(tmp_path / "small", tokenizer))
-    keys = ("method=draft_model", f"target={TARGET}")
-    assert acquire(*keys, "draft=someone/small").code == 0
-    other = tiny_tokenizer()
-    vocabulary = json.loads(other.backend_tokenizer.to_str())
+def test_a_draft_model_may_have_another_tokenizer_if_that_is_asked(hub: Hub, acquire: Acquire, tmp_path: Path) -> None:
+    tiny_target_model(num_layers=1).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    hub.create("someone/small", files_of(tmp_path))
+    keys = ("method=draft_model", f"target={TARGET}", "draft=someone/small")
+    assert acquire(*keys).code == 0
+    vocabulary = json.loads((tmp_path / "tokenizer.json").read_text())
     words = list(vocabulary["model"]["vocab"])
     vocabulary["model"]["vocab"] = {word: index for index, word in enumerate([*words[:4], *reversed(words[4:])])}
-    other._tokenizer = other.backend_tokenizer.from_str(json.dumps(vocabulary))
-    hub.create("someone/other", draft_model(tmp_path / "other", other))
+    hub.commit("someone/small", {"tokenizer.json": json.dumps(vocabulary).encode()})
     hub.requests.clear()
-    said = acquire(*keys, "draft=someone/other")
+    said = acquire(*keys)
     assert said.code == 2 and "heterogeneous_vocab=true" in said.error, said.err
     assert weights_asked(hub) == []
-    assert acquire(*keys, "draft=someone/other", "heterogeneous_vocab=true").code == 0
-    raw = json.loads((tmp_path / "small/config.json").read_text())
-    hub.commit("someone/small", {"config.json": json.dumps({**raw, "num_hidden_layers": 2}).encode()})
-    said = acquire(*keys, "draft=someone/small")
+    assert acquire(*keys, "heterogeneous_vocab=true").code == 0
+    config = json.loads((tmp_path / "config.json").read_text())
+    hub.commit("someone/small", {"config.json": json.dumps({**config, "num_hidden_layers": 2}).encode()})
+    said = acquire(*keys, "heterogeneous_vocab=true")
     assert said.code == 2 and "model.layers.1." in said.error
 
 
@@ -383,21 +357,19 @@ def test_an_unknown_repository(hub: Hub, acquire: Acquire) -> None:
     assert "hf auth login" not in acquire(*keys).error  # who is logged in
 
 
-def test_a_private_repository(hub: Hub, acquire: Acquire) -> None:
-    hub.repositories[DRAFT].private = True
-    said = acquire.head(token=Hub.other_token)
-    assert said.code == 3 and DRAFT in said.error and Hub.other_token not in said.err
-    assert acquire.head().code == 0
-
-
-def test_a_gated_repository(hub: Hub, acquire: Acquire) -> None:
-    hub.repositories[DRAFT].gated = True
+@pytest.mark.parametrize("kind", ["private", "gated"])
+def test_a_repository_that_not_everybody_reads(kind: str, hub: Hub, acquire: Acquire) -> None:
+    setattr(hub.repositories[DRAFT], kind, True)
     said = acquire.head(token=None)
     assert (said.code, said.err.count("\n")) == (3, 1)
-    assert f"{hub.address}/{DRAFT}" in said.error and "hf auth login" in said.error
-    assert acquire.head(token=Hub.other_token).code == 3
-    hub.grant(DRAFT)
-    assert acquire.head(token=Hub.other_token).code == 0
+    assert f"{hub.address}/{DRAFT}" in said.error or kind == "private"
+    assert DRAFT in said.error and "hf auth login" in said.error
+    said = acquire.head(token=Hub.other_token)
+    assert said.code == 3 and DRAFT in said.error and Hub.other_token not in said.err
+    if kind == "gated":
+        hub.grant(DRAFT)
+        assert acquire.head(token=Hub.other_token).code == 0
+    assert acquire.head().code == 0
 
 
 def test_a_revision_that_does_not_exist(acquire: Acquire) -> None:
@@ -417,19 +389,6 @@ def test_a_cache_that_cannot_be_written(hub: Hub, acquire: Acquire) -> None:
     said = acquire.head(home=Path("/dev/null/nowhere"))
     assert (said.code, said.out) == (3, "")
     assert "HF_HOME" in said.error
-
-
-def test_a_clock_that_is_wrong(acquire: Acquire, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A certificate that is not valid yet, as every certificate is for a clock that stands in the past."""
-    refused = ssl.SSLCertVerificationError()
-    refused.verify_message = "certificate is not yet valid"
-
-    def connect(*_: object, **__: object) -> None:
-        raise HTTP_ERROR("no connection") from refused
-
-    monkeypatch.setattr("specdistill.hub.sources.snapshot_download", connect)
-    said = acquire.head()
-    assert (said.code, said.out) == (3, "") and refused.verify_message in said.error and "clock" in said.error
 
 
 # Public pairs
@@ -454,7 +413,7 @@ def large_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specdistill.cost.shutil.disk_usage", lambda path: SimpleNamespace(free=10**13))
 
 
-def told(name: str, hub: Hub, acquire: Acquire, tmp_path: Path) -> Said:
+def told(name: str, hub: Hub, acquire: Acquire, tmp_path: Path) -> AcquireResult:
     pair = {**PAIRS, **WRONG_PAIRS}[name]
     publish(hub, pair.target, tmp_path / "target")
     if pair.draft:

@@ -12,7 +12,7 @@ from specdistill.command import keys_of
 from specdistill.gate.decide import Evidence, judge
 from specdistill.gate.rules import load_gate
 from specdistill.hub import card as cards
-from specdistill.hub.card import Published, measured_again
+from specdistill.hub.card import CardContents, measured_again
 from specdistill.hub.evidence import Release
 from specdistill.hub.licenses import Licensed
 from specdistill.methods.recipe import Recipe
@@ -27,40 +27,40 @@ PROVENANCE = {"command": ["train/eagle.py", "recipe=mine/eagle3"], "rows": 1000,
 PARTS = [Licensed("target", "Qwen/Qwen3-8B", "apache-2.0"), Licensed("training data", "org/chats", None)]
 
 
-def model_card(published: Published) -> ModelCard:
+def model_card(published: CardContents) -> ModelCard:
     return cards.model_card(published, [("vLLM", "vllm serve Qwen/Qwen3-8B")])
 
 
-def of_target(published: Published, **parts: Any) -> Published:
+def of_target(published: CardContents, **parts: Any) -> CardContents:
     return replace(published, release=replace(published.release, made_for=replace(TARGET, **parts)))
 
 
 @pytest.fixture(scope="module")
-def published() -> Published:
+def published() -> CardContents:
     records = simulate(24)
     report = judge(load_gate("default"), Evidence(simulated_sweep(simulated_report(records), 8), records))
     recipe = load_recipe(Recipe, ["recipe=pico/eagle3", "train.output_dir=runs/mine", "data.source=org/chats"])
     history = History(4000.0, 500, [{"step": 500, "epoch": 2.5, "loss": 1.0}])
     release = Release(Path("runs/mine"), recipe, PROVENANCE, (), report, records, TARGET)
-    return Published("org/Qwen3-8B-eagle3", "v3", release, history, "Qwen/Qwen3-8B", PARTS, "apache-2.0")
+    return CardContents("org/Qwen3-8B-eagle3", "v3", release, history, "Qwen/Qwen3-8B", PARTS, "apache-2.0")
 
 
-def with_report(published: Published, **parts: Any) -> Published:
-    return replace(published, release=replace(published.release, report={**published.report, **parts}))
+def with_report(published: CardContents, **parts: Any) -> CardContents:
+    return replace(published, release=replace(published.release, report={**published.release.report, **parts}))
 
 
-def test_metadata_of_a_head(published: Published) -> None:
+def test_metadata_of_a_head(published: CardContents) -> None:
     data = ModelCard(str(model_card(published))).data
     assert (data.base_model, data.base_model_relation) == ("Qwen/Qwen3-8B", "adapter")
     assert (data.library_name, data.license, data.datasets) == ("specdistill", "apache-2.0", ["org/chats"])
     assert data.tags == ["speculative-decoding", "eagle3", "specdistill"]
-    row = published.report["results"][0]
+    row = published.release.report["results"][0]
     assert [(result.metric_type, result.metric_value) for result in data.eval_results] == [
         (name, row[name]) for name in ("mean_acceptance_length", "acceptance_rate", "speedup")
     ]
 
 
-def test_what_a_reader_is_told(published: Published) -> None:
+def test_what_a_reader_is_told(published: CardContents) -> None:
     text = model_card(published).text
     for fact in (
         *("https://huggingface.co/Qwen/Qwen3-8B", "arXiv 2503.01840", "Release v3", "```bash\nvllm serve Qwen/Qwen3-8B\n```"),
@@ -72,9 +72,9 @@ def test_what_a_reader_is_told(published: Published) -> None:
     assert "TARGET" not in text
 
 
-def test_what_the_evidence_lacks(published: Published) -> None:
+def test_what_the_evidence_lacks(published: CardContents) -> None:
     """A server's report times nothing without a baseline; a run that was resumed does not know its time."""
-    row = {key: value for key, value in published.report["results"][0].items() if not key.startswith("speedup")}
+    row = {key: value for key, value in published.release.report["results"][0].items() if not key.startswith("speedup")}
     row["not_measured"] = {**row["not_measured"], "speedup": "no baseline"}
     lacking = with_report(published, results=[row])
     text = model_card(replace(lacking, history=replace(published.history, seconds=None))).text
@@ -86,12 +86,12 @@ def test_what_the_evidence_lacks(published: Published) -> None:
     assert "Training: " not in model_card(replace(published, history=None)).text
 
 
-def test_nothing_from_outside_is_markup(published: Published) -> None:
+def test_nothing_from_outside_is_markup(published: CardContents) -> None:
     evil = "<img src=x>|`*_[a](b)"
     bad = with_report(
         published,
-        suite={**published.report["suite"], "name": evil, "source": evil},
-        hardware={**published.report["hardware"], "name": evil},
+        suite={**published.release.report["suite"], "name": evil, "source": evil},
+        hardware={**published.release.report["hardware"], "name": evil},
         findings=[{"name": evil, "message": evil}],
     )
     bad = replace(bad, reason=evil, overridden=[evil], parts=[Licensed("training data", evil, evil)], license=evil)
@@ -109,10 +109,10 @@ def test_nothing_from_outside_is_markup(published: Published) -> None:
         ({"batch_size": 4, "max_new_tokens": 64}, {"eval.batch_size": "4", "eval.max_new_tokens": "64"}),
     ],
 )
-def test_the_command_that_measures_it_again(published: Published, settings: dict[str, Any], given: dict[str, str]) -> None:
+def test_the_command_that_measures_it_again(published: CardContents, settings: dict[str, Any], given: dict[str, str]) -> None:
     """Every key of it is one of `specdistill eval`, which makes the same settings of them."""
-    suite = {**published.report["suite"], "name": "pico"}
-    changed = with_report(published, settings={**published.report["settings"], **settings}, suite=suite)
+    suite = {**published.release.report["suite"], "name": "pico"}
+    changed = with_report(published, settings={**published.release.report["settings"], **settings}, suite=suite)
     program, verb, *words = shlex.split(measured_again(changed).replace("\\\n", ""))
     assert (program, verb) == ("specdistill", "eval")
     assert {"method=eagle3", "target=Qwen/Qwen3-8B", "draft=org/Qwen3-8B-eagle3@v3"} <= set(words)
@@ -124,13 +124,13 @@ def test_the_command_that_measures_it_again(published: Published, settings: dict
         assert (made if name != "tree" else made.model_dump(exclude_none=True)) == value
 
 
-def test_a_suite_of_ones_own_is_told_by_its_hash(published: Published) -> None:
+def test_a_suite_of_ones_own_is_told_by_its_hash(published: CardContents) -> None:
     text = model_card(published).text
     assert "eval.suite=SUITE" in text
     assert f"`{'0' * 64}`" in text
 
 
-def test_a_target_that_is_on_no_hub(published: Published) -> None:
+def test_a_target_that_is_on_no_hub(published: CardContents) -> None:
     here = of_target(replace(published, base_model=None), name_or_path="/home/me/models/mine", revision=None)
     card = model_card(here)
     assert card.data.base_model is None and card.data.get("base_model_relation") is None

@@ -1,4 +1,4 @@
-"""Which engines a published draft is for, and by which command; judged by the doctor's loaders and by the exports themselves."""
+"""Which engines a published draft is for, and by which command; judged by the doctor's loaders."""
 
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,11 @@ from specdistill.doctor.diagnosis import diagnose
 from specdistill.engines import ENGINES, engines_with
 from specdistill.engines.engine import Served, Serving
 from specdistill.export import export
-from specdistill.hub.serving import can_express, loads_as_is, serving_lines
+from specdistill.hub.publish import loads_as_is, serving_lines
 from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import read_config
-from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from tests.heads import head_of, save_head
-from tests.refusals import refused
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 # Method -> shapes of its heads that engines treat differently.
@@ -40,18 +38,11 @@ def target(saved: dict[str, Path]) -> FrozenTarget:
 
 
 @pytest.mark.parametrize(("method", "shape"), CASES, ids=lambda value: "-".join(value) if isinstance(value, dict) else value)
-def test_engines_load_and_export_what_is_said(
-    target: FrozenTarget, saved: dict[str, Path], tmp_path: Path, method: str, shape: dict[str, Any]
-) -> None:
-    save_head(method, head_of(method, target, shape, torch.float32), tmp_path / "draft")
+def test_engines_load_what_is_said(target: FrozenTarget, tmp_path: Path, method: str, shape: dict[str, Any]) -> None:
+    save_head(method, head_of(method, target, shape, torch.float32), tmp_path)
     for name in engines_with("serve_command"):
         if METHODS[method].serving().get(name, Serving()).loaders:
-            assert loads_as_is(ENGINES[name], method, tmp_path / "draft") == diagnose(tmp_path / "draft", name).is_sound, name
-        if not can_express(ENGINES[name], method, tmp_path / "draft"):
-            with refused("engine", name):
-                export(tmp_path / "draft", name, tmp_path / name, TargetFiles.of(str(saved["target"])))
-        else:
-            export(tmp_path / "draft", name, tmp_path / name, TargetFiles.of(str(saved["target"])))
+            assert loads_as_is(ENGINES[name], method, tmp_path) == diagnose(tmp_path, name).is_sound, name
 
 
 def test_each_engine_is_told_how(tmp_path: Path) -> None:
@@ -66,14 +57,4 @@ def test_each_engine_is_told_how(tmp_path: Path) -> None:
     fetch, _, convert, _ = lines["llama.cpp"].splitlines()
     assert fetch == "hf download org/draft --revision v2 --local-dir draft --include 'gguf/*'"
     assert "convert_hf_to_gguf.py draft/gguf --target-model-dir org/target" in convert
-    assert "draft=org/draft@v2 engine=speculators target=org/target" in lines["speculators, served by vLLM"]
-    assert "TensorRT-LLM" not in lines and str(tmp_path) not in str(lines)
-
-
-def test_no_command_is_given_that_an_export_would_refuse(tmp_path: Path) -> None:
-    target = FrozenTarget(tiny_target_model(num_layers=8), tiny_tokenizer(), name="org/target")
-    draft = tmp_path / "draft"
-    save_head("eagle3", head_of("eagle3", target, {"num_layers": 2}, torch.float32), draft)
-    served = Served("eagle3", Path("org/draft"), "org/target", 4, False, read_config(draft, "draft"))
-    lines = dict(serving_lines(served, draft, {}, repository="org/draft", tag="v2"))
-    assert "vLLM" in lines and not {"SGLang", "llama.cpp"} & lines.keys(), lines
+    assert lines.keys() == {"vLLM", "SGLang", "llama.cpp"} and str(tmp_path) not in str(lines)

@@ -5,7 +5,7 @@
         subprocess.run([...], env=hub.environment(tmp_path / "home"))   # or, in this process: with hub.client(tmp_path / "home")
         assert hub.tags("org/name") == {"v1": hub.commits("org/name")[0]}
 
-`store.py` keeps what was sent, `routes.py` answers, `faults.py` says what can go wrong, `cas.py` is the storage of Xet.
+`store.py` keeps what was sent, `reading.py` and `writing.py` answer, `server.py` is HTTP and faults, `cas.py` the storage of Xet.
 """
 
 import os
@@ -21,17 +21,16 @@ from unittest import mock
 from huggingface_hub import close_session, constants
 
 from specdistill.project import ROOT
-from tests.loopback_hub.access import OWNER, STRANGER, RefusedError, Request
 from tests.loopback_hub.cas import Storage
-from tests.loopback_hub.faults import Fault, Faults
-from tests.loopback_hub.server import Handler
+from tests.loopback_hub.reading import OWNER, STRANGER, RefusedError, Request
+from tests.loopback_hub.server import Fault, Faults, Handler
 from tests.loopback_hub.store import File, Objects, Repository, Sparse
 
 __all__ = ["Fault", "Hub", "Sparse", "environment", "fetched", "loopback_hub"]
 
 
 class Hub:
-    """What a test says to the Hub, and asks of it, beside what clients do."""
+    """What a test says to the Hub, and asks of it, in addition to what clients do."""
 
     # Tokens of the owner of every repository, and of somebody who sees what is public.
     token = "hf_loopbackOwner" + "0" * 21
@@ -63,7 +62,7 @@ class Hub:
         private: bool = False,
         gated: bool = False,
     ) -> str:
-        """A repository with these files, `card` as its README.md and `tags` beside those that the card gives it; returns its commit."""
+        """A repository with these files, `card` as its README.md, and `tags` in addition to the card's; returns its commit."""
         self.repositories[name] = Repository(name, private, gated, tags, downloads)
         return self.commit(name, {**(files or {}), **({"README.md": card.encode()} if card else {})}, "initial commit")
 

@@ -1,20 +1,118 @@
-"""HTTP around the routes: bodies are read to disk and sent from it, by ranges, and faults meet them there."""
+"""HTTP around the endpoints: bodies are read to disk and sent from it, by ranges, and faults on demand meet them there."""
 
 import json
 import re
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from tests.loopback_hub.access import Answer, RefusedError, Request
-from tests.loopback_hub.faults import Fault, with_another_byte
-from tests.loopback_hub.routes import ROUTES
+from tests.loopback_hub import reading, writing
+from tests.loopback_hub.reading import Answer, RefusedError, Request
 
 if TYPE_CHECKING:
     from tests.loopback_hub import Hub
+
+Kind = Literal["status", "cut", "lost", "corrupt", "slow", "conflict"]
+
+
+@dataclass
+class Fault:
+    """What the next `times` requests of a route meet, after `skip` of them went well.
+
+    status: answered with `status`, and nothing is done.
+    cut: the connection ends in the middle of the body, of the answer's, or of the request's where one is sent; nothing is done.
+    lost: all is done, and the connection ends before the answer.
+    corrupt: one byte of the body, sent or received, is another.
+    slow: `call()` in the middle of the body.
+    conflict: another commit lands on the branch just before.
+
+    `route` is a name in ROUTES; `path` is in the request's path.
+    """
+
+    kind: Kind
+    route: str
+    times: int = 1
+    skip: int = 0
+    path: str = ""
+    status: int = 500
+    call: Callable[[], None] | None = None
+
+
+class Faults:
+    def __init__(self) -> None:
+        self.waiting: list[Fault] = []
+        self._lock = threading.Lock()
+
+    def inject(self, fault: Fault) -> None:
+        self.waiting.append(replace(fault))
+
+    def clear(self) -> None:
+        with self._lock:
+            self.waiting.clear()
+
+    def meets(self, route: str, path: str) -> Fault | None:
+        """The fault that this request meets."""
+        with self._lock:
+            for fault in self.waiting:
+                if fault.route != route or fault.path not in path:
+                    continue
+                if fault.skip:
+                    fault.skip -= 1
+                    continue
+                fault.times -= 1
+                if not fault.times:
+                    self.waiting.remove(fault)
+                return fault
+        return None
+
+
+def with_another_byte(content: bytes, index: int) -> bytes:
+    """A letter becomes its capital, so that base64 stays base64."""
+    return content[:index] + bytes([content[index] ^ 0x20]) + content[index + 1 :]
+
+
+class Route(NamedTuple):
+    name: str
+    methods: str
+    pattern: re.Pattern[str]
+    answer: Callable[["Hub", Request], Answer]
+
+
+def route(name: str, methods: str, pattern: str, answer: Callable[["Hub", Request], Answer]) -> Route:
+    """`{name}` in the pattern is a part of the path without a slash, {id} of a repository two, {path} as many as there are."""
+    parts = {"id": r"(?P<id>[^/]+/[^/]+?)", "path": "(?P<path>.+)"}
+    return Route(
+        name, methods, re.compile(re.sub(r"\{(\w+)\}", lambda m: parts.get(m[1], rf"(?P<{m[1]}>[^/]+)"), pattern)), answer
+    )
+
+
+MODEL = "/api/models/{id}"
+ROUTES = [
+    route("whoami", "GET", "/api/whoami-v2", reading.whoami),
+    route("create", "POST", "/api/repos/create", writing.create_repository),
+    route("validate", "POST", "/api/validate-yaml", writing.validate_yaml),
+    route("list", "GET", "/api/models", reading.list_models),
+    route("info", "GET", MODEL, reading.info),
+    route("info", "GET", MODEL + "/revision/{revision}", reading.info),
+    route("dataset", "GET", "/api/datasets/{id}", reading.info),  # a repository like any other, under another path
+    route("tree", "GET", MODEL + "/tree/{revision}", reading.tree),
+    route("paths", "POST", MODEL + "/paths-info/{revision}", reading.paths_info),
+    route("refs", "GET", MODEL + "/refs", reading.refs),
+    route("commits", "GET", MODEL + "/commits/{revision}", reading.commits),
+    route("preupload", "POST", MODEL + "/preupload/{revision}", writing.preupload),
+    route("batch", "POST", "/{id}.git/info/lfs/objects/batch", writing.batch),
+    route("upload", "PUT", "/upload/{sha256}", writing.upload),
+    route("xet-token", "GET", MODEL + "/xet-{access}-token/{revision}", writing.xet_token),
+    route("commit", "POST", MODEL + "/commit/{revision}", writing.commit),
+    route("tag", "POST", MODEL + "/tag/{revision}", writing.tag),
+    route("resolve", "GET HEAD", "/{id}/resolve/{revision}/{path}", reading.resolve),
+    route("download", "GET HEAD", "/cdn/{sha256}", reading.download),
+]
 
 BLOCK = 1 << 16
 

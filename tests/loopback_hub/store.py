@@ -47,7 +47,7 @@ class Repository:
     id: str
     private: bool = False
     gated: bool = False
-    tags: tuple[str, ...] = ()  # beside those of its card
+    tags: tuple[str, ...] = ()  # in addition to those of its card
     downloads: int = 0
     commits: dict[str, Commit] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)

@@ -6,10 +6,7 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
-from tests.loopback_hub.access import OWNER, Answer, RefusedError, Request, commit_of, repository_of, user_of
-from tests.loopback_hub.descriptions import metadata
+from tests.loopback_hub.reading import OWNER, Answer, RefusedError, Request, commit_of, metadata, repository_of, user_of
 from tests.loopback_hub.store import File, is_large
 
 if TYPE_CHECKING:
@@ -114,23 +111,10 @@ def commit(hub: "Hub", request: Request) -> Answer:
 
 
 def validate_yaml(hub: "Hub", request: Request) -> Answer:
-    """What the Hub holds against a card's metadata, as far as this one knows."""
-    try:
-        card = metadata(request.json()["content"])
-    except yaml.YAMLError as error:
-        return Answer({"errors": [{"message": f"YAML is not valid: {error}"}], "warnings": []}, status=400)
-    errors = []
-    if card.get("license", "other") not in LICENSES:
-        errors.append(f'"license" must be one of [{", ".join(sorted(LICENSES))}]')
-    bases = [card["base_model"]] if isinstance(card.get("base_model"), str) else card.get("base_model", [])
-    errors += [
-        f'"base_model" with value "{base}" is not valid. Use a model id from the Hub.' for base in bases if base.count("/") != 1
-    ]
-    for result in card.get("model-index", []):
-        if not {"name", "results"} <= set(result):
-            errors.append('"model-index[0].results" is required')
-    missing = [] if card else [{"message": "empty or missing yaml metadata in repo card"}]
-    return Answer({"errors": [{"message": one} for one in errors], "warnings": missing}, status=400 if errors else 200)
+    """What the Hub holds against a card's licence, as far as this one knows."""
+    allowed = metadata(request.json()["content"]).get("license", "other") in LICENSES
+    errors = [] if allowed else [{"message": f'"license" must be one of [{", ".join(sorted(LICENSES))}]'}]
+    return Answer({"errors": errors, "warnings": []}, status=200 if allowed else 400)
 
 
 def tag(hub: "Hub", request: Request) -> Answer:

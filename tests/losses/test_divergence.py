@@ -160,17 +160,6 @@ def test_tvd_plus_plus_survives_rewards_everywhere() -> None:
     assert float(gradient("tvd_plus_plus", x, near).abs().max()) < 1e-3
 
 
-@pytest.mark.parametrize(("name", "pulls"), [("forward_kl", True), ("nla", True), ("lk", True), ("tvd", False)])
-def test_which_losses_still_pull_where_p_and_q_hardly_meet(name: str, pulls: bool) -> None:
-    p, x = torch.eye(6)[:1], 40.0 * torch.eye(6)[1:2]
-    assert (float(gradient(name, x, p)[0, 0]) < -0.5) == pulls
-
-
-def test_tvd_plus_plus_is_stronger_than_tvd_where_p_and_q_hardly_meet() -> None:
-    p, x = torch.eye(6)[:1], 10.0 * torch.eye(6)[1:2]
-    assert float(gradient("tvd_plus_plus", x, p)[0, 0]) < 50 * float(gradient("tvd", x, p)[0, 0]) < 0
-
-
 def test_jsd_tends_to_both_kls_and_stays_below_log_2() -> None:
     x, p = logits(1), logits(2).softmax(-1)
     forward, reverse = (float(DIVERGENCES[name](x, p).sum()) for name in ("forward_kl", "reverse_kl"))

@@ -13,8 +13,7 @@ from specdistill.cli import main
 from specdistill.command import keys_of
 from specdistill.launch import LaunchOptions
 from specdistill.methods.recipe import Recipe
-from specdistill.planning.advice import DATA, PROMPTS, recommend
-from specdistill.planning.plan import Plan, make_plan
+from specdistill.planning.plan import DATA, PROMPTS, Plan, make_plan, recommend
 from specdistill.planning.reading import read
 from specdistill.recipe.load import load_own_keys, load_recipe
 from tests.public_pairs import GPT_OSS_120B, LLAMA_8B, LLAMA_EAGLE3, PAIRS, QWEN35_9B
@@ -43,7 +42,7 @@ def plan_of(folder: Path, config: dict[str, Any], *, draft: dict[str, Any] | Non
 
 
 def command(plan: Plan, method: str) -> list[str]:
-    """The arguments of the command that a plan would print if nothing but this method, and look-up, promised anything."""
+    """The arguments of the command that a plan would print if nothing but this method, and n-gram lookup, promised anything."""
     only = [replace(row, low=None, high=None) if row.method not in (method, "ngram") else row for row in plan.methods]
     only = [replace(row, high=replace(row.high, speedup=9.0)) if row.method == method else row for row in only]
     start = recommend(only, plan.target, plan.alone)["start"]
@@ -101,7 +100,7 @@ def test_look_up_is_recommended_before_a_draft_that_is_faster_at_its_best_alone(
 
 @pytest.mark.long  # writes a checkpoint of many tensors
 def test_look_up_is_recommended_where_it_promises_most_and_obstacles_are_told(tmp_path: Path):
-    """gpt-oss-120b in MXFP4 reads so little a step that this head, with the target's own output layer, is not cheap beside it."""
+    """gpt-oss-120b in MXFP4 reads so little a step that this head, with the target's own output layer, is not cheap for it."""
     target, draft = PAIRS["gpt-oss-120b-eagle3"].write(tmp_path)
     described = read(str(target), key="target.model")
     advice = make_plan(described, read(str(draft), key="draft")).recommendation

@@ -9,7 +9,7 @@ from specdistill.methods.eagle.module import EagleConfig, EagleDraft
 from specdistill.methods.eagle3 import method as eagle3
 from specdistill.methods.mtp.method import mtp_head
 from specdistill.methods.sizes import ModelShape, ParameterCounts
-from specdistill.planning import rows as costs
+from specdistill.planning import estimates as costs
 from specdistill.statistics.theory import alpha_from_acceptance_length
 
 LLAMA_8B = ModelShape(1, 4096, 14336, 32, 8, 128)

@@ -51,11 +51,6 @@ def test_drafts_are_found_by_card_and_by_name(hub: Hub, tmp_path: Path):
     assert "a/EAGLE3-TINY3.1-Instruct-4M" in result.stdout and fetched(tmp_path / "home") == {"config.json"}
 
 
-def test_a_target_that_the_hub_does_not_have(hub: Hub, tmp_path: Path):
-    result = plan(hub, tmp_path / "home", "target=someone/else")
-    assert (result.returncode, result.stdout) == (3, "") and "someone/else" in result.stderr
-
-
 def test_a_plan_comes_without_the_hub_and_says_so(tmp_path: Path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/config.json").write_bytes(CONFIG)

@@ -312,7 +312,7 @@ def test_no_room_for_what_is_generated_ends_it_after_the_first_answers(
         opened(config, target)
     (kept,) = Job.of(config, target).blocks.glob("*.jsonl")
     assert kept.read_bytes().count(b"\n") == 2
-    assert opened(replace(config, force=True), target) and "reckoned from" in capsys.readouterr().err
+    assert opened(replace(config, force=True), target) and "estimated from" in capsys.readouterr().err
 
 
 @pytest.mark.long

@@ -48,7 +48,7 @@ class HeadProposer:
         self.target_ids_W = head.target_ids_W
         self.vocabulary = frozenset(self.target_ids_W.tolist())
         config, self.device = head.config, shipped[0].device
-        self.cache_options = (config.num_layers, partial(head.rotary, shipped[0]), self.device, config.sliding_window)
+        self.cache_options = (partial(head.rotary, shipped[0]), self.device, config.sliding_window)
         self.cache: DraftKVCache
 
     def passes(self, k: int) -> int:

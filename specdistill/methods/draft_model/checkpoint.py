@@ -47,10 +47,9 @@ def load_draft_model(
     """
     name = str(path)
     if "/" not in name and not Path(name).is_dir() and name != "pico":
-        if key != "draft.init":
-            raise UserError(key, got=name, expected="a folder or a Hub id")
-        expected = f"a folder, a Hub id, or one of {', '.join(INITIALIZATIONS)}"
-        raise UserError(key, got=name, expected=expected, nearest=nearest(name, INITIALIZATIONS))
+        others = INITIALIZATIONS if key == "draft.init" else ()
+        expected = " or ".join(("a folder", "a Hub id", *others))
+        raise UserError(key, got=name, expected=expected, nearest=nearest(name, others))
     place, revision = split_revision(name)
     model, tokenizer = read_causal_lm(resolve(place, key), key=key, revision=revision, dtype=dtype)
     check_attention(model, key, name)
@@ -100,7 +99,7 @@ def load_alike(path: str, target: FrozenTarget, *, key: str) -> PreTrainedModel:
 
 
 def merged(draft: PreTrainedModel | peft.PeftModel) -> PreTrainedModel:
-    """The plain model: W + B A * alpha / rank, in a copy, so that training can go on. A draft without LoRA is returned as it is."""
+    """The plain model: W + B A * alpha / rank, in a copy, so that training can continue. A draft without LoRA is returned as it is."""
     if not isinstance(draft, peft.PeftModel):
         return draft
     plain: PreTrainedModel = copy.deepcopy(draft).merge_and_unload().eval().requires_grad_(True)
@@ -139,7 +138,7 @@ def export(
 
 
 def with_both_spellings(config: dict[str, Any]) -> dict[str, Any]:
-    """A config.json with `rope_theta`, `rope_scaling` and `torch_dtype` beside `rope_parameters` and `dtype`, or the other way round."""
+    """A config.json with `rope_theta`, `rope_scaling` and `torch_dtype` next to `rope_parameters` and `dtype`, or the other way round."""
     rope = config.get("rope_parameters")
     if rope is None and "rope_theta" in config:
         rope = {"rope_type": "default", "rope_theta": config["rope_theta"], **(config.get("rope_scaling") or {})}

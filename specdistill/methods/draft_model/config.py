@@ -15,7 +15,7 @@ SELECTS = ReadWhen("with loss.reference", lambda loss: loss.reference is not Non
 GENERATES = ReadWhen("when on_policy.fraction is above 0", lambda on_policy: on_policy.fraction > 0)
 
 
-class Lora(Section):
+class LoraConfig(Section):
     rank: int = option(0, "rank of the update of each adapted matrix; 0 trains all weights", ge=0)
     alpha: int = option(16, "the update is scaled by alpha / rank", ge=1, read_when=ADAPTED)
     dropout: float = option(0.0, "dropout of the update's input", ge=0, lt=1, read_when=ADAPTED)
@@ -24,10 +24,10 @@ class Lora(Section):
     )
 
 
-class Draft(Section):
+class DraftModelDraftConfig(Section):
     init: str | None = option(
         None,
-        "initialization: layers (also null) | width | scratch, or a trained model: a folder or a Hub id, as org/name@revision",
+        "initialization: layers (also null) | width | scratch, or a trained model: a folder or a Hub id, e.g. org/name@revision",
     )
     num_layers: int | None = option(None, "decoder layers; null: the initialization's choice", ge=1)
     hidden_size: int | None = option(None, "null: the target's", ge=1)
@@ -36,15 +36,15 @@ class Draft(Section):
     num_key_value_heads: int | None = option(None, "null: the target's", ge=1)
     head_dim: int | None = option(None, "null: the target's", ge=2, multiple_of=2)
     max_parameters: int | None = option(None, "most parameters of the draft; its shape is then proposed", ge=1)
-    allow_larger: bool = option(False, "go on with a draft that has more parameters than the target")
-    lora: Lora = section(Lora)
+    allow_larger: bool = option(False, "allow a draft with more parameters than the target")
+    lora: LoraConfig = section(LoraConfig)
 
     def shape(self) -> dict[str, Any]:
         """Initialization, sizes and their limits."""
         return self.model_dump(exclude={"lora"})
 
 
-class Loss(Section):
+class DraftModelLossConfig(Section):
     divergence: Any = option("forward_kl", DIVERGENCE, read_when=SOFT)
     temperature: float = option(1.0, "divides both sets of logits", ge=0.01, read_when=SOFT)
     labels: Literal["soft", "hard"] = option("soft", "learn the target's distributions, or the sequence's own tokens")
@@ -52,15 +52,15 @@ class Loss(Section):
     selected: float = option(0.4, "share of the loss tokens kept when there is a reference", ge=0.01, le=1, read_when=SELECTS)
 
 
-class OnPolicy(Section):
+class OnPolicyConfig(Section):
     fraction: float = option(0.0, "share of the batches that the draft generates and the target scores", ge=0, le=1)
     temperature: float = option(1.0, "at which the draft generates; 0 is greedy", ge=0, read_when=GENERATES)
     prompt_tokens: int = option(32, "tokens kept from the beginning of a row", ge=1, read_when=GENERATES)
     num_tokens: int = option(64, "tokens the draft generates after them", ge=1, read_when=GENERATES)
 
 
-class Eval(EvalConfig):
-    num_speculative_tokens: int = option(4, "K, draft tokens a round, in training also those of a simulated one", ge=1)
+class DraftModelEvalConfig(EvalConfig):
+    num_speculative_tokens: int = option(4, "K, draft tokens per round, in training also those of a simulated round", ge=1)
     confidence_threshold: float | None = option(
         None, "stop drafting where the best next token is less probable; null: never", ge=0, le=1, read_when=IN_PROCESS
     )
@@ -72,20 +72,20 @@ class Eval(EvalConfig):
     )
 
 
-class Recipe(TrainedRecipe):
+class DraftModelRecipe(TrainedRecipe):
     FRESH = ("scratch",)
 
-    draft: Draft = section(Draft)
-    loss: Loss = section(Loss)
-    on_policy: OnPolicy = section(OnPolicy)
-    eval: Eval = section(Eval)
+    draft: DraftModelDraftConfig = section(DraftModelDraftConfig)
+    loss: DraftModelLossConfig = section(DraftModelLossConfig)
+    on_policy: OnPolicyConfig = section(OnPolicyConfig)
+    eval: DraftModelEvalConfig = section(DraftModelEvalConfig)
 
     @model_validator(mode="after")
-    def _target_scores_what_is_generated(self) -> "Recipe":
+    def _target_scores_what_is_generated(self) -> "DraftModelRecipe":
         if self.on_policy.fraction and self.loss.labels == "hard":
             expected = "0: with loss.labels=hard the target does not score what the draft generates"
             raise UserError("on_policy.fraction", got=self.on_policy.fraction, expected=expected)
         return self
 
 
-RECIPE = Recipe
+RECIPE = DraftModelRecipe

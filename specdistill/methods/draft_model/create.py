@@ -2,7 +2,7 @@
 
 What a draft step costs against a target step, c, decides how much its acceptance is worth. At batch 1 a step reads every weight once
 (memory-bound) and launches every layer in turn (launch-bound), so c is taken as the larger of two shares: of the weights read, and of
-the layers. Both are served in the same dtype; the embedding table is a look-up and does not count, unless it is the head too.
+the layers. Both are served in the same dtype; the embedding table is looked up in and does not count, unless it is the head too.
 Depth is what a small model pays for (arXiv 2402.01528): proposals are wide and shallow.
 
 Out of a larger model's weights a smaller one is made of some of its layers, or of all its axes cut to their most used parts.
@@ -85,7 +85,7 @@ def create_draft_model(
     init = init or "layers"
     given = {name: size for name, size in sizes.items() if size is not None}
     if init not in INITIALIZATIONS:
-        draft = load_alike(init, target, key="draft.init")
+        draft = load_alike(init, target)
         if given:
             name, size = next(iter(given.items()))
             raise UserError(f"draft.{name}", got=size, expected=f"null: {init} has its sizes")
@@ -119,21 +119,23 @@ def with_lora(
         raise UserError("draft.lora.target_modules", got=target_modules, expected=expected) from error
 
 
-def from_scratch(target: PreTrainedModel, shape: ModelShape, seed: int = 0) -> PreTrainedModel:
-    """Fresh weights in the target's architecture and vocabulary, as transformers initializes them. float32."""
-    if shape.num_attention_heads % shape.num_key_value_heads:
-        got = f"{shape.num_key_value_heads} for {shape.num_attention_heads} attention heads"
-        raise UserError("draft.num_key_value_heads", got=got, expected="a divisor of the attention heads")
-    return resized(target, shape, seed=seed)
-
-
 def propose_shape(target: PreTrainedModel, max_parameters: int) -> ModelShape:
     """The widest shape of which SHALLOWEST layers fit the budget, then as many layers as fit, up to the target's.
 
-    Widths are sixteenths of the target's, with its proportions. Raises UserError when not even the narrowest fits.
+    Widths are sixteenths of the target's, in multiples of 8, with as many query heads to a key/value head. Raises UserError when not even
+    the narrowest fits.
     """
+    shallowest = _shallowest(target)
+    heads_per_group = shallowest.num_attention_heads // shallowest.num_key_value_heads
     for sixteenths in range(16, 0, -1):
-        shape = _narrowed(_shallowest(target), sixteenths)
+        groups = max(1, round(shallowest.num_key_value_heads * sixteenths / 16))
+        shape = replace(
+            shallowest,
+            hidden_size=max(8, shallowest.hidden_size * sixteenths // 16 // 8 * 8),
+            intermediate_size=max(8, shallowest.intermediate_size * sixteenths // 16 // 8 * 8),
+            num_key_value_heads=groups,
+            num_attention_heads=groups * heads_per_group,
+        )
         smallest = _count_parameters(target, shape)
         if smallest <= max_parameters:
             return _deepened(target, shape, max_parameters)
@@ -173,7 +175,7 @@ def _from_target(
         shape = propose_shape(target.model, max_parameters)
     shape = replace(shape, **given)
     if init == "scratch":
-        return from_scratch(target.model, shape, seed)
+        return resized(target.model, shape, seed=seed)
     if calibration is None or calibration.numel() == 0:
         raise UserError("draft.init", got="width without calibration rows", expected="training rows to measure activations on")
     if target.one_batch:
@@ -218,19 +220,6 @@ def _count_parameters(target: PreTrainedModel, shape: ModelShape) -> int:
     return int(on_meta(target.config, shape).num_parameters())
 
 
-def _narrowed(whole: ModelShape, sixteenths: int) -> ModelShape:
-    """A shape cut to n sixteenths: widths a multiple of 8, as many query heads to a key/value head as before."""
-    share = whole.num_attention_heads // whole.num_key_value_heads
-    groups = max(1, round(whole.num_key_value_heads * sixteenths / 16))
-    return replace(
-        whole,
-        hidden_size=max(8, whole.hidden_size * sixteenths // 16 // 8 * 8),
-        intermediate_size=max(8, whole.intermediate_size * sixteenths // 16 // 8 * 8),
-        num_key_value_heads=groups,
-        num_attention_heads=groups * share,
-    )
-
-
 def evenly_spaced(num_layers: int, keep: int) -> list[int]:
     """`keep` indices in 0..num_layers - 1 at even distances, both ends among them; one index is the first."""
     return [round(index * (num_layers - 1) / max(keep - 1, 1)) for index in range(keep)]
@@ -254,7 +243,13 @@ def reshaped(config: Any, shape: ModelShape) -> Any:
 def resized(
     target: PreTrainedModel, shape: ModelShape, weights: dict[str, Tensor] | None = None, *, seed: int = 0
 ) -> PreTrainedModel:
-    """A model of the target's class in another shape, with these weights (all of them, and no other) or fresh ones. float32."""
+    """A model of the target's class in another shape, with these weights (all of them, and no other) or fresh ones. float32.
+
+    Raises UserError for sizes that do not fit each other.
+    """
+    if shape.num_attention_heads % shape.num_key_value_heads:
+        got = f"{shape.num_key_value_heads} for {shape.num_attention_heads} attention heads"
+        raise UserError("draft.num_key_value_heads", got=got, expected="a divisor of the attention heads")
     config = reshaped(target.config, shape)
     try:
         config.validate()
@@ -276,9 +271,10 @@ def from_layers(target: PreTrainedModel, num_layers: int) -> PreTrainedModel:
     With all of them it is the target. Raises UserError for more layers than the target has.
     """
     check_decoder(target)
-    shape = shape_of(target.config)
-    kept = _kept_layers(shape, num_layers)
-    return resized(target, replace(shape, num_layers=num_layers), _layers_of(target, kept))
+    whole = shape_of(target.config)
+    shape = replace(whole, num_layers=num_layers)
+    _check_narrower(shape, whole)
+    return resized(target, shape, _layers_of(target, evenly_spaced(whole.num_layers, num_layers)))
 
 
 def from_width(target: PreTrainedModel, calibration_ids_RT: Tensor, shape: ModelShape) -> PreTrainedModel:
@@ -289,7 +285,7 @@ def from_width(target: PreTrainedModel, calibration_ids_RT: Tensor, shape: Model
     check_decoder(target)
     whole = shape_of(target.config)
     _check_narrower(shape, whole)
-    kept = _kept_layers(whole, shape.num_layers)
+    kept = evenly_spaced(whole.num_layers, shape.num_layers)
     norms = activation_norms(target, calibration_ids_RT, kept)
     hidden = _largest(norms.hidden_H, shape.hidden_size)
     weights = {}
@@ -357,8 +353,8 @@ def activation_norms(target: PreTrainedModel, ids_RT: Tensor, layers: list[int])
 def check_decoder(target: PreTrainedModel) -> None:
     """Raises UserError when the target holds a parameter whose axes are not known: it is then no decoder like Llama's."""
     unknown = sorted({_suffix(name) for name, _ in target.named_parameters()} - AXES.keys())
-    if unknown or not hasattr(target.get_decoder(), "layers"):
-        got = f"a {target.config.model_type} target with {', '.join(unknown[:3]) or 'no layers'}"
+    if unknown:
+        got = f"a {target.config.model_type} target with {', '.join(unknown[:3])}"
         raise UserError("draft.init", got=got, expected="a decoder built like Llama's or Qwen's, or a trained smaller model")
 
 
@@ -366,14 +362,8 @@ def _suffix(name: str) -> str:
     return ".".join(name.split(".")[-2:])
 
 
-def _kept_layers(whole: ModelShape, num_layers: int) -> list[int]:
-    if not 1 <= num_layers <= whole.num_layers:
-        raise UserError("draft.num_layers", got=num_layers, expected=f"1 to {whole.num_layers}, as many as the target has")
-    return evenly_spaced(whole.num_layers, num_layers)
-
-
 def _layers_of(target: PreTrainedModel, kept: list[int]) -> dict[str, Tensor]:
-    """The target's tensors with just the kept layers, numbered anew; whole ones, also of a target that processes share."""
+    """The target's tensors with just the kept layers, renumbered; whole ones, also of a target that processes share."""
     number = {str(old): str(new) for new, old in enumerate(kept)}
     weights = {}
     for name, tensor in target.state_dict().items():

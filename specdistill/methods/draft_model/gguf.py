@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from specdistill.errors import UserError, one_line
+from specdistill.errors import UserError
 from specdistill.methods.checkpoint import check_tensors, new_folder, read_tensors
 from specdistill.methods.draft_model.layers import is_plain_llama
 from specdistill.methods.target_record import as_keys, recorded_target
+from specdistill.targets.loading import read_without_weights
 
 # Of the weights, and of the file that has most of them so.
 TYPES = {
@@ -44,13 +44,8 @@ PRE_TOKENIZERS = {
 
 def write_gguf(folder: Path, output: Path, dtype: str) -> None:
     """Write `draft-<dtype>.gguf` into a new folder. Raises UserError, before that, for a model or a tokenizer of another kind."""
-    try:
-        config: Any = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        got = f"{folder} ({one_line(str(error))[:160]})"
-        raise UserError("draft", got=got, expected="the config.json of a model") from error
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config)
+    model, tokenizer = read_without_weights(folder, key="draft", name=str(folder))
+    config = model.config
     if not is_plain_llama(model) or config.rope_parameters.get("rope_type", "default") not in ROPES:
         got = f"gguf for {folder}, a {config.model_type} with rotary frequencies {config.rope_parameters}"
         raise UserError("engine", got=got, expected="a Llama without biases, with plain, linear or Llama-3 frequencies")
@@ -63,7 +58,7 @@ def write_gguf(folder: Path, output: Path, dtype: str) -> None:
     with new_folder(output) as partial:
         writer = gguf.GGUFWriter(partial / f"draft-{dtype}.gguf", "llama")
         _add_sizes(writer, config, folder.name, dtype)
-        _add_tokenizer(writer, folder, config.vocab_size, pre_tokenizer)
+        _add_tokenizer(writer, folder, tokenizer, config.vocab_size, pre_tokenizer)
         _add_weights(writer, config, tensors, dtype)
         for name, value in record.items():
             writer.add_string(name, value)
@@ -95,8 +90,7 @@ def _add_sizes(writer: gguf.GGUFWriter, config: Any, name: str, dtype: str) -> N
         writer.add_rope_scaling_factor(config.rope_parameters["factor"])
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path, vocab_size: int, pre_tokenizer: str) -> None:
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path, tokenizer: Any, vocab_size: int, pre_tokenizer: str) -> None:
     name_of = {index: token for token, index in tokenizer.get_vocab().items()}
     added = tokenizer.added_tokens_decoder
     tokens, types = [], []
@@ -139,7 +133,7 @@ def _pre_tokenizer(folder: Path) -> str:
     try:
         tokenizer = json.loads(path.read_text(encoding="utf-8"))
         model, normalizer = tokenizer["model"], tokenizer.get("normalizer") or {}
-        # llama.cpp normalises nothing; that Qwen composes accents first is left out by its own converter, too.
+        # llama.cpp normalises nothing; that Qwen composes accents first is ignored by its own converter, too.
         steps = _steps(tokenizer.get("pre_tokenizer") or {}) if normalizer.get("type", "NFC") == "NFC" else ()
         name = PRE_TOKENIZERS.get((steps, bool(model.get("ignore_merges")))) if model.get("type") == "BPE" else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

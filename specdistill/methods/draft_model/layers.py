@@ -105,7 +105,7 @@ class LlamaLayers:
         self.restart()
 
     def restart(self) -> None:
-        self.cache = DraftKVCache(len(self.stack.layers), self.stack.rotary, self.device)
+        self.cache = DraftKVCache(self.stack.rotary, self.device)
 
     def crop(self, count: int) -> None:
         self.cache.length -= count
@@ -121,7 +121,7 @@ class LlamaBatch:
 
     def __init__(self, layers: LlamaLayers, num_rows: int) -> None:
         self.stack = layers.stack
-        self.cache = RaggedKVCache(num_rows, len(self.stack.layers), self.stack.rotary, layers.device)
+        self.cache = RaggedKVCache(num_rows, self.stack.rotary, layers.device)
 
     def __call__(self, ids_BT: Tensor, counts: Sequence[int]) -> Tensor:
         hidden: Tensor = self.stack(ids_BT, self.cache.extend(counts), self.cache)

@@ -15,7 +15,7 @@ from specdistill.losses.divergence import build_divergence
 from specdistill.methods import sizes
 from specdistill.methods.contract import Implementation
 from specdistill.methods.draft_model.checkpoint import check_outline, export, load_alike, load_draft_model, save_draft_model
-from specdistill.methods.draft_model.config import Recipe
+from specdistill.methods.draft_model.config import DraftModelRecipe
 from specdistill.methods.draft_model.create import check_decoder, create_draft_model, on_meta, propose_shape, with_lora
 from specdistill.methods.draft_model.objective import Distillation, OnPolicyGeneration
 from specdistill.methods.draft_model.proposer import DraftModelProposer
@@ -37,13 +37,13 @@ PUBLISHED = sizes.PublishedFigures(
 )
 
 
-def create(recipe: Recipe, target: FrozenTarget, rows: Dataset) -> Any:
+def create(recipe: DraftModelRecipe, target: FrozenTarget, rows: Dataset) -> Any:
     calibration = torch.tensor(rows[:CALIBRATION_ROWS]["input_ids"], device=target.device)
     model = create_draft_model(target, calibration=calibration, seed=recipe.seed, **recipe.draft.shape())
     return with_lora(model, **vars(recipe.draft.lora))
 
 
-def objective(draft: Any, recipe: Recipe, target: FrozenTarget) -> Distillation:
+def objective(draft: Any, recipe: DraftModelRecipe, target: FrozenTarget) -> Distillation:
     options, reference = recipe.loss.model_dump(exclude={"divergence", "reference"}), recipe.loss.reference
     return Distillation(
         draft,
@@ -75,10 +75,7 @@ def load_proposer(
 def inspect(folder: Path, target: TargetFiles | None, *, heterogeneous_vocab: bool = False, **others: Any) -> None:
     model, tokenizer = load_draft_model(folder, key="draft")
     if target is not None:
-        of_target, _ = read_tokenizer(target.name, revision=target.revision, trust_remote_code=target.trust_remote_code)
-        match_vocabularies(
-            of_target, target.vocab_size, tokenizer, _width(model), heterogeneous=heterogeneous_vocab, key="draft"
-        )
+        _check_tokenizer(target, model, tokenizer, heterogeneous_vocab, key="draft")
 
 
 def check(
@@ -94,8 +91,12 @@ def check(
     model, tokenizer = read_without_weights(folder, key=key, name=name)
     check_outline(model, tensors, key=key, name=name)
     if target is not None:
-        of_target, _ = read_tokenizer(target.name, revision=target.revision, trust_remote_code=target.trust_remote_code)
-        match_vocabularies(of_target, target.vocab_size, tokenizer, _width(model), heterogeneous=heterogeneous_vocab, key=key)
+        _check_tokenizer(target, model, tokenizer, heterogeneous_vocab, key=key)
+
+
+def _check_tokenizer(target: TargetFiles, model: Any, tokenizer: Any, heterogeneous: bool, *, key: str) -> None:
+    of_target, _ = read_tokenizer(target.name, revision=target.revision, trust_remote_code=target.trust_remote_code)
+    match_vocabularies(of_target, target.vocab_size, tokenizer, _width(model), heterogeneous=heterogeneous, key=key)
 
 
 def _width(model: Any) -> int:

@@ -284,8 +284,6 @@ def draft_chains(
 class BatchDraftModel:
     """`DraftModelProposer` for B sequences: each row has one, which reads its sequence and says what to feed; the passes are shared."""
 
-    aux_layers: tuple[int, ...] = ()
-
     def __init__(self, proposer: DraftModelProposer) -> None:
         if not isinstance(proposer.layers, LlamaLayers):
             check_batchable(proposer.draft, "the draft")

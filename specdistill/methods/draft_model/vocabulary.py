@@ -7,17 +7,17 @@ arXiv 2502.05202). Embedding matrices may be larger than the tokenizer; rows tha
 Shapes: W tokens in both vocabularies.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from specdistill.errors import UserError, sibling_key
 
-NUM_NAMED = 3  # differing tokens that an error names
-T = TypeVar("T", int, str)
+NUM_NAMED = 3  # differences that an error names
 
 
 @dataclass(frozen=True)
@@ -79,35 +79,26 @@ def match_vocabularies(
 
 
 def describe_difference(target_tokenizer: Any, draft_tokenizer: Any) -> str | None:
-    """What a user should know about two vocabularies that differ: sizes and the first tokens, or else the special tokens.
+    """What a user should know about two vocabularies that differ: their sizes, and the first ids and special tokens that differ.
 
     None when every id names the same token, and the same tokens are special in the same roles.
     """
-    tokens = [
-        {token_id: repr(token) for token, token_id in it.get_vocab().items()} for it in (target_tokenizer, draft_tokenizer)
-    ]
-    differing = _differences("id ", *tokens)
-    special = _differences("", _special_tokens(target_tokenizer), _special_tokens(draft_tokenizer))
-    parts = [f"{len(differing)} ids differ: {_first(differing)}"] if differing else []
-    parts += [f"different special tokens: {_first(special)}"] if special else []
-    sizes = f"a draft of {len(tokens[1])} tokens for a target of {len(tokens[0])}"
-    return f"{sizes}, where {', and '.join(parts)}" if parts else None
-
-
-def _differences(what: str, target: Mapping[T, str], draft: Mapping[T, str]) -> list[str]:
-    return [
-        f"{what}{key} is {draft.get(key, 'none')}, the target's {target.get(key, 'none')}"
-        for key in sorted(target.keys() | draft.keys())
+    target, draft = _names(target_tokenizer), _names(draft_tokenizer)
+    differing = [
+        f"{key} is {draft.get(key, 'none')}, the target's {target.get(key, 'none')}"
+        for key in {**target, **draft}
         if target.get(key) != draft.get(key)
     ]
+    if not differing:
+        return None
+    first = "; ".join(differing[:NUM_NAMED]) + " …" * (len(differing) > NUM_NAMED)
+    sizes = f"a draft of {len(draft_tokenizer.get_vocab())} tokens for a target of {len(target_tokenizer.get_vocab())}"
+    return f"{sizes}, with {len(differing)} differences: {first}"
 
 
-def _first(named: Sequence[str]) -> str:
-    return "; ".join(named[:NUM_NAMED]) + " …" * (len(named) > NUM_NAMED)
-
-
-def _special_tokens(tokenizer: Any) -> dict[str, str]:
-    """role -> token and id; tokens that are special in no role of their own stand under their own name."""
+def _names(tokenizer: Any) -> dict[str, str]:
+    """Each id's token, then each role's special token with its id; one that is special in no role stands under its own name."""
+    by_id = {f"id {token_id}": repr(token) for token, token_id in sorted(tokenizer.get_vocab().items(), key=itemgetter(1))}
     roles = {role: token for role, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
     roles |= {token: token for token in tokenizer.all_special_tokens if token not in roles.values()}
-    return {role: f"{token!r} (id {tokenizer.convert_tokens_to_ids(token)})" for role, token in roles.items()}
+    return by_id | {role: f"{token!r} (id {tokenizer.convert_tokens_to_ids(token)})" for role, token in roles.items()}

@@ -1,8 +1,8 @@
-"""N-gram look-up in front of a draft: where the last tokens occurred before, what followed them is drafted; elsewhere the draft drafts.
+"""N-gram lookup in front of a draft: where the last tokens occurred before, what followed them is drafted; elsewhere the draft drafts.
 
-A cascade: a small head copies badly, and a look-up does nothing else and costs no forward pass, so each drafts what it is better at
+A cascade: a small head copies badly, and a lookup does nothing else and costs no forward pass, so each drafts what it is better at
 (SuffixDecoding, arXiv 2411.04975, has EAGLE behind its suffix tree in the same way). An agreement of one token says less than the draft
-does: look-up asks for two and more.
+does: the lookup asks for two and more.
 """
 
 from dataclasses import replace
@@ -12,7 +12,7 @@ from specdistill.decoding.proposer import BatchProposer, DecodingState, Proposal
 from specdistill.decoding.sampling import Random, Sampling
 from specdistill.decoding.tree import TreeShape, tree_shape
 from specdistill.errors import UserError
-from specdistill.methods.ngram.config import LookupFirst
+from specdistill.methods.ngram.config import LookupFirstConfig
 from specdistill.methods.ngram.method import NgramProposer
 from specdistill.targets.frozen import Features
 
@@ -23,9 +23,9 @@ class LookupFirstProposer:
     Raises UserError for a tree of a draft that drafts chains only.
     """
 
-    vocabulary: None = None  # a look-up proposes any token
+    vocabulary: None = None  # a lookup proposes any token
 
-    def __init__(self, draft: Proposer, config: LookupFirst) -> None:
+    def __init__(self, draft: Proposer, config: LookupFirstConfig) -> None:
         self.tree = tree_shape(**vars(config.draft_tree)) if config.draft_tree else None
         if self.tree and not isinstance(draft, TreeProposer):
             raise UserError("lookup_first.draft_tree", got="a tree of a draft that drafts chains only", expected="null")
@@ -45,7 +45,7 @@ class LookupFirstProposer:
         return self.draft.draws(sampling, self.tree)
 
     def passes(self, k: int) -> int:
-        """None in a round of a look-up, which alone goes further than the draft may."""
+        """None in a round of a lookup, which alone goes further than the draft may."""
         return self.draft.passes(k) if k <= self.levels else 0
 
     def begin(self, max_length: int) -> None:
@@ -68,4 +68,4 @@ class LookupFirstProposer:
         return self.draft.propose_tree(read, self.tree.cut(levels), sampling, generator)
 
     def batched(self) -> BatchProposer:
-        raise UserError("batch_size", got="more than 1 with a look-up in front of a draft", expected="1")  # not built
+        raise UserError("batch_size", got="more than 1 with a lookup in front of a draft", expected="1")  # not built

@@ -1,4 +1,4 @@
-"""N-gram look-up (prompt lookup; LLMA, arXiv 2304.04487): the draft is what followed the last tokens where they occurred before.
+"""N-gram lookup (prompt lookup; LLMA, arXiv 2304.04487): the draft is what followed the last tokens where they occurred before.
 
 A dictionary leads from every n-gram of the sequence, `min_ngram` to `max_ngram` tokens long, to the place after its last occurrence. Each
 token is indexed once, by at most max_ngram - min_ngram + 1 entries, and a proposal asks for as many at most: a round costs what its own
@@ -21,14 +21,14 @@ from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import DynamicTree, StaticTree
 from specdistill.methods import sizes
 from specdistill.methods.contract import Implementation
-from specdistill.methods.ngram.config import Ngram
+from specdistill.methods.ngram.config import NgramConfig
 from specdistill.statistics.theory import alpha_from_acceptance_length
 from specdistill.targets.frozen import FrozenTarget
 
-DEFAULTS = Ngram()
+DEFAULTS = NgramConfig()
 PUBLISHED = sizes.PublishedFigures(
     (alpha_from_acceptance_length(1.54, 10), alpha_from_acceptance_length(1.75, 10)),
-    "AL 1.54 (Vicuna-33B) to 1.75 (Vicuna-7B), prompt look-up on Spec-Bench, K taken as 10",
+    "AL 1.54 (Vicuna-33B) to 1.75 (Vicuna-7B), prompt lookup on Spec-Bench, K taken as 10",
     0,
     "nothing to train",
 )
@@ -90,7 +90,7 @@ class NgramProposer:
         self._indexed = len(text) - 1
 
 
-def load_proposer(folder: Path | None, target: FrozenTarget, *, key: str, ngram: Ngram = DEFAULTS) -> Proposer:
+def load_proposer(folder: Path | None, target: FrozenTarget, *, key: str, ngram: NgramConfig = DEFAULTS) -> Proposer:
     return NgramProposer(ngram.min, ngram.max, ngram.lookup)
 
 

@@ -14,9 +14,9 @@ from specdistill.methods.draft_model.create import (
     create_draft_model,
     evenly_spaced,
     from_layers,
-    from_scratch,
     from_width,
     propose_shape,
+    resized,
     step_ratio,
 )
 from specdistill.methods.sizes import ModelShape, parameters_read, shape_of, weights_read
@@ -126,7 +126,7 @@ def test_a_shape_that_cannot_be_cut_out_is_refused(shape: ModelShape, key: str) 
 
 def test_scratch_follows_shape_and_seed(model: PreTrainedModel) -> None:
     shape = ModelShape(2, 32, 48, 2, 1, 16)
-    one, same, other = (from_scratch(model, shape, seed) for seed in (1, 1, 2))
+    one, same, other = (resized(model, shape, seed=seed) for seed in (1, 1, 2))
     assert shape_of(one.config) == shape and logits(one).shape == (2, 24, 260)
     assert torch.equal(logits(one), logits(same)) and not torch.equal(logits(one), logits(other))
 
@@ -135,7 +135,7 @@ def test_proposals_fit_the_budget_and_go_wide_before_deep(model: PreTrainedModel
     whole, previous = model.num_parameters(), None
     for share in (0.3, 0.5, 0.7, 0.9, 1.0):
         shape = propose_shape(model, int(share * whole))
-        assert from_scratch(model, shape).num_parameters() <= share * whole
+        assert resized(model, shape).num_parameters() <= share * whole
         assert shape.num_layers <= 3 or shape.hidden_size == model.config.hidden_size
         assert previous is None or shape.hidden_size >= previous.hidden_size
         previous = shape
@@ -151,7 +151,7 @@ def test_a_step_costs_the_larger_share() -> None:
     table = target.get_input_embeddings().weight.numel()
     share = (layers.num_parameters() - table) / (target.num_parameters() - table)
     assert step_ratio(target, layers) == pytest.approx(share) and share > 0.5
-    thin = from_scratch(target, ModelShape(4, 8, 8, 2, 1, 32))
+    thin = resized(target, ModelShape(4, 8, 8, 2, 1, 32))
     assert step_ratio(target, thin) == 1  # as deep as the target
     tied = qwen()
     assert step_ratio(tied, from_layers(tied, 1)) == pytest.approx(

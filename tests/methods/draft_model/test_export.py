@@ -18,17 +18,9 @@ from specdistill.methods.draft_model.checkpoint import load_draft_model, save_dr
 from specdistill.methods.draft_model.gguf import WORDS_OF_LLAMA3, WORDS_OF_QWEN2
 from specdistill.project import PICO
 from specdistill.targets.files import TargetFiles
+from tests.draft_models import LLAMA3
 from tests.refusals import refused
 from tests.tiny import tiny_target_model, tiny_tokenizer
-
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 
 
 def save(folder: Path, model: PreTrainedModel | None = None, tokenizer: Any = None) -> PreTrainedModel:

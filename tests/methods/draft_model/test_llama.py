@@ -6,16 +6,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdistill.decoding.kv_cache import FIRST_SIZE, DraftKVCache
 from specdistill.methods.draft_model.layers import LlamaStack, is_plain_llama
+from tests.draft_models import LLAMA3
 from tests.tiny import qwen, tiny_target_model
-
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 
 
 def small(**changes: object) -> LlamaForCausalLM:
@@ -30,7 +22,7 @@ def test_it_computes_what_transformers_computes(changes: dict[str, object]) -> N
     model = small(**changes)
     stack = LlamaStack(model)
     ids = torch.randint(3, 200, (1, 90), generator=torch.Generator().manual_seed(0))
-    cache = DraftKVCache(2, stack.rotary, ids.device)
+    cache = DraftKVCache(stack.rotary, ids.device)
     with torch.no_grad():
         expected = model.get_decoder()(ids).last_hidden_state
         parts = [
@@ -64,7 +56,7 @@ def test_the_cache_grows_without_losing_anything() -> None:
     model = small(max_position_embeddings=4 * FIRST_SIZE)
     stack = LlamaStack(model)
     ids = torch.randint(3, 200, (1, FIRST_SIZE + 90), generator=torch.Generator().manual_seed(0))
-    cache = DraftKVCache(2, stack.rotary, ids.device)
+    cache = DraftKVCache(stack.rotary, ids.device)
     with torch.no_grad():
         stack(ids[:, : FIRST_SIZE - 2], cache.next_rotary(FIRST_SIZE - 2), cache)
         hidden = stack(ids[:, FIRST_SIZE - 2 :], cache.next_rotary(92), cache)

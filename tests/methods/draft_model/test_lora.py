@@ -1,7 +1,7 @@
 """LoRA drafts: they start as the draft, train their updates alone, and ship as plain models that say the same."""
 
 import torch
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM
 
 from specdistill.methods.draft_model.checkpoint import merged
 from specdistill.methods.draft_model.create import with_lora
@@ -39,26 +39,15 @@ def test_updates_are_zero_at_first_and_train_alone() -> None:
     assert len(names) == 2 * 2 * 7 and all("lora_" in name for name in names)
 
 
-def test_the_merged_model_is_plain_and_says_the_same() -> None:
-    model = trained(alpha=8)
-    plain = merged(model)
+def test_the_merged_model_is_plain_and_says_the_same_and_the_trained_one_stays_as_it_was() -> None:
+    model = trained(alpha=8, dropout=0.5)
+    before, names = logits(model), list(model.state_dict())
+    plain = merged(model.train())
+    assert torch.equal(logits(model.eval()), before) and list(model.state_dict()) == names
     assert type(plain) is LlamaForCausalLM
     assert plain.state_dict().keys() == tiny_target_model(num_layers=2).state_dict().keys()
-    assert torch.allclose(logits(plain), logits(model), atol=1e-5)
+    assert torch.allclose(logits(plain), before, atol=1e-5)
     assert not torch.allclose(logits(plain), logits(tiny_target_model(num_layers=2)), atol=1e-2)
-
-
-def test_merging_leaves_the_trained_model_as_it_was() -> None:
-    model = trained()
-    before, names = logits(model), list(model.state_dict())
-    merged(model)
-    assert torch.equal(logits(model), before) and list(model.state_dict()) == names
-
-
-def test_dropout_is_off_in_the_merged_model() -> None:
-    model = trained(dropout=0.5).train()
-    plain: PreTrainedModel = merged(model)
-    assert torch.equal(logits(plain), logits(plain)) and torch.allclose(logits(plain), logits(model.eval()), atol=1e-5)
 
 
 def test_target_modules_choose_and_are_checked() -> None:

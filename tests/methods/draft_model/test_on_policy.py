@@ -78,11 +78,3 @@ def test_the_fraction_is_of_batches_and_repeats_with_the_seed() -> None:
 def test_rows_without_a_long_enough_beginning_are_left_as_they_are() -> None:
     rows = {name: values[1:2] for name, values in batch().items()}
     assert writing()(rows, 0) is rows
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_the_drafts_mode_is_put_back(training: bool) -> None:
-    student = writing()
-    student.draft.train(training)
-    student(batch(), 0)
-    assert student.draft.training is training

@@ -7,33 +7,24 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.decoding.sampling import Sampling
+from specdistill.decoding.tree import DynamicTree
 from specdistill.methods.draft_model.layers import LlamaLayers
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.draft_model.vocabulary import match_vocabularies
 from specdistill.methods.load import load_proposer
-from specdistill.methods.recipe import Recipe
-from specdistill.recipe.load import load_recipe
 from specdistill.targets.frozen import FrozenTarget
-from tests.draft_models import half_right, other_tokenizer, tiny_draft_model, translated
+from tests.draft_models import half_right, other_tokenizer, tiny_draft_model, translated, words
 from tests.enumeration import SAMPLING, Propose, distribution_of, output_distribution, plain_distribution
 from tests.refusals import refused
 from tests.tiny import qwen, tiny_target_model, tiny_tokenizer
 
 PROMPT = [5, 9, 5, 9, 20, 31]
 GREEDY = Sampling()
-
-
-def word_tokenizer(words: str) -> PreTrainedTokenizerFast:
-    """One token a word, in the order given; the first is the unknown word."""
-    vocabulary = {word: index for index, word in enumerate(words.split())}
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token=words.split()[0])))
 
 
 class Watched:
@@ -140,7 +131,7 @@ TARGET_WORDS, DRAFT_WORDS = "? a b c", "b ? d a"  # the draft knows no c, the ta
 
 
 def unlike(threshold: float | None = None) -> DraftModelProposer:
-    vocabulary = match_vocabularies(word_tokenizer(TARGET_WORDS), 4, word_tokenizer(DRAFT_WORDS), 4, heterogeneous=True)
+    vocabulary = match_vocabularies(words(TARGET_WORDS), 4, words(DRAFT_WORDS), 4, heterogeneous=True)
     return DraftModelProposer(tiny_draft_model(4, seed=2), vocabulary=vocabulary, confidence_threshold=threshold)
 
 
@@ -218,17 +209,6 @@ def test_a_text_of_which_the_draft_can_say_nothing_gets_no_proposal(target: Froz
         assert proposer.propose(DecodingState([beyond]), 3, GREEDY, None) == Proposal([])
 
 
-def test_laws_over_a_shared_vocabulary_are_zero_elsewhere():
-    proposer = unlike()
-    proposer.begin(20)
-    with torch.inference_mode():
-        proposal = proposer.propose(DecodingState([1, 3, 2]), 3, SAMPLING, torch.Generator().manual_seed(0))
-    assert proposal.probabilities is not None
-    assert proposal.probabilities.shape == (3, 4)
-    assert proposal.probabilities[:, 3].tolist() == [0, 0, 0]
-    assert proposal.probabilities.sum(-1).tolist() == pytest.approx([1, 1, 1])
-
-
 # --- A shorter context
 
 
@@ -251,7 +231,7 @@ def test_a_window_changes_no_greedy_text_and_still_sees_its_end(k: int):
     assert max(watched.held) == 32
 
 
-def test_a_text_longer_than_the_drafts_context_is_refused(target: FrozenTarget):
+def test_a_sequence_longer_than_the_drafts_context_is_refused(target: FrozenTarget):
     decoder = Decoder(target, DraftModelProposer(half_right(target, context=32)))
     with refused("eval.draft_context", "a draft whose context is 32 tokens for a sequence of 38"):
         decoder.generate(PROMPT, max_new_tokens=28, num_speculative_tokens=4)
@@ -266,10 +246,11 @@ def test_as_many_tokens_are_drafted_as_the_context_has_room_for(target: FrozenTa
     assert len(proposer.propose(DecodingState([5] * length), 9, GREEDY, None).tokens) == num_drafted
 
 
-def test_a_draft_with_the_targets_context_reaches_its_end(target: FrozenTarget):
+@pytest.mark.parametrize("shape", [{"num_speculative_tokens": 4}, {"tree": DynamicTree(budget=6, depth=4, top_k=2)}])
+def test_a_draft_with_the_targets_context_reaches_its_end(target: FrozenTarget, shape: dict[str, Any]):
     plain = Decoder(target).generate(PROMPT, max_new_tokens=250)
     proposer = DraftModelProposer(half_right(target), target_max_length=target.max_length)
-    run = Decoder(target, proposer).generate(PROMPT, max_new_tokens=250, num_speculative_tokens=4)
+    run = Decoder(target, proposer).generate(PROMPT, max_new_tokens=250, **shape)
     assert run.token_ids == plain.token_ids
 
 
@@ -298,18 +279,3 @@ def test_a_folder_with_another_tokenizer_is_refused_unless_told(target: FrozenTa
         load_proposer("draft_model", draft_folder, target)
     proposer = load_proposer("draft_model", draft_folder, target, heterogeneous_vocab=True)
     assert isinstance(proposer, DraftModelProposer) and proposer.shared_vocabulary is not None
-
-
-@pytest.mark.parametrize(
-    ("method", "setting"),
-    [
-        ("eagle3", "confidence_threshold=0.5"),
-        ("eagle3", "draft_context=window"),
-        ("eagle3", "heterogeneous_vocab=true"),
-        ("draft_model", "confidence_threshold=1.5"),
-        ("draft_model", "draft_context=crop"),
-    ],
-)
-def test_settings_of_another_method_or_out_of_range_name_their_key(method: str, setting: str):
-    with refused(f"eval.{setting.partition('=')[0]}"):
-        load_recipe(Recipe, [f"method={method}", "target.model=pico", "train.output_dir=runs", f"eval.{setting}"])

@@ -1,32 +1,26 @@
 """Two tokenizers, token by token."""
 
 import pytest
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
 
 from specdistill.methods.draft_model.vocabulary import describe_difference, match_vocabularies
+from tests.draft_models import words
 from tests.refusals import refused
 from tests.tiny import tiny_tokenizer
 
 
-def words(text: str, **special: str) -> PreTrainedTokenizerFast:
-    """One token a word, ids in the order given."""
-    vocabulary = {word: index for index, word in enumerate(text.split())}
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="?")), **special)
-
-
-def test_equal_tokenizers_need_no_translation():
-    assert match_vocabularies(tiny_tokenizer(), 260, tiny_tokenizer(), 260) is None
+@pytest.mark.parametrize("size", [260, 264])
+def test_equal_tokenizers_need_no_translation(size: int):
+    assert match_vocabularies(tiny_tokenizer(), size, tiny_tokenizer(), size) is None
 
 
 def test_differing_tokens_are_named_with_both_sizes():
-    with refused("eval.draft", "a draft of 5 tokens for a target of 6, where 4 ids differ: id 2 is 'x', the target's 'b'"):
+    with refused("eval.draft", "a draft of 5 tokens for a target of 6, with 4 differences: id 2 is 'x', the target's 'b'"):
         match_vocabularies(words("? a b c d e"), 6, words("? a x y z"), 5)
 
 
 def test_a_token_only_one_side_has_is_none_on_the_other():
     assert describe_difference(words("? a"), words("? a b")) == (
-        "a draft of 3 tokens for a target of 2, where 1 ids differ: id 2 is 'b', the target's none"
+        "a draft of 3 tokens for a target of 2, with 1 differences: id 2 is 'b', the target's none"
     )
 
 
@@ -44,10 +38,6 @@ def test_padded_matrices_of_equal_tokenizers_share_the_tokenizer_s_tokens(target
     assert shared is not None
     assert shared.target_ids_W.tolist() == shared.draft_ids_W.tolist() == list(range(260))
     assert shared.target_vocab_size == target_size
-
-
-def test_equally_padded_matrices_need_no_translation():
-    assert match_vocabularies(tiny_tokenizer(), 264, tiny_tokenizer(), 264) is None
 
 
 def test_the_intersection_pairs_the_ids_of_equal_tokens():

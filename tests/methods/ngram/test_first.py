@@ -1,4 +1,4 @@
-"""A look-up in front of a draft: which of them drafts, and that the draft has read what was committed meanwhile."""
+"""A lookup in front of a draft: which of them drafts, and that the draft has read what was committed meanwhile."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from specdistill.decoding.tree import DynamicTree
 from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.eagle3.module import build_eagle3
-from specdistill.methods.ngram.config import LookupFirst
+from specdistill.methods.ngram.config import LookupFirstConfig
 from specdistill.methods.ngram.first import LookupFirstProposer
 from specdistill.methods.ngram.method import NgramProposer
 from specdistill.targets.frozen import FrozenTarget
@@ -44,10 +44,10 @@ class Watched(LookupFirstProposer):
 def test_the_draft_drafts_where_nothing_is_found_as_if_it_had_read_every_round(
     target: FrozenTarget, shape: dict[str, Any]
 ) -> None:
-    head, config = HeadProposer(build_eagle3(target)), LookupFirst(min=2, max=3, **shape)
+    head, config = HeadProposer(build_eagle3(target)), LookupFirstConfig(min=2, max=3, **shape)
     watched, lookup = Watched(head, config), NgramProposer(2, 3)
     Decoder(target, watched).generate(PROMPT, max_new_tokens=60, num_speculative_tokens=4)
-    followed = {True: 0, False: 0}  # whether a round of a look-up came before the draft's
+    followed = {True: 0, False: 0}  # whether a round of a lookup came before the draft's
     looked_up = False
     for text, tokens in watched.proposed:
         lookup.begin(100)
@@ -70,7 +70,7 @@ def test_the_draft_drafts_where_nothing_is_found_as_if_it_had_read_every_round(
 
 def test_a_draft_model_catches_up_as_well(target: FrozenTarget) -> None:
     plain = Decoder(target).generate(PROMPT, max_new_tokens=40)
-    proposer = LookupFirstProposer(DraftModelProposer(target.model), LookupFirst(draft_tokens=3))
+    proposer = LookupFirstProposer(DraftModelProposer(target.model), LookupFirstConfig(draft_tokens=3))
     run = Decoder(target, proposer).generate(PROMPT, max_new_tokens=40, num_speculative_tokens=5)
     assert run.token_ids == plain.token_ids
     own = [entry for entry in run.rounds if len(entry.drafted) == 3]
@@ -79,7 +79,7 @@ def test_a_draft_model_catches_up_as_well(target: FrozenTarget) -> None:
 
 def test_it_says_what_it_is(target: FrozenTarget) -> None:
     head = HeadProposer(build_eagle3(target, draft_vocabulary=torch.arange(0, target.vocab_size, 3)))
-    proposer = LookupFirstProposer(head, LookupFirst(min=3, max=4, draft_tokens=2))
+    proposer = LookupFirstProposer(head, LookupFirstConfig(min=3, max=4, draft_tokens=2))
     assert proposer.vocabulary is None and (proposer.num_parameters, proposer.aux_layers) == (
         head.num_parameters,
         head.aux_layers,
@@ -87,13 +87,13 @@ def test_it_says_what_it_is(target: FrozenTarget) -> None:
     assert proposer.settings == {"lookup_first": [3, 4], "draft_tokens": 2}
     assert [proposer.passes(k) for k in (1, 2, 6)] == [1, 2, 0]
     assert proposer.draws(Sampling(1.0), None) and not proposer.draws(GREEDY, None)
-    grown = LookupFirstProposer(head, LookupFirst(draft_tree={"budget": 4, "depth": 3, "top_k": 2}))
+    grown = LookupFirstProposer(head, LookupFirstConfig(draft_tree={"budget": 4, "depth": 3, "top_k": 2}))
     assert grown.settings == {"lookup_first": [2, 5], "draft_tree": {"budget": 4, "depth": 3, "top_k": 2}}
     assert [grown.passes(k) for k in (3, 6)] == [3, 0]
     assert not grown.draws(Sampling(1.0), None)  # the best tokens
     with refused("lookup_first.draft_tree", "a tree of a draft that drafts chains only"):
-        LookupFirstProposer(NgramProposer(), LookupFirst(draft_tree={"branching": [2]}))
+        LookupFirstProposer(NgramProposer(), LookupFirstConfig(draft_tree={"branching": [2]}))
     with refused("batch_size"):
         proposer.batched()
     with refused("lookup_first.min", "6"):
-        LookupFirst(min=6)
+        LookupFirstConfig(min=6)

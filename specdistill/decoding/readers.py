@@ -1,8 +1,8 @@
-"""A target whose passes over proposals all have one shape, and are one compiled graph (`eval.compile`).
+"""How a target reads one sequence piece by piece, over a KV cache that forgets what was rejected: pass by pass, or by one compiled graph.
 
-The KV cache is allocated whole: slot s holds position s, and the mask hides what lies behind a query. The graph is told how many tokens are
-held, so forgetting the rejected ones is counting: the next pass writes over them. A proposal of fewer than K tokens is padded.
-Prompts differ in length; they are read uncompiled.
+Of a `CompiledTarget` all passes over proposals have one shape (`eval.compile`). Its KV cache is allocated whole: slot s holds position s,
+and the mask hides what lies behind a query. The graph is told how many tokens are held, so forgetting the rejected ones is counting: the
+next pass writes over them. A proposal of fewer than K tokens is padded. Prompts differ in length; they are read uncompiled.
 
 Shapes: T positions of a pass, D target hidden size, V vocabulary.
 """
@@ -17,10 +17,11 @@ from torch import Tensor
 from transformers import StaticCache
 from transformers.cache_utils import DummyLayer, StaticLayer, StaticSlidingWindowLayer
 
-from specdistill.decoding.cached_target import CachedTarget
-from specdistill.decoding.tree import Tree
+from specdistill.decoding.transformers_models import keep_path, read
+from specdistill.decoding.tree import Step, Tree
 from specdistill.errors import UserError, one_line
 from specdistill.targets.anatomy import reads_alike
+from specdistill.targets.cache import new_cache, roll_back, snapshot
 from specdistill.targets.classes import CLASS_ERRORS
 from specdistill.targets.frozen import Features, FrozenTarget, capture
 
@@ -30,13 +31,51 @@ WARM_UP = 3  # passes before CUDA graphs are replayed
 PROMPT, REJECTED, NEXT = [1, 2, 3], [4, 5], [4, 6]  # of the sequence that shows whether the graph computes the target
 
 
+class CachedTarget:
+    """Any target, pass by pass. What a pass costs besides the target's own work does not depend on the sequence's length."""
+
+    def __init__(self, target: FrozenTarget, aux_layers: Sequence[int]) -> None:
+        self.target = target
+        self.aux_layers = aux_layers
+
+    def begin(self, token_ids: Sequence[int]) -> tuple[Tensor, Features]:
+        """Read a prompt: logits [1, 1, V] after its last token, and features [1, T, D] of all."""
+        self.cache = new_cache(self.target.config)
+        features = read(self.target, token_ids, self.cache, self.aux_layers)
+        return self.target.logits(features.last_hidden[:, -1:]), features
+
+    def read(self, token_ids: Sequence[int], tree: Tree | None = None) -> tuple[Tensor, Features]:
+        """Read the sequence's last token and the draft tokens proposed after it, a chain or the nodes of a tree.
+
+        Returns logits [1, T, V] and features [1, T, D].
+        """
+        self._last, self._tree = token_ids, tree
+        self._before = snapshot(self.cache) if self.target.is_recurrent and len(token_ids) > 1 else None
+        step = Step.whole(tree, self.cache.get_seq_length(), self.target.device) if tree else None
+        features = read(self.target, token_ids, self.cache, self.aux_layers, step)
+        return self.target.logits(features.last_hidden), features
+
+    def keep(self, path: Sequence[int]) -> None:
+        """Forget the draft tokens read last but those of these indices: a chain's first, or a path of the tree."""
+        num_drafted = len(self._last) - 1
+        if self._tree:
+            keep_path(self.cache, num_drafted, path)
+        elif len(path) == num_drafted:
+            pass
+        elif self._before is None:
+            self.cache.crop(len(path) - num_drafted)
+        else:  # recurrent states have read what is rejected: back to before it, and over what is kept again
+            roll_back(self.cache, len(self._last), self._before)
+            read(self.target, self._last[: 1 + len(path)], self.cache)
+
+
 def cache_size(num_tokens: int) -> int:
     """Positions that are allocated for a sequence: a power of two, so that few sizes are compiled."""
     return max(LEAST_SIZE, 1 << (num_tokens - 1).bit_length())
 
 
 class CompiledTarget:
-    """A `SequenceReader` whose `read` takes up to `num_tokens` tokens, within a KV cache of `size` positions, drafted ones included.
+    """`CachedTarget` by one graph: `read` takes up to `num_tokens` tokens, within a KV cache of `size` positions, drafted ones included.
 
     Raises UserError for a target with layers that do not hold a position in a slot, that does not compile, or computes something else then.
     """
@@ -118,3 +157,6 @@ def static_cache(target: FrozenTarget, size: int) -> StaticCache:
         got = f"true for {target.name}, which has layers of kind {', '.join(sorted(other))}"
         raise UserError(KEY, got=got, expected="false: passes of one shape need full attention or a sliding window")
     return cache
+
+
+SequenceReader = CachedTarget | CompiledTarget

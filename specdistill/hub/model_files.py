@@ -5,17 +5,17 @@ which is compared there.
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from glob import escape
 from pathlib import Path
 
 import torch
-from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub import HfApi, constants, scan_cache_dir, snapshot_download
 from huggingface_hub.errors import SafetensorsParsingError, XetDownloadError
 from torch import Tensor
+from transformers.modeling_utils import str_to_torch_dtype
 
 from specdistill.errors import ResourceError, UserError, one_line
 from specdistill.methods.load import TOKENIZER
@@ -25,22 +25,8 @@ from specdistill.targets.identity import file_hashes
 
 SMALL = ("config.json", "generation_config.json", INDEX, "README.md")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-MODEL = (*SMALL, *TOKENIZER, "*processor_config.json", "*.safetensors", "*.gguf")
+MODEL = (*SMALL, *TOKENIZER, "*processor_config.json")
 HASHES = "SHA256SUMS"  # of a cache's files; `sha256sum -c` reads it
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 def say(line: str) -> None:
@@ -49,11 +35,11 @@ def say(line: str) -> None:
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelFiles:
     """A folder, or a commit of a repository; without the Hub, what its cache has of that commit, which is a folder too.
 
     key: what errors name. name: as the user gave it. folder: where the files are, or will be once they are fetched. sizes: bytes of each
-    file beside config.json that a model may need, and of its pickles. repository: None for a folder.
+    file next to config.json that a model may need, and of its pickles. repository: None for a folder.
     """
 
     key: str
@@ -63,8 +49,8 @@ class Source:
     repository: str | None = None
 
     @classmethod
-    def of(cls, name: str, revision: str | None, *, key: str, expected: str) -> "Source":
-        """The folder `name`, or a revision of a repository, with its small files fetched.
+    def of(cls, name: str, revision: str | None, cache: Path | None, *, key: str, expected: str) -> "ModelFiles":
+        """The folder `name`, or a revision of a repository, with its small files fetched into `cache`; None: the Hub's own.
 
         Raises UserError for what is neither, ResourceError when the Hub fails, and without it for a repository that is not in its cache.
         """
@@ -75,12 +61,17 @@ class Source:
             return cls(key, name, Path(place), _sizes(Path(place)))
         shown = f"{name}@{revision}" if revision else name
         with hub_errors(key, shown, expected=expected):
-            folder = Path(snapshot_download(place, revision=revision, allow_patterns=list(SMALL)))
+            folder = Path(snapshot_download(place, revision=revision, cache_dir=cache, allow_patterns=list(SMALL)))
             if constants.is_offline_mode():
                 return cls(key, shown, folder, _sizes(folder))
-            wanted = [*MODEL, *PICKLES]
-            files = snapshot_download(place, revision=folder.name, allow_patterns=wanted, dry_run=True)
+            patterns = [*MODEL, "*.safetensors", "*.gguf", *PICKLES]
+            files = snapshot_download(place, revision=folder.name, allow_patterns=patterns, dry_run=True)
         return cls(key, shown, folder, {it.filename: it.file_size or 0 for it in files if "/" not in it.filename}, place)
+
+    @property
+    def cache(self) -> Path:
+        """Of the Hub's files, which has a commit in <cache>/<repository>/snapshots/<commit>."""
+        return self.folder.parents[2]
 
     def matching(self, *patterns: str) -> list[str]:
         """The files whose names match."""
@@ -102,10 +93,6 @@ class Source:
         found = ", ".join(sorted(self.sizes)[:5]) or "nothing"
         raise UserError(self.key, got=f"{self.name} without weights, with {found}", expected=f"{SINGLE}, or {INDEX}")
 
-    def whole_model(self) -> list[str]:
-        """The files that decoding with it as a target reads."""
-        return [*self.matching(*SMALL, *TOKENIZER, "*processor_config.json"), *self.weights()]
-
     def missing(self, files: Sequence[str]) -> list[str]:
         return [file for file in files if not (self.folder / file).is_file()]
 
@@ -116,23 +103,38 @@ class Source:
         """
         if missing := self.missing(files):
             self._download(missing)
-            self._replace_damaged()
+            self.verify()
         return self.folder
 
     def verify(self) -> None:
-        """Compare what is here with the checksums that the Hub lists. Raises as `fetch`; UserError for a folder."""
+        """Compare what is here with the checksums that the Hub lists, and fetch what differs again, once.
+
+        Raises as `fetch`, after what stays damaged was taken out of the cache, where whoever reads it next would take it; UserError for a
+        folder.
+        """
         if self.repository is None:
             expected = f"no such key: {self.name} is a folder, of which no checksums are stated"
             raise UserError("verify", got="true", expected=expected)
-        self._replace_damaged()
+        for is_last in (False, True):
+            with hub_errors(self.key, self.name, expected="a Hub id"):
+                commit, cache = self.folder.name, self.cache
+                found = HfApi().verify_repo_checksums(self.repository, revision=commit, cache_dir=cache).mismatches
+            damaged = sorted(it["path"] for it in found)
+            if not damaged:
+                return
+            if not is_last:
+                say(f"{self.name}: not what the Hub lists, so fetched again: {', '.join(damaged)}")
+                self._download(damaged, again=True)
+        scan_cache_dir(self.cache).delete_revisions(self.folder.name).execute()
+        next_step = "run it again, or look at what stands between this machine and the Hub"
+        raise ResourceError(f"{self.key}: {self.name} is damaged: {', '.join(damaged)}", next_step=next_step)
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of the weights by name, without their content: of each file the header alone is read, here or on the Hub.
 
         Raises UserError for files that cannot be read, or are not those that the index names.
         """
-        files = self.weights()
-        if not self.missing(files):
+        if not self.missing(self.weights()):
             shards = Shards.open(self.folder, self.key)
             shards.check()
             described = ((name, *shards.describe(name)) for name in shards.file_of)
@@ -141,59 +143,31 @@ class Source:
         try:
             with hub_errors(self.key, self.name, expected="a Hub id"):
                 read = HfApi().get_safetensors_metadata(self.repository, revision=self.folder.name).files_metadata.values()
-            found = {name: (it.dtype, it.shape) for file in read for name, it in file.tensors.items()}
             return {
-                name: torch.empty(tuple(shape), dtype=DTYPES[dtype], device="meta") for name, (dtype, shape) in found.items()
+                name: torch.empty(tuple(it.shape), dtype=str_to_torch_dtype[it.dtype], device="meta")
+                for file in read
+                for name, it in file.tensors.items()
             }
         except (SafetensorsParsingError, ValueError, KeyError, TypeError, AttributeError) as error:  # a header of other JSON
             got = f"{self.name}, whose weights cannot be read ({one_line(str(error))[:160]})"
             raise UserError(self.key, got=got, expected="whole safetensors files") from error
 
-    def _download(self, files: Sequence[str]) -> None:
+    def _download(self, files: Sequence[str], *, again: bool = False) -> None:
         if self.repository is None:
             what = f"{self.key}: of {self.name} these files are not in {self.folder}: {', '.join(files)}"
             raise ResourceError(what, next_step="acquire it where there is a network")
         try:
             with hub_errors(self.key, self.name, expected="a Hub id"):
-                snapshot_download(self.repository, revision=self.folder.name, allow_patterns=[escape(file) for file in files])
+                snapshot_download(
+                    self.repository,
+                    revision=self.folder.name,
+                    cache_dir=self.cache,
+                    allow_patterns=[escape(file) for file in files],
+                    force_download=again,
+                )
         except (OSError, XetDownloadError, RuntimeError) as error:  # the last is hf_xet's
             what = f"{self.key}: {self.name} was not fetched whole ({one_line(str(error))[:200]})"
             raise ResourceError(what, next_step="run it again: what is whole is kept") from error
-
-    def _replace_damaged(self) -> None:
-        """Fetch what is not what its checksum says again, once. Raises ResourceError when that does not help."""
-        if damaged := self._discard_damaged():
-            say(f"{self.name}: not what the Hub lists, so fetched again: {', '.join(damaged)}")
-            self._download(damaged)
-            if damaged := self._discard_damaged():
-                next_step = "run it again, or look at what stands between this machine and the Hub"
-                raise ResourceError(f"{self.key}: {self.name} is damaged: {', '.join(damaged)}", next_step=next_step)
-
-    def _discard_damaged(self) -> list[str]:
-        """Take what is not what its checksum says out of the cache, where whoever reads it next would take it."""
-        assert self.repository is not None
-        with hub_errors(self.key, self.name, expected="a Hub id"):
-            found = HfApi().verify_repo_checksums(self.repository, revision=self.folder.name).mismatches
-        damaged = sorted(it["path"] for it in found)
-        for file in damaged:
-            path = self.folder / file
-            while path.is_symlink():
-                target = path.parent / path.readlink()
-                path.unlink()
-                path = target
-            path.unlink(missing_ok=True)
-        return damaged
-
-
-@contextmanager
-def cache_in(folder: Path | None) -> Iterator[None]:
-    """Fetch into another cache than the Hub's own, as HF_HUB_CACHE does, which huggingface_hub reads when it is imported."""
-    before = constants.HF_HUB_CACHE
-    constants.HF_HUB_CACHE = str(folder or before)
-    try:
-        yield
-    finally:
-        constants.HF_HUB_CACHE = before
 
 
 def write_hashes(cache: Path) -> None:
@@ -206,12 +180,10 @@ def write_hashes(cache: Path) -> None:
 
 def check_hashes(cache: Path) -> None:
     """Raises ResourceError for the files of a cache that are not what its list says, and where they are missing."""
-    listed = [line.split("  ", 1) for line in (cache / HASHES).read_text(encoding="utf-8").splitlines()]
-    here = [(sha256, name) for sha256, name in listed if (cache / name).is_file()]
-    hashes = file_hashes((cache / name).resolve() for _, name in here)
-    whole = {name for (sha256, name), found in zip(here, hashes, strict=True) if found == sha256}
-    wrong = [name for _, name in listed if name not in whole]
-    if wrong:
+    listed = dict(line.split("  ", 1)[::-1] for line in (cache / HASHES).read_text(encoding="utf-8").splitlines())
+    here = [name for name in listed if (cache / name).is_file()]
+    found = dict(zip(here, file_hashes((cache / name).resolve() for name in here), strict=True))
+    if wrong := [name for name, sha256 in listed.items() if found.get(name) != sha256]:
         what = f"{cache} does not hold what its {HASHES} lists: {', '.join(wrong[:3])}"
         raise ResourceError(what, next_step="copy the folder again, whole")
 

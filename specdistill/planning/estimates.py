@@ -1,6 +1,6 @@
 """A method's row of the plan: what its draft holds, what training it takes, and what it promises where the target serves.
 
-Symbols: H hidden size, I MLP width, K draft tokens a round, B sequences, alpha the acceptance rate, taken as equal at every
+Symbols: H hidden size, I MLP width, K draft tokens per round, B sequences, alpha the acceptance rate, taken as equal at every
 position; c a draft step and v a verification of K tokens, both in plain target steps. Nothing is measured.
 """
 
@@ -16,13 +16,14 @@ from specdistill.errors import UserError
 from specdistill.losses.chunked import BLOCK
 from specdistill.methods import METHODS, MethodCost
 from specdistill.methods.sizes import ASSUMED_DTYPE, Described, ModelShape, ParameterCounts, PlannedDraft, weights_read
-from specdistill.planning.accounting import H100, MATRIX_SHARE, TRAFFIC_SHARE, Account, objective_for, training_step
-from specdistill.planning.budget import MOST_DEVICES, USABLE, Budget, Serving, budget
+from specdistill.planning.accounting import H100, MATRIX_SHARE, TRAFFIC_SHARE, Account, training_step
+from specdistill.planning.budget import MOST_DEVICES, USABLE, Budget, ServingSettings, budget
 from specdistill.project import RECIPES
 from specdistill.statistics.theory import expected_acceptance_length, predicted_speedup
+from specdistill.targets.cache_size import CacheSize
 
-MAX_K = {"K": 8, "1": 15, "0": 8}  # by the draft's passes in a round; of a block of 16 the first token is given
-# What an engine adds to bytes and layers: Llama-3.1-8B with its EAGLE-3 head in vLLM issue 20780 takes 8.35 + 1.016 K ms a round where a
+MAX_K = {"K": 8, "1": 15, "0": 8}  # by the draft's passes per round; of a block of 16 the first token is given
+# What an engine adds to bytes and layers: Llama-3.1-8B with its EAGLE-3 head in vLLM issue 20780 takes 8.35 + 1.016 K ms per round where a
 # plain step takes 7.07, so v = 1.18 and c = 0.144, against v = 1 and c = 0.050 of the bytes alone; 0.094 of 32 layers are 3.
 VERIFY_OVERHEAD = 0.18
 LAYERS_OVERHEAD = 3.0
@@ -35,18 +36,18 @@ SMALL = 100_000_000  # parameters of the largest target that the recipes of smal
 
 
 @dataclass(frozen=True)
-class Training:
+class MicroBatch:
     """A micro-batch: rows and their tokens."""
 
     batch_size: int = 4
     max_length: int = 2048
 
 
-A_BATCH = Training()
+A_BATCH = MicroBatch()
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedSpeedup:
     """The best K at one alpha, and what it gives."""
 
     num_speculative_tokens: int
@@ -55,7 +56,7 @@ class Expected:
 
 
 @dataclass(frozen=True)
-class Row:
+class PlanRow:
     """One method. Numbers that do not exist or that nobody published are None, and `note` says why.
 
     draft: the one that was given; None for the one that the recipe would train. bytes: in the draft's dtype. disk_bytes: the hidden
@@ -88,8 +89,8 @@ class Row:
     step_shares: dict[str, float] | None = None
     alphas: tuple[float, float] | None = None
     acceptance_source: str | None = None
-    low: Expected | None = None
-    high: Expected | None = None
+    low: ExpectedSpeedup | None = None
+    high: ExpectedSpeedup | None = None
     serving: Budget | None = None
     recipe_keys: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -102,12 +103,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Passes:
-    """Passes of a target and of a draft over B sequences of some context, by the bytes that they read, or would in the time
-    that their arithmetic takes where that is longer.
+    """Passes of a target and of a draft over B sequences of some context, by the bytes that they read, or would in the time that their
+    arithmetic takes where that is longer.
     """
 
     target: Described
-    serving: Serving
+    serving: ServingSettings
 
     @cached_property
     def plain(self) -> float:
@@ -125,45 +126,43 @@ class Passes:
         return [self._target(k + 1, spread=False) / self.plain for k in range(1, max(MAX_K.values()) + 1)]
 
     def draft(self, planned: PlannedDraft, weights: float) -> float:
-        """A step of a draft, of whose weights it reads so many bytes."""
-        cache = (
-            planned.cache.num_bytes(self.serving.context, self.serving.batch_size, self._kv_itemsize) if planned.cache else 0
-        )
-        return max(weights + cache, 2 * planned.parts.read * self.serving.batch_size / FLOPS_PER_BYTE)
-
-    @property
-    def _kv_itemsize(self) -> int:
-        return self.serving.kv_itemsize(self.target)
+        """A step of a draft, of whose weights it reads this many bytes."""
+        return self._pass(weights, planned.cache, planned.parts.read, 1)
 
     def _target(self, num_tokens: int, *, spread: bool) -> float:
-        """Over so many tokens of each sequence."""
-        model, batch_size, cache = self.target.model, self.serving.batch_size, self.target.cache
-        read = weights_read(model, batch_size * (num_tokens if spread else 1), self.target.weigh(self.serving.dtype))
-        held = cache.num_bytes(self.serving.context, batch_size, self._kv_itemsize) if cache else 0
-        return max(read + held, 2 * weights_read(model) * batch_size * num_tokens / FLOPS_PER_BYTE)
+        """Over this many tokens of each sequence."""
+        model, serving = self.target.model, self.serving
+        read = weights_read(model, serving.batch_size * (num_tokens if spread else 1), self.target.weigh(serving.dtype))
+        return self._pass(read, self.target.cache, weights_read(model), num_tokens)
+
+    def _pass(self, weights: float, cache: CacheSize | None, parameters: float, num_tokens: int) -> float:
+        """weights: bytes that it reads. parameters: that each token is multiplied with."""
+        context, batch_size, itemsize = self.serving.context, self.serving.batch_size, self.serving.kv_itemsize(self.target)
+        held = cache.num_bytes(context, batch_size, itemsize) if cache else 0
+        return max(weights + held, 2 * parameters * batch_size * num_tokens / FLOPS_PER_BYTE)
 
 
 def row_of(
-    method: str, target: Described, given: Described | None, passes: Passes, training: Training, *, computed: bool
-) -> Row:
+    method: str, target: Described, given: Described | None, passes: Passes, training: MicroBatch, *, computed: bool
+) -> PlanRow:
     """The method's row, for the draft that is given or else for the one a recipe would train."""
     recipe, settings = recipe_for(method, target.name)
     plan = METHODS[method].implementation().planned
     if plan is None:
-        return Row(method, False, "nothing is known of its cost", recipe)
+        return PlanRow(method, False, "nothing is known of its cost", recipe)
     try:
         planned: PlannedDraft = plan(target, given, settings.get("draft", {}))
     except UserError as error:
         if given is not None:
             raise
-        return Row(method, False, str(error), recipe)
+        return PlanRow(method, False, str(error), recipe)
     if not settings and recipe and target.parameters <= SMALL:
         settings = read_recipe(recipe)
     generated = settings.get("data", {}).get("regenerate", {}).get("num_tokens")
     size, read = _bytes(method, planned, target, given, passes.serving)
     speed = _speed(planned, METHODS[method].cost, passes, read)
     tokens = generated or planned.published.training_tokens
-    return Row(
+    return PlanRow(
         method=method,
         available=True,
         note=planned.note,
@@ -186,7 +185,7 @@ def row_of(
 
 
 def _bytes(
-    method: str, planned: PlannedDraft, target: Described, given: Described | None, serving: Serving
+    method: str, planned: PlannedDraft, target: Described, given: Described | None, serving: ServingSettings
 ) -> tuple[float, float]:
     """Of a draft's weights, and of those that a step reads."""
     parts, itemsize = planned.parts, (serving.dtype or (given or target).dtype or target.dtype or ASSUMED_DTYPE).itemsize
@@ -209,22 +208,22 @@ def _speed(planned: PlannedDraft, cost: MethodCost, passes: Passes, read: float)
     return {"step_ratio": max(shares.values()), "step_shares": shares, "alphas": alphas, "low": low, "high": high}
 
 
-def _serving(planned: PlannedDraft, target: Described, serving: Serving, size: float, high: Expected | None) -> Budget | None:
-    """What each device holds beside a draft of this size, and the context that it costs; None for one without weights."""
+def _serving(
+    planned: PlannedDraft, target: Described, serving: ServingSettings, size: float, high: ExpectedSpeedup | None
+) -> Budget | None:
+    """What each device holds with a draft of this size, and the context that it costs; None for one without weights."""
     if not planned.parts.parameters:
         return None
     alone = budget(target, serving)
     held = budget(target, serving, size, planned.cache, high.num_speculative_tokens if high else 0)
-    if held.room is None or alone.room is None:
-        return held
-    return replace(held, cost=alone.room - held.room)
+    return held if held.room is None or alone.room is None else replace(held, cost=alone.room - held.room)
 
 
 def _training(
     method: str,
     planned: PlannedDraft,
     target: Described,
-    training: Training,
+    training: MicroBatch,
     tokens: int | None,
     device_memory: float,
     *,
@@ -248,21 +247,17 @@ def _training(
         "training_memory": memory,
         "training_hours": None if tokens is None else tokens / rate / 3600,
         "training_is_computed": step is not None,
-        "training_devices": _devices(target, memory, device_memory),
+        "training_devices": _devices(target, sum(memory.values()), device_memory),
     }
 
 
-def _devices(target: Described, memory: Mapping[str, int], device_memory: float) -> int | None:
-    """The fewest devices, a power of two, that hold what training takes when they share the target's layers and gather one at a time."""
-    itemsize, depth = target.itemsize(), target.text.num_hidden_layers
-    layers = itemsize * sum(size.numel() for name, size in target.model.named_parameters() if ".layers." in name)
-    beside = sum(memory.values()) - layers
-    number = 1
-    while number <= MOST_DEVICES:
-        held = layers if number == 1 else layers / number + layers / depth
-        if beside + held <= USABLE * device_memory:
+def _devices(target: Described, needed: int, device_memory: float) -> int | None:
+    """The fewest devices, a power of two, that hold what training needs when they share the target's layers and gather one at a time."""
+    layers = target.itemsize() * sum(size.numel() for name, size in target.model.named_parameters() if ".layers." in name)
+    for number in (1 << power for power in range(MOST_DEVICES.bit_length())):
+        held = layers if number == 1 else layers / number + layers / target.text.num_hidden_layers
+        if needed - layers + held <= USABLE * device_memory:
             return number
-        number *= 2
     return None
 
 
@@ -282,12 +277,12 @@ def read_recipe(name: str) -> dict[str, Any]:
     return keys
 
 
-def _account(method: str, planned: PlannedDraft, target: Described, training: Training) -> Account | None:
+def _account(method: str, planned: PlannedDraft, target: Described, training: MicroBatch) -> Account | None:
     """Of a step that trains the draft; None where no draft can be built without weights."""
     if planned.build is None:
         return None
-    objective = objective_for(method, planned.build, planned.counted_with)
-    return training_step(objective, target, rows=training.batch_size, length=training.max_length)
+    rows, length = training.batch_size, training.max_length
+    return training_step(method, planned.build, planned.counted_with, target, rows=rows, length=length)
 
 
 def step_shares(step: float, target_step: float, layers: int, target_layers: int) -> dict[str, float]:
@@ -295,11 +290,10 @@ def step_shares(step: float, target_step: float, layers: int, target_layers: int
     return {"weights": step / target_step, "layers": layers / target_layers}
 
 
-def best_k(alpha: float, verify: Sequence[float], c: float, passes: str = "K") -> Expected:
-    """S = AL / (v + c·K) at the fewest tokens that come within 1 % of the best, AL = 1 + alpha + … + alpha^K (arXiv
-    2211.17192).
+def best_k(alpha: float, verify: Sequence[float], c: float, passes: str = "K") -> ExpectedSpeedup:
+    """S = AL / (v + c·K) at the fewest tokens that come within 1 % of the best, AL = 1 + alpha + … + alpha^K (arXiv 2211.17192).
 
-    verify: v for K = 1, 2, … passes: of the draft in a round, "K", "1" or "0"; c·K stands for as many times c.
+    verify: v for K = 1, 2, … passes: of the draft per round, "K", "1" or "0"; c·K stands for that many times c.
     """
     lengths = [expected_acceptance_length(alpha, k) for k in range(1, len(verify) + 1)]
     speedups = [
@@ -307,7 +301,7 @@ def best_k(alpha: float, verify: Sequence[float], c: float, passes: str = "K") -
         for k, length in enumerate(lengths, 1)
     ]
     index = next(index for index, speedup in enumerate(speedups) if speedup >= 0.99 * max(speedups))
-    return Expected(index + 1, lengths[index], speedups[index])
+    return ExpectedSpeedup(index + 1, lengths[index], speedups[index])
 
 
 def speedup_range(
@@ -318,9 +312,8 @@ def speedup_range(
     passes: str = "K",
     *,
     verify_at_best: Sequence[float] | None = None,
-) -> tuple[Expected, Expected]:
-    """The two ends: the lower alpha with c and an engine's overhead, and the higher alpha where what is read is all that
-    counts.
+) -> tuple[ExpectedSpeedup, ExpectedSpeedup]:
+    """The two ends: the lower alpha with c and an engine's overhead, and the higher alpha where what is read is all that counts.
 
     verify: v for K = 1, 2, …, by what is read. verify_at_best: at the higher end; None for 1, a dense target with few
     sequences. shares: of `step_shares`. passes: of `best_k`. A draft that runs no layers launches none.
