@@ -15,12 +15,12 @@ from specdistill.methods import METHODS
 from specdistill.methods.recipe import Recipe
 from specdistill.recipe.load import load_recipe, recipe_yaml
 from specdistill.report.phrases import (
-    a_round,
     between,
     counted,
     duration,
     looks_up_first,
     number,
+    per_round,
     percent,
     settings_line,
     size,
@@ -86,7 +86,7 @@ def _line(candidate: Mapping[str, Any]) -> list[str]:
     return [
         f"`{LOOKUP_FIRST if looks_up_first(report) else ''}{report['draft']['method']}`",
         ", ".join(
-            filter(None, [f"{number(row['mean_acceptance_length'])}{between(row, 'mean_acceptance_length')}", a_round(row)])
+            filter(None, [f"{number(row['mean_acceptance_length'])}{between(row, 'mean_acceptance_length')}", per_round(row)])
         ),
         " ".join(percent(rate) for rate in row["acceptance_rate_per_position"]),
         f"{times(row['speedup'])}{between(row, 'speedup')}",

@@ -12,13 +12,17 @@ from specdistill.comparison.compare import compare
 from specdistill.comparison.measure import measure_candidates
 from specdistill.comparison.options import CommonOptions, CompareOptions
 from specdistill.comparison.pages import print_comparison, write_comparison
-from specdistill.errors import ExitCode
+from specdistill.errors import ExitCode, UserError
 
 
 def main(options: CommonOptions) -> ExitCode:
     folder = Path(options.output_dir)
     check_writable(folder, "output_dir")
-    measured = measure_candidates(options)
+    try:
+        measured = measure_candidates(options)
+    except UserError as error:  # what decodes names its keys as recipes do, whose section this command does not have
+        error.key, error.args = error.key.removeprefix("eval."), (str(error).removeprefix("eval."),)
+        raise
     comparison = compare(measured, seed=options.seed)
     write_comparison(folder, comparison, {entry.name: entry.records for entry in measured})
     print_comparison(comparison, folder)

@@ -31,7 +31,7 @@ PLAIN_STEP, ROUND = 2.5e-3, 3.5e-3  # seconds
 
 
 def finished_run(folder: Path, *more: str) -> Path:
-    """The folder of a run that was measured for real, with its target and its suite beside it; it passes the default gate.
+    """The folder of a run that was measured for real, with its target and its suite next to it; it passes the default gate.
 
     more: keys of its recipe. Its times are set, as a tiny target gains nothing by speculation.
     """

@@ -183,10 +183,7 @@ def simulated_sweep(report: dict[str, Any], num_prompts: int = 24) -> dict[str, 
 def simulated_candidate(
     name: str,
     *,
-    num_layers: int | None = 1,
-    hidden_size: int | None = 128,
     vocabulary: float = 1.0,
-    passes: int = 4,
     parameters: int = 410_000,
     training: dict[str, Any] | None = None,
     unexplained: int = 0,
@@ -201,9 +198,7 @@ def simulated_candidate(
         "unexplained_divergences": unexplained,
         "divergences": unexplained,
     }
-    for point in report["theory"]["curve"]:
-        point["draft_passes"] = min(point["k"], passes)
-    return Measured(name, num_layers, hidden_size, vocabulary, training, report, records)
+    return Measured(name, 1, 128, vocabulary, training, report, records)
 
 
 def edited(document: Any, path: Sequence[str | int], value: Any) -> Any:
@@ -213,6 +208,16 @@ def edited(document: Any, path: Sequence[str | int], value: Any) -> Any:
         place = place[name]
     place[path[-1]] = value
     return copied
+
+
+def with_text(record: PromptRecord, text: str) -> PromptRecord:
+    """The first rounds of a record of which everything that is text is this one."""
+    rounds = tuple(
+        replace(entry, emitted_text=(text,) * len(entry.emitted), drafted_text=(text,) * len(entry.drafted))
+        for entry in record.rounds[:3]
+    )
+    names = {"id": text + record.id, "prompt": text, "text": text, "first_token_text": text}
+    return replace(record, rounds=rounds, **names)
 
 
 def in_batches(records: Sequence[PromptRecord], size: int) -> list[PromptRecord]:

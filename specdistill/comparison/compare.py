@@ -1,7 +1,7 @@
 """Several drafts for one target, measured together on the same prompts: which is fastest, and where the differences come from.
 
 A round yields tokens and costs time: S = AL / (v + c·K) (see specdistill.statistics.theory). So every difference to the fastest
-candidate is split into tokens a round and cost of a round, and these into acceptance rates and step costs, each with a paired interval
+candidate is split into tokens per round and cost per round, and these into acceptance rates and step costs, each with a paired interval
 over prompts.
 
 Why candidates differ is said in sentences made by fixed rules from these numbers. Only differences whose interval excludes 0 are given as
@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from specdistill import __version__
-from specdistill.comparison.schema import Comparison
+from specdistill.comparison.schema import ComparisonDocument
 from specdistill.report.files import validate
-from specdistill.report.phrases import counted, gain, number, percent
+from specdistill.report.phrases import gain, number, percent, signed
 from specdistill.statistics.intervals import relative_change
 from specdistill.statistics.metrics import METRICS, Metric, PromptSums, prompt_sums, value
 from specdistill.statistics.records import PromptRecord
@@ -108,7 +108,7 @@ def compare(candidates: Sequence[Measured], *, seed: int = 0) -> dict[str, Any]:
 
 def validate_comparison(comparison: Mapping[str, Any]) -> None:
     """Raises UserError that names the first field that does not fit the schema, in the comparison or in one of its reports."""
-    validate(comparison, "comparison.json", "comparison", Comparison)
+    validate(comparison, "comparison.json", "comparison", ComparisonDocument)
     for candidate in comparison["candidates"]:
         validate(candidate["report"], f"comparison.json ({candidate['name']})", "comparison")
 
@@ -170,16 +170,15 @@ def reasons(candidates: Sequence[Entry], ranking: Sequence[Entry]) -> Iterator[t
             placed = f"{entry['name']} is ranked below the lossless drafts whatever its speed"
             yield "lossless", f"{placed}: {completions} are not the target's."
     for name, candidate in by_name.items():
-        report = candidate["report"]
-        covered = report["results"][0].get("vocabulary_coverage", 1.0)
+        row = candidate["report"]["results"][0]
+        covered = row.get("vocabulary_coverage", 1.0)
         if covered < FULL_COVERAGE:
-            both = ", the tokens that both tokenizers have" * report["settings"].get("drafting", {}).get(
-                "heterogeneous_vocab", False
-            )
-            size = f"{candidate['vocabulary']:.1%} of the target's{both}"
             part = f"covers {covered:.1%} of the target's tokens; it cannot propose the others"
-            yield "coverage", f"The draft vocabulary of {name} ({size}) {part}."
-    yield from (("context", text) for text in _context(candidates))
+            yield "coverage", f"The draft vocabulary of {name} ({candidate['vocabulary']:.1%} of the target's) {part}."
+        low, high = row.get("context_ratio_ci95", (1.0, 1.0))
+        if not low <= 1 <= high:
+            ratio = f"{percent(row['context_ratio'])} of that in short ones ({percent(low)} to {percent(high)})"
+            yield "context", f"In long contexts the acceptance length of {name} is {ratio}."
 
 
 def shown(difference: Mapping[str, Any] | None) -> float:
@@ -201,16 +200,15 @@ def _fastest(best: Entry, others: Sequence[Entry], report: Mapping[str, Any]) ->
     speed = f"{gain(row)}, which is {sign} plain decoding" if sign else gain(row)
     if not unsure:
         return f"{best['name']} is the fastest: {speed}."
-    verb = "is" if len(unsure) == 1 else "are"
-    return f"{best['name']} measured fastest, {speed}, but {_listed(unsure)} {verb} not separable from it."
+    return f"{best['name']} measured fastest, {speed}, but is not separable from {' and '.join(unsure)}."
 
 
 def _gap(other: Entry, best: Entry) -> Iterator[str]:
-    """How much slower, and whether by fewer tokens a round or by costlier rounds."""
+    """How much slower, and whether by fewer tokens per round or by costlier rounds."""
     differences = other["difference_to_best"]
     name, first, speed = other["name"], best["name"], differences["speedup"]
     tokens, cost = shown(differences["tokens_per_round"]), shown(differences["round_cost"])
-    yields = f"a round yields {_more(tokens, 'fewer')} tokens ({_against(other, best, 'tokens_per_round')})"
+    yields = f"{name} yields {_more(tokens, 'fewer')} tokens per round ({_against(other, best, 'tokens_per_round')})"
     costs = f"a round costs {_more(cost, 'less')} ({_against(other, best, 'round_cost', ' plain steps')})"
     if not other["separable_from_best"]:
         yield f"{name} is not separable from {first}: {_direction(speed['change'])}{_range(speed)}."
@@ -220,43 +218,36 @@ def _gap(other: Entry, best: Entry) -> Iterator[str]:
             yield f"It differs in that {yields if tokens else costs}, but that does not show in the speed."
         return
     yield f"{name} is {_direction(speed['change'])} than {first}{_range(speed)}."
-    slower = -1 if speed["change"] < 0 else 1
-    from_tokens, from_cost = max(slower * math.log1p(tokens), 0.0), max(-slower * math.log1p(cost), 0.0)
-    if from_tokens and from_cost:
-        share = from_tokens / (from_tokens + from_cost)
-        mostly = "mostly from acceptance" if share >= MOSTLY else "mostly from cost"
-        source = "from both sides" if 1 - MOSTLY < share < MOSTLY else mostly
-        yield f"That comes {source}: {yields}, and {costs}."
-    elif from_tokens:
-        yield f"That comes from acceptance: {yields}{f', although {costs}' if cost else ''}."
-    elif from_cost:
-        yield f"That comes from cost: {costs}{f', although {yields}' if tokens else ''}."
-    else:
-        yield "Neither the tokens of a round nor its cost explain that."
+    sign = -1 if speed["change"] < 0 else 1
+    from_tokens, from_cost = max(sign * math.log1p(tokens), 0.0), max(-sign * math.log1p(cost), 0.0)
+    if not (from_tokens or from_cost):
+        yield "Neither the tokens per round nor the cost per round explain that."
+        return
+    share = from_tokens / (from_tokens + from_cost)
+    source = "acceptance" if share >= MOSTLY else "cost" if share <= 1 - MOSTLY else "both acceptance and cost"
+    yield f"That comes mainly from {source}: {', and '.join([yields] * bool(tokens) + [costs] * bool(cost))}."
 
 
 def _acceptance(other: Entry, best: Entry) -> Iterator[str]:
-    """At which positions tokens of a round are lost or gained; nothing unless the tokens of a round differ."""
+    """At which positions tokens are lost or gained; nothing unless the tokens per round differ."""
     differences = other["difference_to_best"]
     if not shown(differences["tokens_per_round"]):
         return
     if shown(differences["drafted_per_round"]):
         mine, theirs = (number(entry["parts"]["drafted_per_round"], 1) for entry in (other, best))
-        yield f"{other['name']} drafts {mine} tokens a round, {best['name']} {theirs}."
-    first, later = shown(differences["first_position_rate"]), shown(differences["later_position_rate"])
-    at_first = f"at the first position ({_against(other, best, 'first_position_rate', style=percent)})"
-    after = f"at later positions once they are reached ({_against(other, best, 'later_position_rate', style=percent)})"
-    if first and later:
-        joint = "and" if (first > 0) == (later > 0) else f"but {_amount(later)}"
-        yield f"It accepts {_amount(first)} {at_first} {joint} {after}."
-    elif first:
-        yield f"It accepts {_amount(first)} {at_first}; later positions are not separable."
-    elif later:
-        yield f"It accepts {_amount(later)} {after}; the first position is not separable."
+        yield f"{other['name']} drafts {mine} tokens per round, {best['name']} {theirs}."
+    places = {"first_position_rate": "at the first position", "later_position_rate": "at later positions once they are reached"}
+    accepts = [
+        f"{'more' if change > 0 else 'less'} {place} ({_against(other, best, rate, style=percent)})"
+        for rate, place in places.items()
+        if (change := shown(differences[rate]))
+    ]
+    if accepts:
+        yield f"It accepts {' and '.join(accepts)}."
 
 
 def _cost(other: Entry, best: Entry, by_name: Mapping[str, Entry]) -> Iterator[str]:
-    """Which step makes rounds costlier or cheaper, and how the drafts' sizes compare; nothing unless the costs of a round differ."""
+    """Which step makes rounds costlier or cheaper, and whether size explains it; nothing unless the costs per round differ."""
     differences = other["difference_to_best"]
     if not shown(differences["round_cost"]):
         return
@@ -268,94 +259,25 @@ def _cost(other: Entry, best: Entry, by_name: Mapping[str, Entry]) -> Iterator[s
             f"{number(theirs['draft_step'], 3)}, and drafting takes {percent(mine['draft_share'])} of a round against "
             f"{percent(theirs['draft_share'])}."
         )
-        pair = by_name[other["name"]], by_name[best["name"]]
-        yield from _passes(*pair)
-        yield from _sizes(*pair, step)
+        sizes = [by_name[entry["name"]]["report"]["draft"]["parameters"] for entry in (other, best)]
+        if (sizes[0] - sizes[1]) * step < 0:
+            yield f"Size is not the reason: {sizes[0]:,} parameters against {sizes[1]:,}."
     if verification:
         yield f"Verifying costs {_more(verification, 'less')} ({_against(other, best, 'verification', ' plain steps')})."
 
 
-def _passes(*pair: Entry) -> Iterator[str]:
-    """How often each draft runs in a round, where that differs: a step may draft one token, or all of them, or need no pass at all.
-
-    Nothing of a draft behind a look-up: it runs in the rounds in which nothing is found.
-    """
-    counts = []
-    for candidate in pair:
-        report = candidate["report"]
-        if "lookup_first" in report["settings"].get("drafting", {}):
-            continue
-        k, curve = report["settings"]["num_speculative_tokens"], report.get("theory", {}).get("curve", [])
-        counts += [point["draft_passes"] for point in curve if point["k"] == k]
-    if len(counts) == 2 and counts[0] != counts[1]:
-        runs = (f"{it['name']} runs its draft {counted(count, 'time')}" for it, count in zip(pair, counts, strict=True))
-        yield f"In a full round {', '.join(runs)}."
-
-
-def _sizes(other: Entry, best: Entry, step: float) -> Iterator[str]:
-    mine, theirs = (entry["report"]["draft"]["parameters"] for entry in (other, best))
-    surprise = ", so size is not the reason" if (mine - theirs) * step < 0 else ""
-    if mine != theirs or any(other[size] != best[size] for size in ("num_layers", "hidden_size")):
-        yield f"{_size(other)}, {_size(best)}{surprise}."
-
-
-def _size(candidate: Entry) -> str:
-    parameters, layers = candidate["report"]["draft"]["parameters"], candidate["num_layers"]
-    width = "" if candidate["hidden_size"] is None else f" of {candidate['hidden_size']}"
-    depth = "" if layers is None else f"{counted(layers, 'layer')}{width} and "
-    units = {"billion": 1e9, "million": 1e6, "thousand": 1e3}
-    count = next((f"{parameters / size:.3g} {unit}" for unit, size in units.items() if parameters >= size), str(parameters))
-    return f"{candidate['name']} has {f'{depth}{count} parameters' if parameters else 'no weights'}"
-
-
-def _context(candidates: Sequence[Entry]) -> Iterator[str]:
-    rows = {candidate["name"]: candidate["report"]["results"][0] for candidate in candidates}
-    unchanged, unknown = [], []
-    for name, row in rows.items():
-        ends = row.get("context_ratio_ci95")
-        if ends is None:
-            unknown.append(name)
-        elif ends[0] <= 1 <= ends[1]:
-            unchanged.append(name)
-        else:
-            ratio = f"{percent(row['context_ratio'])} of that in short ones ({' to '.join(map(percent, ends))})"
-            yield f"In long contexts the acceptance length of {name} is {ratio}."
-    if unchanged:
-        yield f"No change of acceptance with the context is shown for {_listed(unchanged)}."
-    if unknown:
-        yield f"Too few drafts at long or short contexts for {_listed(unknown)}."
-
-
 def _direction(change: float) -> str:
-    return f"{_share(change)} {'slower' if change < 0 else 'faster'}"
+    return f"{abs(change):.1%} {'slower' if change < 0 else 'faster'}"
 
 
 def _range(difference: Mapping[str, Any]) -> str:
-    """The interval in words, or that there is none."""
-    if difference["ci95"] is None:
-        return ", with too few prompts for an interval"
-    low, high = difference["ci95"]
-    if low > 0 or high < 0:
-        near, far = sorted((abs(low), abs(high)))
-        return f" ({_share(near)} to {_share(far)})"
-    return f", in an interval from {_direction(low)} to {_direction(high)}" if low < 0 < high else ", no difference at all"
+    ends = difference["ci95"]
+    return f" ({signed(ends[0])} to {signed(ends[1])})" if ends else ", with too few prompts for an interval"
 
 
 def _more(change: float, less: str) -> str:
-    return f"{_share(change)} {'more' if change > 0 else less}"
-
-
-def _amount(change: float) -> str:
-    return "more" if change > 0 else "less"
+    return f"{abs(change):.1%} {'more' if change > 0 else less}"
 
 
 def _against(other: Entry, best: Entry, part: str, unit: str = "", *, style: Callable[[float | None], str] = number) -> str:
     return f"{style(other['parts'][part])}{unit} against {style(best['parts'][part])}"
-
-
-def _share(change: float) -> str:
-    return f"{abs(change):.0%}" if abs(change) >= 0.0995 else f"{abs(change):.1%}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

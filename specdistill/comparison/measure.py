@@ -25,13 +25,12 @@ from specdistill.training.history import History, read_history
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """A candidate that is ready to draft. draft: as reports describe it."""
+class LoadedCandidate:
+    """A candidate that is ready to draft."""
 
     candidate: Candidate
     settings: Settings
     proposer: Proposer
-    draft: dict[str, Any]
     history: History | None
 
 
@@ -52,7 +51,7 @@ def measure_candidates(options: CommonOptions) -> list[Measured]:
 
 def _loaded(
     options: CommonOptions, candidates: Sequence[Candidate], settings: Sequence[Settings], target: FrozenTarget
-) -> list[Loaded]:
+) -> list[LoadedCandidate]:
     loaded = []
     drafting = options_by_method(options, [candidate.method for candidate in candidates])
     for candidate, own, keys in zip(candidates, settings, drafting, strict=True):
@@ -60,42 +59,36 @@ def _loaded(
         if candidate.looks_up_first:
             proposer = LookupFirstProposer(proposer, options.lookup_first)
         history = read_history(candidate.folder, key="drafts") if candidate.folder else None
-        loaded.append(Loaded(candidate, own, proposer, describe_draft(candidate.draft, candidate.method), history))
+        loaded.append(LoadedCandidate(candidate, own, proposer, history))
     return loaded
 
 
 def _measured(
-    target: FrozenTarget, loaded: Sequence[Loaded], suite: Suite, prompts: Sequence[Prompt], *, num_draws: int
+    target: FrozenTarget, loaded: Sequence[LoadedCandidate], suite: Suite, prompts: Sequence[Prompt], *, num_draws: int
 ) -> list[Measured]:
     with resources_used(target.device) as took:
         runs = measure_together(target, [entry.proposer for entry in loaded], prompts, *(entry.settings for entry in loaded))
-        results = [
-            MeasuredConfiguration(
-                prompt_records(suite.name, entry.settings.configuration, target, entry.proposer, own),
-                greedy_check(target, entry.proposer, own, entry.settings),
-                took,
-            )
-            for entry, own in zip(loaded, runs, strict=True)
-        ]
-        tests = [sampling_test(target, entry.proposer, prompts, entry.settings, num_draws=num_draws) for entry in loaded]
-        # Behind a look-up, how many tokens a round drafts depends on what was found: no round is a shorter one of another.
-        costs = [
-            [] if entry.candidate.looks_up_first else round_costs(target, entry.proposer, prompts, entry.settings)
-            for entry in loaded
-        ]
+        results: list[tuple[MeasuredConfiguration, dict[str, Any]]] = []
+        for entry, own in zip(loaded, runs, strict=True):
+            settings, proposer = entry.settings, entry.proposer
+            records = prompt_records(suite.name, settings.configuration, target, proposer, own)
+            result = MeasuredConfiguration(records, greedy_check(target, proposer, own, settings), took)
+            test = sampling_test(target, proposer, prompts, settings, num_draws=num_draws)
+            # After an n-gram lookup, how many tokens a round drafts depends on what was found: no round is a shorter one of another.
+            costs = [] if entry.candidate.looks_up_first else round_costs(target, proposer, prompts, settings)
+            results.append((result, {"sampling_test": test, "costs": costs, "took": took}))
     measured = []
-    for entry, result, test, cost in zip(loaded, results, tests, costs, strict=True):
-        plan = MeasurementPlan(entry.settings, prompts)
-        of_draft: dict[str, Any] = {"draft": entry.draft, "sampling_test": test, "costs": cost, "took": took}
-        vocabulary = entry.proposer.vocabulary
+    for entry, (result, found) in zip(loaded, results, strict=True):
+        candidate, vocabulary, plan = entry.candidate, entry.proposer.vocabulary, MeasurementPlan(entry.settings, prompts)
+        draft = describe_draft(candidate.draft, candidate.method)
         measured.append(
             Measured(
-                name=entry.candidate.name,
-                num_layers=entry.candidate.num_layers,
-                hidden_size=entry.candidate.hidden_size,
+                name=candidate.name,
+                num_layers=candidate.num_layers,
+                hidden_size=candidate.hidden_size,
                 vocabulary=1.0 if vocabulary is None else len(vocabulary) / target.vocab_size,
                 training=entry.history.summary() if entry.history else None,
-                report=draft_report(target, entry.proposer, suite, [plan], [result], **of_draft),
+                report=draft_report(target, entry.proposer, suite, [plan], [result], draft=draft, **found),
                 records=result.records,
             )
         )

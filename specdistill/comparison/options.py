@@ -6,13 +6,13 @@ from typing import Any
 
 from pydantic import create_model
 
-from specdistill.comparison.candidates import Candidate
+from specdistill.comparison.candidates import LOOKUP_FIRST, Candidate
 from specdistill.decoding.tree import tree_shape
 from specdistill.errors import UserError
 from specdistill.measurement.configurations import Settings
 from specdistill.methods.ngram.config import LookupFirstConfig
 from specdistill.methods.recipe import eval_keys_of_methods
-from specdistill.recipe.fields import AtLeastOne, ReadWhen, option, section, shown
+from specdistill.recipe.fields import AtLeastOne, ReadWhen, option, section
 from specdistill.recipe.sections import A_CHAIN, MeasurementConfig, TargetConfig, TreeConfig
 
 SAME_K = ReadWhen(
@@ -20,6 +20,9 @@ SAME_K = ReadWhen(
     lambda it: not it.num_speculative_tokens_each and A_CHAIN.holds(it),
 )
 CHAINS = ReadWhen("without a tree", lambda it: it.tree is None)
+LOOKED_UP_FIRST = ReadWhen(
+    "with a candidate ngram+<draft>", lambda it: any(draft.startswith(LOOKUP_FIRST) for draft in it.drafts)
+)
 
 
 class CommonOptions(MeasurementConfig):
@@ -27,10 +30,10 @@ class CommonOptions(MeasurementConfig):
     drafts: list[str] = option(
         ...,
         "two or more: draft folders, Hub ids (org/name, org/name@revision), the word ngram, or ngram+<folder or Hub id> for a draft that "
-        "drafts where a look-up finds nothing",
+        "drafts where an n-gram lookup finds nothing",
     )
-    num_speculative_tokens: int = option(4, "K, draft tokens a round", ge=1, read_when=SAME_K)
-    lookup_first: LookupFirstConfig = option(LookupFirstConfig(), "how ngram+<draft> drafts")
+    num_speculative_tokens: int = option(4, "K, draft tokens per round", ge=1, read_when=SAME_K)
+    lookup_first: LookupFirstConfig = option(LookupFirstConfig(), "how ngram+<draft> drafts", read_when=LOOKED_UP_FIRST)
     num_speculative_tokens_each: list[AtLeastOne] = option(
         [], "K of each draft, in their order; []: num_speculative_tokens is that of all", read_when=CHAINS
     )
@@ -45,27 +48,15 @@ CompareOptions: type[CommonOptions] = create_model("CompareOptions", __base__=Co
 
 
 def check_lookup_first(options: CommonOptions, candidates: Sequence[Candidate], settings: Sequence[Settings]) -> None:
-    """Raises UserError for its keys where no candidate has a look-up in front of it, and for what cannot be drafted so where one has."""
-    if not any(entry.looks_up_first for entry in candidates):
-        if options.lookup_first != LookupFirstConfig():
-            got = f"keys below it with drafts={shown(options.drafts)}"
-            raise UserError("lookup_first", got=got, expected="no such key, or a candidate ngram+<draft>")
-        return
-    if options.batch_size > 1:
-        raise UserError("batch_size", got=f"{options.batch_size} with a candidate ngram+<draft>", expected="1")
-    if options.lookup_first.draft_tree:
-        tree_shape(**vars(options.lookup_first.draft_tree))
-        if options.compile:
-            got = "true with lookup_first.draft_tree"
-            raise UserError("compile", got=got, expected="false: one shape is compiled, that of a chain")
-    for chosen in (chosen for entry, chosen in zip(candidates, settings, strict=True) if entry.looks_up_first):
-        if chosen.tree:
-            key = "trees_each" if options.trees_each else "tree"
-            expected = "null for it: its draft's tree is lookup_first.draft_tree"
-            raise UserError(key, got="a tree with a candidate ngram+<draft>", expected=expected)
-        if options.lookup_first.levels > chosen.num_speculative_tokens:
-            key, of_tree = ("draft_tree", "a tree of depth ") if options.lookup_first.draft_tree else ("draft_tokens", "")
-            got = f"{of_tree}{options.lookup_first.levels} with K = {chosen.num_speculative_tokens}"
+    """Raises UserError for a draft that would draft more than K where the n-gram lookup finds nothing, or a tree of a compiled target."""
+    first = options.lookup_first
+    if first.draft_tree and options.compile:
+        got = "true with lookup_first.draft_tree"
+        raise UserError("compile", got=got, expected="false: one shape is compiled, that of a chain")
+    for entry, chosen in zip(candidates, settings, strict=True):
+        if entry.looks_up_first and first.levels > chosen.num_speculative_tokens:
+            key, of_tree = ("draft_tree", "a tree of depth ") if first.draft_tree else ("draft_tokens", "")
+            got = f"{of_tree}{first.levels} with K = {chosen.num_speculative_tokens}"
             raise UserError(f"lookup_first.{key}", got=got, expected="at most K of the candidate ngram+<draft>")
 
 
@@ -75,13 +66,7 @@ def settings_of_each(options: CommonOptions, count: int) -> list[Settings]:
     for key in ("num_speculative_tokens_each", "trees_each"):
         if len(getattr(options, key)) not in (0, count):
             raise UserError(key, got=f"{len(getattr(options, key))} of them", expected=f"{count}, one for each draft")
-    chains = [replace(for_all, num_speculative_tokens=k) for k in options.num_speculative_tokens_each] or [for_all] * count
     trees = [tree_shape(**vars(tree)) if tree else None for tree in options.trees_each] or [for_all.tree] * count
-    for k, tree in zip(options.num_speculative_tokens_each, trees, strict=False):
-        if tree and tree.depth != k:
-            got = f"{k} for a tree of depth {tree.depth}"
-            raise UserError("num_speculative_tokens_each", got=got, expected="the depth of the tree")
-    return [
-        replace(chain, num_speculative_tokens=tree.depth, tree=tree) if tree else chain
-        for chain, tree in zip(chains, trees, strict=True)
-    ]
+    depths = [tree.depth if tree else for_all.num_speculative_tokens for tree in trees]
+    each = zip(options.num_speculative_tokens_each or depths, trees, strict=True)
+    return [replace(for_all, num_speculative_tokens=k, tree=tree) for k, tree in each]

@@ -13,23 +13,17 @@ from rich.text import Text
 from specdistill.comparison.compare import validate_comparison
 from specdistill.report import phrases, tables
 from specdistill.report.files import staged, template, write_report
-from specdistill.report.phrases import between, duration, interval, number, percent, size, times
+from specdistill.report.phrases import ResultRow, between, duration, interval, number, percent, signed, size, times
 from specdistill.report.tables import Cell, cell
 from specdistill.report.text import cells, plain
 from specdistill.statistics.records import PromptRecord
 
-Comparison = Mapping[str, Any]
+Comparison = Mapping[str, Any]  # a ComparisonDocument
 
-HEAD = (
-    "", "candidate", "K", "speedup", "to the best", "acceptance length", "rate", "first", "c", "v", "predicted", "best K",
-    "weights", "training", "long context", "lossless",
-)  # fmt: skip
-ON_STDOUT = [
-    HEAD.index(name) for name in ("speedup", "to the best", "acceptance length", "c", "weights", "training", "lossless")
-]
+ON_STDOUT = ("candidate", "speedup", "to the best", "acceptance length", "lossless")
 FOOTNOTE = (
     "Every prompt was decoded with each candidate and once without, interleaved; intervals are 95 %, from a bootstrap over prompts, and "
-    "differences are paired. A round: tokens a round where some rounds drafted nothing, which the acceptance length leaves out. First: "
+    "differences are paired. Per round: tokens per round where some rounds drafted nothing, which the acceptance length leaves out. First: "
     "share of drafts whose first token was accepted. c: a draft step, v: a verification, in plain decoding steps. "
     "Predicted = acceptance length / (v + c·K). Weights: the draft's parameters."
 )
@@ -51,11 +45,11 @@ def write_comparison(folder: Path, comparison: Comparison, records: Mapping[str,
 
 def to_markdown(comparison: Comparison) -> str:
     """comparison.md: the table and the paragraph, as a page that fits a CI job's summary."""
-    categories = by_category(comparison)
+    categories, ranked = by_category(comparison), rows(comparison)
     sections = [
         f"# {plain(title(comparison))}",
         plain(settings(comparison)),
-        cells(tables.Table(HEAD, rows(comparison))),
+        cells(tables.Table(tuple(ranked[0]), [tuple(row.values()) for row in ranked])),
         *(["## By category", cells(categories._replace(head=tuple(map(plain, categories.head))))] if categories else []),
         "## Why they differ",
         plain(paragraph(comparison)),
@@ -67,6 +61,7 @@ def to_markdown(comparison: Comparison) -> str:
 def to_html(comparison: Comparison) -> str:
     """comparison.html: one self-contained file. Every value is escaped: names come from outside."""
     ranked, best = _ranked(comparison), comparison["ranking"][0]
+    numbers = [{name: cell for name, cell in row.items() if name not in ("", "candidate")} for row in rows(comparison)]
     reports = {candidate["name"]: candidate["report"] for candidate in ranked}
     return template("comparison/comparison.html.j2").render(
         title=title(comparison),
@@ -75,10 +70,10 @@ def to_html(comparison: Comparison) -> str:
         created=comparison["created"],
         report=reports[best["name"]],
         best=best,
-        table=tables.Table(HEAD[2:], [row[2:] for row in rows(comparison)]),
+        table=tables.Table(tuple(numbers[0]), [tuple(row.values()) for row in numbers]),
         by_category=by_category(comparison),
         candidates=ranked,
-        topics=_topics(comparison),
+        why=comparison["why"],
         footnote=FOOTNOTE,
         ranking=comparison["ranking"],
         reports=reports,
@@ -87,20 +82,15 @@ def to_html(comparison: Comparison) -> str:
 
 
 def print_comparison(comparison: Comparison, folder: Path) -> None:
-    """The ranking, the paragraph and where the pages are, to stdout: a column for each candidate, three to 80 characters."""
-    console, ranked = Console(highlight=False), rows(comparison)
-    across = max(1, (console.width - 17) // 21)  # a column is as wide as its longest interval
-    console.print(Text(title(comparison), style="italic"))
-    for start in range(0, len(ranked), across):
-        shown = ranked[start : start + across]
-        grid = Table(box=box.SIMPLE, show_edge=False, pad_edge=False)
-        grid.add_column(no_wrap=True, style="dim")
-        for row in shown:
-            grid.add_column(Text(*row[1]), overflow="fold")
-        for index in ON_STDOUT:
-            values = (row[index] for row in shown)
-            grid.add_row(HEAD[index], *(Text("\n".join((value, *(f"({note})" for note in notes)))) for value, *notes in values))
-        console.print(grid, "")
+    """The ranking, the paragraph and where the pages are, to stdout."""
+    console = Console(highlight=False)
+    grid = Table(box=box.SIMPLE, pad_edge=False, title=Text(title(comparison)), title_justify="left")
+    for name in ON_STDOUT:
+        grid.add_column(name, overflow="fold")
+    for row in rows(comparison):
+        cells_shown = (row[name] for name in ON_STDOUT)
+        grid.add_row(*(Text("\n".join((value, *(f"({note})" for note in notes)))) for value, *notes in cells_shown))
+    console.print(grid)
     console.print(Text(paragraph(comparison)), soft_wrap=True)
     console.print(Text(f"comparison: {folder / 'comparison.html'}", style="bold"), soft_wrap=True)
 
@@ -124,8 +114,8 @@ def _ranked(comparison: Comparison) -> list[Mapping[str, Any]]:
     return [by_name[entry["name"]] for entry in comparison["ranking"]]
 
 
-def rows(comparison: Comparison) -> list[tuple[Cell, ...]]:
-    """The table, best first."""
+def rows(comparison: Comparison) -> list[dict[str, Cell]]:
+    """The table, best first: head -> cell."""
     return [_cells(*pair) for pair in zip(comparison["ranking"], _ranked(comparison), strict=True)]
 
 
@@ -134,70 +124,46 @@ def by_category(comparison: Comparison) -> tables.Table | None:
     of_each = [tables.main_rows(candidate["report"]) for candidate in _ranked(comparison)]
     if min(map(len, of_each)) < 3:
         return None
-    names = [tables.Name(entry["name"]) for entry in comparison["ranking"]]
-    return tables.Table(("category", "prompts", *names), [_category(of_all) for of_all in zip(*of_each, strict=True)])
-
-
-def _category(of_all: Sequence[Mapping[str, Any]]) -> tuple[Cell, ...]:
-    first = of_all[0]
-    return (
-        (phrases.row_name(first),),
-        (str(first["num_prompts"]),),
-        *(
-            cell(
-                times(row.get("speedup")),
-                interval(row, "speedup"),
-                f"length {number(row.get('mean_acceptance_length'))}{between(row, 'mean_acceptance_length')}",
-            )
-            for row in of_all
-        ),
+    head = ("category", "prompts", *(entry["name"] for entry in comparison["ranking"]))
+    lines = (
+        ((phrases.row_name(of_all[0]),), (str(of_all[0]["num_prompts"]),), *map(_speedup_and_length, of_all))
+        for of_all in zip(*of_each, strict=True)
     )
+    return tables.Table(head, [*lines])
 
 
-def _cells(entry: Mapping[str, Any], candidate: Mapping[str, Any]) -> tuple[Cell, ...]:
+def _speedup_and_length(row: ResultRow) -> Cell:
+    length = f"length {number(row.get('mean_acceptance_length'))}{between(row, 'mean_acceptance_length')}"
+    return cell(times(row.get("speedup")), interval(row, "speedup"), length)
+
+
+def _cells(entry: Mapping[str, Any], candidate: Mapping[str, Any]) -> dict[str, Cell]:
     report, training = candidate["report"], candidate["training"]
     row, theory, draft = report["results"][0], report.get("theory", {}), report["draft"]
-    length, context = number(row.get("mean_acceptance_length")), row.get("context_ratio_ci95", ())
-    return (
-        (str(entry["rank"]),),
-        (entry["name"],),
-        (str(report["settings"]["num_speculative_tokens"]),),
-        cell(times(row["speedup"]), interval(row, "speedup")),
-        _to_best(entry),
-        cell(length, interval(row, "mean_acceptance_length"), phrases.a_round(row)),
-        (percent(row.get("acceptance_rate")),),
-        (percent(entry["parts"]["first_position_rate"]),),
-        (number(theory.get("c"), 3),),
-        (number(theory.get("v")),),
-        (times(row.get("predicted_speedup")),),
-        (str(theory.get("best_k", "–")),),
-        (f"{draft['parameters']:,}", size(draft["bytes"])),
-        _training(training) if training else ("–",),
-        cell(percent(row.get("context_ratio")), " to ".join(map(percent, context))),
-        ("yes" if entry["lossless"] else "NO",),
-    )
-
-
-def _training(training: Mapping[str, Any]) -> Cell:
-    return (duration(training["seconds"]), f"{training['steps']:,} steps")
+    length = number(row.get("mean_acceptance_length")), interval(row, "mean_acceptance_length"), phrases.per_round(row)
+    return {
+        "": (str(entry["rank"]),),
+        "candidate": (entry["name"],),
+        "K": (str(report["settings"]["num_speculative_tokens"]),),
+        "speedup": cell(times(row["speedup"]), interval(row, "speedup")),
+        "to the best": _to_best(entry),
+        "acceptance length": cell(*length),
+        "rate": (percent(row.get("acceptance_rate")),),
+        "first": (percent(entry["parts"]["first_position_rate"]),),
+        "c": (number(theory.get("c"), 3),),
+        "v": (number(theory.get("v")),),
+        "predicted": (times(row.get("predicted_speedup")),),
+        "best K": (str(theory.get("best_k", "–")),),
+        "weights": (f"{draft['parameters']:,}", size(draft["bytes"])),
+        "training": (duration(training["seconds"]), f"{training['steps']:,} steps") if training else ("–",),
+        "long context": cell(percent(row.get("context_ratio")), " to ".join(map(percent, row.get("context_ratio_ci95", ())))),
+        "lossless": ("yes" if entry["lossless"] else "NO",),
+    }
 
 
 def _to_best(entry: Mapping[str, Any]) -> Cell:
     if entry["rank"] == 1:
         return ("best",)
     difference = entry["difference_to_best"]["speedup"]
-    note = " to ".join(f"{bound:+.1%}" for bound in difference["ci95"]) if difference["ci95"] else "too few prompts"
-    return (f"{difference['change']:+.1%}" if entry["separable_from_best"] else "not separable", note)
-
-
-def _topics(comparison: Comparison) -> list[str]:
-    """The paragraph in pieces: which is fastest, each other candidate's gap with its cause, then the rest by topic."""
-    pieces: list[str] = []
-    previous = ""
-    for reason in comparison["why"]:
-        if reason["name"] == "cause" or reason["name"] == previous != "gap":
-            pieces[-1] += f" {reason['message']}"
-        else:
-            pieces.append(reason["message"])
-        previous = reason["name"]
-    return pieces
+    note = " to ".join(map(signed, difference["ci95"])) if difference["ci95"] else "too few prompts"
+    return (signed(difference["change"]) if entry["separable_from_best"] else "not separable", note)

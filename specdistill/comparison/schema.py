@@ -5,32 +5,33 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from specdistill.report.documents import AtLeastOne, Count, Document, Interval, NotNegative, Share, about, print_schema
+from specdistill.recipe.fields import AtLeastOne, NonNegative
+from specdistill.report.documents import ConfidenceInterval, Count, Document, Share, about, print_schema
 
 Point = Annotated[list[float], Field(min_length=2, max_length=2)]
 
 
-class Difference(Document):
+class DifferenceDocument(Document):
     change: Annotated[float, about("relative: this candidate's / the best one's - 1")]
-    ci95: Annotated[Interval | None, about("paired, from a bootstrap over prompts; null with too few of them")]
+    ci95: Annotated[ConfidenceInterval | None, about("paired, from a bootstrap over prompts; null with too few of them")]
 
 
-class Training(Document):
-    seconds: Annotated[NotNegative | None, about("wall time; null when training was resumed: the total is unknown")]
+class TrainingDocument(Document):
+    seconds: Annotated[NonNegative | None, about("wall time; null when training was resumed: the total is unknown")]
     steps: Annotated[Count, about("optimizer steps")]
     curve: Annotated[list[Point], about("[step, simulated acceptance length] of each evaluation")]
 
 
-class Candidate(Document):
+class CandidateDocument(Document):
     name: Annotated[str, about("also the folder of its own report")]
     num_layers: Annotated[int | None, about("decoder layers of the draft; null without weights")]
     hidden_size: Annotated[int | None, about("of the draft's decoder; null without weights")]
     vocabulary: Annotated[Share, about("share of the target's vocabulary that the draft can propose")]
-    training: Annotated[Training | None, about("of the draft, from its run's history.json; null where there is none")]
+    training: Annotated[TrainingDocument | None, about("of the draft, from its run's history.json; null without one")]
     report: Annotated[dict[str, Any], about("to report.schema.json")]
 
 
-class Parts(Document):
+class PartsDocument(Document):
     tokens_per_round: Annotated[float | None, about("1 + accepted / rounds; rounds without a draft count")]
     round_cost: Annotated[float | None, about("of drafting and verifying, in plain decoding steps")]
     acceptance_rate: Annotated[float | None, about("of draft tokens")]
@@ -42,45 +43,45 @@ class Parts(Document):
     draft_share: Annotated[float | None, about("of a round that goes into drafting")]
 
 
-class Differences(Document):
-    speedup: Difference | None
-    tokens_per_round: Difference | None
-    round_cost: Difference | None
-    acceptance_rate: Difference | None
-    drafted_per_round: Difference | None
-    first_position_rate: Difference | None
-    later_position_rate: Difference | None
-    draft_step: Difference | None
-    verification: Difference | None
-    draft_share: Difference | None
+class DifferencesDocument(Document):
+    speedup: DifferenceDocument | None
+    tokens_per_round: DifferenceDocument | None
+    round_cost: DifferenceDocument | None
+    acceptance_rate: DifferenceDocument | None
+    drafted_per_round: DifferenceDocument | None
+    first_position_rate: DifferenceDocument | None
+    later_position_rate: DifferenceDocument | None
+    draft_step: DifferenceDocument | None
+    verification: DifferenceDocument | None
+    draft_share: DifferenceDocument | None
 
 
-class Rank(Document):
+class RankDocument(Document):
     rank: AtLeastOne
     name: str
-    speedup: Annotated[NotNegative, about("over plain decoding")]
+    speedup: Annotated[NonNegative, about("over plain decoding")]
     lossless: Annotated[bool, about("greedy completions are those of the target, but for near-ties")]
     separable_from_best: Annotated[
         bool | None, about("whether the interval of the difference in speedup excludes 0; null for the best")
     ]
     on_pareto_frontier: Annotated[bool, about("no other candidate has a higher acceptance length and a lower c")]
-    parts: Parts
-    difference_to_best: Differences | None
+    parts: PartsDocument
+    difference_to_best: DifferencesDocument | None
 
 
-class Reason(Document):
+class ReasonDocument(Document):
     name: Literal["fastest", "gap", "cause", "lossless", "coverage", "context"]
     message: Annotated[str, about("sentences")]
 
 
-class Comparison(Document):
+class ComparisonDocument(Document):
     schema_version: Literal[2]
     created: Annotated[str, about("UTC, ISO 8601")]
     specdistill_version: Annotated[str, about("version of the package")]
-    candidates: Annotated[list[Candidate], Field(min_length=2, description="in the order they were given")]
-    ranking: Annotated[list[Rank], Field(min_length=2, description="by speedup, candidates that are not lossless last")]
-    why: Annotated[list[Reason], Field(min_length=1, description="why they differ, in reading order")]
+    candidates: Annotated[list[CandidateDocument], Field(min_length=2, description="in the order they were given")]
+    ranking: Annotated[list[RankDocument], Field(min_length=2, description="by speedup, candidates that are not lossless last")]
+    why: Annotated[list[ReasonDocument], Field(min_length=1, description="why they differ, in reading order")]
 
 
 if __name__ == "__main__":
-    print_schema(Comparison, Path(__file__).with_name("comparison.schema.json"))
+    print_schema(ComparisonDocument, Path(__file__).with_name("comparison.schema.json"))

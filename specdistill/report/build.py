@@ -1,8 +1,7 @@
 """The report as one document, from its measured parts: result rows made from the records of prompts (one for the whole suite, one for each
 category), the numbers to quote, and findings: what a reader should know before quoting them.
 
-Acceptance and speed come from the two metric modules under `eval/metrics`; every other number is a formula of
-specdistill.statistics.metrics. What was not measured is absent, with the reason under `not_measured`.
+Every number is a formula of specdistill.statistics.metrics. What was not measured is absent, with the reason under `not_measured`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,14 +14,13 @@ import numpy as np
 
 from specdistill import __version__
 from specdistill.engines import ENGINES
-from specdistill.project import METRICS as METRIC_MODULES
 from specdistill.statistics.intervals import estimates, macro_interval
 from specdistill.statistics.metrics import (
     METRICS,
     PromptSums,
+    acceptance,
     accepted_by_bucket,
     long_context_start,
-    measured,
     prompt_sums,
     value,
 )
@@ -66,12 +64,12 @@ def build_report(
         **not_measured,
         **({"incomplete": incomplete} if incomplete else {}),
     }
+    optional = {"git_revision": git_revision, "incomplete": bool(incomplete), "theory": theory}
     report: dict[str, Any] = {
         "schema_version": 2,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "specdistill_version": __version__,
-        **({"git_revision": git_revision} if git_revision else {}),
-        **({"incomplete": True} if incomplete else {}),
+        **{name: part for name, part in optional.items() if part},
         "engine": dict(engine or {"name": "specdistill", "version": __version__}),
         "suite": {
             **{name: getattr(suite, name) for name in ("name", "version", "licence", "source", "sha256")},
@@ -79,7 +77,6 @@ def build_report(
         },
         "headline": headline,
         **sections,
-        **({"theory": theory} if theory else {}),
         "gate": {"verdict": None, "passed": False, "rules": []},
         "not_measured": absent,
     }
@@ -184,39 +181,15 @@ def _numbers(
         "num_disturbed_rounds": sum(
             timing.num_disturbed_rounds for record in records for timing in (record.speculative, record.baseline) if timing
         ),
-        **_compute(
-            "acceptance",
-            predictions=[[accepted for _, accepted in prompt] for prompt in drafts],
-            references=[[drafted for drafted, _ in prompt] for prompt in drafts],
-            num_positions=configuration.num_speculative_tokens,
-            **chance,
-        ),
-        **_speed(sums, chance),
+        **acceptance(drafts, configuration.num_speculative_tokens),
+        **estimates(ACCEPTANCE, sums, **chance),
+        **estimates(SPEEDS[:1] if np.isnan(sums["baseline_seconds"]).any() else SPEEDS, sums, **chance),
         **{name: number for name in WITHOUT_INTERVAL if (number := value(METRICS[name], sums)) is not None},
         **_against_hf(records, sums, chance),
         **estimates(("tokens_per_round", "context_ratio", "vocabulary_coverage"), sums, **chance),
     }
     absent = {**_reasons(row, records), **reasons}
     return {**row, "not_measured": {name: reason for name, reason in absent.items() if name not in row}}
-
-
-def _speed(sums: PromptSums, chance: Mapping[str, Any]) -> dict[str, Any]:
-    if np.isnan(sums["baseline_seconds"]).any():
-        return estimates(("tokens_per_second",), sums, **chance)
-    *with_draft, tokens, seconds = measured(METRICS["speedup"], sums)
-    sides = [
-        [{"num_tokens": int(count), "seconds": time} for count, time in zip(*side, strict=True)]
-        for side in (with_draft, (tokens, seconds))
-    ]
-    return _compute("speedup", predictions=sides[0], references=sides[1], **chance)
-
-
-def _compute(module: str, **inputs: Any) -> dict[str, Any]:
-    """What a metric module under `eval/metrics` computes."""
-    import evaluate  # imports torch, which reading and judging reports does not need
-
-    numbers: dict[str, Any] = evaluate.load(str(METRIC_MODULES / module), keep_in_memory=True).compute(**inputs)
-    return numbers
 
 
 def _against_hf(records: Sequence[PromptRecord], sums: PromptSums, chance: Mapping[str, Any]) -> dict[str, Any]:
@@ -282,10 +255,10 @@ def _of_times(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             f"over that the speedup is {row['speedup_over_hf_generate']:.2f}×.",
         )
     if count := row.get("num_disturbed_rounds"):
-        which = f"{count} rounds took far longer than in other repetitions, as beside other work on the machine"
-        yield "disturbed", f"{which}; their prompts were timed again, and they are left out."
+        which = f"{count} rounds took far longer than in other repetitions, probably by other work on the machine"
+        yield "disturbed", f"Dropped as outliers: {which}; their prompts were timed again."
     if (half := half_width(row, "speedup")) > WIDE_INTERVAL and "speedup_ci95" in row:
-        yield "wide_interval", f"With {row['num_prompts']} prompts the speedup is known to ±{half:.0%} only."
+        yield "wide_interval", f"{row['num_prompts']} prompts: the speedup is only known to ±{half:.0%}."
     precision = settings.get("target_precision")
     if precision and not all(half_width(row, name) <= precision for name in PRECISION_METRICS):
         asked = f"the target precision of ±{precision:.1%} was not reached"
@@ -309,28 +282,26 @@ def _of_losslessness(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if count := lossless.get("near_ties"):
         yield "near_ties", f"{count} greedy completions diverge from the target's at a near-tie of its best logits."
     if lossless.get("sampling_test", {}).get("negative_control_p_value", 0) > 0.05:
-        said = "The sampling test did not detect a rule that is wrong on purpose: it shows little here."
-        yield "insensitive_sampling_test", said
+        message = "The sampling test did not detect a rule that is wrong on purpose: it shows little here."
+        yield "insensitive_sampling_test", message
 
 
 def _of_drafting(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """What drafting did, and what would be better."""
-    row, settings = report["results"][0], report["settings"]
+    row = report["results"][0]
     without = 1 - row["num_drafts"] / row["num_rounds"] if row["num_drafts"] and "num_rounds" in row else 0.0
     if without > 0.05:
         yield (
             "rounds_without_draft",
-            f"In {without:.0%} of the rounds nothing was drafted; the acceptance length ({row['mean_acceptance_length']:.2f}) leaves these "
-            f"out, and a round yields {row['tokens_per_round']:.2f} tokens.",
+            f"In {without:.0%} of the rounds nothing was drafted; the acceptance length ({row['mean_acceptance_length']:.2f}) does not "
+            f"count these: over all rounds {row['tokens_per_round']:.2f} tokens per round.",
         )
     if row["num_empty"]:
         which = f"{row['num_empty']} of {row['num_prompts']} completions"
         yield "empty_completions", f"{which} ended with their first token: no draft helps there."
     if row.get("num_looping", 0) > 0.1 * row["num_prompts"]:
         which = f"{row['num_looping']} of {row['num_prompts']} completions"
-        yield "loops", f"{which} end in a loop, which is easy to draft and inflates acceptance."
-    if settings["temperature"] and settings["top_k"] == 1:
-        yield "top_k", "top_k=1 makes this sampled run greedy."
+        yield "loops", f"{which} degenerate into repetition, which inflates acceptance."
     if (theory := report.get("theory")) and theory["best_k"] != theory["K"]:
         best = best_point(theory["curve"])["predicted_speedup"]
         if best > theory["predicted"] * (1 + BETTER_K_GAIN):

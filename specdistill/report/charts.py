@@ -10,26 +10,23 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specdistill.report.phrases import between, duration, number, percent, times
+from specdistill.report.phrases import ResultRow, between, duration, number, percent, times
 
 WIDTH = 420
 LEFT, RIGHT = 46, 22  # margins of plots with a vertical axis
 TOP, BOTTOM = 22, 30
 AXIS = 16  # the height of an axis's name
-BESIDE = 108  # the width of names beside what they name
 LETTER = 7.6  # the width that a character of a label takes, generously
 ABOVE, LONGEST = 14, int(WIDTH / LETTER)  # the height of a name above what it names, and the characters that fit there
 
 KINDS = {"prefill": "line", "draft": "bonus", "target": "bar", "rest": "faint"}  # what time goes into, and its colour
-TOKENS = {"loss tokens": "good", "other tokens": "line"}
 A_DOUBLING = 2  # bars of a histogram of lengths while they double
 STROKES = ("good", "bonus", "mine", "muted")  # of one curve after the other
 
-Row = Mapping[str, Any]
-Named = Sequence[tuple[str, Row]]
+NamedRows = Sequence[tuple[str, ResultRow]]
 Ticks = Sequence[tuple[float, str]]  # (value, label)
-Shown = Callable[[float], str]
-Parts = Sequence[tuple[str, float]]  # (kind, milliseconds a token)
+Format = Callable[[float], str]
+Segments = Sequence[tuple[str, float]]  # (kind, amount) of a bar, from left to right
 
 
 class Markup(str):
@@ -52,7 +49,7 @@ class Scale:
         return round(self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start), 1)
 
 
-def acceptance_by_position(row: Row) -> Markup | None:
+def acceptance_by_position(row: ResultRow) -> Markup | None:
     """Bars: unconditional rate of each position. Dots: the rate once the position is reached."""
     rates: Sequence[float] = row.get("acceptance_rate_per_position", [])
     if not rates:
@@ -64,9 +61,8 @@ def acceptance_by_position(row: Row) -> Markup | None:
     drawn = _y_axis(y, [(share, percent(share)) for share in (0, 0.25, 0.5, 0.75, 1)], WIDTH - RIGHT)
     for index, (rate, conditional) in enumerate(zip(rates, row["conditional_acceptance_rate"], strict=True)):
         centre, top, label = round(LEFT + slot * (index + 0.5), 1), y(rate), percent(rate)
-        place = {"x": round(centre - width / 2, 1), "y": top, "width": width, "height": round(y.start - top, 1)}
         title = f"position {index + 1}: {label} of drafts, {percent(conditional)} once reached"
-        drawn.append(_tag("rect", _tag("title", title), **place, rx=2, fill="var(--bar)"))
+        drawn.append(_bar(centre - width / 2, top, width, y.start - top, "bar", title))
         if width > 4 * LETTER and y.start - top > 20:
             drawn.append(_text(centre, y.start - 7, label, anchor="middle", kind="strong"))
         if conditional is not None:
@@ -77,68 +73,64 @@ def acceptance_by_position(row: Row) -> Markup | None:
     return _svg(height, "Acceptance rate by position in the draft", drawn)
 
 
-def acceptance_by(what: str, named: Named, k: int) -> Markup | None:
-    """One line a row: the acceptance length and its interval, from 1 (no gain) to K + 1 (all accepted)."""
-    x = Scale(1, k + 1, BESIDE, WIDTH - 44)
+def acceptance_by(what: str, named: NamedRows, k: int) -> Markup | None:
+    """One line per row: the acceptance length and its interval, from 1 (no gain) to K + 1 (all accepted)."""
+    x = Scale(1, k + 1, 16, WIDTH - 44)
     ticks = [(value, str(value)) for value in range(1, k + 2, 1 + k // 8)]
-    label, axis = f"Acceptance length by {what}", "acceptance length, tokens a round"
+    label, axis = f"Acceptance length by {what}", "acceptance length, tokens per round"
     return _lines(named, "mean_acceptance_length", number, x, ticks, label, axis)
 
 
-def speedup_by(what: str, named: Named, axis: str, *, above: int = 0) -> Markup | None:
-    """One line a row: the speedup and its interval; dashed: plain decoding. above: as in `_lines`."""
+def speedup_by(what: str, named: NamedRows, axis: str) -> Markup | None:
+    """One line per row: the speedup and its interval; dashed: plain decoding."""
     ends = [1.0, *(end for _, row in named if "speedup" in row for end in _interval(row, "speedup"))]
-    x = Scale(*_round_bounds(min(ends), max(ends)), 16 if above else BESIDE, WIDTH - 44)
+    x = Scale(*_round_bounds(ends), 16, WIDTH - 44)
     ticks = [(value, f"{value:g}×") for value in _ticks(x.low, x.high)]
-    return _lines(named, "speedup", times, x, ticks, f"Speedup {what}", axis, above)
+    return _lines(named, "speedup", times, x, ticks, f"Speedup {what}", axis)
 
 
-def _lines(
-    named: Named, metric: str, shown: Shown, x: Scale, ticks: Ticks, label: str, axis: str, above: int = 0
-) -> Markup | None:
-    """A line for each row with the metric: its value and its interval. Names are beside the lines, or `above` units above each."""
-    rows = [(name, row) for name, row in named if metric in row]
+def _lines(named: NamedRows, metric: str, formatted: Format, x: Scale, ticks: Ticks, label: str, axis: str) -> Markup | None:
+    """A line for each row with the metric: its value and its interval, below its name."""
+    rows = [row for _, row in named if metric in row]
     if not rows:
         return None
-    step, top = 30 + above, 12
+    step, top = 30 + ABOVE, 12
     bottom = top + step * len(rows)
     drawn = _x_axis(x, ticks, top, bottom, bottom)
     if metric == "speedup":
         drawn.append(_line(x(1.0), top, x(1.0), bottom, "muted", stroke_dasharray="3 4"))
-    names = _short([name for name, _ in rows], LONGEST if above else 16)
-    for index, (name, (_, row)) in enumerate(zip(names, rows, strict=True)):
-        y = top + step * index + above + 15
+    names = _short([name for name, row in named if metric in row], LONGEST)
+    for index, (name, row) in enumerate(zip(names, rows, strict=True)):
+        y = top + step * index + ABOVE + 15
         low, high = _interval(row, metric)
-        kind = None if not above else "over" if index else "over strong"
         drawn += [
-            _text(0, y - 11 if above else y + 4, name, kind=kind),
+            _text(0, y - 11, name, kind="over"),
             _line(x(low), y, x(high), y, "bar", stroke_width=6, stroke_linecap="round"),
             _dot(x(row[metric]), y, 4.5, "good"),
-            _text(WIDTH, y + 4, shown(row[metric]), anchor="end", kind="strong"),
+            _text(WIDTH, y + 4, formatted(row[metric]), anchor="end", kind="strong"),
         ]
     drawn.append(_text((x(ticks[0][0]) + x(ticks[-1][0])) / 2, bottom + 34, axis, anchor="middle"))
     return _svg(bottom + 40, label, drawn)
 
 
-def acceptance_against_cost(ranking: Sequence[Row], reports: Mapping[str, Mapping[str, Any]]) -> Markup | None:
-    """A point a candidate: c to the right, the acceptance length and its interval upward; a line joins the points of the frontier.
+def acceptance_against_cost(ranking: Sequence[Mapping[str, Any]], reports: Mapping[str, Mapping[str, Any]]) -> Markup | None:
+    """A point per candidate: c to the right, the acceptance length and its interval upward; a line joins the points of the frontier.
 
     Left and up is better. None when no candidate drafted anything.
     """
-    shown = [(entry, reports[entry["name"]]) for entry in ranking if "theory" in reports[entry["name"]]]
-    if not shown:
+    drafting = [(entry, reports[entry["name"]]) for entry in ranking if "theory" in reports[entry["name"]]]
+    if not drafting:
         return None
-    costs, rows = [report["theory"]["c"] for _, report in shown], [report["results"][0] for _, report in shown]
+    costs, rows = [report["theory"]["c"] for _, report in drafting], [report["results"][0] for _, report in drafting]
     intervals = [_interval(row, "mean_acceptance_length") for row in rows]
-    bounds = _round_bounds(min(low for low, _ in intervals), max(high for _, high in intervals))
     x = Scale(0, max(costs) * 1.15 or 1.0, LEFT, WIDTH - RIGHT)
-    y = Scale(*bounds, 240 - BOTTOM - 14, TOP)
+    y = Scale(*_round_bounds([*itertools.chain(*intervals)]), 240 - BOTTOM - 14, TOP)
     places = [(x(cost), y(row["mean_acceptance_length"])) for cost, row in zip(costs, rows, strict=True)]
-    on_frontier = [place for place, (entry, _) in zip(places, shown, strict=True) if entry["on_pareto_frontier"]]
+    on_frontier = [place for place, (entry, _) in zip(places, drafting, strict=True) if entry["on_pareto_frontier"]]
     drawn = _axes(x, y, _ticks(0, x.high), "c, in plain decoding steps", 240)
     drawn.append(_path(sorted(on_frontier), "bar", stroke_width=2, stroke_dasharray="2 4"))
-    names, heights = [entry["name"] for entry, _ in shown], _label_heights(places, 15, y.start)
-    for index, ((entry, _), (along, up), (low, high)) in enumerate(zip(shown, places, intervals, strict=True)):
+    names, heights = [entry["name"] for entry, _ in drafting], _label_heights(places, 15, y.start)
+    for index, ((entry, _), (along, up), (low, high)) in enumerate(zip(drafting, places, intervals, strict=True)):
         side = -1 if along > WIDTH * 0.6 else 1
         room = (along - LEFT if side < 0 else WIDTH - along) - 9
         fill, stroke = ("good", "good") if entry["on_pareto_frontier"] else ("paper", "muted")
@@ -148,28 +140,28 @@ def acceptance_against_cost(ranking: Sequence[Row], reports: Mapping[str, Mappin
             _dot(along, up, 5, fill, stroke),
             _text(along + 9 * side, heights[index], label, anchor=anchor, kind="over strong" if entry["rank"] == 1 else "over"),
         ]
-    return _svg(240, "Acceptance length against c, one point a candidate", drawn)
+    return _svg(240, "Acceptance length against c, one point per candidate", drawn)
 
 
-def acceptance_while_training(candidates: Sequence[Row]) -> Markup | None:
+def acceptance_while_training(candidates: Sequence[Mapping[str, Any]]) -> Markup | None:
     """A line for each candidate with a curve: simulated acceptance length against optimizer steps, its name where it ends.
 
     Left and up is better: the same acceptance for less training. None when none of them has a curve.
     """
-    shown = [(entry["name"], entry["training"]) for entry in candidates if entry["training"] and entry["training"]["curve"]]
-    if not shown:
+    trained = [(entry["name"], entry["training"]) for entry in candidates if entry["training"] and entry["training"]["curve"]]
+    if not trained:
         return None
-    names, line = [name for name, _ in shown], 28  # a name with the time below it
-    height = max(240, TOP + BOTTOM + 14 + line * len(shown))
-    steps, lengths = zip(*(point for _, training in shown for point in training["curve"]), strict=True)
+    names, line = [name for name, _ in trained], 28  # a name with the time below it
+    height = max(240, TOP + BOTTOM + 14 + line * len(trained))
+    steps, lengths = zip(*(point for _, training in trained for point in training["curve"]), strict=True)
     x = Scale(0, max(steps) or 1, LEFT, WIDTH - 140)
-    y = Scale(*_round_bounds(min(lengths), max(lengths)), height - BOTTOM - 14, TOP)
-    curves = [[(x(step), y(length)) for step, length in training["curve"]] for _, training in shown]
+    y = Scale(*_round_bounds(lengths), height - BOTTOM - 14, TOP)
+    curves = [[(x(step), y(length)) for step, length in training["curve"]] for _, training in trained]
     ends = [curve[-1] for curve in curves]
     heights = _label_heights(ends, line, y.start - 14)
-    drawn = _axes(x, y, [int(step) for step in _ticks(0, x.high) if step == int(step)], "optimizer steps", height)
+    drawn = _axes(x, y, _whole_ticks(x.high), "optimizer steps", height)
     labels = []
-    for index, ((_, training), (along, up)) in enumerate(zip(shown, ends, strict=True)):
+    for index, ((_, training), (along, up)) in enumerate(zip(trained, ends, strict=True)):
         stroke, dashes = STROKES[index % len(STROKES)], "6 3" if index >= len(STROKES) else None
         drawn.append(_path(curves[index], stroke, stroke_width=2, stroke_linejoin="round", stroke_dasharray=dashes))
         drawn.append(_dot(along, up, 4, stroke))
@@ -178,10 +170,10 @@ def acceptance_while_training(candidates: Sequence[Row]) -> Markup | None:
         lines = [(name, heights[index]), (time, heights[index] + 13)]
         named = [_text(along + 8, place, text, kind="over named") for text, place in lines]
         labels.append(_tag("g", Markup("".join(named)), style=f"--stroke: var(--{stroke})"))
-    return _svg(height, "Simulated acceptance length against optimizer steps, one line a candidate", drawn + labels)
+    return _svg(height, "Simulated acceptance length against optimizer steps, one line per candidate", drawn + labels)
 
 
-def speedup_by_k(theory: Mapping[str, Any] | None, rows: Sequence[Row]) -> Markup | None:
+def speedup_by_k(theory: Mapping[str, Any] | None, rows: Sequence[ResultRow]) -> Markup | None:
     """Over K': the predicted speedup, its ceiling (the speedup of a draft without cost: the acceptance length), and the measured
     speedup of each row with its interval. None with neither a prediction nor a second K measured.
     """
@@ -196,7 +188,7 @@ def speedup_by_k(theory: Mapping[str, Any] | None, rows: Sequence[Row]) -> Marku
     height = 260
     longest = max(1, int(max(ceiling)), *(row["num_speculative_tokens"] for row in measured))
     x = Scale(0, longest, LEFT + 8, WIDTH - RIGHT - 14)
-    y = Scale(*_round_bounds(min(values), max(values)), height - BOTTOM - AXIS, TOP)
+    y = Scale(*_round_bounds(values), height - BOTTOM - AXIS, TOP)
     drawn = _y_axis(y, [(value, f"{value:g}×") for value in _ticks(y.low, y.high)], WIDTH - RIGHT)
     drawn += [_text(x(k), y.start + 17, k, anchor="middle") for k in range(0, longest + 1, 1 + longest // 13)]
     drawn.append(_line(LEFT, y(1.0), WIDTH - RIGHT, y(1.0), "muted", stroke_dasharray="3 4"))
@@ -211,51 +203,35 @@ def speedup_by_k(theory: Mapping[str, Any] | None, rows: Sequence[Row]) -> Marku
         along = x(row["num_speculative_tokens"])
         drawn.append(_line(along, y(low), along, y(high), "mine", stroke_width=2))
         drawn.append(_dot(along, y(row["speedup"]), 4.5, "paper", "mine", at_k(row)))
-    drawn.append(_text((LEFT + WIDTH - RIGHT) / 2, height - 6, "K, tokens drafted a round", anchor="middle"))
+    drawn.append(_text((LEFT + WIDTH - RIGHT) / 2, height - 6, "K, tokens drafted per round", anchor="middle"))
     return _svg(height, "Speedup against K: predicted, its ceiling, and measured", drawn)
 
 
-def at_k(row: Row) -> str:
+def at_k(row: ResultRow) -> str:
     return f"K = {row['num_speculative_tokens']}: {times(row['speedup'])}{between(row, 'speedup')}"
 
 
-def time_per_token(latency: Mapping[str, Mapping[str, float]]) -> Markup | None:
-    """A bar each for plain decoding and decoding with the draft: milliseconds a token, by what they go into."""
-    sides = {"baseline": "plain", "speculative": "with draft"}
-    bars = [(name, [*latency[side].items()]) for side, name in sides.items() if side in latency]
-    return _of_times(bars) if bars else None
-
-
-def time_per_token_by_candidate(named: Named) -> Markup | None:
-    """`time_per_token` of several candidates' rows, below the plain decoding that they share."""
-    if any("verify_ms" not in row or "baseline_step_ms" not in row for _, row in named):
+def time_per_token(bars: Sequence[tuple[str, Segments]]) -> Markup | None:
+    """A bar below the name of each way of decoding: milliseconds per token, by what they go into (KINDS), one after the other."""
+    if not bars:
         return None
-    names = _short([name for name, _ in named], LONGEST)
-    first, tokens = named[0][1], named[0][1]["num_new_tokens"]
-    step = first["baseline_step_ms"] * (tokens - first["num_prompts"]) / tokens
-    bars = [("plain", _parts(first["baseline_tokens_per_second"], target=step))]
-    for name, (_, row) in zip(names, named, strict=True):
-        draft = row.get("draft_ms", 0.0) * row["num_draft_tokens"] / row["num_new_tokens"]
-        verify = row["verify_ms"] * row["num_rounds"] / row["num_new_tokens"]
-        bars.append((name, _parts(row["tokens_per_second"], draft=draft, target=verify)))
-    return _of_times(bars, left=0, above=ABOVE)
-
-
-def _of_times(bars: Sequence[tuple[str, Parts]], **place: Any) -> Markup:
-    def of_bar(milliseconds: float) -> str:
-        return f"{number(milliseconds, max(0, 3 - len(str(int(milliseconds)))))} ms"  # three digits
-
-    return _stacked(
-        bars, "Milliseconds that a token costs", KINDS, of_bar, lambda milliseconds: f"{number(milliseconds, 3)} ms", **place
-    )
-
-
-def _parts(tokens_per_second: float, **known: float) -> Parts:
-    return [*known.items(), ("rest", 1000 / tokens_per_second - sum(known.values()))]
+    step, top = 52 + ABOVE, 8
+    x = Scale(0, max(sum(ms for _, ms in segments) for _, segments in bars), 0, WIDTH - 72)
+    drawn = []
+    for index, (name, segments) in enumerate(bars):
+        y, start = top + step * index + ABOVE, 0.0
+        drawn.append(_text(0, y - 1, name))
+        for kind, ms in segments:
+            end = start + max(ms, 0.0)
+            title = f"{kind}: {number(end - start, 3)} ms"
+            drawn.append(_bar(x(start), y + 4, x(end) - x(start), 32, KINDS[kind], title))
+            start = end
+        drawn.append(_text(x(start) + 6, y + 24, f"{number(sum(ms for _, ms in segments))} ms", kind="strong"))
+    return _svg(top + len(bars) * step, "Milliseconds that a token costs", drawn)
 
 
 def lengths(tokens: Sequence[int], axis: str, limit: int | None = None) -> Markup | None:
-    """Bars: how many documents have so many tokens, on a scale that doubles. limit: dashed."""
+    """Bars: how many documents have a number of tokens, on a scale that doubles. limit: dashed."""
     places = [int(A_DOUBLING * math.log2(count)) for count in tokens if count > 0]
     if not places:
         return None
@@ -263,12 +239,11 @@ def lengths(tokens: Sequence[int], axis: str, limit: int | None = None) -> Marku
     counts = [places.count(place) for place in range(first, last + 1)]
     height = 230
     x = Scale(first, last + 1, LEFT, WIDTH - RIGHT)
-    y = Scale(0, _round_count(max(counts)), height - BOTTOM - AXIS, TOP)
-    drawn = _y_axis(y, [(value, f"{value:,g}") for value in _ticks(0, y.high)], WIDTH - RIGHT)
+    y = Scale(0, max(counts), height - BOTTOM - AXIS, TOP)
+    drawn = _y_axis(y, [(value, f"{value:,}") for value in _whole_ticks(y.high)], WIDTH - RIGHT)
     for place, count in enumerate(counts, first):
         title = f"{math.ceil(2 ** (place / A_DOUBLING)):,} to {math.ceil(2 ** ((place + 1) / A_DOUBLING)) - 1:,}: {count:,} documents"
-        where = {"x": x(place) + 1, "y": y(count), "width": round(x(place + 1) - x(place) - 2, 1)}
-        drawn.append(_tag("rect", _tag("title", title), **where, height=round(y.start - y(count), 1), rx=2, fill="var(--bar)"))
+        drawn.append(_bar(x(place) + 1, y(count), x(place + 1) - x(place) - 2, y.start - y(count), "bar", title))
     every = 1 + (last - first) // (9 * A_DOUBLING)
     for power in range(-(-first // A_DOUBLING), (last + 1) // A_DOUBLING + 1, every):
         drawn.append(_text(x(power * A_DOUBLING), y.start + 17, f"{2**power:,}", anchor="middle"))
@@ -276,51 +251,6 @@ def lengths(tokens: Sequence[int], axis: str, limit: int | None = None) -> Marku
         drawn.append(_line(x(dashed), TOP, x(dashed), y.start, "muted", stroke_dasharray="3 4"))
     drawn.append(_text((LEFT + WIDTH - RIGHT) / 2, height - 6, axis, anchor="middle"))
     return _svg(height, f"Documents by {axis}", drawn)
-
-
-def mixture(parts: Sequence[Any]) -> Markup:
-    """A bar for each source: its tokens, those with loss first."""
-    names = _short([part.source for part in parts], LONGEST)
-    of_source = [(part.loss_tokens, part.tokens - part.loss_tokens) for part in parts]
-    bars = [(name, [*zip(TOKENS, counts, strict=True)]) for name, counts in zip(names, of_source, strict=True)]
-    total = max(1, sum(part.tokens for part in parts))
-    label = "Tokens of each source"
-    return _stacked(
-        bars, label, TOKENS, lambda count: percent(count / total), lambda count: f"{count:,.0f}", left=0, above=ABOVE
-    )
-
-
-def _stacked(
-    rows: Sequence[tuple[str, Parts]],
-    label: str,
-    colours: Mapping[str, str],
-    of_bar: Shown,
-    of_part: Shown,
-    *,
-    left: float = 88,
-    above: int = 0,
-) -> Markup:
-    """A bar for each name, its parts one after the other; names as in `_lines`. of_bar, of_part: how amounts are written."""
-    step, top = 52 + above, 8
-    x = Scale(0, max(sum(amount for _, amount in parts) for _, parts in rows), left, WIDTH - 72)
-    drawn = []
-    for index, (name, parts) in enumerate(rows):
-        y, total, start = top + step * index + above, sum(amount for _, amount in parts), 0.0
-        drawn.append(_text(0, y - 1 if above else y + 24, name))
-        for kind, amount in parts:
-            end = start + max(amount, 0.0)
-            title = _tag("title", f"{kind}: {of_part(end - start)}")
-            place = {"x": x(start), "y": y + 4, "width": round(x(end) - x(start), 1), "height": 32}
-            drawn.append(_tag("rect", title, **place, fill=f"var(--{colours[kind]})"))
-            start = end
-        drawn.append(_text(x(start) + 6, y + 24, of_bar(total), kind="strong"))
-    return _svg(top + len(rows) * step, label, drawn)
-
-
-def _round_count(most: int) -> int:
-    """The next of 1, 2, 5, 10, 20, …"""
-    power: int = 10 ** (len(str(most)) - 1)
-    return next(digits * power for digits in (1, 2, 5, 10) if digits * power >= most)
 
 
 def _tag(name: str, content: object = "", **attributes: object) -> Markup:
@@ -341,6 +271,11 @@ def _text(x: float, y: float, content: object, *, anchor: str | None = None, kin
 
 def _line(x1: float, y1: float, x2: float, y2: float, colour: str, **style: object) -> Markup:
     return _tag("line", x1=x1, y1=y1, x2=x2, y2=y2, stroke=f"var(--{colour})", **style)
+
+
+def _bar(x: float, y: float, width: float, height: float, colour: str, title: str) -> Markup:
+    place = {"x": round(x, 1), "y": y, "width": round(width, 1), "height": round(height, 1)}
+    return _tag("rect", _tag("title", title), **place, fill=f"var(--{colour})")
 
 
 def _path(points: Iterable[tuple[float, float]], colour: str, **style: object) -> Markup:
@@ -368,7 +303,7 @@ def _y_axis(y: Scale, ticks: Ticks, right: float) -> list[Markup]:
 
 def _axes(x: Scale, y: Scale, x_values: Iterable[float], x_name: str, height: float) -> list[Markup]:
     """Both axes, and the name of the horizontal one at its end."""
-    x_ticks = [(value, f"{value:,}" if isinstance(value, int) else f"{value:g}") for value in x_values]
+    x_ticks = [(value, f"{value:,.10g}") for value in x_values]
     y_ticks = [(value, f"{value:g}") for value in _ticks(y.low, y.high)]
     return [
         *_y_axis(y, y_ticks, x.end),
@@ -377,15 +312,15 @@ def _axes(x: Scale, y: Scale, x_values: Iterable[float], x_name: str, height: fl
     ]
 
 
-def _interval(row: Row, metric: str) -> tuple[float, float]:
+def _interval(row: ResultRow, metric: str) -> tuple[float, float]:
     """The metric's interval; its value twice where there is none."""
     low, high = row.get(f"{metric}_ci95", (row[metric], row[metric]))
     return low, high
 
 
-def _round_bounds(low: float, high: float) -> tuple[float, float]:
+def _round_bounds(values: Sequence[float]) -> tuple[float, float]:
     """The next tenths outside, with some room."""
-    return max(0.0, int(low * 10 - 1) / 10), int(high * 10 + 1.999) / 10
+    return max(0.0, int(min(values) * 10 - 1) / 10), int(max(values) * 10 + 1.999) / 10
 
 
 def _ticks(low: float, high: float) -> list[float]:
@@ -393,6 +328,10 @@ def _ticks(low: float, high: float) -> list[float]:
     step = next(step for step in steps if (high - low) / step <= 6)
     first = int(low / step + 0.999999) * step
     return [round(first + index * step, 3) for index in range(int((high - first) / step + 1e-9) + 1)]
+
+
+def _whole_ticks(high: float) -> list[int]:
+    return [int(value) for value in _ticks(0, high) if value == int(value)]
 
 
 def _label_heights(places: Sequence[tuple[float, float]], line: float, lowest: float) -> list[float]:
@@ -411,21 +350,13 @@ def _label_heights(places: Sequence[tuple[float, float]], line: float, lowest: f
 
 
 def _short(names: Sequence[str], length: int) -> list[str]:
-    """Names of at most `length` characters: long ones lose the words that all long ones begin or end with, then their middle."""
-    long = [name.split("-") for name in names if len(name) > length]
-    shared = long if len(long) > 1 else []
-    start = _num_shared(words[:-1] for words in shared)
-    enough = all(len("-".join(words[start:])) < length for words in shared)
-    end = 0 if enough else _num_shared(words[:start:-1] for words in shared)
+    """Names of at most `length` characters: long ones lose what all long ones begin with, then their end."""
+    long = [name for name in names if len(name) > length]
+    shared = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*long, strict=False))
+    start = len(list(shared)) if len(long) > 1 else 0
 
     def cut(name: str) -> str:
-        words, half = name.split("-"), (length - 1) // 2
-        name = "…" * (start > 0) + "-".join(words[start : len(words) - end]) + "…" * (end > 0)
-        return name if len(name) <= length else f"{name[: length - 1 - half]}…{name[-half:]}"
+        name = "…" * (start > 0) + name[start:]
+        return name if len(name) <= length else f"{name[: length - 1]}…"
 
     return [name if len(name) <= length else cut(name) for name in names]
-
-
-def _num_shared(lists: Iterable[Sequence[str]]) -> int:
-    """The number of equal items that all lists begin with."""
-    return len(list(itertools.takewhile(lambda items: len(set(items)) == 1, zip(*lists, strict=False))))

@@ -3,7 +3,7 @@
 One self-contained file. Every value is escaped: documents come from outside.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,6 @@ def to_html(
         data=data,
         train=halves["train"],
         table=_of_halves(halves),
-        mixture=mixture,
         of_sources=_of_sources(mixture),
         lengths=lengths,
         documents=documents,
@@ -42,17 +41,16 @@ def to_html(
 
 
 def _of_halves(halves: Mapping[str, Any]) -> Table:
-    head = ("", "rows", "documents", "tokens", "loss tokens", "filled")
-    counts = ((name, it.rows, it.documents, it.tokens, it.loss_tokens, percent(it.filled)) for name, it in halves.items())
-    return Table(head, [tuple((_shown(cell),) for cell in row) for row in counts])
+    rows = ((name, it.rows, it.documents, it.tokens, it.loss_tokens, percent(it.filled)) for name, it in halves.items())
+    return _table(("", "rows", "documents", "tokens", "loss tokens", "filled"), rows)
 
 
 def _of_sources(mixture: Sequence[Any]) -> Table:
-    total = max(1, sum(part.loss_tokens for part in mixture))
-    rows = ((part.source, part.documents, part.tokens, part.loss_tokens, percent(part.loss_tokens / total)) for part in mixture)
-    head = ("source", "documents", "tokens", "loss tokens", "share of them")
-    return Table(head, [tuple((_shown(cell),) for cell in row) for row in rows])
+    total = max(1, sum(it.loss_tokens for it in mixture))
+    rows = ((it.source, it.documents, it.tokens, it.loss_tokens, percent(it.loss_tokens / total)) for it in mixture)
+    return _table(("source", "documents", "tokens", "loss tokens", "share of them"), rows)
 
 
-def _shown(cell: int | str) -> str:
-    return cell if isinstance(cell, str) else f"{cell:,}"
+def _table(head: tuple[str, ...], rows: Iterable[Sequence[int | str]]) -> Table:
+    """Counts with their thousands separated."""
+    return Table(head, [tuple((f"{cell:,}" if isinstance(cell, int) else cell,) for cell in row) for row in rows])

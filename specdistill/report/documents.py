@@ -10,13 +10,11 @@ from pydantic.json_schema import GenerateJsonSchema
 from typing_extensions import TypedDict
 
 Count = Annotated[int, Field(ge=0)]
-AtLeastOne = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
-NotNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Length = Annotated[float, Field(ge=1)]  # an acceptance length
 Reasons = Annotated[dict[str, str], Field(description="name of an absent number -> why it is absent")]
-Interval = Annotated[list[float], Field(min_length=2, max_length=2, description="95 % interval, bootstrap over prompts")]
+ConfidenceInterval = Annotated[list[float], Field(min_length=2, max_length=2, description="95 %, bootstrap over prompts")]
 
 
 def about(description: str) -> FieldInfo:

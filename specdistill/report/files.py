@@ -31,7 +31,6 @@ from specdistill.suites.suite import evenly
 
 REPORT, SAMPLES = "report.json", "samples.jsonl"
 JUDGED = ("gate", "baseline", "digest")  # parts of a report that change when it is judged again, and the hash of all others
-SCHEMA_VERSION = 2  # of a report, and of a comparison
 SCALARS = ("number", "integer", "boolean")
 ROW_IDENTITY = ("num_speculative_tokens", "temperature", "batch_size")  # numbers of a row that are its configuration
 NUM_PLAIN_SAMPLES = 3  # completions shown where scripts do not run
@@ -78,7 +77,7 @@ def previous_report(folder: Path) -> tuple[dict[str, Any], list[PromptRecord]] |
 
 
 def read_report(path: Path, key: str = "report") -> tuple[dict[str, Any], list[PromptRecord]]:
-    """report.json (or its folder) and the records beside it. Raises UserError when either is missing or invalid."""
+    """report.json (or its folder) and the records next to it. Raises UserError when either is missing or invalid."""
     path = path / REPORT if path.is_dir() else path
     try:
         report = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse_constant)
@@ -107,31 +106,27 @@ def adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def validate(document: Any, name: str = "report.json", key: str = "report", kind: Any = ReportDocument) -> None:
-    """Raises UserError for another schema version, and else names the first field that `kind` of document does not have so."""
-    version = document.get("schema_version", SCHEMA_VERSION) if isinstance(document, Mapping) else SCHEMA_VERSION
-    if version != SCHEMA_VERSION:
-        expected = f"version {SCHEMA_VERSION}: measure again with this specdistill"
-        raise UserError(key, got=f"{name} of schema version {version}", expected=expected)
+    """Raises UserError that names the first field that does not fit this kind of document."""
     try:
         adapter(kind).validate_python(document)
     except ValidationError as error:
         wrong = error.errors()[0]
         place = ".".join(map(str, wrong["loc"])) or "the whole document"
         what = kind.__name__.removesuffix("Document").lower()
-        expected = f"a {what} of schema version {SCHEMA_VERSION}"
+        expected = f"a {what} of schema version 2: measure again with this specdistill"
         raise UserError(key, got=f"{name} with {place}: {wrong['msg'][:200]}", expected=expected) from error
 
 
 @cache
 def row_metrics() -> tuple[str, ...]:
     """Numbers of a result row that a rule can test."""
-    fields = schema()["$defs"]["Row"]["properties"]
+    fields = schema()["$defs"]["ResultDocument"]["properties"]
     return tuple(name for name, field in fields.items() if field.get("type") in SCALARS and name not in ROW_IDENTITY)
 
 
 @cache
 def document_metrics() -> tuple[str, ...]:
-    """Dotted paths of the numbers and booleans outside the result rows, as `lossless.greedy_identical`."""
+    """Dotted paths of the numbers and booleans outside the result rows, e.g. `lossless.greedy_identical`."""
     return tuple(_scalars(schema()))
 
 
@@ -151,7 +146,6 @@ def template(name: str) -> Template:
     templates.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":")}
     templates.filters |= {name: getattr(phrases, name) for name in ("number", "times", "percent", "interval")}
     templates.filters["at_k"] = charts.at_k
-    templates.filters["label"] = tables.label
     templates.globals |= {"phrases": phrases, "tables": tables, "charts": charts}
     return templates.get_template(name)
 

@@ -6,7 +6,7 @@ from typing import Any
 from specdistill.statistics.records import ALL
 
 Report = Mapping[str, Any]
-Row = Mapping[str, Any]
+ResultRow = Mapping[str, Any]  # of a report's results
 
 
 def times(value: float | None) -> str:
@@ -26,12 +26,12 @@ def signed(change: float) -> str:
     return f"{change:+.1%}".replace("-", "−")
 
 
-def interval(row: Row, name: str) -> str:
-    """A metric's interval, as 1.43 to 1.65; empty where there is none."""
+def interval(row: ResultRow, name: str) -> str:
+    """A metric's interval, e.g. 1.43 to 1.65; empty where there is none."""
     return " to ".join(f"{end:.2f}" for end in row.get(f"{name}_ci95") or ())
 
 
-def between(row: Row, name: str) -> str:
+def between(row: ResultRow, name: str) -> str:
     """`interval` in brackets, to follow the number."""
     shown = interval(row, name)
     return f" ({shown})" if shown else ""
@@ -42,7 +42,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """In the two largest units that are not zero, as 2 min 21 s."""
+    """In the two largest units that are not zero, e.g. 2 min 21 s."""
     if seconds is None or seconds < 9.95:
         return "–" if seconds is None else f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -87,24 +87,22 @@ def reference(report: Report) -> str:
     return "transformers' generate()" if _is_specdistill(report) else "the server without a draft"
 
 
-def gain(row: Row) -> str:
+def gain(row: ResultRow) -> str:
     return f"{times(row['speedup'])} the speed of plain decoding{between(row, 'speedup')}"
 
 
 def losslessness(report: Report) -> tuple[str, str]:
     """What the greedy comparison and the sampling test found, or why there was none."""
     lossless, absent = report["lossless"], report["not_measured"]
-    greedy, first = f"not compared ({absent.get('lossless.greedy_identical')})", lossless.get("first_divergence")
-    if lossless["prompts_checked"]:
-        same = "all identical"
-        if not lossless["greedy_identical"]:
-            unknown = f"number unknown ({absent.get('lossless.near_ties')})"
-            ties = f"{lossless['near_ties']} of them" if "near_ties" in lossless else unknown
-            same = f"{lossless['divergences']} differ (at near-ties of the target's best logits: {ties})"
-        greedy = f"{lossless['prompts_checked']} completions compared token for token with {reference(report)}, {same}"
-        if first:
-            gap = f" (gap {first['top2_gap']:.4f})" if "top2_gap" in first else ""
-            greedy += f"; the first is {first['prompt_id']} at token {first.get('position', '–')}{gap}"
+    greedy, same = f"not compared ({absent.get('lossless.greedy_identical')})", "all identical"
+    if first := lossless.get("first_divergence"):
+        unknown = f"number unknown ({absent.get('lossless.near_ties')})"
+        ties = f"{lossless['near_ties']} of them" if "near_ties" in lossless else unknown
+        gap = f" (gap {first['top2_gap']:.4f})" if "top2_gap" in first else ""
+        where = f"the first is {first['prompt_id']} at token {first.get('position', '–')}{gap}"
+        same = f"{lossless['divergences']} differ (at near-ties of the target's best logits: {ties}); {where}"
+    if checked := lossless["prompts_checked"]:
+        greedy = f"{checked} completions compared token for token with {reference(report)}, {same}"
     sampled = f"not measured ({absent.get('lossless.sampling_test')})"
     if test := lossless.get("sampling_test"):
         sampled = (
@@ -120,15 +118,11 @@ def undecided(report: Report) -> str:
     if report["gate"]["verdict"] != "inconclusive":
         return ""
     names, needed = ", ".join(dict.fromkeys(rule["metric"] for rule in rules)), [rule["prompts_needed"] for rule in rules]
-    if None in needed or max(needed) <= report["results"][0]["num_prompts"]:
+    if None in needed or (enough := max(needed)) <= report["results"][0]["num_prompts"]:
         return f"The evidence cannot decide {names}."
-    has = report["suite"]["num_prompts"]
-    how = (
-        f"eval.num_prompts={max(needed)}"
-        if max(needed) <= has
-        else f"a suite with more than the {has} of {report['suite']['name']}"
-    )
-    return f"The evidence cannot decide {names}: about {max(needed):,} prompts could ({how})."
+    name, has = report["suite"]["name"], report["suite"]["num_prompts"]
+    how = f"eval.num_prompts={enough}" if enough <= has else f"a suite with more than the {has} of {name}"
+    return f"The evidence cannot decide {names}: about {enough:,} prompts could ({how})."
 
 
 def failed_rules(report: Report) -> str:
@@ -138,12 +132,12 @@ def failed_rules(report: Report) -> str:
     return f"{len(failed)} of {len(rules)} rules failed: {', '.join(dict.fromkeys(failed))}." if failed else undecided(report)
 
 
-def reason(row: Row, name: str) -> str:
+def reason(row: ResultRow, name: str) -> str:
     """Why a number is absent; empty when it is present."""
     return "" if name in row else row["not_measured"].get(name, "not measured")
 
 
-def absences(row: Row, names: Sequence[str]) -> str:
+def absences(row: ResultRow, names: Sequence[str]) -> str:
     """Which of `names` were not measured, grouped by reason; empty without any."""
     absent: dict[str, list[str]] = {}
     for name in names:
@@ -153,8 +147,8 @@ def absences(row: Row, names: Sequence[str]) -> str:
     return f"Not measured: {groups}." if groups else ""
 
 
-def other_speeds(row: Row) -> str:
-    """Tokens a second of plain decoding and of transformers' `generate()`."""
+def other_speeds(row: ResultRow) -> str:
+    """Tokens per second of plain decoding and of transformers' `generate()`."""
     names = {"baseline_tokens_per_second": "plain", "hf_generate_tokens_per_second": "transformers"}
     return ", ".join(f"{name} {number(row[metric], 0)}" for metric, name in names.items() if metric in row)
 
@@ -170,19 +164,19 @@ def averages(report: Report) -> list[str]:
     ]
 
 
-def row_name(row: Row) -> str:
+def row_name(row: ResultRow) -> str:
     return f"all of {row['suite']}" if row["category"] == ALL else row["category"].replace("_", " ")
 
 
-def configuration_name(row: Row) -> str:
-    """How a row was measured, as: simulated, K = 4, greedy, batch 1."""
+def configuration_name(row: ResultRow) -> str:
+    """How a row was measured, e.g. simulated, K = 4, greedy, batch 1."""
     shape, cut = tree(row.get("tree")), "" if row["context_bucket"] == ALL else f"prompts cut to {row['context_bucket']} tokens"
     parts = row["suite"], f"K = {row['num_speculative_tokens']}", shape, _sampling(row), f"batch {row['batch_size']}", cut
     return ", ".join(filter(None, parts))
 
 
 def tree(settings: Mapping[str, Any] | None) -> str:
-    """The shape of drafted trees, as: tree of 24 tokens, 6 deep, top 4; or: tree with branching 4, 2, 1. Empty for chains."""
+    """The shape of drafted trees, e.g. tree of 24 tokens, 6 deep, top 4, or tree with branching 4, 2, 1. Empty for chains."""
     if not settings:
         return ""
     if "branching" in settings:
@@ -190,10 +184,15 @@ def tree(settings: Mapping[str, Any] | None) -> str:
     return f"tree of {settings['budget']} tokens, {settings['depth']} deep, top {settings['top_k']}"
 
 
-def a_round(row: Row) -> str:
+def per_position(row: ResultRow) -> str:
+    """The acceptance rate at each position in the draft."""
+    return "  ".join(map(percent, row.get("acceptance_rate_per_position", []))) or "–"
+
+
+def per_round(row: ResultRow) -> str:
     """Tokens per round, where rounds without a draft make it differ from the acceptance length; else empty."""
     differs = row["num_drafts"] != row.get("num_rounds", row["num_drafts"])
-    return f"{number(row['tokens_per_round'])} a round" if differs and "tokens_per_round" in row else ""
+    return f"{number(row['tokens_per_round'])} per round" if differs and "tokens_per_round" in row else ""
 
 
 def requirement(rule: Mapping[str, Any]) -> str:
@@ -233,7 +232,7 @@ def direction(change: Mapping[str, Any]) -> str:
 
 
 def since(report: Mapping[str, Any]) -> str:
-    """What the report was compared with, how many numbers changed, and which regressions the gate does not allow."""
+    """What the report was compared with, and how many numbers changed."""
     baseline, draft = report["baseline"], report["baseline"]["draft"]
     name = "@".join(filter(None, (draft["model"] or draft["method"], draft["revision"])))
     intro = f"Compared with {name}, measured {baseline['created'][:10]}"
@@ -241,20 +240,12 @@ def since(report: Mapping[str, Any]) -> str:
         return f"{intro}: not comparable ({baseline['reason']})."
     directions = [direction(change) for change in baseline["changes"] if "ci95" in change]
     better, worse, still = (directions.count(name) for name in ("better", "worse", "open"))
-    refused = [
-        rule["metric"]
-        for rule in report["gate"]["rules"]
-        if "max_regression" in rule["requirement"] and rule["value"] is not None and outcome(rule) == "failed"
-    ]
-    gate = f" Regressions that the gate does not allow: {', '.join(refused)}." if refused else ""
-    return (
-        f"{intro}, {len(directions)} numbers prompt by prompt: {better} better, {worse} worse, {still} open "
-        f"(the 95 % interval includes 0).{gate}"
-    )
+    counts = f"{better} better, {worse} worse, {still} open (the 95 % interval includes 0)"
+    return f"{intro}, {len(directions)} numbers prompt by prompt: {counts}."
 
 
 def looks_up_first(report: Report) -> bool:
-    """Whether a look-up stood in front of the draft, so that the numbers are not the draft's own."""
+    """Whether the draft drafted only where an n-gram lookup found nothing, so that the numbers are not the draft's own."""
     return "lookup_first" in report["settings"].get("drafting", {})
 
 
@@ -288,24 +279,20 @@ def decoding(settings: Mapping[str, Any]) -> str:
 def procedure(report: Report) -> str:
     """How the numbers were measured, in sentences."""
     settings, engine = report["settings"], report.get("engine", {})
-    size, repeats = settings["batch_size"], counted(settings["repeats"], "time")
-    if _is_specdistill(report):
-        warmup = counted(settings["warmup"], "warm-up prompt" if size == 1 else "warm-up batch")
+    size, repeats, own = settings["batch_size"], counted(settings["repeats"], "time"), _is_specdistill(report)
+    warmup = counted(settings["warmup"], "warm-up batch" if own and size > 1 else "warm-up prompt")
+    if own:
         batches = f" They were decoded {size} at a time; a prompt's times are its shares of its batch's." if size > 1 else ""
         return (
             f"Every prompt was decoded with and without the draft, interleaved, {repeats} after {warmup}; "
             f"of each round the lower median counts.{batches} The baseline is the same decoder without a draft."
         )
+    order = "There is no baseline."
     if "command" in engine:
-        order = "The engine was started without the draft, measured and ended, and then so with it, on this machine."
-    else:
-        order = (
-            "Running servers with and without the draft took turns."
-            if engine.get("baseline_server")
-            else "There is no baseline."
-        )
+        order = "The engine was started without the draft, measured and ended, then with it, on this machine."
+    elif engine.get("baseline_server"):
+        order = "Running servers with and without the draft were measured in alternation."
     load = f" With {size} requests in flight a prompt's time is its share of the server's." if size > 1 else ""
-    warmup = counted(settings["warmup"], "warm-up prompt")
     return f"{order} Every prompt was sent {repeats} after {warmup}; the median of each prompt counts.{load}"
 
 

@@ -5,13 +5,12 @@ from typing import Annotated, Any, Literal, NotRequired, Required
 
 from pydantic import Field
 
+from specdistill.recipe.fields import AtLeastOne, NonNegative
 from specdistill.report.documents import (
-    AtLeastOne,
+    ConfidenceInterval,
     Count,
     Document,
-    Interval,
     Length,
-    NotNegative,
     Positive,
     Reasons,
     Share,
@@ -20,45 +19,45 @@ from specdistill.report.documents import (
 )
 
 
-class DynamicTree(Document):
+class DynamicTreeDocument(Document):
     budget: Annotated[AtLeastOne, about("draft tokens verified together")]
     depth: Annotated[AtLeastOne, about("longest path, in tokens")]
     top_k: Annotated[AtLeastOne, about("children of a node")]
 
 
-class StaticTree(Document):
+class StaticTreeDocument(Document):
     branching: Annotated[list[AtLeastOne], Field(min_length=1, description="children of the root, of each of these, and so on")]
 
 
-Tree = DynamicTree | StaticTree
+TreeDocument = DynamicTreeDocument | StaticTreeDocument
 
 
-class BeforeAndAfter(Document):
+class BeforeAndAfterDocument(Document):
     """Acceptance lengths."""
 
     before: Length
     after: Length
 
 
-class Scores(Document):
+class ScoresDocument(Document):
     num_prompts: Annotated[AtLeastOne, about("completions scored on each side")]
     with_draft: Annotated[Share, about("share of completions that succeed")]
     without_draft: Annotated[Share, about("share of completions that succeed")]
     difference: Annotated[float, Field(ge=-1, le=1, description="with_draft - without_draft")]
-    difference_ci95: NotRequired[Interval]
+    difference_ci95: NotRequired[ConfidenceInterval]
     only_with_draft: Annotated[Count, about("prompts that succeed only with the draft")]
     only_without_draft: Annotated[Count, about("prompts that succeed only without it")]
     p_value: Annotated[Share, about("of no difference, by McNemar's exact test")]
 
 
-class Row(Document, total=False):
+class ResultDocument(Document, total=False):
     suite: Required[Annotated[str, about("suite name")]]
     suite_version: Required[Annotated[str, about("suite version")]]
     category: Required[Annotated[str, about("category of the suite; a configuration's first row is `all`")]]
     num_speculative_tokens: Required[Annotated[AtLeastOne, about("K")]]
-    temperature: Required[Annotated[NotNegative, about("sampling temperature; 0 is greedy")]]
+    temperature: Required[Annotated[NonNegative, about("sampling temperature; 0 is greedy")]]
     batch_size: Required[Annotated[AtLeastOne, about("prompts decoded together; of a server, requests in flight")]]
-    tree: Required[Tree | None]
+    tree: Required[TreeDocument | None]
     context_bucket: Required[Annotated[str, about("tokens that prompts were cut to; `all`: prompts as the suite has them")]]
     num_prompts: Required[Annotated[Count, about("prompts")]]
     num_batches: Annotated[AtLeastOne, about("that prompts were decoded in: intervals of times are over batches")]
@@ -72,62 +71,62 @@ class Row(Document, total=False):
     num_looping: Annotated[Count, about("completions that end in a loop; loops inflate acceptance")]
     num_empty: Required[Annotated[Count, about("completions that ended with their first token: nothing was drafted for them")]]
     mean_acceptance_length: Annotated[Length, about("1 + num_accepted_tokens / num_drafts; the bonus token counts")]
-    mean_acceptance_length_ci95: Interval
+    mean_acceptance_length_ci95: ConfidenceInterval
     tokens_per_round: Annotated[Length, about("1 + num_accepted_tokens / num_rounds, rounds without a draft included")]
-    tokens_per_round_ci95: Interval
+    tokens_per_round_ci95: ConfidenceInterval
     acceptance_rate: Annotated[Share, about("num_accepted_tokens / num_draft_tokens")]
-    acceptance_rate_ci95: Interval
+    acceptance_rate_ci95: ConfidenceInterval
     acceptance_rate_per_position: Annotated[list[Share], about("[K] accepted_per_position / num_drafts: unconditional")]
     conditional_acceptance_rate: Annotated[list[Share | None], about("[K] rate k / rate k-1; null where k was never reached")]
     tokens_per_second: Annotated[Positive, about("with the draft, prefill included")]
-    tokens_per_second_ci95: Interval
+    tokens_per_second_ci95: ConfidenceInterval
     baseline_tokens_per_second: Annotated[Positive, about("the same decoder without a draft, prefill included")]
-    baseline_tokens_per_second_ci95: Interval
+    baseline_tokens_per_second_ci95: ConfidenceInterval
     speedup: Annotated[Positive, about("tokens_per_second / baseline_tokens_per_second, of total times")]
-    speedup_ci95: Interval
+    speedup_ci95: ConfidenceInterval
     decode_speedup: Annotated[float, about("speedup without the prefill")]
     draft_ms: Annotated[float, about("milliseconds of draft work for one draft token")]
     verify_ms: Annotated[float, about("milliseconds of one target step over the draft tokens, with verification")]
     baseline_step_ms: Annotated[float, about("milliseconds of one plain decoding step")]
     overhead_factor: Annotated[float, about("mean_acceptance_length / speedup")]
     predicted_speedup: Annotated[float, about("AL / (v + c·K); v, c: verify_ms, draft_ms / baseline_step_ms")]
-    prediction_gap: Annotated[NotNegative, about("|speedup - predicted_speedup| / predicted_speedup")]
+    prediction_gap: Annotated[NonNegative, about("|speedup - predicted_speedup| / predicted_speedup")]
     hf_generate_tokens_per_second: Annotated[float, about("of generate(), greedy, on hf_generate_num_prompts")]
-    hf_generate_tokens_per_second_ci95: Interval
+    hf_generate_tokens_per_second_ci95: ConfidenceInterval
     hf_generate_num_prompts: Annotated[Count, about("prompts on which generate() was timed")]
     baseline_over_hf_generate: Annotated[float, about("baseline speed / generate()'s speed, on those prompts")]
-    baseline_over_hf_generate_ci95: Interval
+    baseline_over_hf_generate_ci95: ConfidenceInterval
     speedup_over_hf_generate: Annotated[float, about("over generate(), on those prompts; given where the baseline is slower")]
-    speedup_over_hf_generate_ci95: Interval
+    speedup_over_hf_generate_ci95: ConfidenceInterval
     context_ratio: Annotated[float, about("acceptance length at long context / at shorter context")]
-    context_ratio_ci95: Interval
+    context_ratio_ci95: ConfidenceInterval
     vocabulary_coverage: Annotated[Share, about("share of the baseline's tokens that the draft can propose")]
-    vocabulary_coverage_ci95: Interval
+    vocabulary_coverage_ci95: ConfidenceInterval
     not_measured: Required[dict[str, str]]
 
 
-class Rule(Document):
+class RuleDocument(Document):
     metric: Annotated[str, about("field of a result row, or dotted path into the report")]
     scope: Annotated[dict[str, Any], about("of the row; {}: the whole suite in the main configuration")]
     requirement: Annotated[dict[str, Any], Field(min_length=1, max_length=1, description="min, max, equals or max_regression")]
     confidence: Annotated[float, about("of the interval whose bound is compared")]
     severity: Annotated[Literal["fail", "warn"], about("warn: a warning, which does not decide")]
     value: Annotated[Any, about("what was measured; null when there is no evidence. Of max_regression the relative change")]
-    ci95: Interval | None
+    ci95: ConfidenceInterval | None
     verdict: Annotated[Literal["passed", "failed", "inconclusive"], about("inconclusive: the interval includes both")]
     passed: bool
     reason: Annotated[str, about("one sentence")]
     prompts_needed: Annotated[AtLeastOne | None, about("that could decide an inconclusive rule, as intervals narrow")]
 
 
-class Measurement(Document):
+class MeasurementDocument(Document):
     """What the measurement itself took."""
 
-    seconds: Annotated[NotNegative, about("wall time of the run, loading apart; of all drafts that it measured together")]
-    peak_memory_bytes: NotRequired[Annotated[Count, about("of the accelerator, or of the process where there is none")]]
+    seconds: Annotated[NonNegative, about("wall time of the run, loading apart; of all drafts that it measured together")]
+    peak_memory_bytes: NotRequired[Annotated[Count, about("of the accelerator, or of the process without one")]]
 
 
-class Target(Document, total=False):
+class TargetDocument(Document, total=False):
     model: Required[Annotated[str, about("pico, a folder or a Hub id")]]
     revision: Required[Annotated[str | None, about("of a Hub id")]]
     dtype: Annotated[str, about("of the weights")]
@@ -135,12 +134,12 @@ class Target(Document, total=False):
     parameters: Annotated[Count, about("count")]
 
 
-class Gains(Document, total=False):
+class GainsDocument(Document, total=False):
     """Acceptance length before the first step and after the training, of a draft that starts from existing weights."""
 
     steps: Required[Annotated[Count, about("after which the draft was saved")]]
-    simulated: Annotated[BeforeAndAfter, about("on held-out rows of the training data")]
-    decoded: Annotated[BeforeAndAfter, about("on the prompts of the recipe's selection")]
+    simulated: Annotated[BeforeAndAfterDocument, about("on held-out rows of the training data")]
+    decoded: Annotated[BeforeAndAfterDocument, about("on the prompts of the recipe's selection")]
 
 
 class DraftDocument(Document, total=False):
@@ -150,11 +149,11 @@ class DraftDocument(Document, total=False):
     weights: Annotated[str, about("sha256 of its files' names and contents; absent for servers that ran already")]
     parameters: Annotated[Count, about("count, without those shared with the target")]
     bytes: Annotated[Count, about("of its weights")]
-    training: Gains
+    training: GainsDocument
 
 
-class Hardware(Document, total=False):
-    device: Required[Annotated[str, about("cuda, cpu, …; server: unknown, as a server does not say")]]
+class HardwareDocument(Document, total=False):
+    device: Required[Annotated[str, about("cuda, cpu, …; server: unknown, which a server does not say")]]
     name: Required[Annotated[str, about("trade name")]]
     count: Annotated[AtLeastOne, about("devices")]
     memory_bytes: Annotated[Count, about("of one device")]
@@ -163,17 +162,17 @@ class Hardware(Document, total=False):
     cpu_threads: Annotated[AtLeastOne, about("threads that torch computes with")]
 
 
-class Settings(Document):
+class SettingsDocument(Document):
     num_speculative_tokens: Annotated[AtLeastOne, about("K")]
-    temperature: Annotated[NotNegative, about("0 is greedy")]
+    temperature: Annotated[NonNegative, about("0 is greedy")]
     top_p: Annotated[float, Field(gt=0, le=1, description="nucleus")]
     top_k: Annotated[Count, about("0 keeps all")]
     max_new_tokens: Annotated[AtLeastOne, about("of a completion")]
-    tree: Tree | None
+    tree: TreeDocument | None
     draft_sampling: NotRequired[Literal["greedy", "probabilistic"]]
     drafting: NotRequired[
         Annotated[
-            dict[str, bool | float | str | list[Any] | Tree],
+            dict[str, bool | float | str | list[Any] | TreeDocument],
             about("the proposer's own settings, by name; {} for a head; absent: a server does not say"),
         ]
     ]
@@ -188,14 +187,14 @@ class Settings(Document):
     ]
 
 
-class Gauges(Document, total=False):
+class GaugesDocument(Document, total=False):
     """What SGLang reported at the end, over its last interval and not over the suite."""
 
     mean_acceptance_length: Length
     acceptance_rate: Share
 
 
-class Engine(Document, total=False):
+class EngineDocument(Document, total=False):
     """What decoded."""
 
     name: Required[Literal["specdistill", "vllm", "sglang"]]
@@ -204,7 +203,7 @@ class Engine(Document, total=False):
     baseline_server: Annotated[str | None, about("address of the server without a draft; null: none")]
     command: Annotated[str, about("command that started it with the draft, for this run")]
     baseline_command: Annotated[str, about("command that started it without the draft")]
-    gauges: Annotated[Gauges, about("what SGLang reported at the end, over its last interval and not over the suite")]
+    gauges: GaugesDocument
 
 
 class SuiteDocument(Document):
@@ -216,28 +215,27 @@ class SuiteDocument(Document):
     num_prompts: Annotated[Count, about("that it holds, measured or not")]
 
 
-class Micro(Document, total=False):
+class AveragesDocument(Document, total=False):
+    mean_acceptance_length: Annotated[Length, about("averaged as `average` says")]
+    mean_acceptance_length_ci95: ConfidenceInterval
+    speedup: Annotated[Positive, about("averaged as `average` says")]
+    speedup_ci95: ConfidenceInterval
+
+
+class MicroDocument(AveragesDocument):
     """The whole suite's, where categories count by their drafts and their time."""
 
-    mean_acceptance_length: Annotated[Length, about("micro-average over all drafts")]
-    mean_acceptance_length_ci95: Interval
-    speedup: Annotated[Positive, about("ratio of total times")]
-    speedup_ci95: Interval
-    average: Required[Annotated[str, about("how they were averaged")]]
+    average: Annotated[str, about("how they were averaged")]
 
 
-class Headline(Document, total=False):
+class HeadlineDocument(AveragesDocument, total=False):
     """The numbers to quote."""
 
-    mean_acceptance_length: Annotated[Length, about("macro-average over the categories")]
-    mean_acceptance_length_ci95: Interval
-    speedup: Annotated[Positive, about("macro-average over the categories")]
-    speedup_ci95: Interval
     average: Annotated[str, about("how they were averaged")]
-    micro: Annotated[Micro, about("the whole suite's, where categories count by their drafts and their time")]
+    micro: MicroDocument
 
 
-class FirstDivergence(Document, total=False):
+class FirstDivergenceDocument(Document, total=False):
     prompt_id: Required[Annotated[str, about("prompt")]]
     position: Annotated[Count, about("token of the completion")]
     speculative_token: int | None
@@ -246,7 +244,7 @@ class FirstDivergence(Document, total=False):
     near_tie: bool
 
 
-class SamplingTest(Document):
+class SamplingTestDocument(Document):
     statistic: Annotated[float, about("chi-square")]
     p_value: Annotated[Share, about("tokens drawn with the draft follow the distribution that transformers samples from")]
     negative_control_p_value: Annotated[Share, about("the same test against a rule that is wrong on purpose; it must be small")]
@@ -256,88 +254,88 @@ class SamplingTest(Document):
     num_prompt_tokens: Annotated[Count, about("of that beginning")]
 
 
-class Lossless(Document, total=False):
+class LosslessDocument(Document, total=False):
     greedy_identical: Annotated[bool, about("completions are those of generate(), or of the plain server")]
     prompts_checked: Required[Annotated[Count, about("prompts")]]
-    first_divergence: FirstDivergence | None
+    first_divergence: FirstDivergenceDocument | None
     divergences: Annotated[Count, about("completions that differ")]
     near_ties: Annotated[Count, about("of them, where both tokens' logits are within rounding of the best")]
     unexplained_divergences: Annotated[Count, about("divergences - near_ties; more than 0 is a bug")]
-    sampling_test: SamplingTest
+    sampling_test: SamplingTestDocument
 
 
-class ContextBucket(Document):
-    bucket: Annotated[str, about("tokens before the round, as from-to")]
+class ContextBucketDocument(Document):
+    bucket: Annotated[str, about("tokens before the round: from-to")]
     num_drafts: Annotated[Count, about("drafts")]
     mean_acceptance_length: Length
 
 
-class BaselineDraft(Document):
+class BaselineDraftDocument(Document):
     model: Annotated[str | None, about("folder or Hub id")]
     revision: Annotated[str | None, about("of a Hub id")]
     method: Annotated[str, about("how it proposes")]
 
 
-class Change(Document, total=False):
+class ChangeDocument(Document, total=False):
     metric: Required[Annotated[str, about("field of a result row")]]
     category: Required[Annotated[str, about("of the suite; `all`")]]
     better: Required[Literal["higher", "lower"]]
     old: Annotated[float, about("in the baseline")]
     new: Annotated[float, about("in this report")]
     change: Annotated[float, about("new / old - 1, over the prompts of both")]
-    ci95: Interval
+    ci95: ConfidenceInterval
     reason: Annotated[str, about("why the change or its interval is absent")]
 
 
-class Baseline(Document):
+class BaselineDocument(Document):
     """The earlier report that this one was compared with, and what changed since."""
 
     created: Annotated[str, about("UTC, ISO 8601")]
     git_revision: NotRequired[Annotated[str, about("commit of the checkout")]]
-    draft: BaselineDraft
-    changes: list[Change]
+    draft: BaselineDraftDocument
+    changes: list[ChangeDocument]
     reason: NotRequired[Annotated[str, about("why the two could not be compared")]]
 
 
-class TheoryPoint(Document):
+class TheoryPointDocument(Document):
     k: Annotated[Count, about("K'")]
     mean_acceptance_length: Length
-    draft_passes: Annotated[Count, about("forward passes of the draft in a round")]
-    draft_ms: Annotated[NotNegative, about("to draft all K' tokens of a round")]
-    verify_ms: Annotated[NotNegative, about("to verify them")]
+    draft_passes: Annotated[Count, about("forward passes of the draft per round")]
+    draft_ms: Annotated[NonNegative, about("to draft all K' tokens of a round")]
+    verify_ms: Annotated[NonNegative, about("to verify them")]
     predicted_speedup: float
 
 
-class Theory(Document):
+class TheoryDocument(Document):
     alpha: Annotated[Share, about("acceptance rate that, the same at every position, gives the acceptance length")]
-    K: Annotated[AtLeastOne, about("draft tokens a round; of a tree its depth")]
+    K: Annotated[AtLeastOne, about("draft tokens per round; of a tree its depth")]
     v: Annotated[float, about("cost of one verification, in plain steps")]
     c: Annotated[float, about("cost of drafting K tokens over K, in plain steps")]
     predicted: Annotated[float, about("speedup, AL / (v + c·K)")]
     best_k: Annotated[Count, about("K' with the highest predicted speedup; 0: plain decoding")]
-    curve: list[TheoryPoint]
+    curve: list[TheoryPointDocument]
 
 
-class Quality(Document, total=False):
+class QualityDocument(Document, total=False):
     """Completions scored as answers, with the draft and without: name of the metric -> scores."""
 
-    exact_match: Scores
-    pass_rate: Scores
-    python_syntax: Scores
+    exact_match: ScoresDocument
+    pass_rate: ScoresDocument
+    python_syntax: ScoresDocument
 
 
-class Finding(Document):
+class FindingDocument(Document):
     name: Annotated[str, about("finding")]
     message: Annotated[str, about("one sentence")]
 
 
-class Gate(Document):
+class GateDocument(Document):
     verdict: Annotated[
         Literal["passed", "failed", "inconclusive"] | None, about("inconclusive: the evidence cannot decide; null: not judged")
     ]
     passed: Annotated[bool, about("whether the verdict is passed")]
     first_release: NotRequired[Annotated[bool, about("without an earlier report to compare with: regressions were not asked")]]
-    rules: list[Rule]
+    rules: list[RuleDocument]
 
 
 class ReportDocument(Document):
@@ -347,23 +345,23 @@ class ReportDocument(Document):
     git_revision: NotRequired[Annotated[str, about("commit of the checkout")]]
     digest: NotRequired[Annotated[str, about("sha256 of records and report, without gate, baseline and digest")]]
     incomplete: NotRequired[Annotated[bool, about("the run was cut short: true fails every gate; absent: it was not")]]
-    measurement: NotRequired[Annotated[Measurement, about("what the measurement itself took")]]
-    target: Target
+    measurement: NotRequired[MeasurementDocument]
+    target: TargetDocument
     draft: DraftDocument
-    hardware: Hardware
+    hardware: HardwareDocument
     software: dict[str, str]
-    settings: Settings
-    engine: NotRequired[Annotated[Engine, about("what decoded")]]
+    settings: SettingsDocument
+    engine: NotRequired[EngineDocument]
     suite: SuiteDocument
-    headline: Annotated[Headline, about("The numbers to quote")]
-    results: Annotated[list[Row], Field(min_length=1)]
-    lossless: Lossless
-    context: list[ContextBucket]
-    baseline: NotRequired[Baseline]
-    theory: NotRequired[Theory]
-    quality: NotRequired[Quality]
-    findings: Annotated[list[Finding], about("what a reader should know before quoting a number")]
-    gate: Gate
+    headline: HeadlineDocument
+    results: Annotated[list[ResultDocument], Field(min_length=1)]
+    lossless: LosslessDocument
+    context: list[ContextBucketDocument]
+    baseline: NotRequired[BaselineDocument]
+    theory: NotRequired[TheoryDocument]
+    quality: NotRequired[QualityDocument]
+    findings: Annotated[list[FindingDocument], about("what a reader should know before quoting a number")]
+    gate: GateDocument
     not_measured: Reasons
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from specdistill.report.phrases import (
+    Report,
+    ResultRow,
     configuration_name,
     counted,
     direction,
@@ -20,44 +22,32 @@ from specdistill.report.phrases import (
 )
 from specdistill.statistics.records import ALL, CONFIGURATION_KEYS, PromptRecord
 
-Row = Mapping[str, Any]
 Cell = tuple[str, ...]
-
-
-class Name(str):
-    """A head that is somebody's name, which stays as it is."""
-
-    __slots__ = ()
-
-
-def label(head: str) -> str:
-    """A head as pages show it: capitalised, but for a name and for a symbol of one letter."""
-    return head if isinstance(head, Name) or len(head) == 1 else head[:1].upper() + head[1:]
 
 
 class Table(NamedTuple):
     head: tuple[str, ...]
-    rows: list[tuple[Cell, ...]]
+    rows: Sequence[tuple[Cell, ...]]
 
 
-def main_rows(report: Row) -> list[Row]:
+def main_rows(report: Report) -> list[ResultRow]:
     """The rows of the main configuration: the whole suite and its categories."""
     return _like_the_first(report, CONFIGURATION_KEYS)
 
 
-def whole_rows(report: Row) -> list[Row]:
+def whole_rows(report: Report) -> list[ResultRow]:
     """The whole suite's row of every configuration."""
     return [row for row in report["results"] if row["category"] == ALL]
 
 
-def sweep(report: Row, setting: str) -> list[Row]:
+def sweep(report: Report, setting: str) -> list[ResultRow]:
     """The first row and those that differ from it in `setting` alone, by its value; empty where it was not swept."""
     rows = _like_the_first(report, [name for name in ("suite", "category", *CONFIGURATION_KEYS) if name != setting])
     # A context bucket is a number of tokens as text, or `all`, which comes last.
     return sorted(rows, key=lambda row: math.inf if row[setting] == ALL else float(row[setting])) if len(rows) > 1 else []
 
 
-def fastest_k(report: Row) -> list[Row]:
+def fastest_k(report: Report) -> list[ResultRow]:
     """Of each number of prompts decoded together, the row with the highest speedup over the K that were measured; empty without one."""
     others = [
         name for name in ("suite", "category", *CONFIGURATION_KEYS) if name not in ("num_speculative_tokens", "batch_size")
@@ -67,29 +57,26 @@ def fastest_k(report: Row) -> list[Row]:
     return [fastest[size] for size in sorted(fastest)]
 
 
-def _like_the_first(report: Row, names: Sequence[str]) -> list[Row]:
+def _like_the_first(report: Report, names: Sequence[str]) -> list[ResultRow]:
     first, *others = report["results"]
     return [first, *(row for row in others if all(row[name] == first[name] for name in names))]
 
 
-def by_category(report: Row, *, positions: bool = False) -> Table:
-    return _numbers("category", [_line(row_name(row), row) for row in main_rows(report)], positions)
+def by_category(report: Report) -> Table:
+    return _numbers("category", row_name, main_rows(report))
 
 
-def by_configuration(report: Row, *, positions: bool = False) -> Table:
-    return _numbers("configuration", [_line(configuration_name(row), row) for row in whole_rows(report)], positions)
+def by_configuration(report: Report) -> Table:
+    return _numbers("configuration", configuration_name, whole_rows(report))
 
 
-def _numbers(what: str, lines: Sequence[tuple[Cell, ...]], positions: bool) -> Table:
-    """positions: with the acceptance rate at each position in the draft."""
-    head = (what, "prompts", "acceptance length", "rate", "tokens/s", "plain", "speedup", "predicted", "per position")
-    width = len(head) if positions else len(head) - 1
-    return Table(head[:width], [line[:width] for line in lines])
+def _numbers(what: str, name: Callable[[ResultRow], str], rows: Sequence[ResultRow]) -> Table:
+    head = (what, "prompts", "acceptance length", "rate", "tokens/s", "plain", "speedup", "predicted")
+    return Table(head, [((name(row),), *_line(row)) for row in rows])
 
 
-def _line(name: str, row: Row) -> tuple[Cell, ...]:
+def _line(row: ResultRow) -> tuple[Cell, ...]:
     return (
-        (name,),
         (str(row["num_prompts"]),),
         cell(number(row.get("mean_acceptance_length")), interval(row, "mean_acceptance_length")),
         (percent(row.get("acceptance_rate")),),
@@ -97,25 +84,23 @@ def _line(name: str, row: Row) -> tuple[Cell, ...]:
         (number(row.get("baseline_tokens_per_second"), 0),),
         cell(times(row.get("speedup")), interval(row, "speedup")),
         (times(row.get("predicted_speedup")),),
-        (" ".join(map(percent, row.get("acceptance_rate_per_position", []))) or "–",),
     )
 
 
-def by_load(report: Row) -> Table:
+def by_load(report: Report) -> Table:
     """The fastest K for each load; where no draft is faster, the K that loses least."""
-    head = ("requests at once", "fastest K", "speedup", "tokens/s", "plain")
-    return Table(head, [_at_load(row) for row in fastest_k(report)])
-
-
-def _at_load(row: Row) -> tuple[Cell, ...]:
-    k = str(row["num_speculative_tokens"])
-    return (
-        (str(row["batch_size"]),),
-        (k,) if row["speedup"] > 1 else ("none", f"K = {k} loses least"),
-        cell(times(row["speedup"]), interval(row, "speedup")),
-        (number(row["tokens_per_second"], 0),),
-        (number(row["baseline_tokens_per_second"], 0),),
-    )
+    rows = [
+        (
+            (str(row["batch_size"]),),
+            (k,) if row["speedup"] > 1 else ("none", f"K = {k} loses least"),
+            cell(times(row["speedup"]), interval(row, "speedup")),
+            (number(row["tokens_per_second"], 0),),
+            (number(row["baseline_tokens_per_second"], 0),),
+        )
+        for row in fastest_k(report)
+        for k in [str(row["num_speculative_tokens"])]
+    ]
+    return Table(("requests at once", "fastest K", "speedup", "tokens/s", "plain"), rows)
 
 
 def cell(value: str, *notes: str) -> Cell:
@@ -127,19 +112,19 @@ METRICS_SHOWN: dict[str, tuple[str, Callable[[float | None], str]]] = {
     "mean_acceptance_length": ("acceptance length", number),
     "acceptance_rate": ("acceptance rate", percent),
     "speedup": ("speedup", times),
-    "tokens_per_second": ("tokens a second", lambda value: number(value, 0)),
+    "tokens_per_second": ("tokens per second", lambda value: number(value, 0)),
     "draft_ms": ("ms to draft a token", lambda value: number(value, 3)),
     "verify_ms": ("ms to verify a draft", lambda value: number(value, 3)),
 }
 
 
-def changes(report: Row) -> Table:
+def changes(report: Report) -> Table:
     """Each number before and now, its change, and whether that is better, worse or open."""
     rows = [_change(change) for change in report["baseline"]["changes"]]
     return Table(("number", "before", "now", "change", "reading"), rows)
 
 
-def _change(change: Row) -> tuple[Cell, ...]:
+def _change(change: Mapping[str, Any]) -> tuple[Cell, ...]:
     name, shown = METRICS_SHOWN[change["metric"]]
     category = "" if change["category"] == ALL else f", {change['category'].replace('_', ' ')}"
     note = " to ".join(map(signed, change["ci95"])) if "ci95" in change else change.get("reason", "")
@@ -148,7 +133,7 @@ def _change(change: Row) -> tuple[Cell, ...]:
     return (f"{name}{category}",), (old,), (new,), cell(relative, note), (direction(change),)
 
 
-def training(report: Row) -> Table:
+def training(report: Report) -> Table:
     """Acceptance length before the training's first step and of the draft that it left; empty where it was not measured before."""
     gained = report["draft"].get("training", {})
     head = ("acceptance length", "before training", f"after {counted(gained.get('steps', 0), 'step')}")
@@ -157,13 +142,13 @@ def training(report: Row) -> Table:
     return Table(head, [((name,), (number(pair["before"]),), (number(pair["after"]),)) for name, pair in pairs])
 
 
-def quality(report: Row) -> Table:
+def quality(report: Report) -> Table:
     """The share of completions that succeed with the draft and without, a row for each metric."""
     head = ("succeed by", "completions", "without draft", "with draft", "difference, points", "reading")
     return Table(head, [_quality(name, scores) for name, scores in report.get("quality", {}).items()])
 
 
-def _quality(name: str, scores: Row) -> tuple[Cell, ...]:
+def _quality(name: str, scores: Mapping[str, Any]) -> tuple[Cell, ...]:
     ends = scores.get("difference_ci95", (0.0, 0.0))
     reading = "equal within the interval" if ends[0] <= 0 <= ends[1] else "different"
     only = scores["only_with_draft"]
@@ -178,33 +163,34 @@ def _quality(name: str, scores: Row) -> tuple[Cell, ...]:
     )
 
 
-def time_per_token(records: Sequence[PromptRecord]) -> dict[str, dict[str, float]]:
-    """Side -> kind -> milliseconds a token; the kinds add up to the whole."""
-    totals = {side: _totals(records, side) for side in ("baseline", "speculative")}
+def time_per_token(records: Sequence[PromptRecord]) -> list[tuple[str, list[tuple[str, float]]]]:
+    """(side, [(kind, milliseconds per token)]) of both sides; the kinds add up to the whole."""
+    totals = {"plain": _totals(records, "baseline"), "with draft": _totals(records, "speculative")}
     kinds = ("prefill", "draft", "target", "rest")
-    known = {side: total for side, total in totals.items() if total["tokens"]}
-    return {side: {kind: 1000 * total[kind] / total["tokens"] for kind in kinds} for side, total in known.items()}
+    return [
+        (side, [(kind, 1000 * total[kind] / total["tokens"]) for kind in kinds])
+        for side, total in totals.items()
+        if total["tokens"]
+    ]
 
 
-def latency(records: Sequence[PromptRecord]) -> list[tuple[str, float | None, float | None]]:
-    """(what, plain, with the draft) in milliseconds: a prompt's prefill, the parts of a round, a token; None where there is none."""
-    plain, drafted = (_totals(records, side) for side in ("baseline", "speculative"))
+def latency(records: Sequence[PromptRecord]) -> Table:
+    """Milliseconds, plain and with the draft: a prompt's prefill, the parts of a round, a token."""
+    sides = [_totals(records, side) for side in ("baseline", "speculative")]
     units = {
         "prefill of a prompt": ("prefill", "prompts"),
-        "drafting, a round": ("draft", "rounds"),
-        "target's step, a round": ("target", "rounds"),
-        "rest, a round": ("rest", "rounds"),
-        "a token, in all": ("seconds", "tokens"),
+        "drafting, per round": ("draft", "rounds"),
+        "target's step, per round": ("target", "rounds"),
+        "rest, per round": ("rest", "rounds"),
+        "per token, in all": ("seconds", "tokens"),
     }
-
-    def each(side: Mapping[str, float], kind: str, unit: str) -> float | None:
-        return 1000 * side[kind] / side[unit] if side[unit] and side[kind] else None
-
-    return [(name, each(plain, *what), each(drafted, *what)) for name, what in units.items()]
+    rows = {name: [1000 * side[kind] / (side[unit] or math.inf) for side in sides] for name, (kind, unit) in units.items()}
+    shown = [((name,), *((number(time or None),) for time in times)) for name, times in rows.items() if any(times)]
+    return Table(("milliseconds", "plain", "with draft"), shown)
 
 
 def _totals(records: Sequence[PromptRecord], side: str) -> dict[str, float]:
-    """Counts, and seconds of each kind. Records of a server are left out: it does not show what their time goes into."""
+    """Counts, and seconds of each kind. Without records of a server, which does not show what their time goes into."""
     timings = [vars(getattr(record, side)) for record in records if record.counts is None]
 
     def total(name: str) -> float:

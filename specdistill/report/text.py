@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from specdistill.report import phrases, tables
-from specdistill.report.phrases import between, number, percent, times
+from specdistill.report.phrases import between, number, times
 
 COLOURS = {"passed": "green", "failed": "red", "inconclusive": "yellow", "not judged": "yellow", "warning": "yellow"}
 
@@ -42,12 +42,12 @@ def _sections(report: Mapping[str, Any]) -> Iterator[str]:
         yield "## Gate"
         yield table(("", "metric", "scope", "required", "measured", "why"), map(_rule, rules))
     yield "## Results"
-    yield cells(tables.by_category(report, positions=True))
-    yield _list(map(plain, phrases.averages(report)))
+    yield cells(tables.by_category(report))
+    yield _list(map(plain, [*phrases.averages(report), f"Accepted per position: {phrases.per_position(report['results'][0])}"]))
     yield plain(phrases.absences(report["results"][0], ("mean_acceptance_length", "speedup", "predicted_speedup")))
     if len(tables.whole_rows(report)) > 1:
         yield "## Configurations"
-        yield cells(tables.by_configuration(report, positions=True))
+        yield cells(tables.by_configuration(report))
         yield cells(tables.by_load(report)) if tables.sweep(report, "batch_size") else ""
     if "training" in report["draft"]:
         yield "## Before and after training"
@@ -105,13 +105,9 @@ def to_junit(report: Mapping[str, Any]) -> str:
         evidence = _printable(f"{phrases.measured(rule)}: {rule['reason']}")
         if outcome == "passed":
             ElementTree.SubElement(case, "system-out").text = evidence
-        elif outcome in (
-            "failed",
-            "inconclusive",
-        ):  # a job that lists tests knows no third outcome, and inconclusive is no pass
-            ElementTree.SubElement(case, "failure", message=evidence, type=outcome)
-        else:
-            ElementTree.SubElement(case, "skipped", message=f"warning: {evidence}")
+        else:  # a job that lists tests knows no third outcome, and inconclusive is no pass
+            kind = "skipped" if outcome == "warning" else "failure"
+            ElementTree.SubElement(case, kind, message=f"{outcome}: {evidence}", type=outcome)
     ElementTree.indent(suite)
     return f'<?xml version="1.0" encoding="utf-8"?>\n{ElementTree.tostring(suite, encoding="unicode")}\n'
 
@@ -127,10 +123,10 @@ def print_report(report: Mapping[str, Any], folder: Path) -> None:
     grid = rich.table.Table(box=box.SIMPLE, show_header=False, title=Text(phrases.title(report)), title_justify="left")
     lines = {
         "acceptance length": number(row.get("mean_acceptance_length")) + between(row, "mean_acceptance_length"),
-        "accepted per position": "  ".join(percent(rate) for rate in row.get("acceptance_rate_per_position", [])) or "–",
+        "accepted per position": phrases.per_position(row),
         "speedup": times(row.get("speedup")) + between(row, "speedup"),
         "predicted speedup": times(row.get("predicted_speedup")),
-        "tokens a second": f"{number(row.get('tokens_per_second'), 0)}, plain {number(row.get('baseline_tokens_per_second'), 0)}",
+        "tokens per second": f"{number(row.get('tokens_per_second'), 0)}, plain {number(row.get('baseline_tokens_per_second'), 0)}",
         "gate": phrases.verdict(report),
     }
     for name, text in lines.items():
@@ -139,9 +135,7 @@ def print_report(report: Mapping[str, Any], folder: Path) -> None:
     console.print(Text(phrases.summary(report)), soft_wrap=True)
     for finding in report["findings"]:
         console.print(Text(f"note: {finding['message']}", style="yellow"), soft_wrap=True)
-    _print_rules(console, [rule for rule in report["gate"]["rules"] if not rule["passed"]])
-    if missing := phrases.undecided(report):
-        console.print(Text(missing), soft_wrap=True)
+    _print_rules(console, report, [rule for rule in report["gate"]["rules"] if not rule["passed"]])
     console.print(Text(f"report: {folder / 'report.html'}", style="bold"), soft_wrap=True)
 
 
@@ -153,14 +147,15 @@ def print_power_analysis(sentence: str) -> None:
 def print_gate(report: Mapping[str, Any]) -> None:
     """Every rule with its evidence, then the verdict."""
     console, verdict = Console(highlight=False), phrases.verdict(report)
-    _print_rules(console, report["gate"]["rules"])
-    if missing := phrases.undecided(report):
-        console.print(Text(missing), soft_wrap=True)
+    _print_rules(console, report, report["gate"]["rules"])
     console.print(Text(verdict, style=f"bold {COLOURS[verdict.lower()]}"))
 
 
-def _print_rules(console: Console, rules: Iterable[Mapping[str, Any]]) -> None:
+def _print_rules(console: Console, report: Mapping[str, Any], rules: Iterable[Mapping[str, Any]]) -> None:
+    """The rules with their evidence, and what an inconclusive verdict lacks."""
     for rule in rules:
         outcome = phrases.outcome(rule)
         line = f"{phrases.rule_name(rule)}: {phrases.measured(rule)}; {rule['reason']}"
         console.print(Text(f"{outcome:7}", style=COLOURS[outcome]), Text(line), soft_wrap=True)
+    if missing := phrases.undecided(report):
+        console.print(Text(missing), soft_wrap=True)

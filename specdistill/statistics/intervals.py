@@ -27,7 +27,7 @@ def interval(metric: Metric, sums: PromptSums, *, confidence: float = 0.95, seed
 
 
 def estimates(names: Sequence[str], sums: PromptSums, seed: int = 0, confidence: float = 0.95) -> dict[str, Any]:
-    """`name` and `name_ci95` of each metric that was measured; the interval is left out where there is none.
+    """`name` and `name_ci95` of each metric that was measured; without the interval where it is undefined.
 
     `confidence` above 0.95 is for a run with interim analyses: each of its intervals is stricter than `ci95` says.
     """

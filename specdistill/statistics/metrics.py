@@ -115,7 +115,7 @@ def _of(formula: Callable[..., Any], better: Literal["higher", "lower"] = "highe
 
 
 def _speedup(num_tokens: Any, seconds: Any, baseline_num_tokens: Any, baseline_seconds: Any) -> Any:
-    """Tokens a second with the draft over tokens a second without; over the same tokens, the ratio of times."""
+    """Tokens per second with the draft over tokens per second without; over the same tokens, the ratio of times."""
     return (num_tokens / seconds) / (baseline_num_tokens / baseline_seconds)
 
 
@@ -147,8 +147,8 @@ METRICS: dict[str, Metric] = {
     ),
     "draft_ms": _of(lambda draft_seconds, num_draft_tokens: 1000 * draft_seconds / num_draft_tokens, "lower"),
     "verify_ms": _of(lambda verify_seconds, num_rounds: 1000 * verify_seconds / num_rounds, "lower"),
-    "baseline_step_ms": Metric(
-        ("baseline_verify_seconds", "baseline_num_rounds"), lambda seconds, rounds: 1000 * seconds / rounds, "lower"
+    "baseline_step_ms": _of(
+        lambda baseline_verify_seconds, baseline_num_rounds: 1000 * baseline_verify_seconds / baseline_num_rounds, "lower"
     ),
     "overhead_factor": Metric(
         ("num_accepted_tokens", "num_drafts", *_SPEEDUP.sums),
@@ -191,15 +191,15 @@ def value(metric: Metric, sums: PromptSums) -> float | None:
     return result if np.isfinite(result) else None
 
 
-def acceptance(accepted: Sequence[Sequence[int]], drafted: Sequence[Sequence[int]], num_positions: int) -> dict[str, Any]:
-    """Counts and rates of drafts, from the accepted and drafted number of tokens of each round, prompt by prompt.
+def acceptance(drafts: Sequence[Sequence[tuple[int, int]]], num_positions: int) -> dict[str, Any]:
+    """Counts and rates of drafts, from the (drafted, accepted) number of tokens of each, prompt by prompt.
 
     accepted_per_position [K]: drafts whose position k was accepted. Rates per position are over all drafts (unconditional), so that
     mean_acceptance_length = 1 + their sum; conditional rate k = rate k / rate k-1, None where position k was never reached.
     """
-    per_draft: NDArray[np.int64] = np.array([count for prompt in accepted for count in prompt], dtype=np.int64)
-    num_drafts, num_drafted, num_accepted = len(per_draft), sum(map(sum, drafted)), int(per_draft.sum())
-    per_position = [int((per_draft >= k).sum()) for k in range(1, num_positions + 1)]
+    every = [draft for prompt in drafts for draft in prompt]
+    num_drafts, num_drafted, num_accepted = len(every), sum(drafted for drafted, _ in every), sum(taken for _, taken in every)
+    per_position = [sum(taken >= k for _, taken in every) for k in range(1, num_positions + 1)]
     counts = {
         "num_drafts": num_drafts,
         "num_draft_tokens": num_drafted,

@@ -91,7 +91,7 @@ class PromptRecord:
     """A prompt, its completion with the draft, round by round, and the times with and without the draft.
 
     num_in_draft_vocabulary: tokens of the baseline completion that the draft could have proposed; None when it can propose any.
-    baseline, baseline_text: the completion without the draft; None when there is none.
+    baseline, baseline_text: the completion without the draft; None without one.
     counts: in place of rounds and first token, for a completion by a server.
     batch: number of the batch that the prompt was decoded in, whose times are shared out among its prompts; None: alone.
     """
@@ -155,7 +155,7 @@ def read_records(path: Path, key: str) -> list[PromptRecord]:
         lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines(): model output may hold other line separators
         return [read_record(json.loads(line, parse_constant=refuse_constant)) for line in lines if line]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(key, got=f"{path} ({error!r})", expected="the samples.jsonl beside a report") from error
+        raise UserError(key, got=f"{path} ({error!r})", expected="the samples.jsonl next to a report") from error
 
 
 def refuse_constant(name: str) -> None:

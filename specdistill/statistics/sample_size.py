@@ -1,4 +1,4 @@
-"""How many prompts: what a run of n prompts can detect, said before it runs, and when a run has measured enough of them.
+"""How many prompts: what a run of n prompts can detect, stated before it runs, and when a run has measured enough of them.
 
 Power analysis. A change is detected when the interval of metric / baseline's metric - 1 excludes 0. By the normal approximation, n
 prompts detect a change of
@@ -47,11 +47,9 @@ class PriorRun:
     place: str
 
 
-def minimum_detectable_change(
-    spread: float, num_prompts: int, *, power: float = POWER, significance: float = SIGNIFICANCE
-) -> float:
-    """The smallest relative change that a comparison over `num_prompts` detects with this power."""
-    z: float = stats.norm.ppf(1 - significance / 2) + stats.norm.ppf(power)
+def minimum_detectable_change(spread: float, num_prompts: int) -> float:
+    """The smallest relative change that a comparison over `num_prompts` detects with POWER."""
+    z: float = stats.norm.ppf(1 - SIGNIFICANCE / 2) + stats.norm.ppf(POWER)
     return z * spread / math.sqrt(num_prompts)
 
 

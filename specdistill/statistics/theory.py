@@ -1,6 +1,6 @@
 """What speculation should gain, from acceptance and the cost of a round (arXiv 2211.17192, section 3).
 
-Symbols: K draft tokens a round, AL mean acceptance length (the target's own token counts), alpha the acceptance rate that,
+Symbols: K draft tokens per round, AL mean acceptance length (the target's own token counts), alpha the acceptance rate that,
 if it were the same at every position, would give AL. Costs are in steps of plain decoding: v to verify K draft tokens, d to
 draft all of them. d is a measured function of K. A draft that takes a pass for each token has d = c·K, with c the cost of a pass;
 one that drafts a block in one pass has a d that hardly depends on K.
@@ -50,7 +50,7 @@ class RoundCost:
 def speedup_curve(
     rates: Sequence[float], step_ms: float, cost: RoundCost, timed: Sequence[RoundCost]
 ) -> list[dict[str, float]]:
-    """AL, cost and predicted speedup of rounds with K' draft tokens: 0, K, and every K' between that was timed beside K.
+    """AL, cost and predicted speedup of rounds with K' draft tokens: 0, K, and every K' between that was timed as K was.
 
     A chain's position k is reached and accepted no matter how many positions follow it, so AL(K') is 1 plus the first K' rates.
     step_ms: a step of plain decoding. cost: of a round at K. timed: rounds at K' <= K; only their ratios to the one at K count.

@@ -10,7 +10,7 @@ holds one of
     text        its first tokens are the prompt
 
 and optionally `id` and `category`, and what the answer is scored by: a `reference` with the right answer, or a `test` that the
-generated program must pass (with an `entry_point`, a test that defines `check`, as HumanEval's). A suite's `columns` map these to the
+generated program must pass (with an `entry_point`, a test that defines `check`, e.g. HumanEval's). A suite's `columns` map these to the
 file's own columns.
 """
 
@@ -42,17 +42,17 @@ REMOTE = ("https://", "http://", "hf://")
 TEXT_PROMPT_TOKENS = 32
 
 T = TypeVar("T")
-Stated = Annotated[str, BeforeValidator(lambda value: value if value is None else str(value)), Field(min_length=1)]
+AsText = Annotated[str, BeforeValidator(lambda value: value if value is None else str(value)), Field(min_length=1)]
 
 
 class SuiteHeader(Section):
     """A suite's YAML file."""
 
-    name: Stated = option(..., "the suite's name")
-    version: Stated = option(..., "changes with the prompts")
-    licence: Stated = option(..., "of the prompts")
-    source: Stated = option(..., "where the prompts are from")
-    prompts: Stated = option(..., "their file, beside this one, or URL")
+    name: AsText = option(..., "the suite's name")
+    version: AsText = option(..., "changes with the prompts")
+    licence: AsText = option(..., "of the prompts")
+    source: AsText = option(..., "where the prompts are from")
+    prompts: AsText = option(..., "their file, next to this one, or URL")
     sha256: str | None = option(..., "the hash of the prompts' file, or null: the report states that of what was read")
     columns: dict[str, str] = option({}, "our name: the file's name, for each column")
     placeholder: str | None = option(None, "how texts begin that are not in the file")
@@ -119,7 +119,7 @@ def load_suite(name: str | None, target: str = "pico") -> Suite:
 
 
 def check_suite(name: str | None, *, key: str = "eval.suite") -> None:
-    """Raises UserError for a suite that `load_suite` would refuse, naming `key` where there is none of that name.
+    """Raises UserError for a suite that `load_suite` would refuse, naming `key` without one of that name.
 
     None is not judged, and prompts elsewhere are not fetched: who only wants to know needs no network.
     """
@@ -208,10 +208,9 @@ def _header(path: Path) -> SuiteHeader:
         header = validate(SuiteHeader, yaml.safe_load(read(str(path))), f"{path.name}: ")
     except yaml.YAMLError as error:
         raise UserError("eval.suite", got=f"{path}: {error}", expected="a readable YAML file") from error
-    for name in header.columns:
-        if name not in COLUMNS:
-            expected, key = f"one of {', '.join(COLUMNS)}", f"{path.name}: columns.{name}"
-            raise UserError(key, got="an unknown key", expected=expected, nearest=nearest(name, COLUMNS))
+    if unknown := next((name for name in header.columns if name not in COLUMNS), None):
+        expected, key = f"one of {', '.join(COLUMNS)}", f"{path.name}: columns.{unknown}"
+        raise UserError(key, got="an unknown key", expected=expected, nearest=nearest(unknown, COLUMNS))
     return header
 
 
@@ -258,33 +257,29 @@ def _tokenize(row: SuiteRow, tokenizer: Any, whole: bool = False) -> Prompt:
 
 
 def read(place: str, *, is_pinned: bool = False) -> bytes:
-    """The content of a file or URL. Raises UserError for a file, ResourceError for a URL that cannot be read.
+    """The content of a file, or of a URL, which is kept in the cache of the datasets library.
 
-    is_pinned: its content is known, so that a URL is asked for once and needs no network later.
+    is_pinned: its content is known, so that a URL is asked for once and needs no network later. Raises UserError for a file, ResourceError
+    for a URL that cannot be read.
     """
-    path = download(place, is_pinned=is_pinned) if place.startswith(REMOTE) else place
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise UserError("eval.suite", got=f"{path} ({error.strerror})", expected="a readable file") from error
-
-
-def download(url: str, *, is_pinned: bool = False) -> str:
-    """A URL's file in the cache of the datasets library."""
+    if not place.startswith(REMOTE):
+        try:
+            return Path(place).read_bytes()
+        except OSError as error:
+            raise UserError("eval.suite", got=f"{place} ({error.strerror})", expected="a readable file") from error
     from datasets import DownloadConfig, DownloadManager  # slow to import, and reports do not need it
 
     from specdistill.repositories import HTTP_ERROR
 
     try:
         config = DownloadConfig(disable_tqdm=True, use_etag=not is_pinned)
-        path: str = DownloadManager(download_config=config).download(url)
+        return Path(DownloadManager(download_config=config).download(place)).read_bytes()
     except (OSError, HTTP_ERROR) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ResourceError(
-            f"eval.suite: {url} could not be fetched ({reason})",
+            f"eval.suite: {place} could not be fetched ({reason})",
             next_step="check the network and HF_TOKEN, or name a copy of the file under `prompts`",
         ) from error
-    return path
 
 
 def parse(name: str, content: bytes, columns: Mapping[str, str], placeholder: str | None = None) -> tuple[SuiteRow, ...]:

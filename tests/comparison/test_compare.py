@@ -21,14 +21,14 @@ from specdistill.comparison.compare import (
     validate_comparison,
 )
 from specdistill.comparison.pages import print_comparison, to_html, to_markdown, write_comparison
-from specdistill.comparison.schema import Comparison
+from specdistill.comparison.schema import ComparisonDocument
 from specdistill.errors import UserError
 from specdistill.project import ROOT
 from specdistill.report.charts import acceptance_while_training
 from specdistill.report.documents import json_schema
 from specdistill.report.phrases import duration
 from specdistill.statistics.records import PromptRecord, RoundRecord, Timing
-from tests.simulated import DRAFT_STEP, PLAIN_STEP, VERIFY_STEP, edited, simulated_candidate
+from tests.simulated import DRAFT_STEP, VERIFY_STEP, edited, simulated_candidate
 
 HOSTILE = '<script>alert("1")</script>|`'
 TRAINING = {"seconds": 141.2, "steps": 400, "curve": [[200, 1.6], [400, 1.9]]}
@@ -41,7 +41,7 @@ def candidates() -> list[Measured]:
     return [
         simulated_candidate("poor", conditional=POOR),
         simulated_candidate("best", conditional=GOOD, training=TRAINING),
-        simulated_candidate("dear", conditional=GOOD, draft_step=3 * DRAFT_STEP, num_layers=3, parameters=1_230_000),
+        simulated_candidate("dear", conditional=GOOD, draft_step=3 * DRAFT_STEP, parameters=1_230_000),
     ]
 
 
@@ -97,11 +97,6 @@ def test_one_prompt_separates_nothing() -> None:
     second = compare(pair)["ranking"][1]
     assert second["difference_to_best"]["speedup"]["ci95"] is None
     assert second["separable_from_best"] is False
-
-
-def test_other_prompts_cannot_be_compared(candidates: list[Measured]) -> None:
-    with pytest.raises(AssertionError):
-        compare([candidates[0], replace(candidates[1], records=candidates[1].records[::-1])])
 
 
 def test_an_interval_is_separable_when_it_leaves_out_zero() -> None:
@@ -164,7 +159,7 @@ def test_the_parts_of_three_rounds_by_hand() -> None:
 
 
 def test_a_difference_is_the_ratio_of_the_true_rates_and_its_interval_covers_it() -> None:
-    """Independent positions of 0.8 and 0.6: 1 + 0.6 of 0.8's tokens a round, K = 1."""
+    """Independent positions of 0.8 and 0.6: 1 + 0.6 of 0.8's tokens per round, K = 1."""
     high = simulated_candidate("high", conditional=(0.8,), num_rounds=100)
     low = simulated_candidate("low", conditional=(0.6,), num_rounds=100)
     differences = compare([high, low])["ranking"][1]["difference_to_best"]
@@ -184,15 +179,6 @@ def test_a_difference_is_the_ratio_of_the_true_rates_and_its_interval_covers_it(
     assert set(differences) == {"speedup", *PARTS}
 
 
-def test_costs_are_in_plain_steps(comparison: dict[str, Any]) -> None:
-    parts = entry(comparison, "dear")["parts"]
-    assert parts["draft_step"] == pytest.approx(3 * DRAFT_STEP / PLAIN_STEP, rel=0.01)
-    assert parts["verification"] == pytest.approx(VERIFY_STEP / PLAIN_STEP, rel=0.01)
-    difference = entry(comparison, "dear")["difference_to_best"]["draft_step"]
-    assert difference["change"] == pytest.approx(2, rel=0.01)
-    assert difference["ci95"] == pytest.approx([2, 2], rel=0.01)  # paired: the clock's noise is the same
-
-
 # Why they differ
 
 
@@ -201,55 +187,40 @@ def told(others: Sequence[Measured], topic: str, best: Measured) -> str:
     return " ".join(sentences(compare([best, *others]), topic))
 
 
-def test_less_acceptance_is_named_as_the_cause(comparison: dict[str, Any]) -> None:
+def test_less_acceptance_is_named_as_the_cause(candidates: list[Measured], comparison: dict[str, Any]) -> None:
     gap, cause = sentences(comparison, "gap")[0], sentences(comparison, "cause")[0]
     assert gap.startswith("poor is ") and "from acceptance" in gap and "fewer tokens" in gap and "costs" not in gap
     assert "accepts less" in cause and "first position" in cause and "draft token" not in cause
+    assert "short drafts 2.0 tokens" in told([simulated_candidate("short", conditional=GOOD[:2])], "cause", candidates[1])
 
 
 def test_a_costlier_step_is_named_as_the_cause(comparison: dict[str, Any]) -> None:
     gap, cause = sentences(comparison, "gap")[1], sentences(comparison, "cause")[1]
     assert gap.startswith("dear is ") and "from cost" in gap and "tokens" not in gap and "accepts" not in cause
-    for fact in ("0.360 plain steps against 0.120", "dear has 3 layers of 128", "1.23 million", "410 thousand"):
-        assert fact in cause
-    assert "runs its draft" not in cause  # as often as the other
+    assert "0.360 plain steps against 0.120" in cause and "Size" not in cause
 
 
 @pytest.mark.parametrize(
     ("rates", "step", "source"),
     [
-        (POOR, 1.2, "mostly from acceptance"),
-        ((0.7, 0.7, 0.66, 0.64), 3, "mostly from cost"),
-        (POOR, 2, "from both sides"),
-        ((0.8, 0.8, 0.75, 0.7), 4, "from cost"),  # it accepts more
+        (POOR, 1.2, "acceptance"),
+        ((0.7, 0.7, 0.66, 0.64), 3, "cost"),
+        (POOR, 2, "both acceptance and cost"),
+        ((0.8, 0.8, 0.75, 0.7), 4, "cost"),  # it accepts more
     ],
 )
 def test_both_causes_are_weighed(candidates: list[Measured], rates: tuple[float, ...], step: float, source: str) -> None:
     other = simulated_candidate("other", conditional=rates, draft_step=step * DRAFT_STEP)
     gap = told([other], "gap", candidates[1])
-    assert f" {source}: " in gap and "tokens" in gap and "costs" in gap
+    assert f" mainly from {source}: " in gap and "tokens" in gap and "costs" in gap
     assert ("accepts more" in told([other], "cause", candidates[1])) == (rates > GOOD)
 
 
-@pytest.mark.parametrize(
-    ("size", "facts", "surprises"),
-    [
-        ({"parameters": 0, "num_layers": None}, ("other has no weights", "410 thousand"), True),
-        ({"parameters": 99_000}, ("99 thousand", "410 thousand"), True),
-        ({"parameters": 2_340_000_000, "num_layers": None}, ("other has 2.34 billion",), False),
-        ({"hidden_size": 256}, ("other has 1 layer of 256", "best has 1 layer of 128"), False),
-        ({"passes": 1}, ("runs its draft 1 time,", "4 times"), False),
-        ({}, (), False),
-    ],
-)
-def test_a_step_that_size_does_not_explain(candidates: list[Measured], size, facts, surprises) -> None:
-    other = simulated_candidate("other", draft_step=3 * DRAFT_STEP, **size)
-    cause = told([other], "cause", candidates[1])
-    assert all(fact in cause for fact in facts) and ("size is not the reason" in cause) == surprises
-    assert ("parameters" in cause) == bool({"parameters", "hidden_size"} & size.keys())
-    assert ("runs its draft" in cause) == ("passes" in size)
-    other.report["settings"]["drafting"] = {"lookup_first": [2, 5]}  # it runs in some rounds only
-    assert "runs its draft" not in told([other], "cause", candidates[1])
+@pytest.mark.parametrize(("parameters", "surprises"), [(0, True), (99_000, True), (2_340_000_000, False), (410_000, False)])
+def test_a_step_that_size_does_not_explain(candidates: list[Measured], parameters: int, surprises: bool) -> None:
+    other = simulated_candidate("other", draft_step=3 * DRAFT_STEP, parameters=parameters)
+    expected = f"Size is not the reason: {parameters:,} parameters against 410,000."
+    assert (expected in told([other], "cause", candidates[1])) == surprises
 
 
 def test_an_even_trade_is_called_one() -> None:
@@ -273,7 +244,7 @@ def test_a_difference_that_does_not_reach_the_speed() -> None:
     def gap() -> str:
         return dict(reasons(document["candidates"], ranking))["gap"]
 
-    assert all(fact in gap() for fact in ("not separable", "2.0% slower", "5.0% slower", "1.0% faster"))
+    assert all(fact in gap() for fact in ("not separable", "2.0% slower", "(−5.0% to +1.0%)"))
     assert "tokens" not in gap()
     differences["tokens_per_round"] = {"change": -0.03, "ci95": [-0.04, -0.02]}
     assert "3.0% fewer tokens" in gap() and "does not show in the speed" in gap()
@@ -281,33 +252,26 @@ def test_a_difference_that_does_not_reach_the_speed() -> None:
     assert "tokens" not in gap()
     differences["speedup"] = {"change": -0.02, "ci95": [-0.03, -0.01]}
     ranking[1]["separable_from_best"] = True
-    assert "2.0% slower than best (1.0% to 3.0%)" in gap() and "Neither" in gap()
-
-
-def test_drafts_of_another_length_are_said_to_be(candidates: list[Measured]) -> None:
-    assert "short drafts 2.0 tokens" in told([simulated_candidate("short", conditional=GOOD[:2])], "cause", candidates[1])
+    assert "2.0% slower than best (−3.0% to −1.0%)" in gap() and "Neither" in gap()
 
 
 def test_a_vocabulary_that_leaves_tokens_out_is_said_so(candidates: list[Measured]) -> None:
     pruned = simulated_candidate("pruned", vocabulary=0.25)
     pruned.report["results"][0]["vocabulary_coverage"] = 0.913
-    said = told([pruned], "coverage", candidates[1])
-    assert "pruned (25.0%" in said and "91.3%" in said and "tokenizers" not in said
-    pruned.report["settings"]["drafting"] = {"heterogeneous_vocab": True}
-    assert "both tokenizers" in told([pruned], "coverage", candidates[1])
+    printed = told([pruned], "coverage", candidates[1])
+    assert "pruned (25.0%" in printed and "91.3%" in printed
     assert sentences(compare(candidates), "coverage") == []
 
 
-def test_contexts_are_told_apart_steady_and_unknown() -> None:
+def test_less_acceptance_in_long_contexts_is_said() -> None:
     steady, tired, unknown = drafts = [simulated_candidate(name, num_prompts=8) for name in ("steady", "tired", "unknown")]
     steady.report["results"][0] |= {"context_ratio": 0.99, "context_ratio_ci95": [0.9, 1.1]}
     tired.report["results"][0] |= {"context_ratio": 0.57, "context_ratio_ci95": [0.49, 0.66]}
     for name in ("context_ratio", "context_ratio_ci95"):
         unknown.report["results"][0].pop(name, None)
     comparison = compare(drafts)
-    changed, unchanged, untold = sentences(comparison, "context")
+    (changed,) = sentences(comparison, "context")
     assert "tired" in changed and "57%" in changed and "(49% to 66%)" in changed
-    assert "steady" in unchanged and "unknown" in untold
     assert "57% (49% to 66%)" in to_markdown(comparison)
 
 
@@ -317,10 +281,10 @@ def test_contexts_are_told_apart_steady_and_unknown() -> None:
 def test_the_document_fits_its_schema(comparison: dict[str, Any]) -> None:
     validate_comparison(json.loads(json.dumps(comparison)))
     shipped = json.loads((ROOT / "specdistill/comparison/comparison.schema.json").read_text())
-    assert shipped == json_schema(Comparison, "specdistill comparison"), "python -m specdistill.comparison.schema"
+    assert shipped == json_schema(ComparisonDocument, "specdistill comparison"), "python -m specdistill.comparison.schema"
     assert set(comparison) == set(shipped["properties"])
-    assert set(shipped["$defs"]["Parts"]["required"]) == set(PARTS)
-    assert set(shipped["$defs"]["Differences"]["required"]) == {"speedup", *PARTS}
+    assert set(shipped["$defs"]["PartsDocument"]["required"]) == set(PARTS)
+    assert set(shipped["$defs"]["DifferencesDocument"]["required"]) == {"speedup", *PARTS}
 
 
 @pytest.mark.parametrize(
@@ -328,11 +292,8 @@ def test_the_document_fits_its_schema(comparison: dict[str, Any]) -> None:
     [
         (("ranking", 1, "parts", "acceptance_rate"), "high", r"ranking\.1\.parts\.acceptance_rate"),
         (("ranking", 1, "difference_to_best", "speedup", "ci95"), [0.1], "ranking.1.difference_to_best"),
-        (("candidates", 1, "training", "seconds"), -1, "candidates.1.training"),
-        (("candidates", 1, "training", "curve"), [[200]], "candidates.1.training"),
         (("candidates", 1, "trained"), True, r"with candidates\.1\.trained: "),
         (("candidates", 0, "report", "results", 0, "speedup"), "fast", r"\(poor\) with results\.0\.speedup"),
-        (("why", 0, "name"), "because", "why.0.name"),
     ],
 )
 def test_what_does_not_fit_is_not_written(tmp_path, comparison, candidates, path, value, fact) -> None:
@@ -340,13 +301,6 @@ def test_what_does_not_fit_is_not_written(tmp_path, comparison, candidates, path
     with pytest.raises(UserError, match=fact):
         write_comparison(tmp_path / "out", document, {candidate.name: candidate.records for candidate in candidates})
     assert not (tmp_path / "out").exists()
-
-
-def test_what_a_comparison_leaves(tmp_path, comparison, candidates) -> None:
-    write_comparison(tmp_path, comparison, {candidate.name: candidate.records for candidate in candidates})
-    assert json.loads((tmp_path / "comparison.json").read_text()) == comparison
-    files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
-    assert files >= {"comparison.html", "comparison.md", "best/report.html", "poor/samples.jsonl", "dear/junit.xml"}
 
 
 # The pages
@@ -374,9 +328,9 @@ def test_rounds_without_a_draft_are_told_beside_the_acceptance_length(candidates
     report = {**candidates[0].report, "results": [{**row, "num_rounds": 2 * row["num_drafts"], "tokens_per_round": 1.234}]}
     comparison = compare([replace(candidates[0], report=report), candidates[1]])
     lines = [line for line in to_markdown(comparison).splitlines() if line.startswith("|")]
-    assert [" poor " in line for line in lines] == ["1.23 a round" in line for line in lines] == [False, False, False, True]
-    assert "<small>1.23 a round</small>" in to_html(comparison)
-    assert " a round" not in "".join(line for line in to_markdown(compare(candidates)).splitlines() if line.startswith("|"))
+    assert [" poor " in line for line in lines] == ["1.23 per round" in line for line in lines] == [False, False, False, True]
+    assert "<small>1.23 per round</small>" in to_html(comparison)
+    assert " per round" not in "".join(line for line in to_markdown(compare(candidates)).splitlines() if line.startswith("|"))
 
 
 def test_curves_are_drawn_of_those_that_have_one(candidates, comparison) -> None:
@@ -400,8 +354,8 @@ def test_a_cheaper_training_ends_further_left() -> None:
     assert ends[2][0] == float(axis.get("x1"))
     assert [text.text for text, _ in labels(plot)] == ["cheap", "long", "single"]
     assert [text.text for _, text in labels(plot)] == ["1 min 0 s", None, "1.0 s"]
-    assert steps(plot) == ["0", "5,000", "10,000", "15,000", "20,000"]
-    assert steps(curves([single])) == ["0", "1"]
+    steps = [text.text for text in plot.iter("text") if text.get("text-anchor") == "middle"]
+    assert steps == ["0", "5,000", "10,000", "15,000", "20,000"]
 
 
 def curves(candidates: list[dict[str, Any]]) -> ElementTree.Element:
@@ -415,10 +369,6 @@ def labels(plot: ElementTree.Element) -> list[list[ElementTree.Element]]:
     return [list(group) for group in plot.iter("g")]
 
 
-def steps(plot: ElementTree.Element) -> list[str | None]:
-    return [text.text for text in plot.iter("text") if text.get("text-anchor") == "middle"]
-
-
 def test_labels_that_meet_are_set_apart_and_stay_on_the_page() -> None:
     trainings = [{"seconds": 9.0, "steps": 100, "curve": [[100, 1.0 + 1e-3 * index]]} for index in range(8)]
     plot = curves([{"name": f"draft-{index}", "training": training} for index, training in enumerate(trainings)])
@@ -430,11 +380,11 @@ def test_labels_that_meet_are_set_apart_and_stay_on_the_page() -> None:
 
 def test_long_names_keep_what_tells_them_apart() -> None:
     curve = {"seconds": 9.0, "steps": 100, "curve": [[100, 2.0]]}
-    names = ["runs-of-may-rate-1e-3-small-draft", "runs-of-may-rate-1e-4-small-draft", "short", f"{'a' * 30}-{'b' * 30}"]
-    first, second = ([{"name": name, "training": curve} for name in part] for part in (names[:3], names[2:]))
-    assert [name.text for name, _ in labels(curves(first))] == ["…3-small-draft", "…4-small-draft", "short"]
-    label = labels(curves(second))[1][0].text
-    assert label is not None and label.startswith("aaa") and label.endswith("bbb") and "…" in label and len(label) < 20
+    names = ["runs-of-may-rate-1e-3-small-draft", "runs-of-may-rate-1e-4-small-draft", "short"]
+    plot = curves([{"name": name, "training": curve} for name in names])
+    assert [name.text for name, _ in labels(plot)] == ["…3-small-draft", "…4-small-draft", "short"]
+    alone, _ = labels(curves([{"name": "a" * 60, "training": curve}]))[0]
+    assert alone.text is not None and re.fullmatch("a{8,20}…", alone.text)
 
 
 def test_names_cannot_become_markup(candidates: list[Measured]) -> None:
@@ -454,14 +404,10 @@ def test_names_cannot_become_markup(candidates: list[Measured]) -> None:
 def test_the_terminal_shows_whole_names(candidates, monkeypatch, capsys, tmp_path) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     name = "a-name-that-is-longer-than-a-column-is"
-    others = [replace(candidates[0], name=f"layers-draft-{index}") for index in range(4)]
-    print_comparison(compare([*others, replace(candidates[1], name=name)]), tmp_path)
-    said = capsys.readouterr().out
-    lines = said[: said.index(f"{name} is the fastest")].splitlines()
-    rules = [index for index, line in enumerate(lines) if line.startswith("───")]
-    assert len(rules) == 2  # three candidates beside each other, the other two below
-    assert "".join(line[20:38].strip() for line in lines[1 : rules[0]]) == name
-    assert all(other.name in "\n".join(lines) for other in others)
+    print_comparison(compare([candidates[0], replace(candidates[1], name=name)]), tmp_path)
+    printed = capsys.readouterr().out
+    lines = printed[: printed.index(f"{name} is the fastest")].splitlines()
     assert max(map(len, lines)) <= 80
-    assert [line.split()[1:3] for line in lines if line.startswith("training")] == [["2", "min"], ["–", "–"]]
-    assert f"comparison: {tmp_path / 'comparison.html'}" in said
+    column = next(line.index("speedup") for line in lines if "speedup" in line)
+    assert name in "".join(line[:column].strip() for line in lines)
+    assert f"comparison: {tmp_path / 'comparison.html'}" in printed

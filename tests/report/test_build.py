@@ -49,12 +49,6 @@ def test_every_interval_has_the_confidence_that_is_asked_for():
             assert narrow[name][1] - narrow[name][0] == pytest.approx(0.344 * (high - low), rel=0.15), name
 
 
-def test_a_row_has_as_many_positions_as_its_configuration_drafts():
-    for k in (2, 6):
-        rows = rows_of(simulate(2, conditional=(0.7,) * k), k=k)
-        assert {len(row[name]) for row in rows for name in ("accepted_per_position", "conditional_acceptance_rate")} == {k}
-
-
 def test_prompts_that_share_the_times_of_one_batch_have_no_interval_of_times():
     records = simulate(8, noise=0.2)
     alone, *_ = rows_of(records)

@@ -12,18 +12,18 @@ import pytest
 
 from specdistill.errors import ResourceError
 from specdistill.gate.decide import Evidence, decide, judge
-from specdistill.gate.rules import Rule, load_gate
+from specdistill.gate.rules import load_gate
 from specdistill.measurement.in_engine import DOCUMENT_REASONS, NO_BASELINE, NO_BASELINE_ROW, ROW_REASONS
 from specdistill.project import ROOT
 from specdistill.report import charts, tables
 from specdistill.report.build import findings, result_rows
 from specdistill.report.files import previous_report, read_report, render, samples, schema, to_html, validate, write_report
-from specdistill.report.phrases import procedure, settings_line, shared_settings
+from specdistill.report.phrases import procedure, settings_line
 from specdistill.report.tables import sweep
 from specdistill.report.text import print_gate, print_report, to_markdown, write_between
 from specdistill.statistics.records import Configuration
 from tests.refusals import refused
-from tests.simulated import SUITE, as_from_server, edited, simulate, simulated_report, simulated_sweep
+from tests.simulated import SUITE, as_from_server, edited, simulate, simulated_report, simulated_sweep, with_text
 
 FILES = ["junit.xml", "report.html", "report.json", "report.md", "samples.jsonl"]
 HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)">|`'
@@ -65,7 +65,8 @@ def test_the_schema_that_ships_is_printed_from_the_code():
         (("results", 0, "speedup"), "fast", "with results.0.speedup"),
         (("results", 0, "speed"), 1.0, "with results.0"),
         (("results",), [], "with results"),
-        (("schema_version",), 1, "of schema version 1"),
+        (("schema_version",), 1, "with schema_version"),
+        (("settings", "drafting"), {"confidence_threshold": None}, "with settings.drafting"),
         (("lossless", "greedy_identical"), None, "with lossless.greedy_identical"),
     ],
 )
@@ -82,7 +83,6 @@ def test_what_does_not_fit_the_schema_is_not_written(tmp_path, report, records, 
             {"drafting": {"confidence_threshold": 0.25, "draft_context": "refuse"}},
             ("confidence threshold 0.25", "draft context refuse"),
         ),
-        ({"drafting": {"min": 2, "max": 3, "lookup": "prompt"}}, ("min 2", "max 3", "lookup prompt")),
         ({"tree": {"budget": 16, "depth": 4, "top_k": 3}}, ("16 tokens, 4 deep, top 3",)),
         ({"tree": {"branching": [4, 2]}}, ("branching 4, 2",)),
     ],
@@ -93,15 +93,6 @@ def test_the_settings_of_what_drafts_are_shown(report, records, settings, shown)
     validate(report)
     for fact in shown:
         assert all(fact in text for text in (settings_line(report), to_markdown(report), to_html(report, records)))
-
-
-def test_a_head_has_no_settings_of_its_own(report):
-    report["settings"]["drafting"] = {}
-    validate(report)
-    assert settings_line(report) == shared_settings(report)
-    report["settings"]["drafting"] = {"confidence_threshold": None}
-    with refused("report", "report.json with settings.drafting"):
-        validate(report)
 
 
 def test_a_written_report_is_read_back_equal(tmp_path, report, records):
@@ -126,18 +117,10 @@ def test_reports_that_are_not_there(tmp_path, report, records):
     (tmp_path / "report.json").write_text("{}")
     with refused("report", f"{tmp_path / 'report.json'} with schema_version"):
         read_report(tmp_path)
+    assert previous_report(tmp_path) is None  # a new measurement replaces it
     (tmp_path / "file").touch()
     with pytest.raises(ResourceError, match=str(tmp_path / "file")):
         write_report(tmp_path / "file" / "report", report, records)
-
-
-def test_a_report_of_schema_version_1_is_refused_in_one_line(tmp_path, report):
-    path = tmp_path / "report.json"
-    path.write_text(json.dumps(edited(report, ("schema_version",), 1)))
-    for place in (tmp_path, path):
-        with refused("eval.baseline", f"{path} of schema version 1"):
-            read_report(place, key="eval.baseline")
-    assert previous_report(tmp_path) is None  # a new measurement replaces it
 
 
 def test_the_page_stands_alone(report, records):
@@ -154,6 +137,7 @@ def test_the_verdict_comes_first(report, records):
     page = to_html(report, records)
     text = html_library.unescape(re.sub(r"<[^>]+>", " ", page[page.index("<main>") :]))
     assert text.split()[0] == "Passed"
+    assert to_markdown(report).startswith("# Passed: eagle3 draft for pico\n")
     report["gate"]["rules"][0].update(verdict="failed", passed=False)
     report["gate"].update(verdict="failed", passed=False)
     assert "1 of 9 rules failed: lossless.unexplained_divergences" in to_html(report, records)
@@ -172,20 +156,7 @@ def test_an_inconclusive_verdict_says_what_it_lacks(report, records, needed, how
 
 
 def test_model_output_and_names_cannot_become_markup(report, records):
-    hostile = [
-        replace(
-            record,
-            id=HOSTILE + record.id,
-            prompt=HOSTILE,
-            text=HOSTILE,
-            first_token_text=HOSTILE,
-            rounds=tuple(
-                replace(entry, emitted_text=(HOSTILE,) * len(entry.emitted), drafted_text=(HOSTILE,) * len(entry.drafted))
-                for entry in record.rounds[:3]
-            ),
-        )
-        for record in records[:4]
-    ]
+    hostile = [with_text(record, HOSTILE) for record in records[:4]]
     report["target"]["model"] = report["draft"]["model"] = report["suite"]["source"] = HOSTILE
     report["results"][1]["category"] = report["gate"]["rules"][0]["reason"] = HOSTILE
     report["findings"].append({"name": "x", "message": HOSTILE})
@@ -256,12 +227,6 @@ def test_the_token_view_has_every_round(report, records):
         assert (*emitted[:accepted], *rejected) == entry.drafted_text
 
 
-def test_the_token_view_counts_the_nodes_beside_a_tree_s_path(records):
-    entry = replace(records[0].rounds[0], num_off_path=12)
-    (sample,) = samples([replace(records[0], rounds=(entry,))])
-    assert sample["rounds"] == [[entry.emitted_text, len(entry.accepted), entry.drafted_text[len(entry.accepted) :], 12]]
-
-
 def test_what_does_not_fit_the_page_is_left_out_evenly(report, records):
     whole = len(json.dumps(samples(records), ensure_ascii=False, separators=(",", ":")))
     some = samples(records, max_bytes=whole // 3)
@@ -269,16 +234,6 @@ def test_what_does_not_fit_the_page_is_left_out_evenly(report, records):
     assert 12 <= len(some) <= 16
     assert {sample["category"] for sample in some} == {"function", "docstring", "chat", "long context"}
     assert samples(records, max_bytes=10) == []
-
-
-def test_a_page_of_huge_completions_stays_below_five_megabytes(report, records):
-    def swell(record):
-        return tuple(replace(entry, emitted_text=("x" * 1_000,) * len(entry.emitted)) for entry in record.rounds)
-
-    page = to_html(report, [replace(record, rounds=swell(record)) for record in records])
-    assert 3_000_000 < len(page.encode()) < 5_000_000
-    shown = json.loads(re.search(r'id="samples">(.*?)</script>', page, re.DOTALL)[1])
-    assert len(shown) < len(records) and f"{len(shown)} of {len(records)} " in page
 
 
 def test_without_scripts_the_first_completions_are_there(report, records):
@@ -301,14 +256,6 @@ def test_junit_has_one_case_a_rule(tmp_path, report, records):
     assert suite[1].find("failure") is None
     assert suite[1].find("skipped").get("message").startswith("warning: ")
     assert [child.tag for child in suite[2]] == ["system-out"]
-
-
-def test_markdown_fits_a_summary(report):
-    page = to_markdown(report)
-    assert page.startswith("# Passed: eagle3 draft for pico\n")
-    assert len(page) < 10_000
-    assert "| all of simulated | 48 | " in page
-    assert "| passed | speedup |" in page
 
 
 def test_a_page_changes_between_its_marks_alone(tmp_path):
@@ -336,10 +283,6 @@ def test_what_changed_is_told_beside_the_verdict(tmp_path, report, records):
     length = next(entry for entry in report["baseline"]["changes"] if entry["metric"] == "mean_acceptance_length")
     assert f"{length['change']:+.1%}" in page
     assert "| acceptance length, long context |" in markdown
-    worse = judge([Rule("speedup", "max_regression", 0.01)], Evidence(old, before), Evidence(report, records))
-    assert "Regressions that the gate does not allow: speedup." in to_html(worse, before)
-    slack = judge([Rule("speedup", "max_regression", 0.01, severity="warn")], Evidence(old, before), Evidence(report, records))
-    assert "does not allow" not in to_html(slack, before)  # a warning
     quiet = judge(load_gate("pico"), Evidence(report, records))
     assert "baseline" not in quiet
     assert "Since the last release" not in to_html(quiet, records)
@@ -373,6 +316,7 @@ def test_a_sweep_is_drawn_and_listed_whole(report, records):
         assert figure in page
         assert figure not in to_html(report, records)
     assert "All 12 configurations measured" in page
+    assert "| all of simulated | 48 | " in markdown and "| passed | speedup |" in markdown
     assert "| simulated, K = 4, T = 0.8, batch 1 | 8 | " in markdown
     assert "| simulated, K = 4, greedy, batch 1, prompts cut to 64 tokens | 8 | " in markdown
     assert markdown.count("| function | ") == 1  # categories of the main configuration alone
@@ -418,12 +362,11 @@ def test_a_prompt_of_a_batch_has_no_speedup_of_its_own(records):
     assert together["speedup"] is None
 
 
-@pytest.mark.parametrize(("ms", "label"), [(0.04, "0.04 ms"), (2.6, "2.60 ms"), (36.11, "36.1 ms"), (361.1, "361 ms")])
-def test_a_bar_says_its_milliseconds_in_three_digits(ms, label):
+def test_a_bar_is_as_long_as_its_milliseconds():
     plot = ElementTree.fromstring(
-        charts.time_per_token({"baseline": {"target": ms}, "speculative": {"draft": ms / 4, "target": ms / 4}})
+        charts.time_per_token([("plain", [("target", 2.6)]), ("with draft", [("draft", 0.65), ("target", 0.65)])])
     )
-    assert [text.text for text in plot.iter("text")][:3] == ["plain", label, "with draft"]
+    assert [text.text for text in plot.iter("text")][:3] == ["plain", "2.60 ms", "with draft"]
     plain, *drafted = plot.iter("rect")
     assert [bar.find("title").text.split(":")[0] for bar in drafted] == ["draft", "target"]
     width = sum(float(bar.get("width")) for bar in drafted)
@@ -432,15 +375,15 @@ def test_a_bar_says_its_milliseconds_in_three_digits(ms, label):
 
 def test_the_parts_of_a_token_s_time_add_up(records):
     noisy = [replace(record, baseline=replace(record.baseline, draft_seconds=0.001)) for record in records]
-    shares = tables.time_per_token(noisy)
-    for side in ("baseline", "speculative"):
+    shares = {side: dict(kinds) for side, kinds in tables.time_per_token(noisy)}
+    for name, side in (("plain", "baseline"), ("with draft", "speculative")):
         timings = [getattr(record, side) for record in noisy]
         whole = 1000 * sum(timing.seconds for timing in timings) / sum(timing.num_tokens for timing in timings)
-        assert sum(shares[side].values()) == pytest.approx(whole)
-    assert shares["baseline"]["draft"] == 0.0  # plain decoding drafts nothing, whatever its clock saw
-    lines = {name: values for name, *values in tables.latency(noisy)}
-    assert lines["drafting, a round"] == [None, pytest.approx(4 * 0.3, rel=0.02)]
-    assert lines["target's step, a round"] == [pytest.approx(2.5, rel=0.02), pytest.approx(3.2, rel=0.02)]
+        assert sum(shares[name].values()) == pytest.approx(whole)
+    assert shares["plain"]["draft"] == 0.0  # plain decoding drafts nothing, whatever its clock saw
+    lines = {name: values for (name,), *values in tables.latency(noisy).rows}
+    assert lines["drafting, per round"] == [("–",), ("1.20",)]
+    assert lines["target's step, per round"] == [("2.50",), ("3.21",)]
 
 
 def test_the_ceiling_is_the_acceptance_length(report):
@@ -458,14 +401,14 @@ def test_the_console_says_the_main_things(report, tmp_path, capsys):
     report["gate"]["rules"][3].update(verdict="failed", passed=False)
     report["gate"].update(verdict="failed", passed=False)
     print_report(report, tmp_path)
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for word in ("acceptance length", "accepted per position", "speedup", "predicted speedup", "Failed", "report.html"):
-        assert word in said
-    assert "failed" in said.split("note:")[-1]
+        assert word in printed
+    assert "failed" in printed.split("note:")[-1]
     print_gate(report)
-    said = capsys.readouterr().out
-    assert said.count("passed") == 7
-    assert said.rstrip().endswith("Failed")
+    printed = capsys.readouterr().out
+    assert printed.count("passed") == 7
+    assert printed.rstrip().endswith("Failed")
 
 
 @pytest.mark.parametrize(
@@ -477,7 +420,6 @@ def test_the_console_says_the_main_things(report, tmp_path, capsys):
         ("insensitive_sampling_test", lambda report: report["lossless"]["sampling_test"].update(negative_control_p_value=0.3)),
         ("disturbed", lambda report: report["results"][0].update(num_disturbed_rounds=3)),
         ("loops", lambda report: report["results"][0].update(num_looping=9)),
-        ("top_k", lambda report: report["settings"].update(temperature=1.0, top_k=1)),
         ("best_k", lambda report: report["theory"].update(best_k=2, predicted=1.2)),
         ("wide_interval", lambda report: report["results"][0].update(speedup_ci95=[1.0, 2.0])),
     ],
@@ -498,17 +440,10 @@ def test_a_gpus_prediction_is_held_to_more(report, device, most):
 
 
 def test_reading_rendering_and_judging_need_no_torch(tmp_path, report, records):
-    """Nor does importing any module of these packages."""
     write_report(tmp_path, report, records)
     code = (
-        "import importlib, pkgutil, sys\n"
+        "import sys\n"
         "from pathlib import Path\n"
-        "for package in ('statistics', 'suites', 'report', 'gate'):\n"
-        "    found = importlib.import_module(f'specdistill.{package}')\n"
-        "    names = [module.name for module in pkgutil.iter_modules(found.__path__)]\n"
-        "    assert names\n"
-        "    for name in names:\n"
-        "        importlib.import_module(f'{found.__name__}.{name}')\n"
         "from specdistill.gate.decide import Evidence, decide\n"
         "from specdistill.gate.rules import load_gate\n"
         "from specdistill.report.files import read_report, render\n"

@@ -8,7 +8,7 @@ from specdistill.gate.decide import Evidence, judge
 from specdistill.gate.rules import load_gate
 from specdistill.report.files import to_html
 from tests.browser import look, opening
-from tests.simulated import simulate, simulated_report, simulated_sweep
+from tests.simulated import simulate, simulated_report, simulated_sweep, with_text
 
 pytestmark = [pytest.mark.browser, pytest.mark.long]  # Chromium
 
@@ -91,22 +91,7 @@ def test_playing_goes_through_the_rounds_and_stops_at_the_last(tmp_path):
 
 
 def test_a_prompt_full_of_markup_stays_text(tmp_path):
-    def spoil(entry):
-        return replace(entry, emitted_text=(HOSTILE,) * len(entry.emitted), drafted_text=(HOSTILE,) * len(entry.drafted))
-
-    hostile = [
-        replace(
-            record,
-            id=HOSTILE,
-            category=HOSTILE,
-            prompt=HOSTILE,
-            text=HOSTILE,
-            first_token_text=HOSTILE,
-            rounds=tuple(spoil(entry) for entry in record.rounds[:3]),
-        )
-        for record in simulate(2)
-    ]
-    found = look(judged_page(hostile), UNTOUCHED, tmp_path)
+    found = look(judged_page([with_text(record, HOSTILE) for record in simulate(2)]), UNTOUCHED, tmp_path)
     assert (found["hacked"], found["elements"]) == (0, 0)
     assert found["text"].startswith(HOSTILE * 2)
     assert found["option"].startswith(HOSTILE)

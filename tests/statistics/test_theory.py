@@ -47,6 +47,7 @@ def test_a_block_that_is_drafted_in_one_pass_costs_the_same_at_every_length():
     assert [point["draft_ms"] for point in curve] == [0, 3, 3, 3, 3]
     assert [point["predicted_speedup"] for point in curve[1:]] == pytest.approx([AL / 1.5 for AL in (1.8, 2.5, 3.1, 3.6)])
     assert best_point(curve)["k"] == 4  # at 4 · 3 ms it would be 1
+    assert best_point(speedup_curve([0.05], STEP, RoundCost(1, 12, 2), []))["k"] == 0  # plain decoding
 
 
 def test_lengths_that_were_not_timed_are_left_out():
@@ -55,7 +56,3 @@ def test_lengths_that_were_not_timed_are_left_out():
 
     assert lengths() == lengths(RoundCost(1, 1, 1)) == [0, 3]
     assert lengths(RoundCost(1, 1, 1), RoundCost(3, 2, 2)) == [0, 1, 3]
-
-
-def test_a_useless_draft_is_best_left_out():
-    assert best_point(speedup_curve([0.05], STEP, RoundCost(1, 12, 2), []))["k"] == 0

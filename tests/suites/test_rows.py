@@ -50,11 +50,6 @@ def test_the_same_rows_in_every_format(name, content):
     assert parse(name, content, COLUMNS, "PLACEHOLDER") == (first,)
 
 
-def test_what_a_user_says_may_be_a_text_of_its_own():
-    (row,) = parse("q.jsonl", jsonl([{"user": "hi"}]), {})
-    assert row.content == [{"role": "user", "content": "hi"}]
-
-
 @pytest.mark.parametrize(
     ("name", "content", "columns", "got"),
     [
@@ -156,5 +151,5 @@ def test_suites_on_the_hub_and_on_the_web(hub, tmp_path):
     assert pinned == opened == f"2 {digest} 7"
     assert changed == f"eval.suite {on_hub} with sha256 {digest}"
     assert web == f"2 {of_web} 7"
-    for said, name in zip(gone, ("gone", "gone-too"), strict=True):
-        assert said.startswith(f"eval.suite: {places[name][0]} ")
+    for message, name in zip(gone, ("gone", "gone-too"), strict=True):
+        assert message.startswith(f"eval.suite: {places[name][0]} ")

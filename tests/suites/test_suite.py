@@ -8,7 +8,7 @@ from recipes.pico.corpus import CHAT_TEMPLATE
 from specdistill.pico import split_of
 from specdistill.project import SUITES
 from specdistill.recipe.sections import SweepConfig
-from specdistill.suites.suite import REMOTE, check_suite, cut_prompts, evenly, load_suite, tokenize
+from specdistill.suites.suite import check_suite, cut_prompts, evenly, load_suite, tokenize
 from tests.refusals import refused
 from tests.tiny import tiny_tokenizer
 
@@ -38,12 +38,6 @@ def prompts(path, tokenizer=None, **options):
     return tokenize(load_suite(str(path)), tokenizer or tiny_tokenizer(), **{"max_new_tokens": 8, "max_length": 256, **options})
 
 
-def test_a_suite_is_its_yaml_and_its_prompts(tmp_path):
-    suite = load_suite(str(write_suite(tmp_path, [{"prompt": "ab", "category": "short", "id": "x"}])))
-    assert (suite.name, suite.version, suite.licence, suite.source) == ("mine", "2", "CC0-1.0", "made up")
-    assert [(row.id, row.category, row.content) for row in suite.rows] == [("x", "short", "ab")]
-
-
 def test_a_jsonl_file_is_a_suite_named_by_its_content(tmp_path):
     path = write_jsonl(tmp_path / "stories.jsonl", [{"prompt": "ab"}, {"prompt": "cd"}])
     suite = load_suite(str(path))
@@ -57,7 +51,9 @@ def test_what_training_will_be_judged_by_is_checked_without_a_network(tmp_path):
         check_suite(name)
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"promt": "ab"}])
     changed = write_suite(tmp_path, [{"prompt": "ab"}], sha256="0" * 64)
+    (tmp_path / "broken.jsonl").write_text("{")
     for name, got in (
+        (tmp_path / "broken.jsonl", "broken.jsonl:1"),
         ("pico-shrt", "pico-shrt"),
         ("nowhere.jsonl", "nowhere.jsonl"),
         (rows, "rows.jsonl:1 with promt"),
@@ -80,12 +76,8 @@ def test_the_three_kinds_of_prompts(tmp_path):
     assert chat.text == tokenizer.apply_chat_template(rows[2]["messages"], tokenize=False, add_generation_prompt=True)
     assert chat.text.endswith("<|assistant|>\n")
     assert tokenizer.decode(chat.token_ids) == chat.text
-
-
-def test_messages_need_a_chat_template(tmp_path):
-    path = write_jsonl(tmp_path / "s.jsonl", [{"messages": [{"role": "user", "content": "hi"}]}])
-    with refused("eval.suite", "messages (prompt 1)"):
-        prompts(path)
+    with refused("eval.suite", "messages (prompt 3)"):
+        prompts(tmp_path / "s.jsonl")  # with a tokenizer that has no chat template
 
 
 def test_a_prompt_that_leaves_no_room_is_refused(tmp_path):
@@ -147,23 +139,12 @@ def test_a_suite_may_name_its_sweep(tmp_path):
     sweep = load_suite(str(write_suite(tmp_path, rows, sweep={"temperature": [0, 1], "context": [64]}))).sweep
     assert (sweep.num_speculative_tokens, sweep.temperature, sweep.context) == ([], [0.0, 1.0], [64])
     for wrong, key, got in (
-        ({"temprature": [1]}, ".temprature", "an unknown key"),
         ({"temperature": [-1]}, ".temperature[0]", "-1"),
-        ({"context": ["long"]}, ".context[0]", "'long'"),
         ({"tree": [{"bugdet": 4}]}, ".tree[0].bugdet", "an unknown key"),
-        ({"context": 64}, ".context", "64"),
         ([1], "", "[1]"),
     ):
         with refused(f"mine.yaml: sweep{key}", got):
             load_suite(str(write_suite(tmp_path, rows, sweep=wrong)))
-
-
-def test_a_changed_prompt_is_noticed(tmp_path):
-    path = write_suite(tmp_path, [{"prompt": "ab"}])
-    write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "abc"}])
-    digest = hashlib.sha256((tmp_path / "prompts.jsonl").read_bytes()).hexdigest()
-    with refused("eval.suite", f"{tmp_path / 'prompts.jsonl'} with sha256 {digest}"):
-        load_suite(str(path))
 
 
 @pytest.mark.parametrize(
@@ -171,9 +152,7 @@ def test_a_changed_prompt_is_noticed(tmp_path):
     [
         ([], ", which is empty"),
         ([{"promt": "a"}], ":1 with promt"),
-        ([{"messages": [{"role": "user", "content": None}]}], ":1 with messages="),
         ([{"prompt": "a"}, {"prompt": ""}], ":2 with prompt=''"),
-        ([{"prompt": 3}], ":1 with prompt=3"),
         ([{"messages": [{"content": "a"}]}], ":1 with messages="),
         ([["a"]], ":1 with no object"),
         ([{"prompt": "a", "id": "x"}, {"prompt": "b", "id": "x"}], " with the id x twice"),
@@ -187,24 +166,15 @@ def test_rows_that_hold_no_prompt(tmp_path, rows, got):
 @pytest.mark.parametrize(
     ("changes", "key", "got"),
     [
-        ({"sha256": None}, "mine.yaml: sha256", "nothing"),
         ({"columns": {"usr": "prompt"}}, "mine.yaml: columns.usr", "an unknown key"),
         ({"columns": "prompt"}, "mine.yaml: columns", "'prompt'"),
         ({"licence": None}, "mine.yaml: licence", "nothing"),
-        ({"license": "x"}, "mine.yaml: license", "an unknown key"),
         ({"prompts": "gone.jsonl"}, "eval.suite", ""),
     ],
 )
 def test_a_header_that_is_wrong(tmp_path, changes, key, got):
     with refused(key, got):
         load_suite(str(write_suite(tmp_path, [{"prompt": "a"}], **changes)))
-
-
-def test_names_that_are_wrong(tmp_path):
-    (tmp_path / "broken.jsonl").write_text("{")
-    for name, got in (("picco", "picco"), (tmp_path / "missing.jsonl",) * 2, (tmp_path / "broken.jsonl", "broken.jsonl:1")):
-        with refused("eval.suite", got):
-            load_suite(str(name))
 
 
 def test_prompts_are_chosen_evenly_over_categories(tmp_path):
@@ -215,13 +185,6 @@ def test_prompts_are_chosen_evenly_over_categories(tmp_path):
     assert len(prompts(path, num_prompts=500)) == 30
     assert evenly([1, 2, 3, 4], ["a", "b", "b", "b"], 3) == [1, 2, 3]
     assert evenly([1, 2, 3, 4, 5], ["b", "a", "b", "b", "b"], 3) == [1, 2, 4]  # in their order
-
-
-def test_every_suite_that_ships_loads():
-    names = [path.stem for path in SUITES.glob("*.yaml") if not header_of(path)["prompts"].startswith(REMOTE)]
-    assert "pico" in names
-    for name in names:
-        assert load_suite(name).name == name
 
 
 def header_of(path):

@@ -85,7 +85,7 @@ def create_draft_model(
     init = init or "layers"
     given = {name: size for name, size in sizes.items() if size is not None}
     if init not in INITIALIZATIONS:
-        draft = load_alike(init, target)
+        draft = load_alike(init, target, key="draft.init")
         if given:
             name, size = next(iter(given.items()))
             raise UserError(f"draft.{name}", got=size, expected=f"null: {init} has its sizes")
