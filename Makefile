@@ -27,6 +27,7 @@ PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadgroup
 
 test: $(READY)  ## the quick tests, in minutes; ARGS="tests/losses" for one folder
 	$(PYTEST) -m 'not long' $(ARGS)
+	@echo "Not run: long tests (make test-long), launches (make test-launches), engines (make test-engines); make test-all runs all."
 
 test-long: $(READY)  ## the tests above two seconds, but for launches and engines
 	$(PYTEST) -m 'long and not launches and not engines' $(ARGS)

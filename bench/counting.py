@@ -1,7 +1,7 @@
 """What this package's decoder generates with a draft and accepts of it, counted as engines count.
 
 Engines count what the target accepted of a draft before they cut the completion at its limit or at a stop token; rounds here count after
-the cut. So decoding here ignores stop tokens and goes on until the last round is whole.
+the cut. So decoding here ignores stop tokens and continues until the last round is complete.
 """
 
 import math
@@ -23,7 +23,7 @@ class Counts:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens a round, the target's own included; NaN when nothing was drafted."""
+        """Tokens per round, the target's own included; NaN when nothing was drafted."""
         return 1 + sum(self.accepted_per_position) / self.num_drafts if self.num_drafts else math.nan
 
 
@@ -45,7 +45,7 @@ def total(completions: Sequence[Completion]) -> Counts:
 
 def ignore_stop_tokens(target: FrozenTarget) -> None:
     """From now on this target's completions end at their limit alone."""
-    target.model.generation_config.eos_token_id = []
+    target.model.generation_config.eos_token_id = []  # not None, for which the model's config is asked
 
 
 def generate_here(

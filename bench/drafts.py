@@ -73,15 +73,11 @@ def caption(report: Mapping[str, Any], measured_for: str, settings: str | None =
     )
 
 
-def by_method(candidates: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """In the order of the project's own table."""
-    order = list(METHODS)
-    return sorted(candidates, key=lambda candidate: order.index(candidate["report"]["draft"]["method"]))
-
-
 def methods_table(candidates: Sequence[Mapping[str, Any]]) -> str:
-    """One line a method."""
-    return table(HEAD, (_line(candidate) for candidate in by_method(candidates)))
+    """One line for each candidate, methods in the order of the project's own table."""
+    order = list(METHODS)
+    ordered = sorted(candidates, key=lambda candidate: order.index(candidate["report"]["draft"]["method"]))
+    return table(HEAD, map(_line, ordered))
 
 
 def _line(candidate: Mapping[str, Any]) -> list[str]:
@@ -106,7 +102,7 @@ def reports(comparison: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def drafts_what(report: dict[str, Any]) -> str:
-    """What a round drafts, in a sentence, where it is a tree or behind a look-up; else empty."""
+    """What a round drafts, in a sentence, where it is a tree or behind an n-gram lookup; else empty."""
     method, settings = report["draft"]["method"], report["settings"]
     if looks_up_first(report):
         drafting, k = settings["drafting"], settings["num_speculative_tokens"]
@@ -119,7 +115,7 @@ def drafts_what(report: dict[str, Any]) -> str:
 
 
 def best_draft(comparison: dict[str, Any]) -> tuple[str, str]:
-    """(name, folder) of the fastest that drafts on its own and is no look-up."""
+    """(name, folder) of the fastest that drafts on its own and is no n-gram lookup."""
     models = {
         name: None if looks_up_first(report) else report["draft"]["model"] for name, report in reports(comparison).items()
     }

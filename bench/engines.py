@@ -32,6 +32,6 @@ def run(*command: str | Path) -> str:
     surroundings = {name: value for name, value in os.environ.items() if name not in hidden}
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, env=surroundings)
     if done.returncode:
-        said = f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
-        raise ResourceError(f"{command[0]} ended with {done.returncode}:\n{said}", next_step="look at what it printed")
+        output = f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+        raise ResourceError(f"{command[0]} ended with {done.returncode}:\n{output}", next_step="look at what it printed")
     return done.stdout + done.stderr

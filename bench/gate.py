@@ -69,14 +69,10 @@ class Drafts:
     after_PA: Counts
     metric: str = "mean_acceptance_length"
 
-    @property
-    def num_prompts(self) -> int:
-        return len(self.before_PA)
-
     def release(self, change: float, num_prompts: int, generator: np.random.Generator) -> tuple[PromptSums, PromptSums]:
         """Prompt sums of (after, before) on prompts drawn with replacement; the true acceptance length changes by `change`."""
         wanted = (1 + change) * (1 + _mean(self.before_PA)) - (1 + _mean(self.after_PA))
-        drawn = generator.integers(self.num_prompts, size=num_prompts)
+        drawn = generator.integers(len(self.before_PA), size=num_prompts)
         return _accepted(shifted(self.after_PA, wanted, drawn, generator)), _accepted(self.before_PA[drawn])
 
 
@@ -89,14 +85,10 @@ class Timings:
     again_PT: Table
     metric: str = "speedup"
 
-    @property
-    def num_prompts(self) -> int:
-        return len(self.first_PT)
-
     def release(self, change: float, num_prompts: int, generator: np.random.Generator) -> tuple[PromptSums, PromptSums]:
         """Prompt sums of (again, first) on prompts drawn with replacement; the second times are scaled to a true change of `change`."""
         drift = _speedup(self.again_PT) / _speedup(self.first_PT)
-        drawn = generator.integers(self.num_prompts, size=num_prompts)
+        drawn = generator.integers(len(self.first_PT), size=num_prompts)
         again = dict(zip(TIMED, self.again_PT[drawn].T, strict=True))
         again["seconds"] = again["seconds"] * drift / (1 + change)
         return again, dict(zip(TIMED, self.first_PT[drawn].T, strict=True))
@@ -196,7 +188,7 @@ def table_of(population: Drafts | Timings, curve: Curve, rule: Rule) -> str:
 def read(options: Options) -> dict[str, Any]:
     """The content of bench/gate.json, from the folders of comparisons and reports."""
     if not options.before or not options.after or len(options.again) != 2:
-        raise UserError("comparisons", got="folders alone", expected="before, after and two folders in again beside them")
+        raise UserError("comparisons", got="folders alone", expected="also before, after, and two folders in again")
     before = _rounds(options.comparisons, options.before)
     drafts = [
         {"name": f"{options.before} to {name}", "before": before, "after": _rounds(options.comparisons, name)}

@@ -13,7 +13,7 @@ from specdistill.errors import ResourceError
 
 SOURCE = environment("llama.cpp") / "source" / "vendor" / "llama.cpp"
 KINDS = {"draft_model": "draft-simple", "eagle3": "draft-eagle3"}  # method -> the program's word for it
-# For the same loop without a draft: look-up of n-grams so long that none is found.
+# For the same loop without a draft: n-gram lookup with n-grams so long that none is found.
 WITHOUT_DRAFT = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "1024")
 
 
@@ -30,7 +30,7 @@ class Counts:
 class Completion:
     """What the program printed and counted. seconds: of all rounds, without the prompt."""
 
-    said: str
+    output: str
     num_prompt_tokens: int
     num_tokens: int
     seconds: float
@@ -54,22 +54,22 @@ def complete(target: Path, prompt: Path, *options: str | Path, max_new_tokens: i
     """
     program = SOURCE / "build" / "bin" / "llama-speculative-simple"
     limits = ("-n", str(max_new_tokens), "-t", str(num_threads), "--temp", "0", "--no-escape")
-    said = run(program, "-m", target, "-f", prompt, *options, *limits)
-    if "n_accept" not in said:
+    output = run(program, "-m", target, "-f", prompt, *options, *limits)
+    if "n_accept" not in output:
         raise ResourceError(
-            f"{program} did not say what it counted", next_step="build it by `make engines`, which has it say all"
+            f"{program} did not print what it counted", next_step="build it by `make engines`, which makes it print all"
         )
-    number = {name: int(found) for name, found in re.findall(r"\b(n_\w+)\s*= (\d+)", said)}
-    ((prompt_tokens, _), (tokens, seconds)) = re.findall(r"(?:en|de)coded +(\d+) tokens in +([\d.]+) seconds", said)
+    number = {name: int(found) for name, found in re.findall(r"\b(n_\w+)\s*= (\d+)", output)}
+    ((prompt_tokens, _), (tokens, seconds)) = re.findall(r"(?:en|de)coded +(\d+) tokens in +([\d.]+) seconds", output)
     # A round adds what it accepts, and one token more.
     num_rounds = number["n_predict"] - number["n_accept"]
     counts = Counts(num_rounds, number["n_drafted"], number["n_accept"])
-    return Completion(said, int(prompt_tokens), int(tokens), float(seconds), counts)
+    return Completion(output, int(prompt_tokens), int(tokens), float(seconds), counts)
 
 
 class AsLlamaCpp(Decoder):
     """Our decoder with the rounds of `llama-speculative-simple`: it drafts at once after the prompt, whose last token stands where the
-    target's first one does here, and towards the limit no further than to the last token but one; past that, as far as ever.
+    target's first one does here, and towards the limit no further than to the last token but one; past that, without a limit.
 
     Its target ignores stop tokens (`ignore_stop_tokens` of bench/counting.py): a round is counted whole.
     """

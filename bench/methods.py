@@ -3,7 +3,7 @@
     make methods
 
 trains each method by its recipe where that is not done yet (runs/methods/<method>), compares them (runs/methods/comparison.json, with each
-one's report beside it), and writes the README's table. Twenty to forty minutes on two CPU cores.
+one's report), and writes the README's table. Twenty to forty minutes on two CPU cores.
 """
 
 import json

@@ -5,7 +5,7 @@
 Prints the test that caught each, then the survivors; the exit code is 1 if there are any. An entry of the list: id, file, old (text that
 the file holds once), new (what replaces it), tests (the modules that a developer would run). Each runs in a child of this process, which
 has the libraries loaded: importing them takes longer than most of these tests. A mutation whose child dies, or cannot run the tests, is
-told with its exit code, and counts as a survivor.
+printed with its exit code, and counts as a survivor.
 """
 
 import importlib
@@ -59,13 +59,11 @@ class FirstFailure:
 
     name: str | None = None
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    def pytest_runtest_logreport(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         if report.failed:
             self.name = self.name or report.nodeid
 
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed:
-            self.name = self.name or report.nodeid
+    pytest_collectreport = pytest_runtest_logreport
 
 
 def read_mutants(path: Path) -> list[Mutant]:
@@ -75,13 +73,8 @@ def read_mutants(path: Path) -> list[Mutant]:
 @contextmanager
 def copy_of(tree: Path) -> Iterator[Path]:
     """A copy of the files that git knows or would add, which the tests change and read from."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=tree,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=True)
     with tempfile.TemporaryDirectory(prefix="specdistill-mutants-") as folder:
         for name in listed.stdout.split("\0"):
             if name and (tree / name).is_file():

@@ -162,7 +162,7 @@ def line(need: dict[str, Any]) -> str:
     tokens = need["tokens_a_step"] * need["of"]["max_steps"]
     most = "" if need["of"]["is_packed"] else "at most "
     what = f"{need['gpu_gb']} GB on each GPU, {most}{need['hours']:g} hours for {most}{tokens / 1e6:,.0f}M tokens"
-    return f"# Computed: {what}, {need['disk_gb']:,} GB of disk beside the target's {need['target_gb']:,}."
+    return f"# Computed: {what}, {need['disk_gb']:,} GB of disk in addition to the target's {need['target_gb']:,}."
 
 
 def shown(needs: dict[str, Any]) -> str:

@@ -112,19 +112,21 @@ def milliseconds(rounds: Rounds, part: str) -> float:
     return 1000 * statistics.median(entry.get(part, 0.0) for entry in rounds)
 
 
-def parts(ways: dict[str, Rounds]) -> str:
-    """Milliseconds of each part in each way of decoding, and its share of the first."""
-    first, *others = ways
-    whole = milliseconds(ways[first], "round")
+def parts(by_decoder: dict[str, Rounds]) -> str:
+    """Milliseconds of each part with each decoder, and its share of the first."""
+    first, *others = by_decoder
+    whole = milliseconds(by_decoder[first], "round")
     rows = []
     for part, name in PARTS.items():
-        own = milliseconds(ways[first], part)
-        rows.append((name, f"{own:.2f}", f"{own / whole:.0%}", *(f"{milliseconds(ways[way], part):.2f}" for way in others)))
+        own = milliseconds(by_decoder[first], part)
+        rows.append(
+            (name, f"{own:.2f}", f"{own / whole:.0%}", *(f"{milliseconds(by_decoder[other], part):.2f}" for other in others))
+        )
     return table(("ms of a round", first, "share", *others), rows)
 
 
 def by_length(decoder: TimedDecoder, token_ids: list[int]) -> str:
-    """Milliseconds of each part of a round with the draft, after so many tokens."""
+    """Milliseconds of each part of a round with the draft, after that many tokens."""
     decoder.target.config.max_position_embeddings = 2 * max(LENGTHS)  # pico's rotary angles have no end
     rows = []
     for length in LENGTHS:

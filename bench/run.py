@@ -1,4 +1,4 @@
-"""Time what users wait for: decoding beside transformers' own, a training step, regeneration.
+"""Time what users wait for: decoding and transformers' own, a training step, regeneration.
 
     make bench
 
@@ -10,9 +10,7 @@ import json
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,8 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from specdistill.decoding.decoder import Decoder
+from bench.counting import ignore_stop_tokens
+from specdistill.decoding.decoder import Decoder, now
 from specdistill.losses.divergence import forward_kl
 from specdistill.measurement.hardware import hardware, software
 from specdistill.methods.chains.proposer import HeadProposer
@@ -40,41 +39,25 @@ DEVICES = ("cpu", "cuda")  # a file of results for each
 PAGE = ROOT / "docs" / "performance.md"
 
 
-def median_seconds(work: Callable[[], object], repeats: int = 5) -> float:
-    """Median wall time of a piece of work, after one untimed call."""
+def median_seconds(target: FrozenTarget, work: Callable[[], object], repeats: int = 5) -> float:
+    """Median wall time of a piece of work on the target's device, after one untimed call."""
     work()
     times = []
     for _ in range(repeats):
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        start = time.perf_counter()
+        start = now(target.device)
         work()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
+        times.append(now(target.device) - start)
     return statistics.median(times)
 
 
-@contextmanager
-def without_end_tokens(target: FrozenTarget) -> Iterator[None]:
-    """Nothing ends a completion but its length, so that all ways of decoding generate equally many tokens."""
-    generation_config = target.model.generation_config
-    ids = generation_config.eos_token_id
-    generation_config.eos_token_id = []  # not None, for which the model's config is asked
-    try:
-        yield
-    finally:
-        generation_config.eos_token_id = ids
-
-
 def decoding(target: FrozenTarget, new_tokens: int = 96) -> dict[str, float]:
-    """Plain decoding beside transformers' greedy generate, and the cost of a round of an (untrained) EAGLE-3 chain."""
+    """Plain decoding and transformers' greedy generate, and the cost of a round of an (untrained) EAGLE-3 chain."""
     prompt = target.tokenizer("def main(arguments):\n    ").input_ids
     ids = torch.tensor([prompt], device=target.device)
     model: Any = target.model
     plain = Decoder(target)
-    ours = median_seconds(lambda: plain.generate(prompt, max_new_tokens=new_tokens))
-    theirs = median_seconds(lambda: model.generate(ids, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0))
+    ours = median_seconds(target, lambda: plain.generate(prompt, max_new_tokens=new_tokens))
+    theirs = median_seconds(target, lambda: model.generate(ids, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0))
     steps = plain.generate(prompt, max_new_tokens=new_tokens).rounds
     chain = Decoder(target, HeadProposer(build_eagle3(target)))
     rounds = chain.generate(prompt, max_new_tokens=new_tokens, num_speculative_tokens=4).rounds
@@ -89,7 +72,7 @@ def decoding(target: FrozenTarget, new_tokens: int = 96) -> dict[str, float]:
 
 
 def training_step(target: FrozenTarget, rows: int = 16, length: int = 256) -> dict[str, float]:
-    """Optimizer steps of the pico recipe's shape: tokens that pass through target and draft each second."""
+    """Optimizer steps of the pico recipe's shape: tokens that pass through target and draft per second."""
     generator = torch.Generator().manual_seed(0)
     columns = {
         "input_ids": torch.randint(4, target.vocab_size, (rows, length), generator=generator).tolist(),
@@ -116,28 +99,28 @@ def training_step(target: FrozenTarget, rows: int = 16, length: int = 256) -> di
         optimizer = MuonAdamW(draft, 1e-4)
         trainer = DraftTrainer(objective, target, arguments, data, data, save=save_eagle3, optimizer=optimizer)
         trainer.train()
-        seconds = median_seconds(lambda: trainer.train(), repeats=1) / 6
+        seconds = median_seconds(target, trainer.train, repeats=1) / 6
     return {"step_seconds": seconds, "tokens_per_second": rows * length / seconds}
 
 
 def regeneration(target: FrozenTarget, rows: int = 256, new_tokens: int = 96) -> dict[str, float]:
-    """Tokens the target generates each second, in the batches that regeneration uses."""
+    """Tokens the target generates per second, in the batches that regeneration uses."""
     prompts = [list(range(10, 42))] * rows
     with generation_mode(target.model, fast_dtype(target.device)) as model:  # type: ignore[arg-type]
         seconds = median_seconds(
-            lambda: generate(model, prompts, [0.8] * rows, max_new_tokens=new_tokens, end_ids=(), seed=0), repeats=2
+            target, lambda: generate(model, prompts, [0.8] * rows, max_new_tokens=new_tokens, end_ids=(), seed=0), repeats=2
         )
     return {"tokens_per_second": rows * new_tokens / seconds}
 
 
 def main() -> None:
     target = FrozenTarget.load("pico")
+    ignore_stop_tokens(target)  # so that all decoders generate equally many tokens
     results: dict[str, Any] = {"created": datetime.now(UTC).isoformat(timespec="seconds")}
     results |= {"hardware": hardware(target.device), "software": software()}
     for measure in (decoding, training_step, regeneration):
         print(f"{measure.__name__} …", file=sys.stderr)
-        with without_end_tokens(target):
-            results[measure.__name__] = {name: round(value, 4) for name, value in measure(target).items()}
+        results[measure.__name__] = {name: round(value, 4) for name, value in measure(target).items()}
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{target.device.type}.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     paths = [path for device in DEVICES if (path := RESULTS / f"{device}.json").exists()]

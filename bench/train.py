@@ -4,7 +4,7 @@
     python bench/train.py                          # a draft's step; head and loss alone
 
 writes bench/results/train.json, and from it the tables between two marks of docs/performance.md. The trainers (bench/trainers.py) are
-processes that take a step by turns, in an order that alternates; a ratio's interval is over the rounds. Target features are given and
+processes whose steps are interleaved, in an order that alternates; a ratio's interval is over the rounds. Target features are given and
 random: the draft's step alone is compared, with the same parameters, AdamW and precision on all sides.
 """
 
@@ -63,7 +63,9 @@ class Options(Section):
     hidden_size: int = option(512, "of target and draft, a multiple of 64", ge=64, multiple_of=64)
     vocab_size: int = option(32_000, "of target and draft", ge=2)
     num_tokens: int = option(2048, "of a step", ge=8)
-    row_lengths: list[int] = option([2048, 1024, 512, 256], "the layouts of a step: rows of so many tokens, one document each")
+    row_lengths: list[int] = option(
+        [2048, 1024, 512, 256], "the layouts of a step: rows of that many tokens, one document each"
+    )
     num_steps: int = option(5, "of the unroll", ge=1)
     trains_head: bool = option(False, "whether the draft's head trains, which speculators freezes")
     loss_rows: int = option(8192, "hidden states of head and loss alone, over all steps of the unroll", ge=8)
@@ -99,16 +101,11 @@ def step(options: Options) -> dict[str, Any]:
             if options.num_tokens % length:
                 raise UserError("row_lengths", got=length, expected=f"a divisor of {options.num_tokens}, num_tokens")
             layout = {"rows": options.num_tokens // length, "length": length}
-            shared = {
-                "folder": folder,
-                **layout,
-                "num_steps": options.num_steps,
-                "trains_head": options.trains_head,
-                "bf16": bf16(),
-            }
+            unrolled = {name: shape[name] for name in ("num_steps", "trains_head")}
+            shared = {"folder": folder, **layout, **unrolled, "bf16": bf16()}
             compared: Compared = {"ours": ("ours", shared)}
             compared |= {name: (OTHERS[name][1], {**shared, **OTHERS[name][2]}) for name in options.others}
-            steps = by_turns(compared, options.rounds, options.threads)
+            steps = interleaved(compared, options.rounds, options.threads)
             layouts.append({**layout, **summary(steps, options.num_tokens)})
     return {**shape, "layouts": layouts}
 
@@ -118,7 +115,7 @@ def loss(options: Options) -> dict[str, Any]:
     shape = {"rows": options.loss_rows // options.loss_steps, "num_steps": options.loss_steps}
     shape |= {"hidden_size": options.hidden_size, "vocab_size": options.vocab_size}
     both = {"ours": {**shape, "bf16": bf16()}, "plain": {**shape, "bf16": bf16(), "plainly": True}}
-    steps = by_turns({name: ("head_and_loss", own) for name, own in both.items()}, options.rounds, options.threads)
+    steps = interleaved({name: ("head_and_loss", own) for name, own in both.items()}, options.rounds, options.threads)
     return {**shape, **summary(steps, shape["rows"] * options.loss_steps)}
 
 
@@ -136,8 +133,8 @@ def write_models(folder: Path, options: Options) -> None:
     export(folder / "draft", "speculators", folder / "head", TargetFiles(str(folder / "target")))
 
 
-def by_turns(compared: Compared, rounds: int, threads: int) -> Steps:
-    """A first step of each, and then one a round."""
+def interleaved(compared: Compared, rounds: int, threads: int) -> Steps:
+    """A first step of each, and then one per round, interleaved."""
     with ExitStack() as stack:
         processes = {name: stack.enter_context(process(*kind, threads)) for name, kind in compared.items()}
         steps: Steps = {name: [] for name in processes}
@@ -154,11 +151,8 @@ def process(name: str, settings: Mapping[str, Any], threads: int) -> Iterator[su
     if "speculators" in name:
         python, path = environment("speculators") / "bin" / "python", ""
         if not python.exists():
-            raise UserError(
-                "others",
-                got=f"speculators, which is not in {environment('speculators')}",
-                expected="[plain], or first make engines",
-            )
+            got = f"speculators, which is not in {environment('speculators')}"
+            raise UserError("others", got=got, expected="[plain], or first make engines")
     # A thread that spins while it waits takes time from the process whose turn it is.
     changed = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": path}
     command = [str(python), "-P", str(Path(__file__).with_name("trainers.py")), name, json.dumps(settings)]
@@ -172,7 +166,7 @@ def ask(asked: subprocess.Popen[str], name: str) -> dict[str, float]:
     asked.stdin.write("\n")
     asked.stdin.flush()
     if not (answer := asked.stdout.readline()):
-        raise ResourceError(f"{name} ended with {asked.wait()}", next_step="what it printed says why")
+        raise ResourceError(f"{name} ended with {asked.wait()}", next_step="its output says why")
     found: dict[str, float] = json.loads(answer)
     return found
 
@@ -199,15 +193,15 @@ def page(results: Mapping[str, Any]) -> str:
     """What is measured, as tables."""
     sections = []
     if found := results.get("step"):
-        said = (
+        setup = (
             f"Hidden size {found['hidden_size']}, a vocabulary of {found['vocab_size']:,}, {found['num_tokens']:,} tokens, "
             f"{found['num_steps']} steps of the unroll; the draft's head {'trains' if found['trains_head'] else 'is frozen'}"
         )
         rows = [row for each in found["layouts"] for row in step_rows(each, f"{each['rows']} × {each['length']:,}")]
-        sections += ["### A draft's step", f"{said}. {measured_on(found)}", table(("rows", *HEAD), rows)]
+        sections += ["### A draft's step", f"{setup}. {measured_on(found)}", table(("rows", *HEAD), rows)]
     if found := results.get("loss"):
-        said = f"{found['num_steps']} × {found['rows']:,} hidden states of {found['hidden_size']}, a vocabulary of {found['vocab_size']:,}"
-        sections += ["### Head and loss alone", f"{said}, forward KL; the head trains. {measured_on(found)}"]
+        setup = f"{found['num_steps']} × {found['rows']:,} hidden states of {found['hidden_size']}, a vocabulary of {found['vocab_size']:,}"
+        sections += ["### Head and loss alone", f"{setup}, forward KL; the head trains. {measured_on(found)}"]
         sections.append(table(("hidden states", *HEAD), step_rows(found, f"{found['num_steps']} × {found['rows']:,}")))
     return "\n\n".join(sections)
 

@@ -29,9 +29,9 @@ def run(
     shorthands: Mapping[str, str] = NO_SHORTHANDS,
     without_recipe: Sequence[str] = (),
 ) -> ExitCode:
-    """Load a recipe from the command line and run `main` on it; `debug=true` shows the traceback of a user's mistake.
+    """Load a recipe from the command line and run `main` on it; `debug=true` shows the traceback of a user's error.
 
-    shorthands: short key -> recipe key, as {"target": "target.model"} lets `target=pico` stand for `target.model=pico`.
+    shorthands: short key -> recipe key, e.g. {"target": "target.model"} lets `target=pico` stand for `target.model=pico`.
     without_recipe: arguments that come first when there is no `recipe=`, for keys that only recipes need to set.
 
     Returns the exit code; scripts end with `sys.exit(run(main, Recipe))`.
@@ -43,7 +43,7 @@ def run(
     hide_bars_of_transformers()
     try:
         check_arguments(arguments)
-        given = [spell_out(argument, shorthands) for argument in arguments if not argument.startswith("debug=")]
+        given = keys_of(arguments, shorthands)
         first = [] if any(argument.startswith("recipe=") for argument in given) else without_recipe
         return main(load_recipe(schema, [*first, *given])) or ExitCode.DONE
     except (UserError, ResourceError, KeyboardInterrupt) as error:
@@ -61,20 +61,17 @@ def print_help(introduction: str, *schemas: type[Section], shorthands: Mapping[s
         print(f"  {key:34} {meaning} [{kind}; default {default}]")
     for short, key in shorthands.items():
         print(f"  {short:34} short for {key}")
-    print(f"  {'debug':34} show the traceback of a user's mistake [bool; default false]")
+    print(f"  {'debug':34} show the traceback of a user's error [bool; default false]")
 
 
 def keys_of(arguments: Sequence[str], shorthands: Mapping[str, str] = NO_SHORTHANDS) -> list[str]:
-    """The key=value arguments that belong to the recipe, their keys written out."""
-    return [
-        spell_out(argument, shorthands) for argument in arguments if argument not in HELP and not argument.startswith("debug=")
-    ]
-
-
-def spell_out(argument: str, shorthands: Mapping[str, str]) -> str:
-    """An argument with its short key written out."""
-    key, separator, value = argument.partition("=")
-    return f"{shorthands.get(key, key)}{separator}{value}"
+    """The key=value arguments that belong to the recipe, short keys written out."""
+    keys = []
+    for argument in arguments:
+        key, separator, value = argument.partition("=")
+        if argument not in HELP and key != "debug":
+            keys.append(f"{shorthands.get(key, key)}{separator}{value}")
+    return keys
 
 
 def check_writable(folder: Path, key: str) -> None:

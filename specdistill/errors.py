@@ -1,4 +1,4 @@
-"""What a command says when it cannot do what was asked, and the exit code it leaves."""
+"""Errors that a command reports in one line, and its exit codes."""
 
 import copyreg
 import difflib
@@ -22,7 +22,7 @@ class ExitCode(IntEnum):
 
 
 class ReportedError(Exception):
-    """One that a command says in a line. It is pickled whole, for a process that prepares rows to tell the one that waits for it."""
+    """One that a command reports in one line. It is pickled whole: processes that prepare rows pass it to the one that waits for them."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
@@ -49,9 +49,9 @@ class ResourceError(ReportedError):
 
 
 def explain(error: UserError | ResourceError | KeyboardInterrupt, *, debug: bool = False) -> ExitCode:
-    """Say on stderr, in one line, what went wrong (with the traceback when debugging); returns the exit code that goes with it.
+    """Print one line on stderr that says what went wrong (debug: after the traceback); returns the exit code.
 
-    What all processes of a launch find alike, the first on each machine says: its launcher ends the others before they do.
+    Of an error that all processes of a launch find, the first process on each machine prints it: its launcher then ends the others.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(SECONDS_APART)
@@ -68,10 +68,10 @@ def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def beside(key: str, name: str) -> str:
-    """The key `name` of the section that another key stands in, for messages of what several commands call: they have their own sections.
+def sibling_key(key: str, name: str) -> str:
+    """The key `name` in the section of another key, for messages of code that several commands call, each with its own sections.
 
-    >>> beside("eval.draft", "draft_context"), beside("draft", "draft_context")
+    >>> sibling_key("eval.draft", "draft_context"), sibling_key("draft", "draft_context")
     ('eval.draft_context', 'draft_context')
     """
     return f"{key[: key.rfind('.') + 1]}{name}"

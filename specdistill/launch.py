@@ -1,8 +1,8 @@
 """`specdistill train … launch=NAME`: the script in several processes, started by accelerate's own launcher.
 
 A name is a file of `accelerate_configs/`, which the wheel carries. What is refused here would otherwise start processes that fail one by
-one, or wait for each other. The exit code is that of the process that failed first. SIGTERM and SIGINT reach every process; only to a
-single one in a terminal's foreground is a SIGINT not passed on, since the terminal's Ctrl-C reaches it directly.
+one, or wait for each other. The exit code is that of the process that failed first. SIGTERM and SIGINT reach every process; in a terminal's
+foreground a single process gets SIGINT from Ctrl-C itself, so it is not passed on.
 """
 
 import logging
@@ -13,17 +13,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from itertools import compress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import yaml
 
-from specdistill.errors import ExitCode, ResourceError, UserError, nearest, one_line
-from specdistill.project import LAUNCHES, ROOT
+from specdistill.errors import ExitCode, ResourceError, UserError, one_line
+from specdistill.project import LAUNCHES, ROOT, find_yaml
 from specdistill.recipe.fields import ReadWhen, Section, option
-from specdistill.recipe.load import load_recipe, validate
+from specdistill.recipe.load import validate
 
 LAUNCHED = ReadWhen("with launch=…", lambda it: it.launch is not None)
 OF_ACCELERATE = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
@@ -34,14 +33,14 @@ class LaunchOptions(Section):
         None, "start it with accelerate: a name under accelerate_configs/, or a YAML file; null: in this process"
     )
     num_processes: int | None = option(
-        None, "of all machines together, one for each GPU; null: the configuration's", ge=1, read_when=LAUNCHED
+        None, "processes on all machines together, one for each GPU; null: the configuration's", ge=1, read_when=LAUNCHED
     )
     num_machines: int | None = option(None, "null: the configuration's", ge=1, read_when=LAUNCHED)
-    machine_rank: int | None = option(None, "of several machines this one, from 0", ge=0, read_when=LAUNCHED)
-    main_process_ip: str | None = option(None, "of several machines the address of machine 0", read_when=LAUNCHED)
+    machine_rank: int | None = option(None, "rank of this machine, from 0", ge=0, read_when=LAUNCHED)
+    main_process_ip: str | None = option(None, "address of machine 0", read_when=LAUNCHED)
     main_process_port: int | None = option(
         None,
-        "through which processes meet; null: the configuration's, else any on one machine, 29500 on several",
+        "port where the processes meet; null: the configuration's, else any on one machine, 29500 on several",
         ge=1,
         le=65535,
         read_when=LAUNCHED,
@@ -49,13 +48,6 @@ class LaunchOptions(Section):
 
 
 IN_THIS_PROCESS = LaunchOptions()
-
-
-def launch_options(arguments: Sequence[str]) -> tuple[LaunchOptions, list[str]]:
-    """How to launch, and the arguments that do not say so."""
-    is_launch = [argument.partition("=")[0] in LaunchOptions.model_fields for argument in arguments]
-    others = [argument for argument, of_launch in zip(arguments, is_launch, strict=True) if not of_launch]
-    return load_recipe(LaunchOptions, list(compress(arguments, is_launch))), others
 
 
 def run_script(script: str, arguments: list[str], options: LaunchOptions = IN_THIS_PROCESS) -> int:
@@ -73,13 +65,13 @@ def launch(script: Path, arguments: Sequence[str], options: LaunchOptions) -> in
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    configuration = find_configuration(str(options.launch))
+    configuration = find_yaml(str(options.launch), LAUNCHES, "launch")
     given = {name: value for name in OF_ACCELERATE if (value := getattr(options, name)) is not None}
     launching = _checked(configuration, given)
     flags = [f"--config_file={configuration}", *(f"--{name}={value}" for name, value in launching.items())]
     command = [*flags, str(script), *arguments]
     print(f"$ accelerate launch {shlex.join(command)}", flush=True)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it would say is said below
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its messages are replaced by those below
     for number in (signal.SIGTERM, signal.SIGINT):  # for several processes torch sets handlers of its own; for one nobody does
         signal.signal(number, _forward)
     try:
@@ -94,16 +86,6 @@ def launch(script: Path, arguments: Sequence[str], options: LaunchOptions) -> in
     return ExitCode.DONE
 
 
-def find_configuration(name: str) -> Path:
-    """A launch configuration's path: the path itself, or a name under `accelerate_configs/` without the ending."""
-    for candidate in (Path(name), LAUNCHES / f"{name}.yaml"):
-        if candidate.is_file():
-            return candidate
-    known = sorted(path.stem for path in LAUNCHES.glob("*.yaml"))
-    expected = f"a YAML file of accelerate, or one of {', '.join(known)}"
-    raise UserError("launch", got=repr(name), expected=expected, nearest=nearest(name, known))
-
-
 def check_devices(num_processes: int, key: str) -> None:
     """Raises UserError for more processes on this machine than it has GPUs; without one they share its cores."""
     import torch
@@ -115,12 +97,12 @@ def check_devices(num_processes: int, key: str) -> None:
 
 
 def _checked(configuration: Path, given: dict[str, Any]) -> dict[str, Any]:
-    """What accelerate is told beside its configuration. Raises UserError for processes that cannot start, or could not meet."""
-    from accelerate.utils import DistributedType, is_cuda_available, is_deepspeed_available, is_port_in_use
+    """What accelerate is told in addition to its configuration. Raises UserError for processes that cannot start, or could not meet."""
+    from accelerate.utils import DistributedType, is_deepspeed_available, is_port_in_use
 
     settings, named = _read(configuration)
     if settings.distributed_type == DistributedType.DEEPSPEED and not is_deepspeed_available():
-        expected = "DeepSpeed beside torch: DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed"
+        expected = "DeepSpeed: DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed"
         raise UserError("launch", got=f"{configuration.stem} without DeepSpeed", expected=expected)
     chosen = validate(LaunchOptions, {"launch": str(configuration), **named, **given}, f"{configuration}: ")
     processes, machines = chosen.num_processes or settings.num_processes, chosen.num_machines or 1
@@ -142,8 +124,6 @@ def _checked(configuration: Path, given: dict[str, Any]) -> dict[str, Any]:
     if port and rank == 0 and is_port_in_use(port):
         expected = "a free port, the same on every machine"
         raise UserError("main_process_port", got=f"{port}, which another program on this machine uses", expected=expected)
-    if not is_cuda_available() and processes // machines > (cores := len(os.sched_getaffinity(0))):
-        print(f"warning: {processes // machines} processes share {cores} CPU core{'s' * (cores > 1)}", file=sys.stderr)
     return {**given, "main_process_port": port}
 
 
@@ -174,7 +154,7 @@ def _exit_code(code: int, process: str) -> int:
 
 
 def _forward(number: int, _frame: FrameType | None) -> None:
-    """Pass a signal on to the processes that this one has started, but for a terminal's Ctrl-C, which they get as well."""
+    """Pass a signal on to this process's children, except a terminal's Ctrl-C, which reaches them anyway."""
     import psutil
 
     if number == signal.SIGINT and _in_foreground():

@@ -1,4 +1,4 @@
-"""What to type next, from the runs that lie in a folder: `specdistill` without a verb says it."""
+"""What to type next, from the runs in a folder: `specdistill` without a verb prints it."""
 
 import shlex
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 from specdistill.recipe.load import merged
 
-# Where runs lie: `train.output_dir`, as commands and recipes name it.
+# Where runs are: `train.output_dir`, as commands and recipes name it.
 RUNS = ("*/run/recipe.yaml", "runs/*/run/recipe.yaml", "runs/*/*/run/recipe.yaml")
 TO_START = [
     "specdistill demo                             # a draft for the target that ships: offline, minutes on a CPU",
@@ -15,7 +15,7 @@ TO_START = [
 
 
 def next_step(folder: Path) -> tuple[str, list[str]]:
-    """Where the run that was worked on last stands, in a sentence, and the commands that take it on; paths are relative to `folder`.
+    """The state of the run that was worked on last, in a sentence, and the commands that continue it; paths are relative to `folder`.
 
     Raises UserError for a recipe or a report that cannot be read.
     """
@@ -27,7 +27,7 @@ def next_step(folder: Path) -> tuple[str, list[str]]:
     if recipe["train"]["output_dir"] != str(name):  # it was trained from another folder, or moved
         again.append(f"train.output_dir={name}")
     if not (run / "draft").is_dir():
-        return f"{name} is not trained to its end. This goes on, with the launch=… that it had:", [_command("train", *again)]
+        return f"Training of {name} is incomplete. Resume with (same launch=… as before):", [_command("train", *again)]
 
     wanted = {"target": recipe["target"]["model"]}
     wanted |= {f"target.{key}": value for key in ("revision", "adapter") if (value := recipe["target"].get(key))}
@@ -35,7 +35,7 @@ def next_step(folder: Path) -> tuple[str, list[str]]:
     names_prompts = recipe["eval"].get("suite") or wanted["target"] == "pico"
     prompts = [] if names_prompts else ["eval.suite=path/to/prompts.jsonl"]
     if not (reports := _reports(run)):
-        return f"{name} is trained, and not measured:", [_command("eval", *again, *prompts)]
+        return f"{name} is trained and not measured. Next:", [_command("eval", *again, *prompts)]
 
     from specdistill.report import phrases  # here, and not above, because it is slow to import
     from specdistill.report.files import read_report
@@ -43,13 +43,15 @@ def next_step(folder: Path) -> tuple[str, list[str]]:
     report, _ = read_report(reports[-1])
     verdict = report["gate"]["verdict"]
     if report.get("incomplete"):
-        return f"{name} was not measured to the end:", [_command("eval", *again, *prompts)]
+        return f"Measurement of {name} is incomplete. Next:", [_command("eval", *again, *prompts)]
     if verdict is None:
-        return f"{name} is measured, and not judged:", [_command("gate", f"report={name / 'report'}", "gates=default")]
+        return f"{name} has a report but no gate verdict. Next:", [
+            _command("gate", f"report={name / 'report'}", "gates=default")
+        ]
     if verdict == "failed":
-        said = f"{name} failed its gate. {phrases.failed_rules(report)} Is the draft sound?"
+        message = f"{name} failed its gate. {phrases.failed_rules(report)} Check the draft:"
         code = ["target.trust_remote_code=true"] if recipe["target"].get("trust_remote_code") else []
-        return said, [_command("doctor", f"draft={name / 'draft'}", *target, *code)]
+        return message, [_command("doctor", f"draft={name / 'draft'}", *target, *code)]
     if verdict == "inconclusive":
         needed = [rule["prompts_needed"] for rule in report["gate"]["rules"] if rule["prompts_needed"]]
         enough = bool(needed) and max(needed) <= report["suite"]["num_prompts"]
@@ -72,7 +74,7 @@ def _latest(folder: Path) -> tuple[Path | None, dict[str, Any]]:
 
 
 def _reports(run: Path) -> list[Path]:
-    """What `eval` and `gate` left of a run, the oldest first."""
+    """The reports that `eval` and `gate` wrote for a run, the oldest first."""
     return sorted([*run.glob("report/report.json"), *run.glob("report/*/report.json")], key=_age)
 
 

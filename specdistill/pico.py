@@ -2,7 +2,7 @@
 
 Every Python installation carries it, so pico can be trained, distilled for and measured with no network. Modules are split into `train`
 and `validation` by a hash of their path, so that a module's split does not depend on the others. Generated tables (`encodings`,
-`pydoc_data`) and tests are left out. Licence of the text: PSF-2.0.
+`pydoc_data`) and tests are excluded. Licence of the text: PSF-2.0.
 """
 
 import ast
@@ -27,14 +27,14 @@ MAX_CHAT_CHARACTERS = 1_600
 
 @dataclass(frozen=True)
 class Module:
-    """One standard-library module: its path relative to the library, as `json/decoder.py`, and its text."""
+    """One standard-library module: its path relative to the library, e.g. `json/decoder.py`, and its text."""
 
     name: str
     text: str
 
 
 def rows(split: str) -> tuple[str, Callable[[], Iterator[dict[str, Any]]]]:
-    """The source `pico` of `specdistill.produce.sources`: a fingerprint of a split's text, and what yields its rows."""
+    """The source `pico` of `specdistill.produce.sources`: a fingerprint of a split's text, and a function that yields its rows."""
     if split not in get_args(Split):
         raise UserError("data.split", got=split, expected=" or ".join(get_args(Split)), nearest=nearest(split, get_args(Split)))
     modules = standard_library(split)  # type: ignore[arg-type]
@@ -54,9 +54,9 @@ def split_of(name: str) -> Split:
     return "validation" if int.from_bytes(digest[:4], "big") % VALIDATION_SHARE == 0 else "train"
 
 
-def standard_library(split: Split, root: Path | None = None) -> list[Module]:
-    """The modules of one split, sorted by name. `root` defaults to the running interpreter's library."""
-    root = root or Path(sysconfig.get_paths()["stdlib"])
+def standard_library(split: Split) -> list[Module]:
+    """The modules of one split of the running interpreter's library, sorted by name."""
+    root = Path(sysconfig.get_paths()["stdlib"])
     modules = []
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)

@@ -1,7 +1,7 @@
-"""The processes of one launch before their first step: they wait for one another, and find they hold the same.
+"""The processes of one launch before their first step: they wait for one another, and check that they hold the same.
 
 A step's collectives give up on a late process within minutes (`train.ddp_timeout`); preparing takes hours. So this waits in a group of its
-own, over gloo, whose connections tell at once that a process has ended.
+own, over gloo, whose connections fail at once when a process has ended.
 """
 
 import socket
@@ -56,7 +56,7 @@ def collectives(next_step: str) -> Iterator[None]:
 
 
 def _who_is_missing(error: RuntimeError) -> str:
-    """In torch's words: the first process says which do not come, the others refer to it."""
+    """torch's message: in the first process it names the ranks that are missing, in the others it refers to that process."""
     try:
         distributed.monitored_barrier(_group(), timeout=timedelta(seconds=COMES_WITHIN), wait_all_ranks=True)
     except RuntimeError as named:
@@ -65,19 +65,15 @@ def _who_is_missing(error: RuntimeError) -> str:
 
 
 def of_all(own: Any) -> list[Any]:
-    """What each process passes, in their order; returns when all have come here. Raises ResourceError when one of them has ended, or
-    cannot be reached.
-    """
-    return _gathered(own, _group()) if are_several() else [own]
-
-
-def _gathered(own: Any, group: Any) -> list[Any]:
-    found: list[Any] = [None] * distributed.get_world_size(group)
+    """What each process passes, by rank; returns when all have called it. Raises ResourceError when one has ended or is unreachable."""
+    if not are_several():
+        return [own]
+    found: list[Any] = [None] * distributed.get_world_size()
     try:
-        distributed.all_gather_object(found, own, group=group)
+        distributed.all_gather_object(found, own, group=_group())
     except RuntimeError as error:  # a connection that was closed, or never made
         why = f"another process of this launch has ended or cannot be reached ({str(error).splitlines()[0][:200]})"
-        next_step = "what it said tells why; between machines of several networks, GLOO_SOCKET_IFNAME names the one to take"
+        next_step = "its own output says why; between machines with several networks, GLOO_SOCKET_IFNAME selects one"
         raise ResourceError(why, next_step=next_step) from error
     return found
 

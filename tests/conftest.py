@@ -8,8 +8,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,38 +29,8 @@ def pytest_collection_finish() -> None:
     gc.unfreeze = lambda: None
 
 
-# What `make test` leaves out, and what runs it. The first three are long, too.
-TIERS = {
-    "engines": "make test-engines",
-    "every_pair": "make test-launches ARGS=all",
-    "launches": "make test-launches",
-    "long": "make test-long",
-}
-LEFT_OUT = pytest.StashKey[Counter[str]]()
-
-
-def pytest_deselected(items: Sequence[pytest.Item]) -> None:
-    left_out = items[0].config.stash.setdefault(LEFT_OUT, Counter())
-    left_out.update(tier for item in items if (tier := next(filter(item.get_closest_marker, TIERS), None)))
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["left_out"] = dict(session.config.stash.get(LEFT_OUT, Counter()))
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    """Keep what a worker left out; each collects all tests."""
-    node.config.stash[LEFT_OUT] = Counter(getattr(node, "workeroutput", {}).get("left_out", {}))
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
+def pytest_unconfigure() -> None:
     shutil.rmtree(CACHE, ignore_errors=True)
-    left_out, terminal = config.stash.get(LEFT_OUT, Counter()), config.pluginmanager.get_plugin("terminalreporter")
-    if left_out and terminal:
-        tiers = ", ".join(f"{left_out[tier]} {tier} ({command})" for tier, command in TIERS.items() if left_out[tier])
-        terminal.write_line(f"Left out: {tiers}. `make test-all` runs what CI runs.")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -76,7 +45,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Prompts, conversations and a small trained model: SPECDISTILL_TEST_DATA, or ../shared/data beside the repository."""
+    """Prompts, conversations and a small trained model: SPECDISTILL_TEST_DATA, or ../shared/data next to the repository."""
     folder = Path(os.environ.get("SPECDISTILL_TEST_DATA", ROOT.parent / "shared" / "data"))
     if not folder.is_dir():
         pytest.skip(f"no test data at {folder}; set SPECDISTILL_TEST_DATA")
@@ -96,7 +65,7 @@ def target() -> Any:
 
 @pytest.fixture
 def simulated_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """time.perf_counter() goes on by about a millisecond whenever it is read, so that timings do not depend on the machine.
+    """time.perf_counter() advances by about a millisecond whenever it is read, so that timings do not depend on the machine.
 
     The steps spread by a fifth, the same in every run; what is returned starts them again.
     """

@@ -20,7 +20,7 @@ def read(page: Path) -> str:
     return page.read_text(encoding="utf-8")
 
 
-def examples_left_out(page: Path) -> str:
+def without_examples(page: Path) -> str:
     """A page without its blocks of plain text, where mistakes are shown."""
     return re.sub(r"```text\n.*?```", "", read(page), flags=re.DOTALL)
 
@@ -33,7 +33,7 @@ def keys_of(verb: str) -> frozenset[str]:
         return keys_of("train") | ast.literal_eval(shorthands).keys()
     if verb == "gate":
         return frozenset(
-            re.findall(r"^    (\w+): .* = (?:option|like)\(", read(ROOT / "specdistill" / "gate" / "again.py"), re.MULTILINE)
+            re.findall(r"^    (\w+): .* = (?:option|like)\(", read(ROOT / "specdistill" / "gate" / "decide.py"), re.MULTILINE)
         )
     with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
         main([verb, "--help"])

@@ -24,7 +24,7 @@ Config = dict[str, Any]
 OWN_SIZES = {"depth": 2, "out_hidden_size": 64, "fullatt_block_indexes": [1], "deepstack_visual_indexes": []}
 KEPT = {"max_position_embeddings", "model_max_length"}
 # What quantized a published checkpoint: a tiny one has plain weights.
-LEFT_OUT = {"quantization_config", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
+REMOVED = {"quantization_config", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
 SURER = 4.0  # times the head's weights: so few outcomes are likely that a few draws test sampling
 
 
@@ -106,7 +106,7 @@ def tiny_config(published: Config, tokenizer: PreTrainedTokenizerFast, num_layer
 
 
 def _shrunk(config: Config, vocabulary: Config, num_layers: int) -> Config:
-    own = {name: _smaller(name, value) for name, value in config.items() if name not in LEFT_OUT}
+    own = {name: _smaller(name, value) for name, value in config.items() if name not in REMOVED}
     own |= {name: value for name, value in {**vocabulary, "num_hidden_layers": num_layers}.items() if name in own}
     own |= {name: _shrunk(part, vocabulary, num_layers) for name, part in own.items() if name.endswith("_config") and part}
     if own.get("kv_lora_rank"):  # multi-head latent attention has a key for each head

@@ -6,8 +6,6 @@ import pytest
 
 from specdistill.cli import VERBS, main
 from specdistill.credentials import secret_in
-from specdistill.methods.recipe import Recipe
-from specdistill.recipe.load import load_recipe
 from tests.refusals import refused_key
 
 TOKEN = "hf_" + "abCD12" * 6
@@ -70,8 +68,3 @@ def test_a_recipe_holds_none_either(
     error = capsys.readouterr().err
     assert TOKEN not in error and "me:pass" not in error and refused_key(error) == key
     assert not (tmp_path / "run").exists()
-
-
-def test_what_is_no_secret_is_loaded() -> None:
-    keys = ["target.model=org/name", "train.output_dir=runs/x", "eval.baseline=org/draft@v1.2"]
-    assert load_recipe(Recipe, keys).eval.baseline == "org/draft@v1.2"

@@ -4,7 +4,7 @@ import re
 import tomllib
 
 from specdistill.project import RECIPES, ROOT
-from tests.documented import commands, examples_left_out, keys_of, read, unknown_keys
+from tests.documented import commands, keys_of, read, unknown_keys, without_examples
 
 PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")] + sorted((ROOT / "docs").glob("*.md"))
 OF_TODAY = [page for page in PAGES if page.name != "CHANGELOG.md"]  # which also names what is gone
@@ -55,7 +55,7 @@ def test_recipes_exist() -> None:
 
 def test_commands_take_the_keys_that_they_are_given() -> None:
     for page in OF_TODAY:
-        found = commands(examples_left_out(page))
+        found = commands(without_examples(page))
         assert [f"specdistill {verb} … {key}=" for verb, keys in found for key in unknown_keys(verb, keys)] == [], page
 
 
@@ -64,7 +64,7 @@ def test_recipe_keys_exist() -> None:
     key = re.compile(rf"(?<![\w./-])((?:{'|'.join(SECTIONS)})\.[a-z_]+(?:\.[a-z_]+)*)(?![\w/(-])")
     files = (".py", ".md", ".yaml", ".json", ".jsonl")
     for page in OF_TODAY:
-        named = key.findall(examples_left_out(page))
+        named = key.findall(without_examples(page))
         assert [key for key in named if key not in known and not key.endswith(files)] == [], page
 
 

@@ -21,8 +21,8 @@ from accelerate.utils.other import get_free_port
 
 from specdistill.cli import main
 from specdistill.errors import ResourceError, explain
-from specdistill.launch import LaunchOptions, find_configuration, launch
-from specdistill.project import ROOT
+from specdistill.launch import LaunchOptions, launch
+from specdistill.project import LAUNCHES, ROOT, find_yaml
 from specdistill.recipe.load import load_recipe
 from tests.processes import fork
 
@@ -80,12 +80,20 @@ def left_by(folder: Path) -> set[str]:
 
 
 @pytest.mark.distributed
-def test_the_exit_code_is_that_of_the_process_that_failed(tmp_path: Path) -> None:
-    run = start(tmp_path, "code", "launch=ddp", "num_processes=2")
+@pytest.mark.parametrize(
+    ("end", "keys", "message"),
+    [
+        ("code", ["launch=ddp", "num_processes=2"], ""),
+        ("killed", ["launch=cpu"], "error: the process was killed by SIGKILL; the same command resumes"),
+    ],
+)
+def test_the_exit_code_is_that_of_the_process_that_failed(end: str, keys: list[str], message: str, tmp_path: Path) -> None:
+    run = start(tmp_path, end, *keys)
     run.join()
     assert run.exitcode == 3
-    assert [line for line in (tmp_path / "said").read_text().splitlines() if "CPU core" not in line] == []
-    assert {"0-of-2", "1-of-2"} <= left_by(tmp_path)
+    found = (tmp_path / "said").read_text()
+    assert message in found if message else not found
+    assert end == "killed" or {"0-of-2", "1-of-2"} <= left_by(tmp_path)
 
 
 @pytest.mark.distributed
@@ -105,7 +113,7 @@ def test_a_signal_reaches_every_process(keys: list[str], number: int, tmp_path: 
 @pytest.mark.distributed
 def test_a_terminal_interrupts_a_single_process_once(tmp_path: Path) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork while threads run
         process, terminal = pty.fork()
     if process == 0:
         os._exit(launched(tmp_path, "terminal", "launch=cpu"))
@@ -114,14 +122,6 @@ def test_a_terminal_interrupts_a_single_process_once(tmp_path: Path) -> None:
     os.waitpid(process, 0)
     os.close(terminal)
     assert (tmp_path / "0-signal-2").read_text(encoding="utf-8") == "x"
-
-
-@pytest.mark.distributed
-def test_a_killed_process_is_named(tmp_path: Path) -> None:
-    run = start(tmp_path, "killed", "launch=cpu")
-    run.join()
-    assert run.exitcode == 3
-    assert "error: the process was killed by SIGKILL; the same command resumes" in (tmp_path / "said").read_text()
 
 
 @pytest.fixture
@@ -194,7 +194,7 @@ TWO_MACHINES = ONE_MACHINE | {"num_machines": 2, "machine_rank": 1, "main_proces
 def test_what_a_configuration_names_is_used(
     settings: dict[str, Any], keys: list[str], understood: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What accelerate itself makes of the file and of what it is told beside it; a port of 0 is any that is free."""
+    """What accelerate itself makes of the file and of what it is told in addition; a port of 0 is any that is free."""
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
     started = []
     monkeypatch.setattr("accelerate.commands.launch.launch_command", lambda it: started.append(_validate_launch_command(it)[0]))
@@ -225,7 +225,7 @@ def test_the_examples_of_schedulers_start_this_machine(inside: str, environment:
     command = ["bash", "-c", example]
     verb, _, *keys = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
     options = load_recipe(LaunchOptions, keys)
-    assert verb == "train" and find_configuration(options.launch).name == "ddp_multinode.yaml"
+    assert verb == "train" and find_yaml(options.launch, LAUNCHES, "launch").name == "ddp_multinode.yaml"
     assert (options.num_machines, options.num_processes, options.machine_rank, options.main_process_ip) == (2, 16, 1, "node0")
 
 
@@ -247,13 +247,3 @@ def test_machines_with_different_recipes_are_refused(tmp_path: Path) -> None:
         assert run.returncode == 2, said
         (line,) = re.findall("error: .*", said)
         assert line.startswith("error: train.max_steps: got 3 in process 1 on ") and ", expected 2, as in process 0 on " in line
-
-
-def test_more_processes_than_cores_are_a_warning(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accelerate.utils.is_cuda_available", lambda: False)
-    monkeypatch.setattr("accelerate.commands.launch.launch_command", lambda arguments: None)
-    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    for processes, said in ((2, ""), (3, "warning: 3 processes share 2 CPU cores\n")):
-        assert main(["train", "recipe=pico/eagle3", "launch=ddp", f"num_processes={processes}"]) == 0
-        assert capsys.readouterr().err == said

@@ -22,6 +22,7 @@ TESTED_ELSEWHERE = {
     "engines/completions": "produce/test_server_backend.py",
     "pico": "produce/test_sources.py",
     "train": "train/test_eagle.py",
+    "export": "export/test_export.py",
     "measurement/evaluate": "eval/test_run_script.py",
     "*/command": "test_cli.py",
     "comparison/measure": "eval/test_compare_script.py",

@@ -77,9 +77,9 @@ PUBLISH = "specdistill publish run=runs/mine repo=org/name baseline=none"
 @pytest.mark.parametrize(
     ("reach", "steps", "fact"),
     [
-        (lambda run: None, [TRAIN], "not trained"),
+        (lambda run: None, [TRAIN], "incomplete"),
         (trained, [f"{EVAL} eval.suite=path/to/prompts.jsonl"], "not measured"),
-        (measured, ["specdistill gate report=runs/mine/report gates=default"], "not judged"),
+        (measured, ["specdistill gate report=runs/mine/report gates=default"], "no gate verdict"),
         (lambda run: measured(run, PASSES, incomplete="a server died"), [f"{EVAL} eval.suite=path/to/prompts.jsonl"], ""),
         (lambda run: measured(run, FAILS), [DOCTOR], "mean_acceptance_length"),
         (lambda run: measured(run, CANNOT_TELL), [f"{EVAL} eval.suite=path/to/more/prompts.jsonl"], "mean_acceptance_length"),
@@ -95,22 +95,24 @@ def test_the_next_step(
     assert found == steps and "runs/mine" in sentence and fact in sentence
 
 
-def test_prompts_that_the_recipe_names_are_not_asked_for(in_empty_folder: Path, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(
+    ("keys", "reach", "step"),
+    [
+        ("eval.suite=mt-bench", trained, EVAL),
+        ("publish.repo=me/mine", lambda run: measured(run, PASSES), "specdistill publish run=runs/mine baseline=none"),
+        ("target.trust_remote_code=true", lambda run: measured(run, FAILS), f"{DOCTOR} target.trust_remote_code=true"),
+    ],
+)
+def test_what_the_recipe_names_is_kept(
+    keys: str, reach: Callable[[Path], None], step: str, in_empty_folder: Path, capsys: pytest.CaptureFixture[str]
+):
     del in_empty_folder
-    trained(interrupted("runs/suite", "eval.suite=mt-bench"))
-    assert said(capsys)[1] == ["specdistill eval recipe=runs/suite/run/recipe.yaml"]
-
-
-def test_what_the_recipe_says_of_repository_and_code_is_kept(in_empty_folder: Path, capsys: pytest.CaptureFixture[str]):
-    run = interrupted("runs/mine", "publish.repo=me/mine", "target.trust_remote_code=true", "eval.suite=mine.jsonl")
-    measured(run, PASSES)
-    assert said(capsys)[1][1] == "specdistill publish run=runs/mine baseline=none"
-    measured(run, FAILS)
-    assert said(capsys)[1] == [f"{DOCTOR} target.trust_remote_code=true"]
+    reach(interrupted("runs/mine", keys))
+    assert said(capsys)[1][-1] == step
 
 
 def test_the_last_verdict_counts(run: Path, capsys: pytest.CaptureFixture[str]):
-    """`specdistill gate` leaves its verdict beside the report that it judged; a newer measurement makes that one old."""
+    """`specdistill gate` writes its verdict next to the report that it judged; a newer measurement replaces it."""
     measured(run, age=20)
     measured(run, FAILS, place="report/release", age=10)
     assert said(capsys)[1] == [DOCTOR]

@@ -15,10 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from specdistill import __version__
-from specdistill.methods.recipe import Recipe
 from specdistill.project import ROOT
-from specdistill.recipe.load import load_recipe
-from specdistill.training.arguments import training_arguments
 from tests.refusals import refused_key
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -50,15 +47,15 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path):
 
 def test_wheel_carries_recipes_scripts_suites_and_assets(wheel: Path):
     names = set(zipfile.ZipFile(wheel).namelist())
-    beside = in_repository("recipes", ".yaml") | in_repository("accelerate_configs", ".yaml") | in_repository("train", ".py")
-    beside |= in_repository("eval", ".py", ".yaml", ".jsonl")
-    assert {f"specdistill/_project/{name}" for name in beside} <= names
+    shipped = in_repository("recipes", ".yaml") | in_repository("accelerate_configs", ".yaml") | in_repository("train", ".py")
+    shipped |= in_repository("eval", ".py", ".yaml", ".jsonl")
+    assert {f"specdistill/_project/{name}" for name in shipped} <= names
     assert in_repository("specdistill", ".py", ".json", ".html", ".css", ".js", ".jinja", ".j2", ".md", ".safetensors") <= names
 
 
 @pytest.fixture(scope="module")
 def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The package as pip puts it beside others."""
+    """The package as pip installs it."""
     folder = tmp_path_factory.mktemp("site")
     zipfile.ZipFile(wheel).extractall(folder)
     return folder
@@ -137,7 +134,7 @@ def test_newest_entry_of_the_changelog_is_this_version():
 
 
 def make(*arguments: str) -> list[str]:
-    """The lines that make prints when a person starts it: what a surrounding `make test` hands down is left out."""
+    """The lines that make prints when a person starts it: what a surrounding `make test` hands down is removed."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     line = ["make", *arguments]
     return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True, env=environment).stdout.splitlines()
@@ -168,11 +165,3 @@ def test_readme_starts_with_the_two_commands():
     commands = [line.split("#")[0].strip() for line in first[1].splitlines()]
     assert commands[-2:] == ["make demo", "make test"]
     assert readme.index("make demo") < 600
-
-
-def test_recipe_to_begin_with_loads(tmp_path: Path):
-    page = (ROOT / "docs" / "your-target.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
-    (tmp_path / "mine.yaml").write_text(example, encoding="utf-8")
-    recipe = load_recipe(Recipe, [f"recipe={tmp_path / 'mine.yaml'}"])
-    training_arguments({**recipe.train, "output_dir": str(tmp_path)}, use_cpu=True)

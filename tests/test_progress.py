@@ -1,21 +1,11 @@
 """Progress on a terminal is a bar; in a log file it is few lines."""
 
-import os
-import pty
-import subprocess
 import sys
 
 import pytest
 
 from specdistill import progress as module
 from specdistill.progress import hide_bars_of_transformers, progress
-
-COUNTED = """
-from specdistill.progress import progress
-with progress("measuring", 50, "prompts") as advance:
-    for _ in range(50):
-        advance()
-"""
 
 
 @pytest.fixture
@@ -28,20 +18,13 @@ def clock(monkeypatch):
 
 def test_a_log_has_a_line_every_thirty_seconds_and_a_last_one(clock, capsys):
     with progress("measuring", 600, "prompts") as advance:
-        for _ in range(600):
-            clock[0] += 0.5
-            advance()
+        for _ in range(300):
+            clock[0] += 1
+            advance(2)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 300 / 30  # at 300 s the last line stands for the tenth
     assert lines[0] == "measuring: 60 of 600 prompts, 0:04:30 left"
     assert lines[-1] == "measuring: 600 of 600 prompts, took 0:05:00"
-
-
-def test_a_short_task_leaves_one_line(capsys):
-    with progress("tokenizing", 1000, "rows") as advance:
-        for _ in range(10):
-            advance(100)
-    assert capsys.readouterr().err.splitlines() == ["tokenizing: 1000 of 1000 rows, took 0:00:00"]
 
 
 def test_a_task_that_fails_leaves_the_word_to_its_error(capsys):
@@ -71,21 +54,11 @@ def test_without_a_terminal_transformers_shows_no_bars_of_its_own(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_terminal_shows_a_bar():
-    ours, theirs = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", COUNTED], stderr=theirs, env=environment, check=True)
-    os.close(theirs)
-    shown = b""
-    while True:
-        try:
-            chunk = os.read(ours, 65536)
-        except OSError:  # all is read, and the other end is closed
-            break
-        if not chunk:
-            break
-        shown += chunk
-    os.close(ours)
-    text = shown.decode()
-    assert "━" in text and "50/50" in text and "\x1b[" in text
-    assert "took" not in text
+def test_a_terminal_shows_a_bar(monkeypatch, capsys):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with progress("measuring", 50, "prompts") as advance:
+        for _ in range(50):
+            advance()
+    shown = capsys.readouterr().err
+    assert "━" in shown and "50/50" in shown and "\x1b[" in shown and "took" not in shown

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from specdistill import command
 from specdistill.pico import standard_library
 from specdistill.project import ROOT
-from specdistill.recipe.sections import TargetRecipe
 from specdistill.training.optimizer import MuonAdamW
 from specdistill.training.resumable import ResumableTrainer
 from specdistill.training.run import TrainingRun
@@ -22,6 +21,7 @@ from specdistill.training.run import TrainingRun
 sys.path.append(str(ROOT))  # what makes pico is next to its recipes, and no part of the library
 from recipes.pico.card import write_card
 from recipes.pico.corpus import curriculum, documents, llama_config, token_stream, train_tokenizer
+from recipes.pico.recipe import TargetRecipe
 
 
 def main(recipe: TargetRecipe) -> None:

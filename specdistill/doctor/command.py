@@ -14,7 +14,7 @@ from specdistill.errors import ExitCode, UserError
 from specdistill.methods.recipe import eval_keys_of_methods, options_by_method
 from specdistill.recipe.fields import ReadWhen, Section, default_of, like, one_of, option, section
 from specdistill.recipe.load import load_recipe
-from specdistill.recipe.sections import Attention, TargetConfig
+from specdistill.recipe.sections import AttentionImplementation, TargetConfig
 
 if TYPE_CHECKING:
     from specdistill.doctor.diagnosis import Diagnosis
@@ -32,7 +32,7 @@ class ExaminedTarget(Section):
     revision: str | None = like(TargetConfig, "revision")
     adapter: str | None = like(TargetConfig, "adapter", read_when=WITH_TARGET)
     dtype: Literal["float32", "bfloat16", "float16"] = like(TargetConfig, "dtype", read_when=WITH_TARGET)
-    attn: Attention | None = like(TargetConfig, "attn", read_when=WITH_TARGET)
+    attn: AttentionImplementation | None = like(TargetConfig, "attn", read_when=WITH_TARGET)
     device_map: str | None = like(TargetConfig, "device_map", read_when=WITH_TARGET)
     trust_remote_code: bool = like(TargetConfig, "trust_remote_code", read_when=WITH_TARGET)
 

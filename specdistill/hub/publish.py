@@ -18,9 +18,9 @@ from specdistill.engines.loader import check_loader, loader_of
 from specdistill.errors import UserError
 from specdistill.export import export, samples_drafts
 from specdistill.hub.card import CardContents, model_card
+from specdistill.hub.command import PublishOptions
 from specdistill.hub.evidence import DRAFT, PROVENANCE, RECIPE, Release, check_finished, read_release
 from specdistill.hub.licenses import CARD, TEXTS, Licensed, forbidden, license_of_draft, licensed_data, licensed_model
-from specdistill.hub.options import PublishOptions
 from specdistill.hub.releases import last_release, tag_message, to_measure_again, what_changed
 from specdistill.hub.repository import (
     LICENSES,

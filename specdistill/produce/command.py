@@ -1,16 +1,17 @@
 """`specdistill data`: make a recipe's row set, or a shard of what it is generated from; merge shards; show it."""
 
-from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from specdistill.command import check_writable
-from specdistill.errors import ExitCode, UserError
+from specdistill.command import check_writable, keys_of
+from specdistill.errors import ExitCode, UserError, nearest
+from specdistill.launch import LaunchOptions, run_script
 from specdistill.methods.recipe import Recipe, TrainedRecipe
 from specdistill.recipe.fields import Section, option
-from specdistill.recipe.load import load_recipe
+from specdistill.recipe.load import load_own_keys, load_recipe
 
-VERBS = ("make", "merge", "show")
+VERBS = ("make", "merge", "show", "features")
+REMOVED_VERBS = {"generate": "make"}
 IN_TERMINAL, ON_PAGE = 3, 24
 
 
@@ -19,15 +20,22 @@ class ShowOptions(Section):
     output: str | None = option(None, "HTML page for the same, with plots; null: none")
 
 
-def run(verb: str, keys: list[str]) -> ExitCode:
-    """verb: one of VERBS."""
-    is_shown = [verb == "show" and key.partition("=")[0] in ShowOptions.model_fields for key in keys]
-    options = load_recipe(ShowOptions, list(compress(keys, is_shown)))
-    own = [key for key, shown in zip(keys, is_shown, strict=True) if not shown]
-    recipe = load_recipe(Recipe, [*own, "train.output_dir=runs"])  # a recipe needs it, the rows do not
+def data(arguments: list[str]) -> int:
+    """make a recipe's training rows (`data make`), merge shards of them (`merge`), show them (`show`), store features (`features`)"""
+    verb, *others = arguments if arguments and "=" not in arguments[0] else ["show", *arguments]
+    if verb == "features":
+        options, others = load_own_keys(LaunchOptions, others)
+        return run_script("train/features.py", [*others, "train.output_dir=runs"], options)  # features have no run
+    if verb not in VERBS:
+        near = REMOVED_VERBS.get(verb) or nearest(verb, VERBS)
+        raise UserError("specdistill data", got=verb, expected=f"one of {', '.join(VERBS)}", nearest=near)
+    keys, show_options = keys_of(others), ShowOptions()
+    if verb == "show":
+        show_options, keys = load_own_keys(ShowOptions, keys)
+    recipe = load_recipe(Recipe, [*keys, "train.output_dir=runs"])  # a recipe needs it, the rows do not
     if not isinstance(recipe, TrainedRecipe):
         raise UserError("method", got=f"{recipe.method}, which needs no training", expected="a method that is trained")
-    return _show(recipe, options) if verb == "show" else _make(recipe, merges_only=verb == "merge")
+    return _show(recipe, show_options) if verb == "show" else _make(recipe, merges_only=verb == "merge")
 
 
 def row_target(recipe: TrainedRecipe, *, generates: bool) -> Any:

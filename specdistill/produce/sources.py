@@ -21,7 +21,7 @@ from datasets import Dataset, Features, List, Value, load_dataset
 from datasets.exceptions import DatasetsError
 from datasets.fingerprint import Hasher
 
-from specdistill.errors import ResourceError, UserError, beside, nearest, one_line
+from specdistill.errors import ResourceError, UserError, nearest, one_line, sibling_key
 from specdistill.recipe.data_sources import BUILT_IN, LOADERS, SELF, SourceEntry, entries
 from specdistill.recipe.sections import DataConfig
 from specdistill.rows.files import Columns, array, cache_folder, content_of, mapped, on_disk, quiet
@@ -142,7 +142,11 @@ def load_rows(
         fault = first_fault(Path(source)) if Path(source).suffix in (".jsonl", ".json") else None
         raise UserError(key, got=f"{source}{fault or ', which is not UTF-8'}", expected="text in UTF-8") from error
     if num_filtered := len(raw) - len(np.unique(array(rows, "row"))):
-        why = f"hold no text, or are not asked for by {beside(key, 'where')} and min_turns," if conditions else "hold no text"
+        why = (
+            f"hold no text, or are not asked for by {sibling_key(key, 'where')} and min_turns,"
+            if conditions
+            else "hold no text"
+        )
         logger.warning("%s: %d of %d rows of %s %s and are filtered", key, num_filtered, len(raw), source, why)
     if len(rows) == 0:
         got = f"{source}, of which where and min_turns leave no row" if conditions else f"{source}, whose rows are all empty"
@@ -182,10 +186,10 @@ def _check_columns(own: Sequence[str], source: str, columns: Mapping[str, str], 
     for what, wanted in (("where", where), ("columns", columns.values())):
         if unknown := next((column for column in wanted if column not in own), None):
             got, expected = f"{unknown}, which is no column of {source}", f"of {', '.join(own)}"
-            raise UserError(beside(key, what), got=got, expected=expected, nearest=nearest(unknown, own))
+            raise UserError(sibling_key(key, what), got=got, expected=expected, nearest=nearest(unknown, own))
     if unknown := next((ours for ours in columns if ours not in READ), None):
         expected = f"{{our name: its own}} with our names {', '.join(READ)}"
-        raise UserError(beside(key, "columns"), got=unknown, expected=expected, nearest=nearest(unknown, READ))
+        raise UserError(sibling_key(key, "columns"), got=unknown, expected=expected, nearest=nearest(unknown, READ))
     named = set(columns or own)
     if not named & {"text", *CONVERSATIONS, *PROMPTS} and not named.issuperset(INSTANCES):
         close = next((match for column in own if (match := nearest(column, KNOWN_COLUMNS))), None)

@@ -1,4 +1,4 @@
-"""The keys of `data.source`, and what is said of the sources without reading them: their names, licences, and what they leave open."""
+"""The keys of `data.source`, and what is known of the sources without reading them: their names, licences, and what is not pinned."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -8,14 +8,14 @@ from specdistill.errors import UserError
 from specdistill.recipe.fields import ReadWhen, Section, option
 from specdistill.recipe.load import validate
 
-# Functions of a split that return a fingerprint of its rows, and a function that yields them.
+# Each names a function of a split, which returns a fingerprint of its rows and a function that yields them.
 BUILT_IN = {"pico": "specdistill.pico:rows"}
 BUILT_IN_LICENSES = {"pico": "PSF-2.0"}
 SELF = "self"
 LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 OF_SELF = ReadWhen("with source: self", lambda it: it.source == SELF)
-OF_OTHERS = ReadWhen("of rows that are there: those of self are generated", lambda it: it.source != SELF)
-# Keys of a source that say nothing of which rows are read, and of those that are.
+OF_OTHERS = ReadWhen("with rows that exist: those of self are generated", lambda it: it.source != SELF)
+# Keys of a source that do not change which rows are read, and those of `self` alone.
 NOT_READ = {"weight", "license"}
 GENERATED = {"num_prompts", "temperature", "system"}
 FROM_HUB = ReadWhen(
@@ -34,10 +34,10 @@ class SourceEntry(Section):
         {}, "our name: the source's own, of each column that is read; {}: data.columns", read_when=OF_OTHERS
     )
     where: dict[str, Any] = option(
-        {}, "rows used: those whose columns hold these values, as {language: [English, German]}", read_when=OF_OTHERS
+        {}, "rows used: those whose columns hold these values, e.g. {language: [English, German]}", read_when=OF_OTHERS
     )
     min_turns: int = option(
-        0, "rows used: conversations with so many turns of the user at least; 0: texts, too", ge=0, read_when=OF_OTHERS
+        0, "rows used: conversations with at least this many user turns; 0: texts, too", ge=0, read_when=OF_OTHERS
     )
     license: str | None = option(
         None, "for the card of a published draft; null: pico's own, or what a Hub id's card states", read_when=OF_OTHERS
@@ -48,7 +48,7 @@ class SourceEntry(Section):
     temperature: float = option(1.0, "sampling temperature of these prompts", gt=0, read_when=OF_SELF)
     system: list[str] = option(
         [],
-        "system messages, an equal share of the prompts each, that say what they are about; no row holds them",
+        "system messages that set the topic, an equal share of the prompts each; rows do not contain them",
         read_when=OF_SELF,
     )
 
@@ -83,13 +83,13 @@ def source_names(source: Any) -> list[str]:
 
 
 def left_open(source: Any) -> Iterator[str]:
-    """What the sources of `data.source` do not say and a person may want said: a revision, a licence. Raises as `licensed_sources` does."""
+    """A warning for each source without a revision or a licence. Raises as `licensed_sources` does."""
     for entry in licensed_sources(source):
         is_on_hub = entry.source.count("/") == 1 and FROM_HUB.holds(entry) and Path(entry.source).suffix not in LOADERS
         if is_on_hub and entry.revision is None:
-            yield f"data.source: {entry.source} has no revision, and its rows are those of today: a commit as revision keeps them"
+            yield f"data.source: {entry.source} has no revision, so its rows may change: pin revision to a commit"
         if not is_on_hub and entry.source != SELF and entry.license is None:
-            yield f"data.source: {entry.source} has no license, without which no draft of it is published: state it in its entry"
+            yield f"data.source: {entry.source} has no license, which publishing a draft needs: state it in its entry"
 
 
 def licensed_sources(source: Any) -> list[SourceEntry]:

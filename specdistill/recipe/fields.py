@@ -62,11 +62,8 @@ def option(default: Any, help: str, *, read_when: ReadWhen | None = None, **limi
 
     A key with `read_when` is refused where nothing reads it.
     """
-    if isinstance(default, list | dict):
-        limits["default_factory"] = lambda: copy.deepcopy(default)
-    else:
-        limits["default"] = default
-    return Field(description=help, json_schema_extra={"read_when": read_when} if read_when else None, **limits)  # type: ignore[dict-item]
+    extra: Any = {"read_when": read_when} if read_when else None
+    return Field(default, description=help, json_schema_extra=extra, **limits)
 
 
 def section(of: type[Section]) -> Any:

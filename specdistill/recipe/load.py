@@ -1,6 +1,6 @@
 """Recipes from files and command lines: OmegaConf merges a YAML file and `key=value` overrides, pydantic validates the result.
 
-Its first error becomes one line that names the key and what is near it.
+Its first error becomes one line that names the key and the nearest valid one.
 """
 
 import re
@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 
 from specdistill.credentials import check_no_secret
 from specdistill.errors import UserError, nearest, one_line
-from specdistill.project import RECIPES
+from specdistill.project import RECIPES, find_yaml
 from specdistill.recipe.fields import Section, default_of, kind_of, leaves, read_when_of, section_of, shown
 
 S = TypeVar("S", bound=Section)
@@ -54,7 +54,7 @@ def merged(arguments: Sequence[str]) -> dict[str, Any]:
     for argument in arguments:
         key, separator, value = argument.partition("=")
         if not separator or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
-            raise UserError(argument, got="an argument without key=", expected="key=value")
+            raise UserError(argument, got="an argument without key=", expected="key=value, e.g. recipe=pico/eagle3")
         if key == "recipe":
             file = value
             continue
@@ -62,17 +62,20 @@ def merged(arguments: Sequence[str]) -> dict[str, Any]:
             overrides.append(OmegaConf.from_dotlist([argument]))
         except (yaml.YAMLError, OmegaConfBaseException) as error:
             raise UserError(key, got=repr(value), expected="a YAML value") from error
-    layers = overrides if file is None else [_read_yaml(find_recipe(file)), *overrides]
-    config = OmegaConf.create({})
+    layers = overrides if file is None else [_read_yaml(find_yaml(file, RECIPES, "recipe")), *overrides]
     try:
-        for layer in layers:
-            config = cast(DictConfig, OmegaConf.merge(config, layer))
-        values = cast(dict[str, Any], OmegaConf.to_container(config, resolve=True))
+        values = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.merge({}, *layers), resolve=True))
     except OmegaConfBaseException as error:
         got = one_line(str(error).split("\n")[0])
         raise UserError(error.full_key or "recipe", got=got, expected="a value, or ${another.key}") from error
     _check_no_secret(values)
     return values
+
+
+def load_own_keys(schema: type[S], arguments: Sequence[str]) -> tuple[S, list[str]]:
+    """A section from those of the arguments that are keys of it, and the other arguments."""
+    own = [argument for argument in arguments if argument.partition("=")[0] in schema.model_fields]
+    return load_recipe(schema, own), [argument for argument in arguments if argument not in own]
 
 
 def validate(schema: type[S], values: Mapping[str, Any], prefix: str = "") -> S:
@@ -93,15 +96,6 @@ def validate(schema: type[S], values: Mapping[str, Any], prefix: str = "") -> S:
     _check_read(made, prefix)
     assert isinstance(made, schema)
     return made
-
-
-def find_recipe(name: str) -> Path:
-    """A recipe's path: the path itself, or a name under `recipes/` without the ending."""
-    for candidate in (Path(name), RECIPES / f"{name}.yaml"):
-        if candidate.is_file():
-            return candidate
-    known = sorted(path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml"))
-    raise UserError("recipe", got=repr(name), expected="a YAML file or a name under recipes/", nearest=nearest(name, known))
 
 
 def recipe_yaml(recipe: Section) -> str:
@@ -167,8 +161,6 @@ def _user_error(schema: type[Section], chosen: type[Section], detail: ErrorDetai
         return UserError(key, got=repr(value), expected=f"{null}a section with keys of its own")
     if isinstance(value, dict) and value:
         return UserError(key, got=f"keys below it ({', '.join(map(str, value))})", expected=kind_of(field))
-    if kind == "finite_number":
-        return UserError(key, got=value, expected=f"{kind_of(field)}, finite")
     is_number = {"ge", "gt", "le", "lt", "multiple_of"} & detail.get("ctx", {}).keys()
     got = str(value) if is_number else f"{value!r} ({'null' if value is None else type(value).__name__})"
     return UserError(key, got=got, expected=kind_of(field))

@@ -1,4 +1,4 @@
-"""Sections that recipes of every method share, and the recipe of pico itself. Units and limits are in each key's help."""
+"""Sections that recipes of every method share. Units and limits are in each key's help."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -57,7 +57,7 @@ MADE_BY_SERVERS = ReadWhen("with hidden_states.server", lambda it: bool(it.serve
 
 AnswerRule = Literal["refused", "empty", "truncated", "looping", "off_template", "wrong_language"]
 ATTENTION = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3", "ORG/KERNEL")
-Attention = Annotated[str, one_of(lambda: ATTENTION, also=lambda name: "/" in name)]
+AttentionImplementation = Annotated[str, one_of(lambda: ATTENTION, also=lambda name: "/" in name)]
 
 
 class TargetConfig(Section):
@@ -67,7 +67,7 @@ class TargetConfig(Section):
         None, "LoRA adapter of the target (peft), a folder or a Hub id; the draft learns the adapted target"
     )
     dtype: Literal["float32", "bfloat16", "float16"] = option("float32", "weights' dtype")
-    attn: Attention | None = option(
+    attn: AttentionImplementation | None = option(
         None, "attention implementation of transformers, or a kernel on the Hub; null: the default of the target's class"
     )
     trust_remote_code: bool = option(False, "run Python code that the model's repository carries")
@@ -79,7 +79,7 @@ class TargetConfig(Section):
     )
     device_map: str | None = option(
         None,
-        "where a whole target is: auto, balanced or sequential over all devices of one process, or one device, as cpu; null: the "
+        "where a whole target is: auto, balanced or sequential over all devices of one process, or one device, e.g. cpu; null: the "
         "process's own device",
         read_when=WHOLE,
     )
@@ -99,7 +99,9 @@ class RegenerateConfig(Section):
         read_when=GENERATED,
     )
     timeout: float = option(600.0, "seconds that an answer may take", gt=0, read_when=SERVED)
-    template: dict[str, Any] = option({}, "more arguments of the chat template, as {enable_thinking: false}", read_when=SERVED)
+    template: dict[str, Any] = option(
+        {}, "more arguments of the chat template, e.g. {enable_thinking: false}", read_when=SERVED
+    )
     filter: list[AnswerRule] = option([*get_args(AnswerRule)], "answers that are filtered, and counted", read_when=SERVED)
 
 
@@ -110,7 +112,7 @@ class DataConfig(Section):
     )
     split: str = option("train", "split of the source")
     columns: dict[str, str] = option(
-        {}, "our name: the source's own, of each column that is read, as {messages: turns}; {}: found by their names"
+        {}, "our name: the source's own, of each column that is read, e.g. {messages: turns}; {}: found by their names"
     )
     max_length: int = option(512, "tokens in a packed row; longer texts are cut, and longer conversations at a turn", ge=8)
     validation_fraction: float = option(0.02, "share of the rows held out for the training-time evaluation", ge=0, le=0.9)
@@ -125,7 +127,7 @@ class DataConfig(Section):
     )
     near_duplicates: float | None = option(
         None,
-        "filter rows this similar to an earlier one (Jaccard index of word 5-grams), as 0.8; null: none",
+        "filter rows this similar to an earlier one (Jaccard index of word 5-grams), e.g. 0.8; null: none",
         ge=0.5,
         le=1,
     )
@@ -139,15 +141,13 @@ class DataConfig(Section):
         ge=1,
     )
     rows: str | None = option(
-        None, "a row set, a folder that `specdistill data make` filled; null: the recipe's own, made where it is missing"
+        None, "a row set, a folder made by `specdistill data make`; null: the recipe's own, made if missing"
     )
     shard: str | None = option(
         None, "of `data make` alone: i/n generates blocks i, i + n, …; auto: as an array job says; null: all of them"
     )
-    cache_dir: str | None = option(
-        None, "where row sets and what they are made of are kept; default: the datasets library's cache"
-    )
-    force: bool = option(False, "begin although the disk has no room for what is estimated")
+    cache_dir: str | None = option(None, "folder of row sets and their intermediate files; null: the datasets library's cache")
+    force: bool = option(False, "begin although the disk has less room than estimated")
 
     @field_validator("regenerate", mode="before")
     @classmethod
@@ -167,17 +167,17 @@ class HiddenStatesConfig(Section):
     dtype: Literal["bfloat16", "float8_e4m3fn", "float32"] = option(
         "bfloat16", "what features are stored in; float8_e4m3fn with a scale for each vector", read_when=STORED
     )
-    max_bytes: int | None = option(None, "size of the store at most; null: room for every row", ge=1, read_when=MADE)
+    max_bytes: int | None = option(None, "maximum size of the store; null: room for every row", ge=1, read_when=MADE)
     shard_tokens: int = option(
-        32_768, "tokens in a file of the store, which is what a kill may cost again", ge=1, read_when=MADE
+        32_768, "tokens in a file of the store: at most what is repeated after a kill", ge=1, read_when=MADE
     )
     server: list[str] = option(
         [],
-        "addresses of vLLM servers of the target that write hidden states to a folder which this machine sees, too; none: this "
+        "addresses of vLLM servers of the target that write hidden states to a folder this machine can read; none: this "
         "process makes them",
         read_when=MADE,
     )
-    timeout: float = option(600.0, "seconds that a server's answer may take", gt=0, read_when=MADE_BY_SERVERS)
+    timeout: float = option(600.0, "seconds that a server's response may take", gt=0, read_when=MADE_BY_SERVERS)
 
     @property
     def runs_layers(self) -> bool:
@@ -192,11 +192,11 @@ class HiddenStatesConfig(Section):
 
 
 class TreeConfig(Section):
-    budget: int | None = option(None, "a dynamic tree (EAGLE-2), with depth and top_k: nodes proposed a round", ge=1)
+    budget: int | None = option(None, "a dynamic tree (EAGLE-2), with depth and top_k: nodes proposed per round", ge=1)
     depth: int | None = option(None, "levels, a draft step each", ge=1)
     top_k: int | None = option(None, "nodes expanded of each level, and children of each of them", ge=1)
     branching: list[AtLeastOne] | None = option(
-        None, "or a static tree: children of the root, of each of these, and so on, as [4,2,1]"
+        None, "or a static tree: children of the root, of each of these, and so on, e.g. [4,2,1]"
     )
 
     @property
@@ -212,7 +212,7 @@ class SweepConfig(Section):
         [], "other numbers of requests in flight at a server"
     )
     tree: list[TreeConfig] = option([], "trees to measure, each with the keys of eval.tree")
-    context: list[AtLeastOne] = option([], "prompt lengths to measure, powers of two: long prompts cut to so many tokens")
+    context: list[AtLeastOne] = option([], "prompt lengths to measure, powers of two: long prompts cut to that many tokens")
 
 
 class MeasurementConfig(Section):
@@ -222,8 +222,8 @@ class MeasurementConfig(Section):
         None,
         "suite name, suite YAML, or a jsonl file with prompt | messages | text rows; null: pico, for the target pico alone",
     )
-    num_speculative_tokens: int = option(4, "K, draft tokens a round", ge=1, read_when=A_CHAIN)
-    tree: TreeConfig | None = option(None, "a tree in place of a chain, whose depth is K; null: a chain", read_when=IN_PROCESS)
+    num_speculative_tokens: int = option(4, "K, draft tokens per round", ge=1, read_when=A_CHAIN)
+    tree: TreeConfig | None = option(None, "draft a token tree, whose depth is K, in place of a chain", read_when=IN_PROCESS)
     temperature: float = option(0.0, "0 is greedy", ge=0)
     top_p: float = option(1.0, "nucleus kept, for the target and the draft alike", ge=0.01, le=1, read_when=SAMPLED)
     top_k: int = option(0, "tokens kept; 0 keeps all", ge=0, read_when=SAMPLED)
@@ -234,12 +234,10 @@ class MeasurementConfig(Section):
         False, "compile the target's pass over a proposal as one graph, with the draft and without", read_when=LONE_CHAINS
     )
     repeats: int = option(
-        3, "timed repetitions of each prompt, with and without the draft; of each round the lower median counts", ge=1
+        3, "timed repetitions of each prompt, with and without the draft; the lower median of each round counts", ge=1
     )
     warmup: int = option(2, "untimed prompts, or batches of them, first", ge=0)
-    sampling_draws: int = option(
-        400, "draws of the test that sampling is lossless; 0 leaves it out", ge=0, read_when=IN_PROCESS
-    )
+    sampling_draws: int = option(400, "draws of the test that sampling is lossless; 0 skips it", ge=0, read_when=IN_PROCESS)
     seed: int = option(0, "sampling and bootstrap seed", ge=0)
 
 
@@ -251,11 +249,11 @@ class EvalConfig(MeasurementConfig):
     )
     engine_command: str | None = option(
         None,
-        "command that starts the engine, with options of yours, as 'vllm serve --tensor-parallel-size 2'; null: the engine's own",
+        "command that starts the engine, with options of yours, e.g. 'vllm serve --tensor-parallel-size 2'; null: the engine's own",
         read_when=STARTED,
     )
     server: str | None = option(
-        None, "address of a running server that drafts, as http://127.0.0.1:8000; null: start one", read_when=BY_SERVER
+        None, "address of a running server that drafts, e.g. http://127.0.0.1:8000; null: start one", read_when=BY_SERVER
     )
     baseline_server: str | None = option(
         None, "address of a running server without a draft; null: no speedup is measured", read_when=RUNNING
@@ -273,14 +271,14 @@ class EvalConfig(MeasurementConfig):
     )
     target_precision: float | None = option(
         None,
-        "stop once acceptance length and speedup are known to this share, either way, as 0.01; null: measure every prompt",
+        "stop once acceptance length and speedup are known to this share, either way, e.g. 0.01; null: measure every prompt",
         ge=0.0001,
         le=1,
         read_when=IN_PROCESS,
     )
     max_minutes: float | None = option(
         None,
-        "while a rule of the gate is inconclusive, measure prompts beyond num_prompts as well, for up to so many minutes",
+        "while a rule of the gate is inconclusive, measure prompts beyond num_prompts as well, for at most this many minutes",
         gt=0,
         read_when=SOME_PROMPTS,
     )
@@ -303,7 +301,7 @@ class EvalConfig(MeasurementConfig):
 class SelectionConfig(Section):
     """Prompts on which each evaluation of a training decodes. Best not those of eval.suite, which would judge what it has chosen."""
 
-    suite: str = option(..., "suite name, suite YAML, or a jsonl file, as eval.suite")
+    suite: str = option(..., "suite name, suite YAML, or a jsonl file, like eval.suite")
     num_prompts: int | None = option(16, "prompts used, spread evenly over the categories; null: all", ge=1)
     max_new_tokens: int = option(64, "tokens generated for each prompt", ge=1)
 
@@ -311,10 +309,8 @@ class SelectionConfig(Section):
 class PublishConfig(Section):
     """What `specdistill publish` does with a finished run, unless its command says otherwise."""
 
-    repo: str | None = option(None, "repository on the Hub, as org/name; a new one is made where there is none")
-    private: bool | None = option(
-        None, "only its members see the repository; null: a new one is private, and one that exists stays as it is"
-    )
+    repo: str | None = option(None, "repository org/name on the Hub; created if it does not exist")
+    private: bool | None = option(None, "private repository; null: a new one is private, an existing one stays as it is")
     license: str | None = option(None, "licence of the draft, as the Hub names it; null: its target's")
     base_model: str | None = option(
         None, "Hub id of a target that was read from a folder; its files must have the hashes of that folder's"
@@ -322,44 +318,3 @@ class PublishConfig(Section):
     exports: list[Annotated[str, one_of(lambda: engines_with("serve_command"))]] = option(
         [], "engines whose own layouts are published as well, each in a folder of its name"
     )
-
-
-class TokenizerConfig(Section):
-    vocab_size: int = option(1024, "byte-level BPE tokens, the 256 bytes and 4 special ones included", ge=260)
-
-
-class ShapeConfig(Section):
-    num_layers: int = option(16, "decoder layers", ge=1)
-    hidden_size: int = option(128, "width", ge=64, multiple_of=64)
-    intermediate_size: int = option(448, "MLP width", ge=1)
-    context_length: int = option(512, "longest sequence, in tokens", ge=16)
-
-
-class CurriculumConfig(Section):
-    batch_tokens: int = option(8192, "tokens in every optimizer step", ge=1)
-    lengths: list[Annotated[int, Field(ge=2)]] = option([256, 512], "row lengths, in the order they are trained", min_length=1)
-    shares: list[Annotated[float, Field(ge=0, le=1)]] = option([0.85, 0.15], "share of the steps each length gets")
-
-
-class TargetRecipe(Section):
-    """The recipe of pico itself: tokenizer, shape, curriculum and training arguments."""
-
-    tokenizer: TokenizerConfig = section(TokenizerConfig)
-    shape: ShapeConfig = section(ShapeConfig)
-    curriculum: CurriculumConfig = section(CurriculumConfig)
-    train: dict[str, Any] = option(..., "transformers.TrainingArguments, field by field")
-
-    @model_validator(mode="after")
-    def _curriculum_and_shape_fit(self) -> "TargetRecipe":
-        rows, train, batch = self.curriculum, self.train, "per_device_train_batch_size"
-        longest = min(self.shape.context_length, rows.batch_tokens)
-        for key, got, holds, expected in (
-            (f"train.{batch}", train.get(batch), batch not in train, "no such key: curriculum.batch_tokens sets it"),
-            ("train.max_steps", train.get("max_steps"), train.get("max_steps", -1) != -1, "a number of steps to share out"),
-            ("curriculum.shares", rows.shares, abs(sum(rows.shares) - 1) < 1e-6, "shares that sum to 1"),
-            ("curriculum.lengths", rows.lengths, len(rows.lengths) == len(rows.shares), "as many as curriculum.shares"),
-            ("curriculum.lengths", rows.lengths, max(rows.lengths) <= longest, f"at most {longest}: the context and a batch"),
-        ):
-            if not holds:
-                raise UserError(key, got=got, expected=expected)
-        return self

@@ -56,7 +56,7 @@ def test_the_gate_itself_says_the_same() -> None:
 
 
 def record_of(table: dict[str, np.ndarray], index: int) -> PromptRecord:
-    """A prompt with so many rounds and so many accepted tokens, four drafted in each round."""
+    """A prompt with these numbers of rounds and of accepted tokens, four drafted in each round."""
     drafts, accepted = int(table["num_drafts"][index]), int(table["num_accepted_tokens"][index])
     counts = [accepted // drafts + (number < accepted % drafts) for number in range(drafts)]
     rounds = [RoundRecord((1,) * 4, ("x",) * 4, (1,) * count, (1,) * (count + 1), ("x",) * (count + 1)) for count in counts]

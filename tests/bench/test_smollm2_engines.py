@@ -34,7 +34,7 @@ MEASURED = {
 
 @pytest.fixture
 def head(in_empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A head with the norms of EAGLE-3.1, where `make smollm2` leaves one, beside its target."""
+    """A head with the norms of EAGLE-3.1, where `make smollm2` leaves one, and its target."""
     folder = in_empty_folder / "runs" / "smollm2"
     tiny_target_model(num_layers=8).save_pretrained(folder / "target")
     tiny_tokenizer().save_pretrained(folder / "target")
@@ -71,8 +71,8 @@ def test_the_table_has_what_was_measured_and_why_something_was_not(head: Path) -
         "| `eagle3`, K = 3 | llama.cpp, Q4_1 | – | – | – | – | – | – |",
     ]
     assert "llama.cpp, Q4_1: engine: got gguf" in why
-    (*_, left_out) = page([{**MEASURED, "engine": "llama.cpp, Q4_1", "num_left_out": 2}], 24, 64)
-    assert "2 of 24 prompts" in left_out
+    (*_, filtered) = page([{**MEASURED, "engine": "llama.cpp, Q4_1", "num_filtered": 2}], 24, 64)
+    assert "2 of 24 prompts" in filtered
 
 
 def test_rounds_of_llama_cpp_draft_at_once_and_no_further_than_the_limit() -> None:

@@ -25,8 +25,8 @@ def leaves(nav: Any) -> list[str]:
 
 
 def test_navigation_has_every_page_once() -> None:
-    beside = ["index.md", "contributing.md", "changelog.md"]  # the README and others, which docs/site.py adds
-    assert sorted(leaves(CONFIG["nav"])) == sorted([*beside, *(page.name for page in (ROOT / "docs").glob("*.md"))])
+    others = ["index.md", "contributing.md", "changelog.md"]  # the README and others, which docs/site.py adds
+    assert sorted(leaves(CONFIG["nav"])) == sorted([*others, *(page.name for page in (ROOT / "docs").glob("*.md"))])
 
 
 @pytest.fixture(scope="module")

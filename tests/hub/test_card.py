@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
-from specdistill.command import spell_out
+from specdistill.command import keys_of
 from specdistill.gate.decide import Evidence, judge
 from specdistill.gate.rules import load_gate
 from specdistill.hub import card as cards
@@ -118,7 +118,7 @@ def test_the_command_that_measures_it_again(published: CardContents, settings: d
     assert {"method=eagle3", "target=Qwen/Qwen3-8B", "draft=org/Qwen3-8B-eagle3@v3"} <= set(words)
     assert {f"{key}={value}" for key, value in given.items()} <= set(words)
     script = load_script("eval/run.py")
-    recipe = load_recipe(Recipe, ["train.output_dir=runs", *(spell_out(word, script.SHORTHANDS) for word in words)])
+    recipe = load_recipe(Recipe, ["train.output_dir=runs", *keys_of(words, script.SHORTHANDS)])
     for name, value in settings.items():
         made = getattr(recipe.eval, name)
         assert (made if name != "tree" else made.model_dump(exclude_none=True)) == value

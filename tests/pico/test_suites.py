@@ -5,94 +5,16 @@ import pytest
 from transformers import AutoTokenizer
 
 from recipes.pico.suites import (
-    EDIT_TOKENS,
     LINE_TOKENS,
     LONG_TOKENS,
     PICO_SUITES,
     SHORT_TOKENS,
     Candidate,
-    chat_prompts,
-    class_prompts,
-    docstring_prompts,
-    function_prompts,
-    long_prompts,
-    rename_prompts,
-    revision_prompts,
-    signature_prompts,
     write_pico_suites,
 )
-from specdistill.pico import Module, standard_library
+from specdistill.pico import standard_library
 from specdistill.project import PICO, SUITES
 from specdistill.suites.suite import load_suite, tokenize
-
-SOURCE = '''"""A module."""
-
-import os
-
-
-def first(path, *, strict=False):
-    """Return the first part of a path."""
-    parts = path.split(os.sep)
-    return parts[0]
-
-
-class Tree:
-    height = 0
-    def grow(self, by):
-        self.height += by
-        return self
-'''
-
-
-def prompts_of(kind, count_tokens=len):
-    return [candidate.row for candidate in kind(Module("m.py", SOURCE), count_tokens)]
-
-
-def test_function_prompts_end_at_the_signature_or_after_the_docstring():
-    texts = [row["prompt"] for row in prompts_of(function_prompts)]
-    assert [text.splitlines()[-1].strip() for text in texts] == [
-        '"""Return the first part of a path."""',
-        "def grow(self, by):",
-    ]
-    assert all(len(text) in SHORT_TOKENS for text in texts)
-
-
-def test_docstring_prompts_end_after_the_opening_quotes():
-    texts = [row["prompt"] for row in prompts_of(docstring_prompts)]
-    assert len(texts) == 1
-    assert texts[0].endswith('def first(path, *, strict=False):\n    """')
-
-
-def test_chat_prompts_are_the_users_turn():
-    rows = prompts_of(chat_prompts)
-    content = "Write `first(path, *, strict=False)`: Return the first part of a path."
-    assert rows == [{"messages": [{"role": "user", "content": content}]}]
-
-
-def test_long_prompts_leave_text_to_write():
-    lines = [f"value_{number} = {number} + {number}" for number in range(400)]
-    module = Module("long.py", "\n".join([*lines[:150], "", *lines[150:]]))
-    texts = [candidate.row["prompt"] for candidate in long_prompts(module, lambda text: len(text.split()))]
-    assert texts
-    assert all(len(text.split()) in LONG_TOKENS for text in texts)
-    assert len(list(long_prompts(Module("short.py", "\n".join(lines[:100])), lambda text: len(text.split())))) == 0
-
-
-def test_edit_prompts_hold_the_function_that_they_ask_for():
-    request = "Write `first(path, *, strict=False)`: Return the first part of a path."
-    function = "def first(path, *, strict=False):\n    parts = path.split(os.sep)\n    return parts[0]"
-    (revision,), (rename,) = (
-        prompts_of(kind, lambda text: EDIT_TOKENS.start // 2) for kind in (revision_prompts, rename_prompts)
-    )
-    assert revision == {"messages": [{"role": "user", "content": f"{request}\n\n{function}"}]}
-    assert [turn["content"] for turn in rename["messages"]] == [request, function, request.replace("first(", "first_2(")]
-    assert [turn["role"] for turn in rename["messages"]] == ["user", "assistant", "user"]
-    assert not prompts_of(revision_prompts, lambda text: EDIT_TOKENS.stop)
-
-
-def test_line_prompts_open_a_class_or_a_function():
-    assert prompts_of(class_prompts) == [{"prompt": "class Tree:"}]
-    assert prompts_of(signature_prompts) == [{"prompt": "def grow(self, by):"}]  # the other is longer than 32
 
 
 @pytest.mark.parametrize("name", PICO_SUITES)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from specdistill.cli import main
-from specdistill.command import spell_out
-from specdistill.launch import launch_options
+from specdistill.command import keys_of
+from specdistill.launch import LaunchOptions
 from specdistill.methods.recipe import Recipe
 from specdistill.planning.plan import DATA, PROMPTS, Plan, make_plan, recommend
 from specdistill.planning.reading import read
-from specdistill.recipe.load import load_recipe
+from specdistill.recipe.load import load_own_keys, load_recipe
 from tests.public_pairs import GPT_OSS_120B, LLAMA_8B, LLAMA_EAGLE3, PAIRS, QWEN35_9B
 from tests.tiny import qwen, write_inputs
 
@@ -56,7 +56,7 @@ def command(plan: Plan, method: str) -> list[str]:
 def test_the_command_for_a_head_is_one_that_its_target_can_be_given(name: str, tmp_path: Path):
     plan = plan_of(tmp_path, TARGETS[name])
     verb, *arguments = command(plan, "eagle3")
-    launching, keys = launch_options(arguments)
+    launching, keys = load_own_keys(LaunchOptions, arguments)
     recipe: Any = load_recipe(Recipe, keys)
     (row,) = (row for row in plan.methods if row.method == "eagle3")
     longest = plan.target["max_length"]
@@ -76,7 +76,7 @@ def test_the_command_for_a_head_is_one_that_its_target_can_be_given(name: str, t
 
 def test_the_command_that_measures_a_draft_is_one_that_eval_takes(tmp_path: Path):
     verb, *arguments = command(plan_of(tmp_path, LLAMA_8B.config, draft=LLAMA_EAGLE3.config), "eagle3")
-    given = [spell_out(argument, OF_EVAL) for argument in arguments if not argument.startswith("suite=")]
+    given = keys_of([argument for argument in arguments if not argument.startswith("suite=")], OF_EVAL)
     recipe: Any = load_recipe(Recipe, [*given, "eval.suite=pico-short", "train.output_dir=runs"])
     assert verb == "eval" and f"suite={PROMPTS}" in arguments
     assert (recipe.method, recipe.target.dtype, recipe.eval.draft) == ("eagle3", "bfloat16", str(tmp_path / "draft"))

@@ -68,7 +68,7 @@ def test_llama_cpp_writes_the_same_text_and_accepts_as_much(
         file = tmp_path / "prompt.txt"
         file.write_text(f"{text}\n", encoding="utf-8")
         there = complete(target_file, file, *draft, *IN_FLOAT32, **LIMITS)
-        assert pico.tokenizer.decode([*prompt, *plain]) in there.said
+        assert pico.tokenizer.decode([*prompt, *plain]) in there.output
         here = decoder.count(prompt, NUM_TOKENS, K)
         theirs = [theirs[0] + there.counts.num_drafted, theirs[1] + there.counts.num_accepted]
         ours = [ours[0] + here.num_drafted, ours[1] + here.num_accepted]
@@ -84,6 +84,6 @@ def test_without_a_draft_the_same_loop_generates_a_token_a_round(target_file: Pa
     prompt = tuple(pico.tokenizer(text).input_ids)
     plain = Decoder(pico).generate(prompt, max_new_tokens=NUM_TOKENS + 1).token_ids
     there = complete(target_file, file, *WITHOUT_DRAFT, "-ctk", "f32", "-ctv", "f32", **LIMITS)
-    assert pico.tokenizer.decode([*prompt, *plain]) in there.said
+    assert pico.tokenizer.decode([*prompt, *plain]) in there.output
     assert (there.num_prompt_tokens, there.num_tokens) == (len(prompt), len(plain))
     assert (there.counts.num_rounds, there.counts.num_drafted) == (len(plain), 0) and there.seconds > 0

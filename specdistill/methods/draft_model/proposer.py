@@ -19,7 +19,7 @@ from specdistill.decoding.proposer import BatchProposer, BatchState, DecodingSta
 from specdistill.decoding.sampling import Generators, Sampling, draw, uniforms
 from specdistill.decoding.transformers_models import TransformersBatch, check_batchable, last_of, padded
 from specdistill.decoding.tree import DynamicTree, StaticTree, Step, Tree, candidates_are_drawn
-from specdistill.errors import UserError, beside
+from specdistill.errors import UserError, sibling_key
 from specdistill.methods.draft_model.layers import LlamaBatch, LlamaLayers, TransformersLayers, is_plain_llama
 from specdistill.methods.draft_model.vocabulary import SharedVocabulary
 from specdistill.targets.anatomy import examine
@@ -233,7 +233,7 @@ class DraftModelProposer:
     def _refuse(self, length: int) -> NoReturn:
         got = f"a draft whose context is {self.max_positions} tokens for a sequence of {length}"
         expected = "window, a draft with a longer context, or shorter sequences"
-        raise UserError(beside(self.key, "draft_context"), got=got, expected=expected)
+        raise UserError(sibling_key(self.key, "draft_context"), got=got, expected=expected)
 
 
 def draft_chains(

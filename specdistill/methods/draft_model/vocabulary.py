@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdistill.errors import UserError, beside
+from specdistill.errors import UserError, sibling_key
 
 NUM_NAMED = 3  # differences that an error names
 
@@ -62,7 +62,7 @@ def match_vocabularies(
     if difference is None and target_vocab_size == draft_vocab_size:
         return None
     if difference is not None and not heterogeneous:
-        switch = beside(key, "heterogeneous_vocab")
+        switch = sibling_key(key, "heterogeneous_vocab")
         expected = f"the target's tokenizer, or {switch}=true to draft over the tokens of both"
         raise UserError(key, got=difference, expected=expected)
     target_ids, draft_ids = target_tokenizer.get_vocab(), draft_tokenizer.get_vocab()

@@ -1,0 +1,181 @@
+"""`specdistill acquire`, `export` and `publish`: their keys, and what they print."""
+
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import model_validator
+
+from specdistill.command import TARGET, keys_of
+from specdistill.engines import engines_with
+from specdistill.errors import ExitCode, UserError
+from specdistill.methods import METHODS
+from specdistill.methods.recipe import Recipe
+from specdistill.recipe.fields import ReadWhen, Section, leaves, like, one_of, option, section
+from specdistill.recipe.load import load_recipe
+from specdistill.recipe.sections import PublishConfig, TargetConfig
+
+
+class ExportedTarget(Section):
+    model: str | None = option(None, "the draft's target, pico, a folder or a Hub id; for method mtp and some layouts of heads")
+    revision: str | None = like(TargetConfig, "revision")
+    adapter: str | None = like(TargetConfig, "adapter")
+
+
+class AcquiredTarget(ExportedTarget):
+    model: str = option(..., "the draft's target: pico, a folder, a GGUF file or a Hub id")
+
+
+class AcquireOptions(Section):
+    method: Annotated[str, one_of(lambda: list(METHODS))] = option(..., "what drafts; a row of docs/methods.md")
+    target: AcquiredTarget = section(AcquiredTarget)
+    draft: str | None = option(
+        None, "org/name or org/name@revision on the Hub, or a folder; null: list drafts, or take a layer of the target's own"
+    )
+    revision: str | None = option(
+        None, "branch, tag or commit of the draft", read_when=ReadWhen("with draft=…", lambda it: it.draft is not None)
+    )
+    heterogeneous_vocab: bool = option(
+        False,
+        "a draft model may have another tokenizer than its target",
+        read_when=ReadWhen("by method draft_model", lambda it: it.method == "draft_model"),
+    )
+    output: str | None = option(
+        None, "folder for a cache of draft and target, for a machine without the Hub, which reads it as HF_HUB_CACHE"
+    )
+    verify: bool = option(False, "compare the files in the cache with the Hub's checksums, and fetch damaged ones again")
+    dry_run: bool = option(False, "list what would be fetched; fetch only configs and headers")
+
+    @model_validator(mode="after")
+    def _an_adapter_has_a_draft(self) -> "AcquireOptions":
+        if self.target.adapter is not None and self.draft is None:
+            raise UserError("target.adapter", got=self.target.adapter, expected="no such key without draft=…")
+        return self
+
+
+class ExportOptions(Section):
+    engine: Annotated[str, one_of(lambda: engines_with("serve_command"))] = option(..., "target inference engine")
+    draft: str | None = option(None, "folder or Hub id of a trained draft, in any layout that is read")
+    output_dir: str = option(..., "new folder for the checkpoint and SERVE.md, the command that serves it")
+    target: ExportedTarget = section(ExportedTarget)
+    report: str | None = option(None, "report.json of the draft, or its folder; null: <run>/report of <run>/draft")
+    dtype: str | None = option(None, "weights of a draft model in a GGUF file: f32, f16 or q8_0; null: f16")
+    num_speculative_tokens: int | None = option(None, "draft tokens per round, for SERVE.md; null: the report's, or 3", ge=1)
+    dry_run: bool = option(False, "write the untrained draft of recipe=…, with its key=value, to try its layout in an engine")
+
+
+NEW_RELEASE = ReadWhen("without restore=…", lambda it: it.restore is None)
+
+
+class PublishOptions(PublishConfig):
+    """The keys of a recipe's section `publish`, whose values are the defaults here, and those of one release."""
+
+    run: str | None = option(None, "folder of a finished run: draft/, run/ and report/", read_when=NEW_RELEASE)
+    tag: str | None = option(None, "of the release; null: the next of v1, v2, …", read_when=NEW_RELEASE)
+    baseline: str | None = option(
+        None,
+        "none: a first release; or a report of the last one that was measured again; null: the last release as published",
+        read_when=NEW_RELEASE,
+    )
+    force: str | None = option(
+        None,
+        "reason to publish a draft that is refused; printed on the card",
+        min_length=1,
+        read_when=NEW_RELEASE,
+    )
+    restore: str | None = option(None, "tag of an earlier release that the main branch should hold again")
+    dry_run: bool = option(False, "write the folder and list how it differs from the Hub; publish nothing")
+    output_dir: str | None = option(
+        None, "new folder for what is published; null: <run>/release, which is replaced", read_when=NEW_RELEASE
+    )
+
+    @model_validator(mode="after")
+    def _a_run_or_a_release(self) -> "PublishOptions":
+        if self.run is None and self.restore is None:
+            raise UserError("run", got="nothing", expected="the folder of a finished run, or restore=TAG")
+        given = self.model_fields_set & PublishConfig.model_fields.keys() - {"repo"}
+        if self.restore is not None and given:
+            raise UserError(
+                min(given),
+                got=f"a value with restore={self.restore}",
+                expected="no such key: an earlier release is restored as it is",
+            )
+        return self
+
+
+def acquire(arguments: list[str]) -> int:
+    """fetch the draft of a method for a target, checked before its weights are fetched; prints the local path"""
+    options = load_recipe(AcquireOptions, keys_of(arguments, TARGET))
+    from specdistill.hub.acquire import acquire as fetch  # here, and not above, because it imports torch
+
+    of_method = {"heterogeneous_vocab": True} if options.heterogeneous_vocab else {}
+    folder = fetch(
+        options.method,
+        options.target.model,
+        options.draft,
+        target_revision=options.target.revision,
+        adapter=options.target.adapter,
+        revision=options.revision,
+        output=Path(options.output) if options.output else None,
+        verify=options.verify,
+        dry_run=options.dry_run,
+        **of_method,
+    )
+    print(folder)
+    return ExitCode.DONE
+
+
+def export(arguments: list[str]) -> int:
+    """write a draft in the layout of an inference engine, with the command that serves it"""
+    options, recipe = _what_to_export(keys_of(arguments, TARGET))
+    from specdistill.export import export as write  # here, and not above, because these import torch
+    from specdistill.export import write_untrained
+    from specdistill.methods.load import locate
+    from specdistill.targets.files import TargetFiles
+
+    source = recipe.target if recipe else options.target
+    with tempfile.TemporaryDirectory() as temporary:
+        if recipe:
+            draft = Path(temporary) / "draft"
+            write_untrained(recipe, draft)
+        else:
+            draft = locate(str(options.draft), key="draft")
+        served = write(
+            draft,
+            options.engine,
+            Path(options.output_dir),
+            TargetFiles.of(source.model, source.revision, source.adapter) if source.model else None,
+            report=Path(options.report) if options.report else None,
+            dtype=options.dtype,
+            num_speculative_tokens=options.num_speculative_tokens,
+        )
+    print(f"{'an untrained draft' if recipe else 'draft'} of method {served.method} for {options.engine}: {options.output_dir}")
+    print(f"how to serve it: {Path(options.output_dir) / 'SERVE.md'}")
+    return ExitCode.DONE
+
+
+def _what_to_export(given: list[str]) -> tuple[ExportOptions, Recipe | None]:
+    """The options, and with dry_run=true the recipe that the other keys give, whose target it then is."""
+    is_untrained = "dry_run=true" in given
+    recipes = [argument for argument in given if argument.startswith("recipe=")]
+    if bool(recipes) != is_untrained:
+        raise UserError("recipe", got=(recipes or ["nothing"])[-1], expected="a recipe with dry_run=true, and only then")
+    own = {key for key, *_ in leaves(ExportOptions) if not (is_untrained and key.startswith("target."))}
+    of_recipe = [argument for argument in given if is_untrained and argument.partition("=")[0] not in own]
+    options = load_recipe(ExportOptions, [argument for argument in given if argument not in of_recipe])
+    if (options.draft is None) != is_untrained:
+        raise UserError("draft", got=options.draft or "nothing", expected="a folder or Hub id, or null with dry_run=true")
+    return options, load_recipe(Recipe, [*of_recipe, "train.output_dir=runs"]) if is_untrained else None
+
+
+def publish(arguments: list[str]) -> int:
+    """publish a draft that passed its gate on the Hub: weights, report and card in one tagged commit"""
+    options = load_recipe(PublishOptions, keys_of(arguments))
+    from specdistill.hub.publish import print_outcome, publish_run, restore_release  # not above: these import torch
+
+    if options.restore is not None:
+        restore_release(options.repo, options.restore, dry_run=options.dry_run)
+        return ExitCode.DONE
+    outcome = publish_run(options)
+    print_outcome(outcome)
+    return ExitCode.CHECK_FAILED if outcome.refusals and outcome.folder is None else ExitCode.DONE
