@@ -121,11 +121,7 @@ class FrozenTarget:
         where weights have to be converted, merged or spread.
         Raises UserError if it is no target or no adapter of it, or if it cannot be held so; ResourceError when the Hub fails.
         """
-        if device_map in SPREAD and num_processes() > 1:
-            got = f"{device_map} with {num_processes()} processes, which would take each other's devices"
-            raise UserError(
-                "target.device_map", got=got, expected="null, and target.shard=layers where one device is too small"
-            )
+        _check_device_map(device_map)
         loaded, tokenizer = read_causal_lm(
             resolve(model),
             revision=revision,
@@ -245,6 +241,19 @@ class FrozenTarget:
                 "draft.aux_layers", got=got, expected="layers of one residual stream, or a head that reads none of them"
             )
         return Features(aux, last_hidden)
+
+
+def _check_device_map(device_map: str | None) -> None:
+    key = "target.device_map"
+    if device_map in SPREAD and num_processes() > 1:
+        got = f"{device_map} with {num_processes()} processes, which would take each other's devices"
+        raise UserError(key, got=got, expected="null, and target.shard=layers where one device is too small")
+    if device_map is not None and device_map not in SPREAD:
+        try:
+            torch.empty(0, device=device_map)
+        except (RuntimeError, AssertionError) as error:  # the latter of a torch without CUDA
+            got = f"{device_map} ({str(error).splitlines()[0]})"
+            raise UserError(key, got=got, expected=f"{', '.join(SPREAD)}, or a device of this machine") from error
 
 
 @contextmanager

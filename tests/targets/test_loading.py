@@ -144,8 +144,9 @@ def test_devices(folder: Path) -> None:
     """That a spread over several devices is right needs several; here `auto` finds the one."""
     for device_map in ("cpu", "auto"):
         assert FrozenTarget.load(str(folder), device_map=device_map).device.type == "cpu"
-    with refused("target.model", holds="device_map"):
-        FrozenTarget.load(str(folder), device_map="nonsense")
+    for device_map in ("nonsense", "cuda:99"):
+        with refused("target.device_map", f"{device_map}"):
+            FrozenTarget.load(str(folder), device_map=device_map)
 
 
 def test_layers_whose_weights_are_converted_are_loaded(tmp_path: Path) -> None:
