@@ -12,7 +12,7 @@ from glob import escape
 from pathlib import Path
 
 import torch
-from huggingface_hub import HfApi, constants, scan_cache_dir, snapshot_download
+from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import SafetensorsParsingError, XetDownloadError
 from torch import Tensor
 from transformers.modeling_utils import str_to_torch_dtype
@@ -125,7 +125,9 @@ class ModelFiles:
             if not is_last:
                 say(f"{self.name}: not what the Hub lists, so fetched again: {', '.join(damaged)}")
                 self._download(damaged, again=True)
-        scan_cache_dir(self.cache).delete_revisions(self.folder.name).execute()
+        for link in (self.folder / file for file in damaged):
+            link.resolve().unlink()
+            link.unlink(missing_ok=True)
         next_step = "run it again, or look at what stands between this machine and the Hub"
         raise ResourceError(f"{self.key}: {self.name} is damaged: {', '.join(damaged)}", next_step=next_step)
 
