@@ -78,10 +78,9 @@ def _shares(folder: Path) -> tuple[int, int]:
         mark.unlink()
     if is_common:
         return rank, count
-    machines = [first for first, local_rank in enumerate(local_ranks) if local_rank == 0] + [
-        count
-    ]  # where each one's processes begin
-    return local_ranks[rank], machines[bisect_right(machines, rank)] - machines[bisect_right(machines, rank) - 1]
+    begins = [first for first, local_rank in enumerate(local_ranks) if local_rank == 0]  # of each machine's processes
+    machine = bisect_right(begins, rank)
+    return local_ranks[rank], [*begins, count][machine] - begins[machine - 1]
 
 
 def shard_of(stated: str | None) -> tuple[int, int]:

@@ -93,9 +93,8 @@ def read_causal_lm(
         is_quantized = "gguf_file" in options or getattr(config, "quantization_config", None) is not None
         places = _layers_on_disk(config, device_map, trust_remote_code) if layers_on_disk and not is_quantized else None
         if places is not None:
-            logging.getLogger("accelerate.big_modeling").setLevel(
-                logging.ERROR
-            )  # it warns of parameters that are where they are wanted
+            # It warns of parameters that are where they are wanted.
+            logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)
             loaded: Any = auto_class(config).from_pretrained(folder, device_map=places, **wanted)
         elif shard == "none" or num_processes() == 1:
             loaded = auto_class(config).from_pretrained(folder, device_map=device_map, **wanted)

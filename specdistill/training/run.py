@@ -39,12 +39,13 @@ logger = logging.getLogger(__name__)
 PACKAGES = ("specdistill", "torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
 RECIPE, PROVENANCE = "recipe.yaml", "provenance.json"
 SEEN_WITHIN = 60.0  # seconds in which a network file system shows all machines what one of them wrote
+# Places of each machine, whatever they are called.
 PLACES = (
     "train.output_dir",
     "train.logging_dir",
     "data.cache_dir",
     "hidden_states.path",
-)  # of each machine, whatever they are called
+)
 # Keys of `train:` that say how processes share a step's rows. A run resumes with other values, as long as a step has as many rows.
 SHARE_OUT = ("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size", "ddp_timeout")
 
