@@ -59,6 +59,8 @@ def _make(recipe: TrainedRecipe, *, merges_only: bool) -> ExitCode:
     from specdistill.produce.merge import merge
     from specdistill.rows.row_set import check, read_rows
 
+    if merges_only and recipe.data.shard is not None:
+        raise UserError("data.shard", got=recipe.data.shard, expected="null: `specdistill data merge` takes all shards")
     index, count = shard_of(recipe.data.shard)
     job = Job.of(recipe.data, row_target(recipe, generates=not merges_only), recipe.measured_on)
     check(job.config, job.target)

@@ -62,6 +62,11 @@ def whole(folder: Path, cache: Path, way: Sequence[str]) -> dict[str, bytes]:
     return row_set(cache)
 
 
+def test_a_merge_of_one_shard_is_refused(folder: Path, tmp_path: Path) -> None:
+    done = specdistill(*line(folder, tmp_path / "cut", [], "data.shard=1/3", verb="merge"))
+    assert done.returncode == 2 and refused_key(done.stderr) == "data.shard", done.stderr
+
+
 @pytest.mark.long
 @WAYS
 def test_shards_are_made_apart_and_merged(by_server: bool, folder: Path, tmp_path: Path) -> None:
