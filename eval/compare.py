@@ -7,17 +7,18 @@ python eval/compare.py target=path/to/model drafts=[org/draft@v1,org/draft@v2] s
 import sys
 from pathlib import Path
 
-from specdistill.command import TARGET, check_writable, run
+from specdistill.command import TARGET, run
 from specdistill.comparison.compare import compare
 from specdistill.comparison.measure import measure_candidates
 from specdistill.comparison.options import CommonOptions, CompareOptions
-from specdistill.comparison.pages import print_comparison, write_comparison
+from specdistill.comparison.pages import FILES, print_comparison, write_comparison
 from specdistill.errors import ExitCode, UserError
+from specdistill.report.files import check_replaceable
 
 
 def main(options: CommonOptions) -> ExitCode:
     folder = Path(options.output_dir)
-    check_writable(folder, "output_dir")
+    check_replaceable(folder, "output_dir", FILES)
     try:
         measured = measure_candidates(options)
     except UserError as error:  # what decodes names its keys as recipes do, whose section this command does not have

@@ -6,17 +6,17 @@ python eval/run.py recipe=pico/eagle3 eval.engine=vllm eval.server=http://127.0.
 python eval/run.py target=pico draft=runs/demo/draft method=eagle3 suite=pico output_dir=runs/report
 """
 
-import shutil
 import sys
 from pathlib import Path
 
-from specdistill.command import check_writable, run
+from specdistill.command import run
 from specdistill.errors import ExitCode
 from specdistill.gate.decide import FIRST_RELEASE, Evidence, is_decided, judge, read_baseline
 from specdistill.gate.rules import load_gate
 from specdistill.measurement.evaluate import FINISHED, measure
+from specdistill.measurement.measured import discard_finished
 from specdistill.methods.recipe import Recipe
-from specdistill.report.files import digest, previous_report, write_report
+from specdistill.report.files import check_replaceable, digest, previous_report, write_report
 from specdistill.report.text import print_report
 from specdistill.statistics.sample_size import PriorRun
 
@@ -27,7 +27,7 @@ def main(recipe: Recipe) -> ExitCode:
     # By which rules, and compared with what
     config = recipe.eval
     folder = Path(config.output_dir or Path(recipe.train["output_dir"]) / "report")
-    check_writable(folder, "eval.output_dir")
+    check_replaceable(folder, "eval.output_dir")
     rules = load_gate(recipe.gate)
     baseline = read_baseline(config.baseline, rules, "eval.baseline")
     known, place = ((baseline.report, baseline.records), config.baseline) if baseline else (previous_report(folder), folder)
@@ -44,7 +44,7 @@ def main(recipe: Recipe) -> ExitCode:
 
     # Write
     write_report(folder, report, records)
-    shutil.rmtree(folder / FINISHED, ignore_errors=True)
+    discard_finished(folder / FINISHED)
 
     # Say
     print_report(report, folder)

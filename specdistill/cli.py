@@ -102,6 +102,8 @@ def demo(arguments: list[str]) -> int:
     output_dir = load_recipe(Recipe, keys_of(keys)).train["output_dir"]
     # Checked first: a mistake must not cost the earlier demo. Only what a demo wrote is cleared; any other folder is the script's to judge.
     if output_dir == DEMO_FOLDER and (Path(DEMO_FOLDER) / "run" / "recipe.yaml").is_file():
+        if Path(DEMO_FOLDER).is_symlink():
+            raise UserError("train.output_dir", got=f"{DEMO_FOLDER}, a link", expected="a folder, or another train.output_dir")
         shutil.rmtree(DEMO_FOLDER)
     for verb in ("train", "eval"):
         command = [verb, *keys]

@@ -1,10 +1,8 @@
 """What every command shares: `key=value` arguments, `--help` from the recipe's schema, one line and an exit code for a failure."""
 
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -72,14 +70,3 @@ def keys_of(arguments: Sequence[str], shorthands: Mapping[str, str] = NO_SHORTHA
         if argument not in HELP and key != "debug":
             keys.append(f"{shorthands.get(key, key)}{separator}{value}")
     return keys
-
-
-def check_writable(folder: Path, key: str) -> None:
-    """Raises UserError, naming `key`, for a folder that could not be made or written; leaves nothing behind."""
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    try:
-        with tempfile.TemporaryFile(dir=existing):
-            pass
-    except OSError as error:
-        got = f"{folder} ({existing}: {error.strerror})"
-        raise UserError(key, got=got, expected="a folder that can be written") from error

@@ -11,8 +11,9 @@ import specdistill
 from specdistill.engines import ENGINES
 from specdistill.engines.engine import Engine, Served
 from specdistill.errors import UserError, nearest
+from specdistill.folders import check_new
 from specdistill.methods import METHODS
-from specdistill.methods.checkpoint import check_new, read_config
+from specdistill.methods.checkpoint import read_config
 from specdistill.methods.load import create_draft, implementation, method_of
 from specdistill.methods.recipe import Recipe, TrainedRecipe
 from specdistill.methods.target_record import check_target, copy_record, save_draft

@@ -204,3 +204,7 @@ def test_demo_clears_its_own_earlier_run_and_nothing_else(shell: Shell, in_empty
     (in_empty_folder / "runs/demo/thesis.txt").touch()
     assert main(["demo"]) == 0
     assert (in_empty_folder / "runs/demo/thesis.txt").exists()
+    (in_empty_folder / "runs/demo").rename(in_empty_folder / "runs/other")
+    (in_empty_folder / "runs/demo").symlink_to(in_empty_folder / "runs/mine")
+    assert main(["demo"]) == 2
+    assert (in_empty_folder / "runs/mine/run/recipe.yaml").exists()

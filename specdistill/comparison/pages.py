@@ -18,6 +18,7 @@ from specdistill.report.tables import Cell, cell
 from specdistill.report.text import cells, plain
 from specdistill.statistics.records import PromptRecord
 
+FILES = ("comparison.json", "comparison.md", "comparison.html")
 Comparison = Mapping[str, Any]  # a ComparisonDocument
 
 ON_STDOUT = ("candidate", "speedup", "to the best", "acceptance length", "lossless")
@@ -37,10 +38,10 @@ def write_comparison(folder: Path, comparison: Comparison, records: Mapping[str,
     validate_comparison(comparison)
     for candidate in comparison["candidates"]:
         write_report(folder / candidate["name"], candidate["report"], records[candidate["name"]])
+    texts = (json.dumps(comparison, indent=2, ensure_ascii=False) + "\n", to_markdown(comparison), to_html(comparison))
     with staged(folder) as staging:
-        (staging / "comparison.json").write_text(json.dumps(comparison, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        (staging / "comparison.md").write_text(to_markdown(comparison), encoding="utf-8")
-        (staging / "comparison.html").write_text(to_html(comparison), encoding="utf-8")
+        for name, text in zip(FILES, texts, strict=True):
+            (staging / name).write_text(text, encoding="utf-8")
 
 
 def to_markdown(comparison: Comparison) -> str:

@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from specdistill.command import check_writable
 from specdistill.errors import UserError
 from specdistill.gate.rules import DEFAULT_CONFIDENCE, SCOPES, Rule, load_gate
 from specdistill.recipe.fields import Section, like, option
 from specdistill.recipe.sections import EvalConfig
-from specdistill.report.files import REPORT, SAMPLES, read_report, row_metrics, write_report
+from specdistill.report.files import REPORT, SAMPLES, check_replaceable, read_report, row_metrics, write_report
 from specdistill.report.phrases import scalar
 from specdistill.report.tables import METRICS_SHOWN, main_rows
 from specdistill.repositories import fetch, split_revision
@@ -110,7 +109,7 @@ def judge_again(report: Path, gates: str, *, baseline: str | None = None, output
     folder = output_dir or judged / Path(gates).stem
     if folder.resolve() == judged.resolve():
         raise UserError("output_dir", got=f"{folder}, the report that is judged", expected="another folder")
-    check_writable(folder, "output_dir")
+    check_replaceable(folder, "output_dir")
     evidence = Evidence(*read_report(report))
     verdict = judge(rules, evidence, read_baseline(baseline, rules), first_release=baseline == FIRST_RELEASE)
     write_report(folder, verdict, evidence.records)

@@ -17,6 +17,7 @@ from specdistill.engines.engine import Engine, Served, Serving
 from specdistill.engines.loader import check_loader, loader_of
 from specdistill.errors import UserError
 from specdistill.export import export, samples_drafts
+from specdistill.folders import new_folder
 from specdistill.hub.card import CardContents, model_card
 from specdistill.hub.command import PublishOptions
 from specdistill.hub.evidence import DRAFT, PROVENANCE, RECIPE, Release, check_finished, read_release
@@ -37,7 +38,7 @@ from specdistill.hub.repository import (
     upload,
 )
 from specdistill.methods import METHODS
-from specdistill.methods.checkpoint import link, new_folder, read_config
+from specdistill.methods.checkpoint import link, read_config
 from specdistill.methods.load import draft_files, implementation
 from specdistill.methods.recipe import Recipe
 from specdistill.recipe.load import load_recipe
@@ -118,8 +119,10 @@ def publish_run(options: PublishOptions) -> Publication:
         changes=what_changed(release, last) if last else "",
     )
     folder = Path(options.output_dir or run / STAGED)
-    if options.output_dir is None:
-        shutil.rmtree(folder, ignore_errors=True)
+    if options.output_dir is None and folder.exists():
+        if not (folder / PROVENANCE).is_file():
+            raise UserError("output_dir", got=f"null, and {folder} holds no earlier release", expected="a new folder")
+        shutil.rmtree(folder)
     stage(contents, target, config.exports, folder)
     changes = difference(folder, there.files)
     if options.dry_run:

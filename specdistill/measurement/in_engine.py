@@ -4,7 +4,6 @@ The report says what a server does not show. When a server fails after the first
 """
 
 import platform
-import shutil
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from specdistill.engines.server import Completion
 from specdistill.errors import UserError
 from specdistill.export import export
+from specdistill.folders import empty_own
 from specdistill.measurement.configurations import Settings
 from specdistill.measurement.hardware import hardware
 from specdistill.measurement.losslessness import first_difference
@@ -100,7 +100,7 @@ def measure_in_engine(
         of_draft: dict[str, Any] = {"model": draft, "revision": None, "method": recipe.method}
         machine: dict[str, Any] = {"device": "server", "name": config.server}
     else:
-        shutil.rmtree(folder, ignore_errors=True)
+        empty_own(folder, "eval.output_dir")
         k = config.num_speculative_tokens
         served = export(source, config.engine, folder / "draft", files, num_speculative_tokens=k)
         measurement = measure_started(task, config, target, served, folder)

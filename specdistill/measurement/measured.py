@@ -5,6 +5,7 @@ Each is a file, named by a hash of all that it depends on: another draft, target
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.identity import content_hash
 
 FINGERPRINT_DIGITS = 32
+FINISHED = re.compile(rf"[0-9a-f]{{{FINGERPRINT_DIGITS}}}\.json")
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,15 @@ class FinishedConfigurations:
 
     def _path(self, plan: MeasurementPlan) -> Path:
         return self.folder / f"{fingerprint(plan, self.identity)}.json"
+
+
+def discard_finished(folder: Path) -> None:
+    """Remove the files of finished configurations, and their folder if it holds nothing else."""
+    for path in folder.glob("*.json"):
+        if FINISHED.fullmatch(path.name):
+            path.unlink()
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
 
 
 def measurement_identity(

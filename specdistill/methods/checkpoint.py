@@ -10,19 +10,17 @@ import math
 import os
 import pickle
 import shutil
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from specdistill.command import check_writable
 from specdistill.engines.engine import HeadExport, Layout
-from specdistill.errors import ResourceError, UserError, one_line
+from specdistill.errors import UserError, one_line
+from specdistill.folders import new_folder
 from specdistill.methods.layers import HeadShape, Rotary
 from specdistill.targets import files
 from specdistill.targets.files import EMBEDDING, INDEX, SINGLE, Shards, TargetFiles, needed
@@ -44,33 +42,6 @@ FIXED = {
     "quantization_config": None,
     "parallel_drafting": False,
 }
-
-
-def check_new(output: Path) -> None:
-    """Raises UserError when something stands in the place of a new folder, or it cannot be written."""
-    if output.exists():
-        raise UserError("output_dir", got=f"{output}, which exists", expected="a new folder")
-    check_writable(output, "output_dir")
-
-
-@contextmanager
-def new_folder(output: Path) -> Iterator[Path]:
-    """A folder to write in, which takes its name once all is written; nothing is left behind otherwise.
-
-    Raises UserError when the output exists, ResourceError when writing fails.
-    """
-    check_new(output)
-    partial = output.with_name(f".{output.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
-        yield partial
-        partial.rename(output)
-    except (OSError, SafetensorError) as error:
-        what = f"output_dir: could not write {output} ({error})"
-        raise ResourceError(what, next_step="check space and permissions") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def link(source: Path, link: Path) -> None:

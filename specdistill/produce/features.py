@@ -9,6 +9,7 @@ Shapes: B rows, T positions, L tokens of a row or document, A auxiliary layers, 
 """
 
 import fcntl
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,19 +24,20 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specdistill.command import check_writable
 from specdistill.cost import Cost, announce
 from specdistill.engines.server import Server
 from specdistill.errors import ResourceError, UserError
+from specdistill.folders import alone, check_writable
 from specdistill.processes import of_all, share
 from specdistill.progress import progress
 from specdistill.recipe.sections import HiddenStatesConfig
-from specdistill.rows.files import alone, on_disk
+from specdistill.rows.files import on_disk
 from specdistill.rows.packing import PADDING_DOCUMENT, collate
 from specdistill.rows.store import (
+    ASIDE,
     HEADER_BYTES,
     KEY,
-    PATTERN,
+    SHARD,
     FeatureStore,
     Origin,
     Shard,
@@ -49,6 +51,7 @@ from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.packed_rows import Documents
 
 SERVER_KEY = "hidden_states.server"
+LOCK = "lock"
 
 Rows = Sequence[dict[str, Any]]  # with the columns of specdistill.rows.packing
 MakeFeatures = Callable[[Rows], Sequence[Tensor]]  # rows -> the features [A + 1, L, D] of each
@@ -142,7 +145,7 @@ def by_servers(target: FrozenTarget, aux_layers: Sequence[int], addresses: Seque
 
 
 def _read(path: Path, ids: list[int], server: str) -> Tensor:
-    """The hidden states [L, layers, D] that a server has written for a prompt; its files are removed."""
+    """The hidden states [L, layers, D] that a server has written for a prompt; its files are removed, and no others."""
     try:
         lock = path.with_name(f"{path.name}.lock")
         with lock.open() as held:
@@ -152,10 +155,12 @@ def _read(path: Path, ids: list[int], server: str) -> Tensor:
         what = f"{server} wrote no hidden states that this machine can read ({error})"
         next_step = "start it with ExampleHiddenStatesConnector and a folder that both see (docs/data.md)"
         raise ResourceError(what, next_step=next_step) from error
+    if set(tensors) != {"hidden_states", "token_ids"} or tensors["token_ids"].tolist() != ids:
+        raise ResourceError(
+            f"{server} names {path}, which are not the hidden states of its prompt", next_step="look at its log"
+        )
     path.unlink()
     lock.unlink()
-    if tensors["token_ids"].tolist() != ids:
-        raise ResourceError(f"{server} wrote the hidden states of another prompt to {path}", next_step="look at its log")
     return tensors["hidden_states"]
 
 
@@ -183,8 +188,8 @@ def fill(
     free = "free the disk, or set hidden_states.max_bytes; the same command resumes after the last shard"
     with ExitStack() as stack, on_disk(folder, free):
         if rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(alone(folder / "lock", KEY, folder))
+            _check_own(folder)
+            stack.enter_context(alone(folder / LOCK, KEY, folder))
             _clear(folder, shards)
         of_all(None)
         own = list(shards.items())[rank::count]
@@ -200,6 +205,8 @@ def fill(
                     announce("storing features", estimate, f"the first {len(part):,} rows", folder, force=force)
                 advance(len(part))
         of_all(None)
+        if rank == 0:
+            shutil.rmtree(folder / ASIDE, ignore_errors=True)
     try:
         return FeatureStore([Shard.open(folder / name, origin) for name in shards], sets, origin)
     except UnfitShardError as error:
@@ -227,14 +234,27 @@ def _size(rows: Sequence[Tokens], origin: Origin) -> int:
     return tokens * (origin.token_bytes + 4) + 4 * documents + 12 * len(rows) + HEADER_BYTES
 
 
+def _check_own(folder: Path) -> None:
+    """Raises UserError for a folder with files that no store has: shards of other rows are removed from a store."""
+    own = {LOCK, ASIDE}
+    if foreign := next(
+        (path.name for path in folder.glob("*") if path.name not in own and not SHARD.fullmatch(path.name)), None
+    ):
+        raise UserError(KEY, got=f"{folder}, which holds {foreign}", expected="a new folder, or one of a feature store")
+
+
 def _clear(folder: Path, shards: dict[str, range]) -> None:
     """Remove what killed processes left, and shards of another number, which were of other rows."""
-    kept = {name.partition("-")[2] for name in shards}
-    others = [path for path in folder.glob(PATTERN) if kept and path.name.partition("-")[2] not in kept]
-    if others:
+    shutil.rmtree(folder / ASIDE, ignore_errors=True)
+    others = [
+        path
+        for path in folder.glob("*.safetensors")
+        if path.name.rpartition("-")[2] != next(iter(shards), "").rpartition("-")[2]
+    ]
+    if shards and others:
         print(f"{folder}: {len(others)} shards of other rows are removed", file=sys.stderr)
-    for path in (*folder.glob("*.part"), *folder.glob(".tmp*"), *others):  # the second are safetensors' own
-        path.unlink()
+        for path in others:
+            path.unlink()
 
 
 def _complete(path: Path, rows: Dataset, origin: Origin, make: MakeFeatures, batch_size: int) -> bool:

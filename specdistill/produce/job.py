@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from specdistill.command import check_writable
 from specdistill.errors import UserError
+from specdistill.folders import check_writable
 from specdistill.produce.cleaning import SuiteIndex, cleaned, load_suites
 from specdistill.produce.sources import Source, load_sources
 from specdistill.recipe.sections import DataConfig

@@ -25,6 +25,7 @@ from rich.console import Console
 from specdistill.cost import PREPARED_BYTES, Cost, announce
 from specdistill.engines.completions import CompletionServer
 from specdistill.errors import UserError
+from specdistill.folders import alone
 from specdistill.processes import of_all, share
 from specdistill.produce.answer_rules import RULES, CheckedAnswer, Counts, Rules
 from specdistill.produce.blocks import BLOCK_COLUMNS, Answer, AnswerFile, Block, blocks
@@ -36,7 +37,7 @@ from specdistill.produce.self_prompts import self_prompts, user_row
 from specdistill.produce.server_backend import ServerBackend, ServerTokenizer
 from specdistill.progress import progress
 from specdistill.recipe.sections import DataConfig
-from specdistill.rows.files import alone, cache_folder, on_disk, write_arrow
+from specdistill.rows.files import cache_folder, on_disk, write_arrow
 from specdistill.rows.row_set import RowTarget, is_whole
 
 logger = logging.getLogger(__name__)

@@ -15,6 +15,7 @@ from datasets import Dataset, Value, concatenate_datasets
 from numpy.typing import NDArray
 
 from specdistill.errors import UserError
+from specdistill.folders import alone
 from specdistill.produce.blocks import blocks
 from specdistill.produce.cleaning import NearDuplicates
 from specdistill.produce.generate import ENOUGH
@@ -25,7 +26,7 @@ from specdistill.produce.sources import HASH_RANGE, Source, row_hash
 from specdistill.recipe.data_sources import BUILT_IN_LICENSES, source_names
 from specdistill.recipe.sections import DataConfig
 from specdistill.rows.encoding import ENCODED_COLUMNS, Encoder
-from specdistill.rows.files import Columns, alone, array, mapped, read_header, tokenizer_fingerprint
+from specdistill.rows.files import Columns, array, mapped, read_header, tokenizer_fingerprint
 from specdistill.rows.packing import Packed, pad_token_id, usable
 from specdistill.rows.row_set import Fit, SourceCounts, SplitCounts, fingerprint, is_whole, write_rows
 

@@ -21,6 +21,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from pydantic import TypeAdapter, ValidationError
 
 from specdistill.errors import ResourceError, UserError
+from specdistill.folders import check_writable
 from specdistill.report import charts, phrases, tables
 from specdistill.report.documents import json_schema
 from specdistill.report.schema import ReportDocument
@@ -30,6 +31,7 @@ from specdistill.statistics.records import ALL, PromptRecord, read_records, reco
 from specdistill.suites.suite import evenly
 
 REPORT, SAMPLES = "report.json", "samples.jsonl"
+FILES = (REPORT, SAMPLES, "report.md", "report.html", "junit.xml")
 JUDGED = ("gate", "baseline", "digest")  # parts of a report that change when it is judged again, and the hash of all others
 SCALARS = ("number", "integer", "boolean")
 ROW_IDENTITY = ("num_speculative_tokens", "temperature", "batch_size")  # numbers of a row that are its configuration
@@ -48,14 +50,32 @@ def write_report(folder: Path, report: Mapping[str, Any], records: Sequence[Prom
         render(staging)
 
 
+def check_replaceable(folder: Path, key: str, names: Sequence[str] = FILES) -> None:
+    """Raises UserError for a folder that cannot be written, and for files that are to be written there and are somebody else's.
+
+    names: of the files; the first one, a report or a comparison, says whose they are.
+    """
+    check_writable(folder, key)
+    there = next((name for name in names if (folder / name).exists()), None)
+    if there is not None and not _is_own(folder / names[0]):
+        raise UserError(key, got=f"{folder}, which holds {there} and no {names[0]} of specdistill", expected="a new folder")
+
+
+def _is_own(path: Path) -> bool:
+    try:
+        return "specdistill_version" in json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False
+
+
 @contextmanager
 def staged(folder: Path) -> Iterator[Path]:
-    """A folder to write files into; they move to `folder` at the end. Raises ResourceError when the disk fails."""
+    """A folder to write files into; they move to `folder` at the end, JSON first. Raises ResourceError when the disk fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".report-") as name:
             yield Path(name)
-            for path in Path(name).iterdir():
+            for path in sorted(Path(name).iterdir(), key=lambda path: path.suffix != ".json"):
                 os.replace(path, folder / path.name)
     except OSError as error:
         raise ResourceError(f"could not write the report to {folder} ({error.strerror})", next_step="free the disk") from error

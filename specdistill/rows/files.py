@@ -1,10 +1,8 @@
-"""Files of rows: datasets that are prepared once, Arrow files that appear whole or not at all, and a lock for who writes them."""
+"""Files of rows: datasets that are prepared once, and Arrow files that appear whole or not at all."""
 
-import fcntl
 import hashlib
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +23,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
-from specdistill.errors import ResourceError, UserError
+from specdistill.errors import ResourceError
 
 SHOWN = 12  # digits of a hash that a person compares
 VERSION = 2  # of the code that prepares rows: raise it when equal inputs give other rows
@@ -170,20 +168,3 @@ def on_disk(folder: Path, next_step: str = FREE_SPACE) -> Iterator[None]:
         yield
     except (OSError, SafetensorError, DatasetGenerationError) as error:
         raise ResourceError(f"{folder} could not be written ({error.__cause__ or error})", next_step=next_step) from error
-
-
-@contextmanager
-def alone(lock: Path, key: str, what: Path) -> Iterator[None]:
-    """Within it no other process writes `what`. Raises UserError, naming the process that does; a killed one holds no lock."""
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with lock.open("a+", encoding="utf-8") as held:
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            held.seek(0)
-            got = f"{what}, which {held.read() or 'another process'} is writing"
-            raise UserError(key, got=got, expected="one writer at a time: start this again when that one has ended") from error
-        held.truncate(0)
-        held.write(f"process {os.getpid()} on {socket.gethostname()}")
-        held.flush()
-        yield

@@ -18,6 +18,7 @@ Shapes: A auxiliary layers, D target hidden size, R rows, M documents, L tokens 
 import json
 import mmap
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -39,7 +40,8 @@ from specdistill.recipe.fields import shown
 from specdistill.rows.packing import PADDING_DOCUMENT, collate
 
 KEY = "hidden_states.path"
-PATTERN = "*-of-*.safetensors"
+SHARD = re.compile(r"\d{6}-of-(\d{6})\.safetensors")
+ASIDE = ".part"  # folder of shards that are being written
 WHOLE = "a whole store: `specdistill data features` makes what is missing"
 VERSION = 1  # of the layout above
 HEADER = "specdistill"  # the one key of the header's metadata: several would be written in any order
@@ -218,7 +220,8 @@ def write_shard(path: Path, origin: Origin, rows: Sequence[Tokens], features: Se
         "checksums": torch.from_numpy(np.array(list(map(checksum, parts)), np.int64)),
         **dict(zip(("features", "scales"), map(torch.cat, zip(*encoded, strict=True)), strict=False)),
     }
-    aside = path.with_name(f"{path.name}.part")
+    aside = path.parent / ASIDE / path.name  # a folder of its own, in which safetensors has its own files, too
+    aside.parent.mkdir(exist_ok=True)
     try:
         save_file(tensors, aside, origin.header())
         _sync(aside)
@@ -289,10 +292,10 @@ class FeatureStore:
     @classmethod
     def open(cls, folder: Path, sets: Sequence[Dataset], origin: Origin) -> "FeatureStore":
         """The store of all rows of some sets. Raises UserError, naming the shard, for one that is missing, damaged or of something else."""
-        found = sorted(path.name for path in folder.glob(PATTERN)) if folder.is_dir() else []
+        found = [match for path in folder.glob("*") if (match := SHARD.fullmatch(path.name))]
         if not found:
             raise UserError(KEY, got=f"{folder}, which holds no features", expected=WHOLE)
-        names = sorted({shard_name(index, int(name[10:16])) for name in found for index in range(int(name[10:16]))})
+        names = sorted({shard_name(index, int(match[1])) for match in found for index in range(int(match[1]))})
         try:
             shards = [Shard.open(folder / name, origin) for name in names]
         except UnfitShardError as error:

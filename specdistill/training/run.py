@@ -12,7 +12,8 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -21,8 +22,8 @@ from typing import Any
 import yaml
 from transformers import PrinterCallback, TrainingArguments, set_seed
 
-from specdistill.command import check_writable
 from specdistill.errors import UserError
+from specdistill.folders import alone, check_writable
 from specdistill.processes import agree, collectives, of_all
 from specdistill.project import git_revision
 from specdistill.recipe import data_sources
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 PACKAGES = ("specdistill", "torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
 RECIPE, PROVENANCE = "recipe.yaml", "provenance.json"
+LOCK = ".lock"
 SEEN_WITHIN = 60.0  # seconds in which a network file system shows all machines what one of them wrote
 # Places of each machine, whatever they are called.
 PLACES = (
@@ -58,6 +60,7 @@ class TrainingRun:
     arguments: TrainingArguments
     path: Path
     checkpoint: Path | None = None
+    writer: ExitStack = field(default_factory=ExitStack)  # from the record to the draft, one process writes the folder
 
     @classmethod
     def open(cls, recipe: Any, *, target_dtype: str | None = None, **defaults: Any) -> "TrainingRun":
@@ -98,6 +101,9 @@ class TrainingRun:
         checkpoints of their own.
         """
         folder, aside = self.path / "run", self.path / ASIDE / "run"
+        if self.arguments.should_save:
+            self.writer.enter_context(alone(self.path / LOCK, "train.output_dir", self.path))
+        of_all(None)
         old = {} if self.checkpoint is None else json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
         other = next((name for name, now in facts.items() if old.get(name, now) != now), None)
         if other := next(filter(None, of_all(other)), None):  # all have read it before it is written again
@@ -132,6 +138,10 @@ class TrainingRun:
 
     def train(self, trainer: ResumableTrainer) -> None:
         """Train, or resume where an interrupted run stopped; save the best draft, which a DraftTrainer has loaded back by then."""
+        with self.writer:
+            self._train(trainer)
+
+    def _train(self, trainer: ResumableTrainer) -> None:
         if self.arguments.disable_tqdm:
             trainer.remove_callback(PrinterCallback)  # it prints every log as a dictionary
             trainer.add_callback(ProgressLines())
@@ -179,8 +189,8 @@ def _obstacle(path: Path, recipe: Any) -> str | None:
     held = {entry.name for entry in path.iterdir()} if path.exists() else set()
     record = path / "run" / RECIPE
     if not record.exists():
-        return "other files" if held - {ASIDE} else None
-    if held <= {"run", "runs", ASIDE}:  # a record and a tracker's log: that run died before its first checkpoint
+        return "other files" if held - {ASIDE, LOCK} else None
+    if held <= {"run", "runs", ASIDE, LOCK}:  # a record and a tracker's log: that run died before its first checkpoint
         return None
     if _same_steps(record.read_text(encoding="utf-8")) != _same_steps(recipe_yaml(recipe)):
         return "a run of another recipe"

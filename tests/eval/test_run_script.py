@@ -179,6 +179,19 @@ def test_an_output_folder_that_cannot_be_written(keys, tmp_path, capsys):
     assert refused_key(capsys.readouterr().err) == "eval.output_dir"
 
 
+def test_files_of_somebody_else_stay(measured, keys, tmp_path, capsys):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "report.md").write_text("my thesis")
+    assert command(*keys, f"output_dir={tmp_path / 'mine'}") == ExitCode.USER_ERROR
+    assert refused_key(capsys.readouterr().err) == "eval.output_dir"
+    assert (tmp_path / "mine" / "report.md").read_text() == "my thesis"
+    (tmp_path / "report" / "configurations").mkdir(parents=True)
+    (tmp_path / "report" / "configurations" / "mine.json").write_text("{}")
+    measured()
+    assert [path.name for path in (tmp_path / "report" / "configurations").iterdir()] == ["mine.json"]
+    measured()  # in place of an earlier report
+
+
 def test_shorthands_stand_for_keys_of_the_recipe(capsys):
     seen = []
     options = {"shorthands": eval_run.SHORTHANDS, "without_recipe": ["train.output_dir=runs/eval", "method=eagle3"]}

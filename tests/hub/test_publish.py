@@ -242,6 +242,13 @@ def test_a_tag_that_was_set_meanwhile_stays(lfs: Hub, run: Path, capsys: pytest.
     assert contents(lfs, "v2")["notes.txt"] == b"of the team"
 
 
+def test_a_folder_called_release_that_is_none_stays(lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "release").mkdir()
+    (run / "release" / "thesis.tex").touch()
+    assert refused_key(refused(capsys, 2, run)) == "output_dir"
+    assert (run / "release" / "thesis.tex").exists() and NAME not in lfs.repositories
+
+
 # Not at all
 
 

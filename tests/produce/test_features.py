@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from specdistill.errors import ResourceError
 from specdistill.produce import features as filling
@@ -17,7 +18,9 @@ from specdistill.produce.features import by_servers, by_target
 from specdistill.rows.store import FeatureStore
 from specdistill.targets.frozen import FrozenTarget
 from tests.processes import run_processes
+from tests.produce import openai_server
 from tests.produce.hidden_states_server import running
+from tests.produce.openai_server import Behaviour
 from tests.refusals import refused
 from tests.rows.stores import Counting, batch_of, filled, origin, packed
 from tests.tiny import tiny_target_model, tiny_tokenizer
@@ -55,8 +58,9 @@ def test_damaged_missing_and_other_shards_are_made_again_by_name(tmp_path: Path,
     (tmp_path / "store" / NAMES[0]).write_bytes(damaged)
     (tmp_path / "store" / NAMES[1]).unlink()
     (tmp_path / "other" / NAMES[2]).replace(tmp_path / "store" / NAMES[2])
-    (tmp_path / "store" / f"{NAMES[3]}.part").write_bytes(b"what a killed process left")
-    (tmp_path / "store" / ".tmpAbCdEf").write_bytes(b"and what safetensors left, killed as it wrote")
+    (tmp_path / "store" / ".part").mkdir()
+    (tmp_path / "store" / ".part" / NAMES[3]).write_bytes(b"what a killed process left")
+    (tmp_path / "store" / ".part" / ".tmpAbCdEf").write_bytes(b"and what safetensors left, killed as it wrote")
     capsys.readouterr()
     make = Counting(origin())
     store = filled(tmp_path / "store", SETS, origin(), make)
@@ -104,7 +108,7 @@ def test_a_full_disk_is_one_line_and_what_is_there_stays(
 
     def full(path: Path, *others: object) -> None:
         if path.name == NAMES[2]:
-            path.with_name(f"{path.name}.part").write_bytes(b"half")
+            (path.parent / ".part" / path.name).write_bytes(b"half")
             raise error
         write(path, *others)  # type: ignore[arg-type]
 
@@ -115,6 +119,15 @@ def test_a_full_disk_is_one_line_and_what_is_there_stays(
     make = Counting(origin())
     filled(tmp_path / "store", SETS, origin(), make)
     assert make.num_made == 5 and contents(tmp_path / "store") == contents(tmp_path / "whole")
+
+
+def test_a_folder_of_somebody_elses_files_is_refused_and_keeps_them(tmp_path: Path) -> None:
+    names = ["config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "download.part"]
+    for name in names:
+        (tmp_path / name).write_bytes(b"somebody's")
+    with refused("hidden_states.path", tmp_path):
+        filled(tmp_path, SETS, origin())
+    assert contents(tmp_path) == dict.fromkeys(names, b"somebody's")
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
@@ -168,6 +181,13 @@ def test_a_server_of_something_else_is_one_line(target: FrozenTarget, tmp_path: 
         for address, what in ((more, "[3, 64] torch.float32"), (other, "[2, 64] torch.bfloat16")):
             with refused("hidden_states.server", f"{address}, which writes {what} "):
                 by_servers(target, (1,), [address], TIMEOUT)(ROWS[:1])
+    somebodys = tmp_path / "model.safetensors"
+    save_file({"hidden_states": torch.zeros(1), "token_ids": torch.tensor([1])}, somebodys)
+    (tmp_path / "model.safetensors.lock").touch()
+    naming = Behaviour(models=("served",), more=lambda _: {"kv_transfer_params": {"hidden_states_path": str(somebodys)}})
+    with openai_server.running(naming) as server, pytest.raises(ResourceError, match="not the hidden states of its prompt"):
+        by_servers(target, (1,), [server.address], TIMEOUT)(ROWS[:1])
+    assert somebodys.exists() and (tmp_path / "model.safetensors.lock").exists()
     with running(target, [4], None) as plain, pytest.raises(ResourceError, match="start it with ExampleHiddenStatesConnector"):
         by_servers(target, (), [plain], TIMEOUT)(ROWS[:1])
     with pytest.raises(ResourceError, match="does not answer"):

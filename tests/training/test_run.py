@@ -92,6 +92,16 @@ def test_a_corrected_recipe_takes_the_place_of_one_that_died_before_its_first_ch
     assert load_recipe(Recipe, [f"recipe={folder / 'run' / 'recipe.yaml'}"]) == corrected
 
 
+def test_a_second_run_in_a_folder_is_refused_while_the_first_one_writes(tmp_path: Path) -> None:
+    first = TrainingRun.open(recipe(tmp_path / "run"))
+    first.record(target="pico")
+    second = TrainingRun.open(recipe(tmp_path / "run"))
+    with refused("train.output_dir", tmp_path / "run", holds="which process "):
+        second.record(target="pico")
+    first.writer.close()
+    second.record(target="pico")
+
+
 def test_machines_may_keep_things_in_places_of_their_own(tmp_path: Path) -> None:
     one, other = (
         recipe_keys(recipe(tmp_path / name, f"data.cache_dir={name}", f"draft.ttt_steps={steps}").model_dump())

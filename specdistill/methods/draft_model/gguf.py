@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdistill.errors import UserError
-from specdistill.methods.checkpoint import check_tensors, new_folder, read_tensors
+from specdistill.folders import new_folder
+from specdistill.methods.checkpoint import check_tensors, read_tensors
 from specdistill.methods.draft_model.layers import is_plain_llama
 from specdistill.methods.target_record import as_keys, recorded_target
 from specdistill.targets.loading import read_without_weights

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from specdistill.engines.engine import Layout
 from specdistill.errors import UserError
-from specdistill.methods.checkpoint import check_tensors, link, new_folder, read_config, read_tensors, write_draft
+from specdistill.folders import new_folder
+from specdistill.methods.checkpoint import check_tensors, link, read_config, read_tensors, write_draft
 from specdistill.methods.mtp import tensor_names
 from specdistill.methods.mtp.module import MtpDraft
 from specdistill.methods.mtp.tensor_names import NATIVE_KEYS, Naming, depth_key, has_fused_experts, naming_of

@@ -1,0 +1,92 @@
+"""Folders that commands write: one process at a time, whole or not at all, and never in place of what somebody else put there."""
+
+import fcntl
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from specdistill.errors import ResourceError, UserError
+
+MARK = ".specdistill"  # a file in a folder that is this package's to empty
+
+
+def check_writable(folder: Path, key: str) -> None:
+    """Raises UserError, naming `key`, for a folder that could not be made or written; leaves nothing behind."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        got = f"{folder} ({existing}: {error.strerror})"
+        raise UserError(key, got=got, expected="a folder that can be written") from error
+
+
+def check_new(output: Path, key: str = "output_dir") -> None:
+    """Raises UserError when something stands in the place of a new folder, or it cannot be written."""
+    if output.exists() or output.is_symlink():
+        raise UserError(key, got=f"{output}, which exists", expected="a new folder")
+    check_writable(output, key)
+
+
+@contextmanager
+def new_folder(output: Path, key: str = "output_dir") -> Iterator[Path]:
+    """A folder to write in, which takes its name once all is written; nothing is left behind otherwise.
+
+    Raises UserError when the output exists, and while another process writes it; ResourceError when writing fails.
+    """
+    check_new(output, key)
+    partial = output.with_name(f".{output.name}.partial")
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        with _locked(partial, os.O_RDONLY, key, output):
+            try:
+                for left in partial.iterdir():  # by a process that was killed
+                    shutil.rmtree(left) if left.is_dir() else left.unlink()
+                yield partial
+                partial.rename(output)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
+        what = f"{key}: could not write {output} ({error})"
+        raise ResourceError(what, next_step="check space and permissions") from error
+
+
+def empty_own(folder: Path, key: str) -> None:
+    """Make a folder, or empty one that an earlier run made. Raises UserError for one that holds anything else."""
+    if folder.is_symlink() or (folder.exists() and not (folder / MARK).is_file()):
+        raise UserError(key, got=f"{folder}, which an earlier run did not make", expected="a folder without it")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (folder / MARK).touch()
+
+
+@contextmanager
+def alone(lock: Path, key: str, what: Path) -> Iterator[None]:
+    """Within it no other process writes `what`. Raises UserError, naming the process that does; a killed one holds no lock."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(lock, os.O_RDWR | os.O_CREAT, key, what) as held:
+        os.ftruncate(held, 0)
+        os.pwrite(held, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        yield
+
+
+@contextmanager
+def _locked(path: Path, flags: int, key: str, what: Path) -> Iterator[int]:
+    """A file or folder, opened and locked by this process alone."""
+    held = os.open(path, flags, 0o666)
+    try:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            writer = os.pread(held, 200, 0).decode() if path.is_file() else ""
+            got = f"{what}, which {writer or 'another process'} is writing"
+            raise UserError(key, got=got, expected="one writer at a time: start this again when that one has ended") from error
+        yield held
+    finally:
+        os.close(held)

@@ -1,0 +1,71 @@
+"""Folders that commands write: whole or not at all, one writer at a time, and nothing of anybody else's is removed."""
+
+from pathlib import Path
+
+import pytest
+
+from specdistill.errors import ResourceError
+from specdistill.folders import alone, empty_own, new_folder
+from tests.refusals import refused
+
+
+def test_a_new_folder_appears_whole(tmp_path: Path) -> None:
+    left = tmp_path / ".out.partial"  # by a process that was killed
+    (left / "sub").mkdir(parents=True)
+    (left / "half").write_text("x")
+    with new_folder(tmp_path / "out") as partial:
+        (partial / "file").write_text("whole")
+        assert not (tmp_path / "out").exists()
+    assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == ["out", "out/file"]
+
+
+def test_a_folder_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    def full() -> None:
+        with new_folder(tmp_path / "out") as partial:
+            (partial / "file").write_text("half")
+            raise OSError("No space left on device")
+
+    with pytest.raises(ResourceError, match="No space left"):
+        full()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_second_writer_is_refused_and_the_first_one_ends_whole(tmp_path: Path) -> None:
+    with new_folder(tmp_path / "out") as partial:
+        (partial / "weights").write_text("the first one's")
+        with refused("output_dir", tmp_path / "out", holds="which another process is writing"), new_folder(tmp_path / "out"):
+            pass
+    assert (tmp_path / "out" / "weights").read_text() == "the first one's"
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "link"])
+def test_what_exists_is_no_new_folder(tmp_path: Path, kind: str) -> None:
+    out = tmp_path / "out"
+    {"folder": out.mkdir, "file": out.touch, "link": lambda: out.symlink_to("nowhere")}[kind]()
+    with refused("output_dir", out), new_folder(out):
+        pass
+
+
+def test_a_lock_names_who_holds_it(tmp_path: Path) -> None:
+    with (
+        alone(tmp_path / "lock", "data.rows", tmp_path),
+        refused("data.rows", tmp_path, holds="which process "),
+        alone(tmp_path / "lock", "data.rows", tmp_path),
+    ):
+        pass
+    with alone(tmp_path / "lock", "data.rows", tmp_path):
+        pass  # it is free again
+
+
+def test_only_an_own_folder_is_emptied(tmp_path: Path) -> None:
+    empty_own(tmp_path / "engine", "eval.output_dir")
+    (tmp_path / "engine" / "log").touch()
+    empty_own(tmp_path / "engine", "eval.output_dir")
+    assert not (tmp_path / "engine" / "log").exists()
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.tex").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "engine")
+    for other in ("thesis", "link"):
+        with refused("eval.output_dir", tmp_path / other):
+            empty_own(tmp_path / other, "eval.output_dir")
+    assert (tmp_path / "thesis" / "chapter.tex").read_text() == "x"
