@@ -17,7 +17,7 @@ import specdistill
 from specdistill.command import HELP, NO_SHORTHANDS, TARGET, keys_of, print_help
 from specdistill.credentials import check_arguments
 from specdistill.doctor.command import DOCTOR, DoctorOptions, doctor
-from specdistill.errors import ExitCode, ResourceError, UserError, explain, nearest
+from specdistill.errors import ExitCode, ResourceError, UserError, nearest, reported
 from specdistill.hub.command import AcquireOptions, ExportOptions, PublishOptions, acquire, export, publish
 from specdistill.launch import LaunchOptions, run_script
 from specdistill.methods import METHODS
@@ -47,18 +47,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         row = VERBS[verb]
         print_help(f"specdistill {verb}: {row.run.__doc__}", *row.schemas, shorthands=row.shorthands)
         return ExitCode.DONE
-    try:
-        if not verb:
-            message, commands = next_step(Path())
-            print(message, *(f"  {command}" for command in commands), "All verbs: specdistill --help", sep="\n")
-            return ExitCode.DONE
-        check_arguments(rest)
-        if verb not in VERBS:
-            expected = f"one of {', '.join(VERBS)}"
-            raise UserError(f"specdistill {verb}", got="an unknown verb", expected=expected, nearest=nearest(verb, VERBS))
-        return VERBS[verb].run(rest)
-    except (UserError, ResourceError, KeyboardInterrupt) as error:
-        return explain(error, debug="debug=true" in rest)
+    return reported(lambda: _run(verb, rest), debug="debug=true" in rest)
+
+
+def _run(verb: str, arguments: list[str]) -> int:
+    if not verb:
+        message, commands = next_step(Path())
+        print(message, *(f"  {command}" for command in commands), "All verbs: specdistill --help", sep="\n")
+        return ExitCode.DONE
+    check_arguments(arguments)
+    if verb not in VERBS:
+        expected = f"one of {', '.join(VERBS)}"
+        raise UserError(f"specdistill {verb}", got="an unknown verb", expected=expected, nearest=nearest(verb, VERBS))
+    return VERBS[verb].run(arguments)
 
 
 def train(arguments: list[str]) -> int:

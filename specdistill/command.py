@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from specdistill.credentials import check_arguments
-from specdistill.errors import ExitCode, ResourceError, UserError, explain
+from specdistill.errors import ExitCode, ResourceError, reported
 from specdistill.progress import hide_bars_of_transformers
 from specdistill.recipe.fields import Section, describe
 from specdistill.recipe.load import load_recipe
@@ -26,7 +26,7 @@ def run(
     *,
     shorthands: Mapping[str, str] = NO_SHORTHANDS,
     without_recipe: Sequence[str] = (),
-) -> ExitCode:
+) -> int:
     """Load a recipe from the command line and run `main` on it; `debug=true` shows the traceback of a user's error.
 
     shorthands: short key -> recipe key, e.g. {"target": "target.model"} lets `target=pico` stand for `target.model=pico`.
@@ -39,17 +39,18 @@ def run(
         print_help(main.__globals__.get("__doc__") or "", schema, shorthands=shorthands)
         return ExitCode.DONE
     hide_bars_of_transformers()
-    try:
+
+    def command() -> ExitCode:
         check_arguments(arguments)
         given = keys_of(arguments, shorthands)
         first = [] if any(argument.startswith("recipe=") for argument in given) else without_recipe
-        return main(load_recipe(schema, [*first, *given])) or ExitCode.DONE
-    except (UserError, ResourceError, KeyboardInterrupt) as error:
-        return explain(error, debug="debug=true" in arguments)
-    except getattr(sys.modules.get("torch"), "OutOfMemoryError", ()) as error:
-        full = ResourceError(f"the accelerator's memory is full ({error})", next_step="lower the batch size or the lengths")
-        full.__cause__ = error
-        return explain(full, debug="debug=true" in arguments)
+        try:
+            return main(load_recipe(schema, [*first, *given])) or ExitCode.DONE
+        except getattr(sys.modules.get("torch"), "OutOfMemoryError", ()) as error:
+            what = f"the accelerator's memory is full ({error})"
+            raise ResourceError(what, next_step="lower the batch size or the lengths") from error
+
+    return reported(command, debug="debug=true" in arguments)
 
 
 def print_help(introduction: str, *schemas: type[Section], shorthands: Mapping[str, str] = NO_SHORTHANDS) -> None:

@@ -4,12 +4,14 @@ import copyreg
 import difflib
 import os
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
 from typing import Any
 
+MOST_CHARACTERS = 300  # of an error that nobody foresaw: some hold whole files
 SECONDS_APART = 30.0  # a launcher ends the other processes before that, on a busy machine too
 
 
@@ -48,10 +50,19 @@ class ResourceError(ReportedError):
         super().__init__(one_line(f"{what}; {next_step}"))
 
 
-def explain(error: UserError | ResourceError | KeyboardInterrupt, *, debug: bool = False) -> ExitCode:
+def reported(command: Callable[[], int], *, debug: bool = False) -> int:
+    """The exit code of a command, whatever it raises: see `explain`."""
+    try:
+        return command()
+    except (Exception, KeyboardInterrupt) as error:  # the one place: nothing that a command raises ends in a traceback
+        return explain(error, debug=debug)
+
+
+def explain(error: Exception | KeyboardInterrupt, *, debug: bool = False) -> ExitCode:
     """Print one line on stderr that says what went wrong (debug: after the traceback); returns the exit code.
 
-    Of an error that all processes of a launch find, the first process on each machine prints it: its launcher then ends the others.
+    What nobody foresaw is a resource error, with its traceback in a file that the line names. Of an error that all processes of a launch
+    find, the first process on each machine prints it: its launcher then ends the others.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(SECONDS_APART)
@@ -60,8 +71,15 @@ def explain(error: UserError | ResourceError | KeyboardInterrupt, *, debug: bool
     if isinstance(error, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
         return ExitCode.INTERRUPTED
-    print(f"error: {error}", file=sys.stderr)
-    return ExitCode.USER_ERROR if isinstance(error, UserError) else ExitCode.RESOURCE_ERROR
+    if isinstance(error, ReportedError):
+        print(f"error: {error}", file=sys.stderr)
+        return ExitCode.USER_ERROR if isinstance(error, UserError) else ExitCode.RESOURCE_ERROR
+    descriptor, log = tempfile.mkstemp(prefix="specdistill-", suffix=".log")
+    with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+        traceback.print_exception(error, file=file)
+    what = one_line(f"{type(error).__name__}: {error}")[:MOST_CHARACTERS]
+    print(f"error: {what}, which specdistill did not foresee; the traceback is in {log}", file=sys.stderr)
+    return ExitCode.RESOURCE_ERROR
 
 
 def one_line(text: str) -> str:

@@ -1,10 +1,11 @@
 import doctest
 import pickle
+from pathlib import Path
 
 import pytest
 
 from specdistill import errors
-from specdistill.errors import ExitCode, ResourceError, UserError, nearest
+from specdistill.errors import ExitCode, ResourceError, UserError, nearest, reported
 
 
 def test_exit_codes_are_the_public_ones():
@@ -21,6 +22,18 @@ def test_user_error_is_one_line_whatever_it_is_told():
     error = UserError("data.source", got="a\n  multi-line\tvalue", expected="one\nline", nearest="data.split")
     assert str(error) == "data.source: got a multi-line value, expected one line; did you mean data.split?"
     assert error.key == "data.source"
+
+
+def test_what_nobody_foresaw_is_a_line_and_a_file(capsys: pytest.CaptureFixture[str]):
+    def broken() -> int:
+        raise RecursionError("deep\n" * 1000)
+
+    assert reported(broken) == ExitCode.RESOURCE_ERROR
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: RecursionError: deep deep") and len(line) < 500
+    log = Path(line.rpartition(" ")[2])
+    assert "in broken" in log.read_text(encoding="utf-8")
+    log.unlink()
 
 
 def test_resource_error_says_what_to_do_next():

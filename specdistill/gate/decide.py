@@ -19,7 +19,7 @@ from specdistill.errors import UserError
 from specdistill.gate.rules import DEFAULT_CONFIDENCE, SCOPES, Rule, load_gate
 from specdistill.recipe.fields import Section, like, option
 from specdistill.recipe.sections import EvalConfig
-from specdistill.report.files import REPORT, SAMPLES, check_replaceable, read_report, row_metrics, write_report
+from specdistill.report.files import REPORT, SAMPLES, check_replaceable, digest, read_report, row_metrics, write_report
 from specdistill.report.phrases import scalar
 from specdistill.report.tables import METRICS_SHOWN, main_rows
 from specdistill.repositories import fetch, split_revision
@@ -52,6 +52,12 @@ class Evidence:
 
     report: Mapping[str, Any]
     records: Sequence[PromptRecord]
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether it is not what its digest was taken of; a report that is being made has none yet."""
+        stated = self.report.get("digest")
+        return stated is not None and stated != digest(self.report, self.records)
 
 
 @dataclass(frozen=True)
@@ -111,6 +117,8 @@ def judge_again(report: Path, gates: str, *, baseline: str | None = None, output
         raise UserError("output_dir", got=f"{folder}, the report that is judged", expected="another folder")
     check_replaceable(folder, "output_dir")
     evidence = Evidence(*read_report(report))
+    if "digest" not in evidence.report:
+        raise UserError("report", got=f"{report}, without a digest", expected="a report as `specdistill eval` writes it")
     verdict = judge(rules, evidence, read_baseline(baseline, rules), first_release=baseline == FIRST_RELEASE)
     write_report(folder, verdict, evidence.records)
     return verdict
@@ -121,7 +129,8 @@ def decide(
 ) -> dict[str, Any]:
     """The report's `gate` section. Raises UserError when a `max_regression` rule meets a baseline that measured something else.
 
-    The report of a run that was cut short gets one failed rule more, `incomplete`. Of a first release regressions are not asked.
+    The report of a run that was cut short gets one failed rule more, `incomplete`; one that is not as it was written, `digest`. Of a first
+    release regressions are not asked.
     """
     asked = [rule for rule in rules if not (first_release and rule.requirement == "max_regression")]
     results = [_decide(rule, estimate(rule, evidence, baseline)) for rule in asked]
@@ -129,6 +138,9 @@ def decide(
         reason = evidence.report["not_measured"].get("incomplete", "what it did not measure could change the verdict")
         cut_short = _decide(Rule("incomplete", "equals", False), Estimate(True))
         results.insert(0, {**cut_short, "reason": f"the run was cut short: {reason}"})
+    if evidence.is_edited:
+        edited = _decide(Rule("digest", "equals", True), Estimate(False))
+        results.insert(0, {**edited, "reason": "the report or its records were changed after they were measured"})
     verdicts = {result["verdict"] for result in results if result["severity"] != "warn"}
     verdict = next((name for name in ("failed", "inconclusive") if name in verdicts), "passed")
     return {"verdict": verdict, "passed": verdict == "passed", "first_release": first_release, "rules": results}

@@ -6,7 +6,7 @@ import pytest
 
 from specdistill.command import run
 from specdistill.errors import ExitCode
-from specdistill.report.files import write_report
+from specdistill.report.files import digest, write_report
 from tests.refusals import refused_key
 from tests.scripts import load_script
 from tests.simulated import edited, simulate, simulated_report
@@ -18,10 +18,14 @@ def command(*arguments):
     return run(eval_gate.main, eval_gate.GateOptions, list(arguments))
 
 
+def write(folder, records):
+    report = simulated_report(records)
+    write_report(folder, {**report, "digest": digest(report, records)}, records)
+
+
 @pytest.fixture
 def folder(tmp_path):
-    records = simulate(24)
-    write_report(tmp_path / "report", simulated_report(records), records)
+    write(tmp_path / "report", simulate(24))
     return tmp_path / "report"
 
 
@@ -50,11 +54,23 @@ def test_a_report_that_fails(folder, tmp_path, capsys):
 def test_a_regression_against_a_baseline(folder, tmp_path):
     gate = tmp_path / "gate.yaml"
     gate.write_text("- {metric: mean_acceptance_length, max_regression: 0.05}\n")
-    better = simulate(24, conditional=(0.95, 0.9, 0.9, 0.9))
-    write_report(tmp_path / "before", simulated_report(better), better)
+    write(tmp_path / "before", simulate(24, conditional=(0.95, 0.9, 0.9, 0.9)))
     assert command(f"report={folder}", f"gates={gate}", f"baseline={tmp_path / 'before'}") == ExitCode.CHECK_FAILED
     assert command(f"report={tmp_path / 'before'}", f"gates={gate}", f"baseline={folder}") == ExitCode.DONE
     assert command(f"report={folder}", f"gates={gate}") == ExitCode.CHECK_FAILED
+
+
+def test_a_report_that_was_edited_fails(folder, capsys):
+    text = (folder / "report.json").read_text()
+    speedup = json.loads(text)["results"][0]["speedup"]
+    (folder / "report.json").write_text(text.replace(f'"speedup": {speedup}', '"speedup": 9.99', 1))
+    assert command(f"report={folder}", "gates=default") == ExitCode.CHECK_FAILED
+    assert "changed after they were measured" in capsys.readouterr().out
+    report = json.loads(text)
+    del report["digest"]
+    (folder / "report.json").write_text(json.dumps(report))
+    assert command(f"report={folder}", "gates=default") == ExitCode.USER_ERROR
+    assert refused_key(capsys.readouterr().err) == "report"
 
 
 def test_a_first_release(folder, tmp_path, capsys):
