@@ -54,6 +54,7 @@ def test_every_verb_refuses_one_and_does_not_repeat_it(verb: str, word: str, cap
     [
         ("data: {source: ['https://me:pass@host/rows.jsonl']}", "recipe"),
         ("data: {source: ['${oc.env:HF_TOKEN}']}", "data.source[0]"),
+        ("name: env\ndata: {source: ['${oc.${name}:HF_TOKEN}']}", "data.source[0]"),
         ("# {token}", "recipe"),
         ("a: [{token}", "recipe"),
     ],

@@ -3,6 +3,7 @@
 Its first error becomes one line that names the key and the nearest valid one.
 """
 
+import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ from specdistill.recipe.fields import Section, default_of, kind_of, leaves, read
 S = TypeVar("S", bound=Section)
 
 REQUIRED = "???"  # OmegaConf's mark of a value that the command line must give
+# Variables that ${oc.env:…} may read. A recipe may come from anybody, and what it reads is written into the run's record.
+HARMLESS = ("HOME", "HOSTNAME", "SLURM_JOB_ID", "TMPDIR", "USER")
 # Keys of 0.1 that are gone: their values where nobody set them, and what replaces them. Its recorded recipes hold all of them, so that one
 # which nobody set is passed over.
 REMOVED: dict[str, tuple[Any, str]] = {
@@ -40,6 +43,21 @@ REMOVED: dict[str, tuple[Any, str]] = {
 }
 
 
+def _environment(name: str, *default: Any) -> Any:
+    """${oc.env:NAME} and ${oc.env:NAME,default}."""
+    if name not in HARMLESS:
+        readable = ", ".join(HARMLESS)
+        raise ValueError(
+            f"{name} of the environment, of which recipes read {readable}; a shell writes out any other on the command line"
+        )
+    if name not in os.environ and not default:
+        raise ValueError(f"{name}, which the environment does not have")
+    return os.environ.get(name, *default)
+
+
+OmegaConf.register_resolver("oc.env", _environment, replace=True)
+
+
 def load_recipe(schema: type[S], arguments: Sequence[str]) -> S:
     """Build a recipe from `recipe=… key=value …` command-line arguments. Raises UserError for anything the user got wrong."""
     return validate(schema, merged(arguments))
@@ -48,7 +66,7 @@ def load_recipe(schema: type[S], arguments: Sequence[str]) -> S:
 def merged(arguments: Sequence[str]) -> dict[str, Any]:
     """The values of a recipe's file under those of the command line, interpolations resolved, nothing validated yet.
 
-    Raises UserError also for a secret among them: ${oc.env:…} of one would be written into the run's record.
+    Raises UserError also for a secret among them, and for a variable of the environment that is not HARMLESS.
     """
     file, overrides = None, []
     for argument in arguments:

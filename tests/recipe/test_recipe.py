@@ -177,6 +177,11 @@ def test_what_a_recipe_leaves_to_be_given_is_not_filled_by_a_default():
         ("train=null", "train", "None (null)"),
         ("target.model=[1", "target.model", "'[1'"),
         ("target.model=${nowhere}", "target.model", "Interpolation key 'nowhere' not found"),
+        (
+            "target.model=${oc.env:PATH}",
+            "target.model",
+            "ValueError raised while resolving interpolation: PATH of the environment",
+        ),
         ("target.dtype=flaot32", "target.dtype", "'flaot32'"),
         ("method=eagle4", "method", "eagle4"),
         ("eval.num_speculative_tokens=0", "eval.num_speculative_tokens", "0"),
@@ -203,7 +208,9 @@ def test_an_int_is_good_for_a_float():
     assert recipe.data.regenerate.temperatures == [0.0, 1.0]
 
 
-def test_interpolation_of_another_key():
+def test_interpolation_of_another_key(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("USER", "me")
+    assert load("eval.output_dir=${oc.env:USER}/here").eval.output_dir == "me/here"
     assert load("eval.output_dir=${train.output_dir}/elsewhere").eval.output_dir == "runs/x/elsewhere"
 
 
