@@ -33,10 +33,10 @@ HEAD = ("method", "acceptance length", "accepted at position 1, 2, …", "speedu
 
 
 def specdistill(verb: str, *arguments: str, failing: bool = False) -> int:
-    """Run a command of the package; this process ends with its exit code when that is not 0, or 1 where a check may be `failing`."""
+    """Run a command of the package; this process ends with its exit code when that is not 0, or of a gate where one may be `failing`."""
     print(f"$ specdistill {verb} {' '.join(arguments)}", flush=True)
     code = subprocess.run([sys.executable, "-m", "specdistill", verb, *arguments], check=False).returncode
-    if code and not (failing and code == ExitCode.CHECK_FAILED):
+    if code and not (failing and code in (ExitCode.CHECK_FAILED, ExitCode.INCONCLUSIVE)):
         sys.exit(code)
     return code
 

@@ -1,4 +1,6 @@
-"""Judge a report again: exit code 0 when it passes, 1 when it does not. The verdict and its pages go next to the report that was judged.
+"""Judge a report again: exit code 0 when it passes, 1 when it fails, 4 when it is inconclusive.
+
+The verdict and its pages go next to the report that was judged.
 
 python eval/gate.py report=runs/demo/report/report.json gates=default                  # writes runs/demo/report/default
 python eval/gate.py report=runs/demo/report gates=release baseline=org/name@v1.2
@@ -10,7 +12,7 @@ from pathlib import Path
 
 from specdistill.command import run
 from specdistill.errors import ExitCode
-from specdistill.gate.decide import GateOptions, judge_again
+from specdistill.gate.decide import EXIT_CODES, GateOptions, judge_again
 from specdistill.report.text import print_gate
 
 
@@ -18,7 +20,7 @@ def main(options: GateOptions) -> ExitCode:
     folder = Path(options.output_dir) if options.output_dir else None
     report = judge_again(Path(options.report), options.gates, baseline=options.baseline, output_dir=folder)
     print_gate(report)
-    return ExitCode.DONE if report["gate"]["passed"] else ExitCode.CHECK_FAILED
+    return EXIT_CODES[report["gate"]["verdict"]]
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from specdistill.command import run
 from specdistill.errors import ExitCode
-from specdistill.gate.decide import FIRST_RELEASE, Evidence, is_decided, judge, read_baseline
+from specdistill.gate.decide import EXIT_CODES, FIRST_RELEASE, Evidence, is_decided, judge, read_baseline
 from specdistill.gate.rules import load_gate
 from specdistill.measurement.evaluate import FINISHED, measure
 from specdistill.measurement.measured import discard_finished
@@ -51,7 +51,7 @@ def main(recipe: Recipe) -> ExitCode:
     if report.get("incomplete"):
         print(f"error: {report['not_measured']['incomplete']}", file=sys.stderr)
         return ExitCode.RESOURCE_ERROR
-    return ExitCode.DONE if report["gate"]["passed"] else ExitCode.CHECK_FAILED
+    return EXIT_CODES[report["gate"]["verdict"]]
 
 
 if __name__ == "__main__":

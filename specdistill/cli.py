@@ -88,7 +88,7 @@ def eval(arguments: list[str]) -> int:
 
 
 def gate(arguments: list[str]) -> int:
-    """apply a gate to an existing report: exit code 0 passed, 1 failed"""
+    """apply a gate to an existing report: exit code 0 passed, 1 failed, 4 inconclusive"""
     return run_script("eval/gate.py", arguments)
 
 

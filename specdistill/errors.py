@@ -20,6 +20,7 @@ class ExitCode(IntEnum):
     CHECK_FAILED = 1
     USER_ERROR = 2
     RESOURCE_ERROR = 3
+    INCONCLUSIVE = 4
     INTERRUPTED = 130  # by Ctrl-C, as a shell counts it
 
 

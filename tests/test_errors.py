@@ -14,6 +14,7 @@ def test_exit_codes_are_the_public_ones():
         "CHECK_FAILED": 1,
         "USER_ERROR": 2,
         "RESOURCE_ERROR": 3,
+        "INCONCLUSIVE": 4,
         "INTERRUPTED": 130,
     }
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from specdistill.errors import UserError
+from specdistill.errors import ExitCode, UserError
 from specdistill.gate.rules import DEFAULT_CONFIDENCE, SCOPES, Rule, load_gate
 from specdistill.recipe.fields import Section, like, option
 from specdistill.recipe.sections import EvalConfig
@@ -35,6 +35,7 @@ BASELINE = "a report.json, its folder, or a Hub id with its revision, as org/nam
 FIRST_RELEASE = "none"  # in place of a baseline: there is no earlier report to compare with
 
 Verdict = Literal["passed", "failed", "inconclusive"]
+EXIT_CODES = {"passed": ExitCode.DONE, "failed": ExitCode.CHECK_FAILED, "inconclusive": ExitCode.INCONCLUSIVE}
 
 
 class GateOptions(Section):

@@ -282,7 +282,7 @@ def launch(line: Line) -> None:
 
 def check_report(line: Line) -> None:
     """Greedy completions are those of transformers' generate(), sampled ones follow the target; whether it is faster is not asked."""
-    run("eval", *line.keys, codes=(0, 1))
+    run("eval", *line.keys, codes=(0, 1, 4))
     report = json.loads((line.run / "report" / "report.json").read_text(encoding="utf-8"))
     assert (line.run / "report" / "report.html").stat().st_size > 10_000
     settings = report["settings"]
