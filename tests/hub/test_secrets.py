@@ -64,7 +64,7 @@ def test_a_planted_token_is_found_nowhere_else(
         assert run(*acquired) == 3
         assert run(*acquired, "verify=true") == 0
         assert run("gate", f"report={finished / 'report'}", "gates=release", f"baseline={NAME}@v1") in (0, 1, 4)
-        assert run("doctor", f"draft={NAME}", f"target={target}", "decode=false") in (0, 1, 4)
+        assert run("doctor", f"draft={NAME}", f"target={target}", "decode=false") in (0, 1)
         keys = [f"target.model={target}", f"data.source={tmp_path / 'texts.jsonl'}", f"train.output_dir={tmp_path / 'trained'}"]
         keys += ["data.max_length=32", "train.max_steps=1", "train.per_device_train_batch_size=1", "train.report_to=none"]
         assert run("train", "method=eagle3", *keys, "data.validation_fraction=0.2", "data.decontaminate=[]") == 0
