@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from specdistill.command import run
-from specdistill.cost import PREPARED_BYTES
 from specdistill.errors import ExitCode
 from specdistill.methods import METHODS
 from specdistill.methods.recipe import Recipe
@@ -23,6 +22,7 @@ from specdistill.methods.sizes import Described, PlannedDraft, weights_read
 from specdistill.planning.accounting import H100, Device, training_step
 from specdistill.planning.estimates import BYTES_PER_COPIED, TRAINING_FLOPS, training_memory
 from specdistill.planning.reading import read
+from specdistill.progress import PREPARED_BYTES
 from specdistill.project import RECIPES, ROOT
 from specdistill.recipe.fields import Section, option
 from specdistill.recipe.load import REQUIRED, load_recipe, merged

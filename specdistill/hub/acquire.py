@@ -14,7 +14,6 @@ from huggingface_hub import constants
 from huggingface_hub.repocard import metadata_load
 from rich.filesize import decimal
 
-from specdistill.cost import free_bytes
 from specdistill.errors import ResourceError, UserError
 from specdistill.hub.model_files import HASHES, MODEL, SMALL, ModelFiles, check_hashes, say, write_hashes
 from specdistill.methods import METHODS
@@ -22,6 +21,7 @@ from specdistill.methods.checkpoint import read_config
 from specdistill.methods.load import TOKENIZER, implementation, recognized
 from specdistill.methods.target_record import check_target, recorded_target
 from specdistill.planning.reading import known_drafts
+from specdistill.progress import free_bytes
 from specdistill.repositories import split_gguf, split_revision
 from specdistill.targets.files import INDEX, TargetFiles
 

@@ -120,7 +120,7 @@ def publish_run(options: PublishOptions) -> Publication:
     )
     folder = Path(options.output_dir or run / STAGED)
     if options.output_dir is None and folder.exists():
-        if not (folder / PROVENANCE).is_file():
+        if not (folder / Path(PROVENANCE).name).is_file():
             raise UserError("output_dir", got=f"null, and {folder} holds no earlier release", expected="a new folder")
         shutil.rmtree(folder)
     stage(contents, target, config.exports, folder)

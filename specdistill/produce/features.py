@@ -24,12 +24,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specdistill.cost import Cost, announce
 from specdistill.engines.server import Server
 from specdistill.errors import ResourceError, UserError
 from specdistill.folders import alone, check_writable
 from specdistill.processes import of_all, share
-from specdistill.progress import progress
+from specdistill.progress import Cost, announce, progress
 from specdistill.recipe.sections import HiddenStatesConfig
 from specdistill.rows.files import on_disk
 from specdistill.rows.packing import PADDING_DOCUMENT, collate

@@ -22,7 +22,6 @@ from threading import Lock
 
 from rich.console import Console
 
-from specdistill.cost import PREPARED_BYTES, Cost, announce
 from specdistill.engines.completions import CompletionServer
 from specdistill.errors import UserError
 from specdistill.folders import alone
@@ -35,7 +34,7 @@ from specdistill.produce.merge import merge
 from specdistill.produce.prompts import GenerationTask, prompts_of, streams
 from specdistill.produce.self_prompts import self_prompts, user_row
 from specdistill.produce.server_backend import ServerBackend, ServerTokenizer
-from specdistill.progress import progress
+from specdistill.progress import PREPARED_BYTES, Cost, announce, progress
 from specdistill.recipe.sections import DataConfig
 from specdistill.rows.files import cache_folder, on_disk, write_arrow
 from specdistill.rows.row_set import RowTarget, is_whole

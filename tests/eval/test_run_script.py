@@ -281,10 +281,10 @@ def test_an_undecided_gate_measures_further_prompts(measured, gate, simulated_cl
     assert report["settings"]["interim_analyses"]
     gate.write_text(f"- {{metric: speedup, min: {report['results'][0]['speedup']}}}\n")
     simulated_clock()
-    report, samples = measured("eval.num_prompts=2", "eval.max_minutes=1e-6", code=ExitCode.CHECK_FAILED)
+    report, samples = measured("eval.num_prompts=2", "eval.max_minutes=1e-6", code=ExitCode.INCONCLUSIVE)
     assert (report["gate"]["verdict"], len(samples)) == ("inconclusive", 2)
     simulated_clock()
-    _, samples = measured("eval.num_prompts=2", "eval.max_minutes=10", code=ExitCode.CHECK_FAILED)
+    _, samples = measured("eval.num_prompts=2", "eval.max_minutes=10", code=ExitCode.INCONCLUSIVE)
     assert len(samples) == 4
 
 

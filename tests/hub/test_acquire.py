@@ -379,7 +379,7 @@ def test_a_revision_that_does_not_exist(acquire: Acquire) -> None:
 
 
 def test_a_full_disk_is_known_before(hub: Hub, acquire: Acquire, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specdistill.cost.shutil.disk_usage", lambda path: SimpleNamespace(free=10_000))
+    monkeypatch.setattr("specdistill.progress.shutil.disk_usage", lambda path: SimpleNamespace(free=10_000))
     said = acquire.head()
     assert said.code == 3 and "10.0 kB" in said.error and "HF_HOME" in said.error
     assert weights_asked(hub) == []
@@ -410,7 +410,7 @@ def publish(hub: Hub, repository: Repository, folder: Path) -> None:
 
 @pytest.fixture
 def large_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specdistill.cost.shutil.disk_usage", lambda path: SimpleNamespace(free=10**13))
+    monkeypatch.setattr("specdistill.progress.shutil.disk_usage", lambda path: SimpleNamespace(free=10**13))
 
 
 def told(name: str, hub: Hub, acquire: Acquire, tmp_path: Path) -> AcquireResult:

@@ -30,7 +30,7 @@ NAMES = [f"{index:06d}-of-000004.safetensors" for index in range(4)]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "lock"}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in ("lock", ".part")}
 
 
 def test_what_a_store_costs_is_said_after_its_first_shard(

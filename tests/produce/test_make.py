@@ -16,13 +16,13 @@ import torch
 from datasets import Dataset
 
 from specdistill.errors import ResourceError, UserError
+from specdistill.folders import alone
 from specdistill.produce import blocks as blocks_module
 from specdistill.produce import make, merge
 from specdistill.produce.blocks import Block, blocks
 from specdistill.produce.job import Job
 from specdistill.produce.make import make_blocks, make_rows, shard_of
 from specdistill.recipe.sections import DataConfig, RegenerateConfig
-from specdistill.rows.files import alone
 from specdistill.rows.row_set import MANIFEST, RowTarget
 from tests.processes import run_processes
 from tests.produce.openai_server import Behaviour, running
@@ -306,7 +306,7 @@ def test_a_shard_is_stated_or_an_array_job_s(
 def test_no_room_for_what_is_generated_ends_it_after_the_first_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("specdistill.cost.shutil.disk_usage", lambda path: SimpleNamespace(free=5_000))
+    monkeypatch.setattr("specdistill.progress.shutil.disk_usage", lambda path: SimpleNamespace(free=5_000))
     config, target = config_for(tmp_path, numbered(20), regenerate=GENERATED), generator()
     with pytest.raises(ResourceError, match=r"generating takes about .* whose disk has 5\.0 kB left"):
         opened(config, target)

@@ -56,7 +56,9 @@ def test_a_shard_is_little_more_than_its_features_and_always_the_same_bytes(tmp_
     assert one == other
     tokens = sum(map(len, ROWS))
     assert 0 <= len(one) - tokens * (of.token_bytes + 4) < HEADER_BYTES
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "other"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".part", "one", "other"] and not list(
+        (tmp_path / ".part").iterdir()
+    )
 
 
 def test_a_row_is_its_tokens_and_the_borders_of_its_documents() -> None:
