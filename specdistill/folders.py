@@ -14,6 +14,17 @@ from safetensors import SafetensorError
 from specdistill.errors import ResourceError, UserError
 
 MARK = ".specdistill"  # a file in a folder that is this package's to empty
+_HELD: set[int] = set()  # files and folders that this process locks
+
+
+def _let_go() -> None:
+    for held in _HELD:
+        os.close(held)
+    _HELD.clear()
+
+
+# A lock is held until every copy of its descriptor is closed: a worker that outlives a killed process would hold it on.
+os.register_at_fork(after_in_child=_let_go)
 
 
 def check_writable(folder: Path, key: str) -> None:
@@ -80,6 +91,7 @@ def alone(lock: Path, key: str, what: Path) -> Iterator[None]:
 def _locked(path: Path, flags: int, key: str, what: Path) -> Iterator[int]:
     """A file or folder, opened and locked by this process alone."""
     held = os.open(path, flags, 0o666)
+    _HELD.add(held)
     try:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -89,4 +101,6 @@ def _locked(path: Path, flags: int, key: str, what: Path) -> Iterator[int]:
             raise UserError(key, got=got, expected="one writer at a time: start this again when that one has ended") from error
         yield held
     finally:
-        os.close(held)
+        if held in _HELD:  # not so in a child
+            _HELD.remove(held)
+            os.close(held)

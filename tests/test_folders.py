@@ -1,5 +1,6 @@
 """Folders that commands write: whole or not at all, one writer at a time, and nothing of anybody else's is removed."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,24 @@ def test_a_lock_names_who_holds_it(tmp_path: Path) -> None:
         pass
     with alone(tmp_path / "lock", "data.rows", tmp_path):
         pass  # it is free again
+
+
+def test_a_lock_ends_with_its_process_although_a_worker_lives(tmp_path: Path) -> None:
+    (begun, begin), (ended, end) = os.pipe(), os.pipe()
+    if os.fork() == 0:
+        with alone(tmp_path / "lock", "data.rows", tmp_path):
+            if os.fork() == 0:  # a worker, which lives until the test closes its pipe
+                os.close(end)
+                os.write(begin, b"x")
+                os.read(ended, 1)
+            else:
+                os.read(begun, 1)
+            os._exit(0)
+    os.wait()
+    with alone(tmp_path / "lock", "data.rows", tmp_path):
+        pass
+    for descriptor in (begun, begin, ended, end):
+        os.close(descriptor)
 
 
 def test_only_an_own_folder_is_emptied(tmp_path: Path) -> None:
