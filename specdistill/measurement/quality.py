@@ -11,6 +11,7 @@ program can read files and use the network as its user can. Nothing is run unles
 import codeop
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -39,15 +40,16 @@ FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 SECONDS = 10.0
 MEMORY_BYTES = 2**30
 FILE_BYTES = 2**20
-ENDED = 99  # exit code of a program that ran to its end; one that exits before its tests has another
 
-# The child sets its own limits before it reads the program, which cannot raise them again.
+# The child sets its own limits before it reads the program, which cannot raise them again. What it was given first it writes into a pipe
+# once the program has run to its end: no exit code can say that.
 LIMITED = f"""
-import resource, sys
+import os, resource, sys
 for limit, most in ((resource.RLIMIT_AS, {MEMORY_BYTES}), (resource.RLIMIT_FSIZE, {FILE_BYTES}), (resource.RLIMIT_CORE, 0)):
     resource.setrlimit(limit, (most, most))
-exec(compile(sys.stdin.read(), "program", "exec"), {{"__name__": "program"}})
-sys.exit({ENDED})
+nonce, _, program = sys.stdin.read().partition("\\n")
+exec(compile(program, "program", "exec"), {{"__name__": "program"}})
+os.write(int(sys.argv[1]), nonce.encode())
 """
 
 
@@ -197,9 +199,12 @@ def program(prompt: str | None, text: str) -> str:
 
 def passes(program: str, seconds: float = SECONDS) -> bool:
     """Whether a program runs to its last line, in time and without an error. Its child processes are ended with it."""
-    with tempfile.TemporaryDirectory() as folder:
+    nonce, (reading, writing) = secrets.token_hex(16), os.pipe()
+    os.set_blocking(reading, False)
+    with tempfile.TemporaryDirectory() as folder, open(reading, "rb") as verdict, open(writing, "wb"):
         child = subprocess.Popen(
-            [sys.executable, "-I", "-c", LIMITED],
+            [sys.executable, "-I", "-c", LIMITED, str(writing)],
+            pass_fds=[writing],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -211,11 +216,11 @@ def passes(program: str, seconds: float = SECONDS) -> bool:
             errors="replace",
         )
         try:
-            child.communicate(program, timeout=seconds)
+            child.communicate(f"{nonce}\n{program}", timeout=seconds)
         except subprocess.TimeoutExpired:
             return False
         finally:
             with suppress(ProcessLookupError):  # it has ended already
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
-        return child.returncode == ENDED
+        return verdict.read() == nonce.encode()
