@@ -10,6 +10,7 @@ from specdistill.errors import UserError
 
 # Environment variables that hold secrets, which may also be written out where they do not belong.
 VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "OPENAI_API_KEY")
+SERVER_KEYS = "SPECDISTILL_SERVER_KEYS"  # ADDRESS KEY [ADDRESS KEY …]: a recipe's servers get no key that was meant for others
 FEWEST_CHARACTERS = 8  # of a variable that is looked for; a shorter one, as EMPTY, is a placeholder
 HUB_TOKEN = re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{20,}")
 # user:password@ in an address of any kind, user@ in one of the web, where it is a token.
@@ -22,14 +23,14 @@ def secret_in(text: str) -> str | None:
         return "a token of the Hugging Face Hub"
     if PASSWORD.search(text):
         return "an address with a password"
-    return next(
-        (
-            f"the value of {name}"
-            for name in VARIABLES
-            if len(value := os.environ.get(name, "")) >= FEWEST_CHARACTERS and value in text
-        ),
-        None,
-    )
+    values = [(name, os.environ.get(name, "")) for name in VARIABLES] + [(SERVER_KEYS, key) for key in server_keys().values()]
+    return next((f"the value of {name}" for name, value in values if len(value) >= FEWEST_CHARACTERS and value in text), None)
+
+
+def server_keys() -> dict[str, str]:
+    """The keys that the environment has for servers, by the servers' addresses."""
+    words = os.environ.get(SERVER_KEYS, "").split()
+    return dict(zip((address.rstrip("/") for address in words[::2]), words[1::2], strict=False))
 
 
 def check_no_secret(key: str, text: str) -> None:

@@ -20,6 +20,7 @@ TOKEN = "hf_" + "abCD12" * 6
         (f"see https://{'x' * 30}@host/", "a password"),
         ("ssh://me:pass@host", "a password"),
         ("an-api-key-of-mine", "OPENAI_API_KEY"),
+        ("the-key-of-a-server", "SPECDISTILL_SERVER_KEYS"),
         ("ssh://git@host/repo", None),
         ("hf://datasets/org/name@v1/rows.parquet", None),
         ("https://host/rows.jsonl?mail=me@host", None),
@@ -32,6 +33,7 @@ TOKEN = "hf_" + "abCD12" * 6
 def test_what_is_a_secret(text: str, kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "an-api-key-of-mine")
     monkeypatch.setenv("HF_TOKEN", "EMPTY")
+    monkeypatch.setenv("SPECDISTILL_SERVER_KEYS", "http://127.0.0.1:8000 the-key-of-a-server")
     found = secret_in(text)
     assert found is None if kind is None else found is not None and kind in found and text not in found
 

@@ -1,21 +1,22 @@
 """A server that generates training data: one that speaks OpenAI's completions, with its pauses when it fails."""
 
-import os
 import threading
 import time
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx2
 
+from specdistill.credentials import SERVER_KEYS, server_keys
 from specdistill.engines.server import SHOWN_CHARACTERS, Server
 from specdistill.errors import ResourceError, UserError, one_line
 
 KEY = "data.regenerate.server"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MOST_REFUSED = 32  # questions, without one answer, before it is no longer the questions that are wrong
 PATIENCE = 600.0  # seconds that a server may fail without one answer in between, before the others continue without it
 FIRST_DELAY, LONGEST_DELAY = 0.5, 60.0  # seconds before a server that failed is asked again; twice as long each time
-TOKEN = "OPENAI_API_KEY"  # environment variable; servers that want none ignore it
 ABOUT_THE_QUESTION = {400, 413, 422}
 ABOUT_THE_SERVER = {401, 403, 404, 405, 501}
 
@@ -36,8 +37,11 @@ class CompletionServer:
     def __init__(self, address: str, timeout: float) -> None:
         address = address.rstrip("/").removesuffix("/v1")
         self.server = Server(address, key=KEY, timeout=timeout, timeout_key="data.regenerate.timeout")
-        self.server.session.headers["Authorization"] = f"Bearer {os.environ.get(TOKEN, 'none')}"
         self.address, self.model = self.server.address, ""
+        if key := server_keys().get(self.address):
+            if not self.address.startswith("https://") and urlsplit(self.address).hostname not in LOOPBACK:
+                raise UserError(KEY, got=f"{self.address}, which would be sent its key in the clear", expected="https://")
+            self.server.session.headers["Authorization"] = f"Bearer {key}"
         self.num_answers, self._num_refused, self._failures, self._since, self.until = 0, 0, 0, 0.0, 0.0
         self._lock = threading.Lock()
 
@@ -72,7 +76,7 @@ class CompletionServer:
                     return f"{response.status_code} {content}"
             if response.status_code in ABOUT_THE_QUESTION | ABOUT_THE_SERVER:
                 why = f"{url} answered {response.status_code} ({content})"
-                raise ResourceError(why, next_step=f"check the address, and {TOKEN} if it asks for one")
+                raise ResourceError(why, next_step=f"check the address, and {SERVER_KEYS} if it asks for one")
             if response.status_code != 200:
                 after = response.headers.get("Retry-After", "")
                 raise UnavailableError(f"{response.status_code} {content}", float(after) if after.isdigit() else None)

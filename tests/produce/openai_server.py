@@ -43,6 +43,7 @@ class OpenAIServer(ThreadingHTTPServer):
     def __init__(self, behaviour: Behaviour) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.behaviour, self.lock, self.num_requests = behaviour, threading.Lock(), 0
+        self.authorization: str | None = None  # of the last question
         self.address = f"http://127.0.0.1:{self.server_port}"
 
 
@@ -57,6 +58,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.authorization = self.headers.get("Authorization")
         with self.server.lock:
             number, self.server.num_requests = self.server.num_requests, self.server.num_requests + 1
         behaviour = self.server.behaviour

@@ -197,6 +197,17 @@ def test_the_model_is_found_by_name_or_because_it_is_alone() -> None:
         CompletionServer("localhost:8000", 1.0)
 
 
+def test_a_key_goes_to_the_address_that_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(Behaviour()) as made, running(Behaviour()) as other:
+        monkeypatch.setenv("OPENAI_API_KEY", "of-somebody-else")
+        monkeypatch.setenv("SPECDISTILL_SERVER_KEYS", f"{made.address}/ the-key http://127.0.0.1.evil.example another-key")
+        for connected in (server(made), server(other)):
+            connected.complete({"model": "tiny", "prompt": [5], "seed": 0, "temperature": 0, "max_tokens": 4})
+        assert (made.authorization, other.authorization) == ("Bearer the-key", None)
+    with refused("data.regenerate.server", "http://127.0.0.1.evil.example"):
+        CompletionServer("http://127.0.0.1.evil.example", 1.0)
+
+
 def block_of(
     folder: Path, num_tokens: int, *servers: CompletionServer, rules: Sequence[str] = (), concurrency: int = 2, all_tokens: bool = False
 ) -> BlockOutput:  # fmt: skip
