@@ -200,11 +200,16 @@ def stage(of: CardContents, target: TargetFiles, exports: Sequence[str], output:
 
 
 def pass_on_terms(parts: Sequence[Licensed], target: TargetFiles, folder: Path) -> None:
-    """Write what licences ask to be passed on: their notices, and the target's own texts."""
+    """Write what licences ask to be passed on: their notices, and the target's own texts. Raises UserError for a text that is a link out of
+    the target's folder, or out of its place in the Hub's cache.
+    """
     if terms := dict.fromkeys(part.terms.notice for part in parts if part.terms):
         (folder / NOTICE).write_text("".join(f"{notice}\n" for notice in terms), encoding="utf-8")
     texts = target.fetch(*TEXTS)
+    home = texts.parents[1] if texts.parent.name == "snapshots" else texts
     for path in sorted(path for pattern in TEXTS for path in texts.glob(pattern) if path.is_file()):
+        if not path.resolve().is_relative_to(home.resolve()):
+            raise UserError("target", got=f"{path}, a link", expected="a file: what a link leads to would be published")
         (folder / LICENSES).mkdir(exist_ok=True)
         link(path, folder / LICENSES / path.name)
 

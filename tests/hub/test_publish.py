@@ -150,6 +150,19 @@ def test_a_target_in_a_folder_may_be_one_of_the_hub(lfs: Hub, run: Path, measure
     assert "vllm serve org/target" in card.text and "TARGET" not in card.text
 
 
+def test_a_licence_that_leads_out_of_the_targets_folder_is_not_published(
+    lfs: Hub, run: Path, measured: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "id_rsa").write_text("private")
+    licence = measured.parent / "target/LICENSE"
+    licence.symlink_to(tmp_path / "id_rsa")
+    try:
+        assert refused_key(refused(capsys, 2, run)) == "target"
+    finally:
+        licence.unlink()
+    assert NAME not in lfs.repositories and not (run / "release").exists()
+
+
 # Again
 
 
