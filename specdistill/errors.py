@@ -3,6 +3,7 @@
 import copyreg
 import difflib
 import os
+import re
 import sys
 import tempfile
 import time
@@ -11,7 +12,8 @@ from collections.abc import Callable, Iterable
 from enum import IntEnum
 from typing import Any
 
-MOST_CHARACTERS = 300  # of an error that nobody foresaw: some hold whole files
+MOST_CHARACTERS = 900  # of an error: some quote whole files
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 SECONDS_APART = 30.0  # a launcher ends the other processes before that, on a busy machine too
 
 
@@ -73,7 +75,7 @@ def explain(error: Exception | KeyboardInterrupt, *, debug: bool = False) -> Exi
         print("interrupted", file=sys.stderr)
         return ExitCode.INTERRUPTED
     if isinstance(error, ReportedError):
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {str(error)[:MOST_CHARACTERS]}", file=sys.stderr)
         return ExitCode.USER_ERROR if isinstance(error, UserError) else ExitCode.RESOURCE_ERROR
     descriptor, log = tempfile.mkstemp(prefix="specdistill-", suffix=".log")
     with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
@@ -84,7 +86,8 @@ def explain(error: Exception | KeyboardInterrupt, *, debug: bool = False) -> Exi
 
 
 def one_line(text: str) -> str:
-    return " ".join(text.split())
+    """White space as single spaces; a character that would steer a terminal as one that shows that it was there."""
+    return CONTROL.sub("\N{REPLACEMENT CHARACTER}", " ".join(text.split()))
 
 
 def sibling_key(key: str, name: str) -> str:

@@ -31,10 +31,23 @@ def test_what_nobody_foresaw_is_a_line_and_a_file(capsys: pytest.CaptureFixture[
 
     assert reported(broken) == ExitCode.RESOURCE_ERROR
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: RecursionError: deep deep") and len(line) < 500
+    assert line.startswith("error: RecursionError: deep deep") and len(line) < 1000
     log = Path(line.rpartition(" ")[2])
     assert "in broken" in log.read_text(encoding="utf-8")
     log.unlink()
+
+
+def test_what_somebody_else_wrote_does_not_steer_the_terminal(capsys: pytest.CaptureFixture[str]):
+    def named() -> int:
+        raise UserError("gate", got="\x1b[2J\x1b]0;title\x07" + "x" * 5000, expected="a gate")
+
+    assert reported(named) == ExitCode.USER_ERROR
+    error = capsys.readouterr().err
+    assert (
+        error.startswith("error: gate: got \ufffd[2J\ufffd]0;title\ufffdxxx")
+        and error.rstrip("\n").isprintable()
+        and len(error) < 1000
+    )
 
 
 def test_resource_error_says_what_to_do_next():
