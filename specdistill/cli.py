@@ -35,6 +35,10 @@ DEMO_RECIPE, DEMO_FOLDER = "pico/eagle3", "runs/demo"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb, or without one say what to type next; returns the exit code."""
     verb, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
+    return reported(lambda: _run(verb, rest), debug="debug=true" in rest)
+
+
+def _run(verb: str, arguments: list[str]) -> int:
     if verb in HELP:
         print(f"{specdistill.__doc__}\n\nUsage: specdistill <verb> key=value …     specdistill <verb> --help lists its keys\n")
         for name, row in VERBS.items():
@@ -43,14 +47,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if verb == "--version":
         print(f"specdistill {specdistill.__version__}")
         return ExitCode.DONE
-    if verb in VERBS and VERBS[verb].schemas and HELP & set(rest):
-        row = VERBS[verb]
-        print_help(f"specdistill {verb}: {row.run.__doc__}", *row.schemas, shorthands=row.shorthands)
-        return ExitCode.DONE
-    return reported(lambda: _run(verb, rest), debug="debug=true" in rest)
-
-
-def _run(verb: str, arguments: list[str]) -> int:
     if not verb:
         message, commands = next_step(Path())
         print(message, *(f"  {command}" for command in commands), "All verbs: specdistill --help", sep="\n")
@@ -59,7 +55,11 @@ def _run(verb: str, arguments: list[str]) -> int:
     if verb not in VERBS:
         expected = f"one of {', '.join(VERBS)}"
         raise UserError(f"specdistill {verb}", got="an unknown verb", expected=expected, nearest=nearest(verb, VERBS))
-    return VERBS[verb].run(arguments)
+    row = VERBS[verb]
+    if row.schemas and HELP & set(arguments):
+        print_help(f"specdistill {verb}: {row.run.__doc__}", *row.schemas, shorthands=row.shorthands)
+        return ExitCode.DONE
+    return row.run(arguments)
 
 
 def train(arguments: list[str]) -> int:

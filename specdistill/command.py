@@ -35,12 +35,12 @@ def run(
     Returns the exit code; scripts end with `sys.exit(run(main, Recipe))`.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    if HELP & set(arguments):
-        print_help(main.__globals__.get("__doc__") or "", schema, shorthands=shorthands)
-        return ExitCode.DONE
-    hide_bars_of_transformers()
 
     def command() -> ExitCode:
+        if HELP & set(arguments):
+            print_help(main.__globals__.get("__doc__") or "", schema, shorthands=shorthands)
+            return ExitCode.DONE
+        hide_bars_of_transformers()
         check_arguments(arguments)
         given = keys_of(arguments, shorthands)
         first = [] if any(argument.startswith("recipe=") for argument in given) else without_recipe

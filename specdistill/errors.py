@@ -4,6 +4,7 @@ import copyreg
 import difflib
 import os
 import re
+import select
 import sys
 import tempfile
 import time
@@ -14,6 +15,7 @@ from typing import Any
 
 MOST_CHARACTERS = 900  # of an error: some quote whole files
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+STDOUT = 1
 SECONDS_APART = 30.0  # a launcher ends the other processes before that, on a busy machine too
 
 
@@ -54,11 +56,23 @@ class ResourceError(ReportedError):
 
 
 def reported(command: Callable[[], int], *, debug: bool = False) -> int:
-    """The exit code of a command, whatever it raises: see `explain`."""
+    """The exit code of a command, whatever it raises: see `explain`. Quiet where nobody reads on, as behind `| head`."""
     try:
-        return command()
+        code = command()
+        sys.stdout.flush()
+        return code
     except (Exception, KeyboardInterrupt) as error:  # the one place: nothing that a command raises ends in a traceback
+        if isinstance(error, BrokenPipeError) and _is_cut_off(STDOUT):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # what is not written yet
+            return ExitCode.DONE
         return explain(error, debug=debug)
+
+
+def _is_cut_off(descriptor: int) -> bool:
+    """Whether this is a pipe that nobody reads any more."""
+    pipe = select.poll()
+    pipe.register(descriptor, 0)
+    return any(event & select.POLLERR for _, event in pipe.poll(0))
 
 
 def explain(error: Exception | KeyboardInterrupt, *, debug: bool = False) -> ExitCode:

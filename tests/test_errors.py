@@ -1,5 +1,8 @@
 import doctest
 import pickle
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,6 +38,16 @@ def test_what_nobody_foresaw_is_a_line_and_a_file(capsys: pytest.CaptureFixture[
     log = Path(line.rpartition(" ")[2])
     assert "in broken" in log.read_text(encoding="utf-8")
     log.unlink()
+
+
+def test_a_reader_who_has_seen_enough_ends_a_command_quietly():
+    code = (
+        "from specdistill.cli import main; import sys; sys.exit(main(['--help'] if len(sys.argv) < 2 else ['train', '--help']))"
+    )
+    for more in ("", " more"):
+        line = f"{sys.executable} -c {shlex.quote(code)}{more} | head -1; exit ${{PIPESTATUS[0]}}"
+        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "") and done.stdout.count("\n") == 1
 
 
 def test_what_somebody_else_wrote_does_not_steer_the_terminal(capsys: pytest.CaptureFixture[str]):
