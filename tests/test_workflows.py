@@ -73,7 +73,8 @@ class Event:
             "github.ref_name": self.tag or "7/merge",
             "github.token": "token",
             "github.event.pull_request.html_url": PULL_REQUEST,
-            "secrets.HF_TOKEN": "secret",
+            "secrets.HF_READ_TOKEN": "reads",
+            "secrets.HF_TOKEN": "writes",
         }
         return {name: re.sub(r"\$\{\{ (.+?) \}\}", lambda found: values[found[1]], text) for name, text in environment.items()}
 
@@ -162,10 +163,28 @@ def test_what_people_type_reaches_the_shell_as_variables_only() -> None:
         assert "${{" not in step.get("run", "")
 
 
-def test_the_token_is_in_the_steps_that_ask_the_hub_alone() -> None:
-    assert [step["name"] for step in STEPS if "HF_TOKEN" in step.get("env", {})] == ["Train", "Measure and judge", "Publish"]
+def test_the_token_that_may_write_is_in_the_step_that_publishes_alone() -> None:
+    tokens = {step["name"]: step["env"]["HF_TOKEN"] for step in STEPS if "HF_TOKEN" in step.get("env", {})}
+    reads, writes = "${{ secrets.HF_READ_TOKEN }}", "${{ secrets.HF_TOKEN }}"
+    assert tokens == {"Train": reads, "Measure and judge": reads, "Publish": writes}
     (job,) = GATE["jobs"].values()
     assert "secrets" not in str(job["env"])
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yml")), ids=lambda path: path.stem)
+def test_a_workflow_says_its_rights_and_pins_what_it_uses(path: Path) -> None:
+    workflow = yaml.safe_load(path.read_text(encoding="utf-8"))
+    for job in workflow["jobs"].values():
+        assert {"contents": "read"}.items() <= (job.get("permissions") or workflow["permissions"]).items()
+        for step in job.get("steps", []):
+            if "uses" in step:
+                assert re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40}", step["uses"])
+                assert "checkout" not in step["uses"] or step["with"] == {"persist-credentials": False}
+
+
+def test_ci_runs_what_any_machine_runs() -> None:
+    (job,) = yaml.safe_load((FOLDER / "ci.yml").read_text(encoding="utf-8"))["jobs"].values()
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"] and os.access(ROOT / ".ci/run", os.X_OK)
 
 
 def test_the_report_is_shown_also_when_the_gate_fails_and_nothing_is_published_then() -> None:
