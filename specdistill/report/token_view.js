@@ -85,7 +85,7 @@ function play() {
   player = setInterval(() => round < sample.rounds.length ? go(round + 1) : stop(), 350);
 }
 
-const groups = {};
+const groups = Object.create(null); // a category may be called like what every object has
 samples.forEach(({ id, category, length }, index) => {
   groups[category] ??= Object.assign(add(at("sample"), "optgroup", "", ""), { label: category });
   groups[category].append(new Option(length === null ? id : `${id} · ${length.toFixed(2)}`, index));
