@@ -19,6 +19,7 @@ from specdistill.measurement.measured import MeasuredConfiguration, draft_report
 from specdistill.methods.load import describe_draft, load_proposer
 from specdistill.methods.ngram.first import LookupFirstProposer
 from specdistill.methods.recipe import options_by_method
+from specdistill.report.files import digest
 from specdistill.suites.suite import Prompt, Suite, load_suite, tokenize
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.history import History, read_history
@@ -81,6 +82,8 @@ def _measured(
     for entry, (result, found) in zip(loaded, results, strict=True):
         candidate, vocabulary, plan = entry.candidate, entry.proposer.vocabulary, MeasurementPlan(entry.settings, prompts)
         draft = describe_draft(candidate.draft, candidate.method)
+        report = draft_report(target, entry.proposer, suite, [plan], [result], draft=draft, **found)
+        report["digest"] = digest(report, result.records)
         measured.append(
             Measured(
                 name=candidate.name,
@@ -88,7 +91,7 @@ def _measured(
                 hidden_size=candidate.hidden_size,
                 vocabulary=1.0 if vocabulary is None else len(vocabulary) / target.vocab_size,
                 training=entry.history.summary() if entry.history else None,
-                report=draft_report(target, entry.proposer, suite, [plan], [result], draft=draft, **found),
+                report=report,
                 records=result.records,
             )
         )

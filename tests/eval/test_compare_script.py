@@ -10,6 +10,7 @@ from specdistill.command import TARGET, run
 from specdistill.comparison import measure
 from specdistill.comparison.compare import validate_comparison
 from specdistill.errors import ExitCode
+from specdistill.gate.decide import judge_again
 from specdistill.methods.ngram.method import NgramProposer
 from specdistill.report.files import validate
 from specdistill.targets.frozen import FrozenTarget
@@ -94,6 +95,8 @@ def test_a_comparison_leaves_its_pages_and_every_report(arguments, tmp_path, cap
         validate(report)
     samples = [[json.loads(line)["id"] for line in (out / name / "samples.jsonl").read_text().splitlines()] for name in names]
     assert samples == [["a0", "a1", "b0", "b1"]] * 3
+    (tmp_path / "any.yaml").write_text("- {metric: lossless.greedy_identical, equals: true}\n")
+    judge_again(out / "ngram", str(tmp_path / "any.yaml"))  # a comparison's report is judged as any other
     page = (out / "comparison.html").read_text()
     assert "Training: simulated acceptance length" in page and "7.5 s" in page
     printed = capsys.readouterr().out

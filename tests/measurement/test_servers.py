@@ -70,7 +70,7 @@ def test_every_k_is_measured_at_every_load(draft, tmp_path, engine):
     assert "spec" not in report["engine"]["baseline_command"].replace("specdistill", "")
     page = (folder / "report.md").read_text()
     assert "| requests at once | fastest K |" in page
-    assert {path.name for path in (folder / "engine").iterdir()} == {"draft", "plain.log", "k1.log", "k3.log"}
+    assert {path.name for path in (folder / "engine").iterdir()} == {".specdistill", "draft", "plain.log", "k1.log", "k3.log"}
 
 
 def test_a_failure_leaves_nothing_running_and_says_why(draft, tmp_path, capsys):
