@@ -87,8 +87,15 @@ def read_baseline(name: str | None, rules: Sequence[Rule], key: str = "baseline"
         raise UserError(key, got=got, expected="the gate `release`, or another that compares with a baseline")
     if name == FIRST_RELEASE:
         return None
+    evidence = Evidence(*read_report(_baseline_at(name, key), key))
+    if evidence.is_edited:
+        raise UserError(key, got=f"{name}, which was changed after it was measured", expected="a report as it was written")
+    return evidence
+
+
+def _baseline_at(name: str, key: str) -> Path:
     if Path(name).exists():
-        return Evidence(*read_report(Path(name), key))
+        return Path(name)
     repository, revision = split_revision(name)
     if repository.startswith((".", "/", "~")) or repository.count("/") != 1 or repository.endswith(".json"):
         raise UserError(key, got=f"{name}, which does not exist", expected=BASELINE)
@@ -96,7 +103,7 @@ def read_baseline(name: str | None, rules: Sequence[Rule], key: str = "baseline"
     snapshot = fetch(repository, key=key, expected=BASELINE, revision=revision, patterns=files)
     if not (snapshot / files[0]).is_file():
         raise UserError(key, got=f"{name}, a repository without {files[0]}", expected=BASELINE)
-    return Evidence(*read_report(snapshot / "report", key))
+    return snapshot / "report"
 
 
 def judge(

@@ -1,6 +1,6 @@
 """Rows as documents: token ids with a loss mask, of the assistant's tokens or of all of them.
 
-An `Encoder` takes rows by the batch, a text or a conversation each, and is a function of each row alone: `datasets` can map or stream them
+An `Encoder` takes rows by the batch, a text or a conversation each, and is a function of each row alone: `datasets` can map them
 through it in any number of processes. If the chat template marks the assistant's turns (`{% generation %}`), its marks are the mask;
 otherwise the turns are found in what it renders (specdistill.rows.chat).
 

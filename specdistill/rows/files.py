@@ -31,7 +31,6 @@ BATCH = 100  # rows that a function is given at a time
 MOST_PROCESSES, ROWS_EACH = 16, 2000  # rows that a process is worth starting for
 FREE_SPACE = "free disk space, or set data.cache_dir to a folder that can be written; what is there is kept"
 HEADER = b"specdistill"  # a key of an Arrow schema's metadata
-EncodedRow = dict[str, Any]
 Columns = Mapping[str, Sequence[Any]]
 
 

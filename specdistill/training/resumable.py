@@ -118,7 +118,7 @@ class StopSignals:
         if self.received is None:
             self.received, self.received_at = number, time.monotonic()
             if os.environ.get("RANK", "0") == "0":
-                message = f"{signal.Signals(number).name}: saving after this step; again ends at once\n"
+                message = f"{signal.Signals(number).name}: saving after this step; a second one ends without saving\n"
                 os.write(2, message.encode())  # not print, which the signal may have interrupted
         elif time.monotonic() - self.received_at > AGAIN:
             os._exit(128 + number)
@@ -195,7 +195,7 @@ class Stopping(TrainerCallback):
         loader: Any = self.trainer.get_train_dataloader()
         num_batches, per_step = len(loader) if has_length(loader) else 0, args.gradient_accumulation_steps
         if not num_batches:
-            return [[] for _ in step.losses]  # a stream
+            return [[] for _ in step.losses]  # a stream, as pico's own training reads
         epoch, index = divmod(step.number - 1, math.ceil(num_batches / per_step))
         loader.set_epoch(epoch)
         return list(islice(loader.batch_sampler, index * per_step, (index + 1) * per_step))

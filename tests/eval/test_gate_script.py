@@ -66,6 +66,8 @@ def test_a_report_that_was_edited_fails(folder, capsys):
     (folder / "report.json").write_text(text.replace(f'"speedup": {speedup}', '"speedup": 9.99', 1))
     assert command(f"report={folder}", "gates=default") == ExitCode.CHECK_FAILED
     assert "changed after they were measured" in capsys.readouterr().out
+    assert command(f"report={folder}", "gates=release", f"baseline={folder}") == ExitCode.USER_ERROR
+    assert refused_key(capsys.readouterr().err) == "baseline"
     report = json.loads(text)
     del report["digest"]
     (folder / "report.json").write_text(json.dumps(report))
@@ -100,7 +102,7 @@ def test_bad_input(folder, capsys, keys, key):
 
 def test_a_baseline_that_cannot_be_compared_is_refused_with_the_difference(folder, tmp_path, capsys):
     other = edited(json.loads((folder / "report.json").read_text()), ("suite", "sha256"), "f" * 64)
-    write_report(tmp_path / "other", other, simulate(24))
+    write_report(tmp_path / "other", {**other, "digest": digest(other, simulate(24))}, simulate(24))
     (tmp_path / "gate.yaml").write_text("- {metric: speedup, max_regression: 0.05}\n")
     keys = [f"report={folder}", f"gates={tmp_path / 'gate.yaml'}", f"baseline={tmp_path / 'other'}"]
     assert command(*keys) == ExitCode.USER_ERROR
