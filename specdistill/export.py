@@ -1,6 +1,5 @@
 """Export a draft for an engine: its folder in the engine's layout, and SERVE.md: how to serve it, and which acceptance to expect."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ import specdistill
 from specdistill.engines import ENGINES
 from specdistill.engines.engine import Engine, Served
 from specdistill.errors import UserError, nearest
-from specdistill.folders import check_new
+from specdistill.files.documents import read_json
+from specdistill.files.folders import check_new
 from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import read_config
 from specdistill.methods.load import create_draft, implementation, method_of
@@ -172,7 +172,7 @@ def find_report(draft: Path, report: Path | None, method: str) -> dict[str, Any]
         return None
     expected = f"the report.json of a draft of method {method}"
     try:
-        read: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        read: dict[str, Any] = read_json(path)
         measured = read["draft"]["method"]
         _ = caveats(read), expectation(read)
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:

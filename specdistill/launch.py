@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from specdistill.errors import ExitCode, ResourceError, UserError, one_line
+from specdistill.files.documents import read_yaml
 from specdistill.project import LAUNCHES, ROOT, find_yaml
 from specdistill.recipe.fields import ReadWhen, Section, option
 from specdistill.recipe.load import validate
@@ -132,7 +133,7 @@ def _read(configuration: Path) -> tuple[Any, dict[str, Any]]:
     from accelerate.commands.config.config_args import ClusterConfig
 
     try:
-        own = yaml.safe_load(configuration.read_text(encoding="utf-8"))
+        own = read_yaml(configuration)
         if not isinstance(own, dict):
             raise TypeError("no keys")
         settings = ClusterConfig.from_yaml_file(str(configuration))

@@ -17,7 +17,6 @@ from statistics import fmean
 from typing import Any, Literal
 
 import torch
-import yaml
 from torch import Tensor
 
 from specdistill.decoding.decoder import Decoder, Generation
@@ -26,6 +25,7 @@ from specdistill.engines import ENGINES
 from specdistill.engines.engine import Engine, Serving
 from specdistill.engines.loader import check_loader, loader_of
 from specdistill.errors import UserError
+from specdistill.files.documents import read_keys
 from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import FLOATS, extremes, read_config, read_tensors, stored_dtype
 from specdistill.methods.contract import Simulation
@@ -311,7 +311,7 @@ def prompts_of(draft: Path, suite: str | None, target: FrozenTarget, num_prompts
     """
     recipe = draft.resolve().parent / "run" / "recipe.yaml"
     if suite is None and draft.resolve().name == "draft" and recipe.is_file():
-        suite = yaml.safe_load(recipe.read_text(encoding="utf-8"))["eval"]["suite"]
+        suite = read_keys(recipe, "draft", "a run with its recipe")["eval"]["suite"]
     rows = load_suite(suite or DEFAULT_SUITE)
     limits = {"max_new_tokens": NUM_TOKENS, "max_length": target.max_length, "num_prompts": num_prompts}
     return [prompt.token_ids for prompt in tokenize(rows, target.tokenizer, **limits)]

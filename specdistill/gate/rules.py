@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from specdistill.errors import UserError, nearest, one_line
+from specdistill.files.documents import read_yaml
 from specdistill.project import GATES, ROOT
 from specdistill.report.files import document_metrics, row_metrics
 from specdistill.statistics.metrics import METRICS
@@ -46,8 +45,8 @@ def load_gate(name: str) -> list[Rule]:
         known = sorted(path.stem for path in GATES.glob("*.yaml"))
         raise UserError("gate", got=name, expected=f"one of {', '.join(known)}, or a gate YAML", nearest=nearest(name, known))
     try:
-        entries = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        entries = read_yaml(path)
+    except (ValueError, OSError) as error:
         raise UserError("gate", got=f"{path}: {one_line(str(error))}", expected="a readable YAML file") from error
     if not isinstance(entries, list) or not entries:
         raise UserError("gate", got=f"{path}, which holds no list", expected="a YAML list of rules")

@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from huggingface_hub import constants
-from huggingface_hub.repocard import metadata_load
 from rich.filesize import decimal
 
 from specdistill.errors import ResourceError, UserError
+from specdistill.files.documents import head_of
 from specdistill.hub.model_files import HASHES, MODEL, SMALL, ModelFiles, check_hashes, say, write_hashes
 from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import read_config
@@ -127,8 +126,8 @@ def _checked(draft: ModelFiles, method: str, target: TargetFiles, of_target: Mod
 def _compare_card(draft: ModelFiles, target: ModelFiles) -> None:
     """Say so where a draft that records no target has a card that names another: sizes alone do not tell a model from its fine-tunes."""
     try:
-        named = (metadata_load(draft.folder / CARD) or {}).get("base_model") if CARD in draft.sizes else None
-    except (ValueError, AttributeError, yaml.YAMLError):
+        named = head_of(draft.folder / CARD).get("base_model") if CARD in draft.sizes else None
+    except ValueError:
         named = None  # a card is prose; what cannot be read says nothing
     models = [named] if isinstance(named, str) else named or []
     if target.repository and models and target.repository.lower() not in {str(model).lower() for model in models}:

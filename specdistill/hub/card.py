@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, constants
 
 from specdistill import __version__
+from specdistill.files.documents import read_yaml
 from specdistill.hub.evidence import Release
 from specdistill.hub.licenses import DATA, Licensed, front_matter
 from specdistill.methods import METHODS
@@ -262,7 +262,7 @@ def _identity(target: TargetIdentity) -> str:
 def _is_named_suite(report: Mapping[str, Any]) -> bool:
     """Whether the suite is one that ships, which a command names, and no other of that name."""
     path = SUITES / f"{report['suite']['name']}.yaml"
-    return path.is_file() and str(yaml.safe_load(path.read_text(encoding="utf-8"))["version"]) == report["suite"]["version"]
+    return path.is_file() and str(read_yaml(path)["version"]) == report["suite"]["version"]
 
 
 def _is_hub_id(name: str) -> bool:

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from specdistill import __version__
 from specdistill.errors import UserError
+from specdistill.files.documents import read_keys
 from specdistill.gate.decide import Evidence, changes, judge
 from specdistill.gate.rules import load_gate
 from specdistill.methods.load import draft_files, draft_hash
@@ -93,17 +92,6 @@ def read_release(run: Path, last: Evidence | None = None) -> Release:
         notes=tuple(_notes(report)),
         is_comparable=is_comparable,
     )
-
-
-def read_keys(path: Path, key: str, expected: str) -> dict[str, Any]:
-    """What a JSON or YAML file holds. Raises UserError, naming `key`, for one that does not read or holds no keys."""
-    try:
-        keys = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError):
-        keys = None
-    if not isinstance(keys, dict):
-        raise UserError(key, got=f"{path}, which holds no keys", expected=expected)
-    return keys
 
 
 def _other_files(

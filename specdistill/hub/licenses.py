@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from huggingface_hub import HfApi
 from huggingface_hub.errors import RepositoryNotFoundError
-from huggingface_hub.repocard import metadata_load
 
 from specdistill.errors import UserError, one_line
+from specdistill.files.documents import head_of
 from specdistill.recipe.data_sources import LOADERS, SELF, licensed_sources
 from specdistill.repositories import hub_errors
 
@@ -83,8 +82,8 @@ def licensed_model(what: str, name: str, folder: Path) -> Licensed:
     """A model whose card, if it has one, is in a folder. Raises UserError for a card that cannot be read."""
     path = folder / CARD
     try:
-        return Licensed(what, name, stated(metadata_load(path)) if path.is_file() else None)
-    except (ValueError, OSError, yaml.YAMLError) as error:
+        return Licensed(what, name, stated(head_of(path)) if path.is_file() else None)
+    except (ValueError, OSError) as error:
         raise UserError(what, got=f"{path} ({one_line(str(error))[:120]})", expected="a model card") from error
 
 

@@ -17,7 +17,7 @@ from specdistill.engines.engine import Engine, Served, Serving
 from specdistill.engines.loader import check_loader, loader_of
 from specdistill.errors import UserError
 from specdistill.export import export, samples_drafts
-from specdistill.folders import new_folder
+from specdistill.files.folders import new_folder
 from specdistill.hub.card import CardContents, model_card
 from specdistill.hub.command import PublishOptions
 from specdistill.hub.evidence import DRAFT, PROVENANCE, RECIPE, Release, check_finished, read_release

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from specdistill.errors import UserError
+from specdistill.files.documents import read_keys
 from specdistill.gate.decide import FIRST_RELEASE, Evidence
 from specdistill.hub.evidence import RECIPE as RUN_RECIPE
-from specdistill.hub.evidence import Release, read_keys
+from specdistill.hub.evidence import Release
 from specdistill.hub.repository import REPORT, Repository
 from specdistill.methods.load import draft_hash, locate
 from specdistill.report import phrases, tables
@@ -105,7 +104,7 @@ def tag_message(release: Release, tag: str, last: LastRelease | None) -> str:
 
 def changed_settings(release: Release, last: LastRelease) -> Iterator[tuple[str, str, str]]:
     """(key, before, now) of every key of the recipe that differs, and of the facts of the training; `–` where one has no such key."""
-    recipe = yaml.safe_load((release.run / RUN_RECIPE).read_text(encoding="utf-8"))
+    recipe = read_keys(release.run / RUN_RECIPE, "run", "a run with its recipe")
     before, now = dict(_leaves(last.recipe)), dict(_leaves(recipe))
     keys = sorted(before.keys() | now.keys()) if before else []
     for key in keys:

@@ -14,7 +14,7 @@ import torch
 from specdistill.engines.server import Completion
 from specdistill.errors import UserError
 from specdistill.export import export
-from specdistill.folders import empty_own
+from specdistill.files.folders import empty_own
 from specdistill.measurement.configurations import Settings
 from specdistill.measurement.hardware import hardware
 from specdistill.measurement.losslessness import first_difference

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from specdistill.engines.engine import HeadExport, Layout
 from specdistill.errors import UserError, one_line
-from specdistill.folders import new_folder
+from specdistill.files.folders import new_folder
 from specdistill.methods.layers import HeadShape, Rotary
 from specdistill.targets import files
 from specdistill.targets.files import EMBEDDING, INDEX, SINGLE, Shards, TargetFiles, needed

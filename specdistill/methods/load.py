@@ -5,7 +5,6 @@ do not: SafeAILab's EAGLE-3 heads call themselves `LlamaForCausalLM`, as a plain
 """
 
 import itertools
-import json
 import re
 from collections.abc import Mapping, Sequence, Set
 from fnmatch import fnmatch
@@ -16,6 +15,7 @@ from datasets import Dataset
 
 from specdistill.decoding.proposer import Proposer
 from specdistill.errors import UserError, one_line
+from specdistill.files.documents import read_json
 from specdistill.methods import METHODS, method_named
 from specdistill.methods.checkpoint import PICKLED, read_config, unpickled
 from specdistill.methods.contract import Draft, Implementation
@@ -156,6 +156,6 @@ def _tensor_names(folder: Path, key: str) -> set[str]:
         return set(unpickled(folder / PICKLED, key, device="meta"))
     index = next(iter(sorted(folder.glob("*.index.json"))), None)  # of shards that are pickles
     try:
-        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"]) if index else set()
+        return set(read_json(index)["weight_map"]) if index else set()
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise UserError(key, got=f"{index} ({one_line(str(error))[:120]})", expected="an index with a weight_map") from error

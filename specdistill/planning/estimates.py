@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
-import yaml
-
 from specdistill.errors import UserError
+from specdistill.files.documents import read_yaml
 from specdistill.losses.chunked import BLOCK
 from specdistill.methods import METHODS, MethodCost
 from specdistill.methods.sizes import ASSUMED_DTYPE, Described, ModelShape, ParameterCounts, PlannedDraft, weights_read
@@ -273,7 +272,7 @@ def recipe_for(method: str, target: str) -> tuple[str | None, dict[str, Any]]:
 @cache
 def read_recipe(name: str) -> dict[str, Any]:
     """A shipped recipe's keys."""
-    keys: dict[str, Any] = yaml.safe_load((RECIPES / f"{name}.yaml").read_text(encoding="utf-8"))
+    keys: dict[str, Any] = read_yaml(RECIPES / f"{name}.yaml")
     return keys
 
 

@@ -1,6 +1,5 @@
 """What is known before anything is trained: a target and a draft by their config.json, and drafts that others published on the Hub."""
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, StrictD
 from transformers import AutoConfig
 
 from specdistill.errors import UserError, one_line
+from specdistill.files.documents import read_json
 from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import read_config
 from specdistill.methods.load import other_method
@@ -71,7 +71,7 @@ def _stored(folder: Path, key: str) -> tuple[set[str], int | None]:
         return set(), None
     shards = Shards.open(folder, key, complete=False)
     if (folder / INDEX).is_file():
-        stated = json.loads((folder / INDEX).read_text(encoding="utf-8")).get("metadata", {}).get("total_size")
+        stated = read_json(folder / INDEX).get("metadata", {}).get("total_size")
         return set(shards.file_of), stated if isinstance(stated, int) else None
     return set(shards.file_of), shards.num_bytes
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from datasets import Value
 
+from specdistill.files.documents import parse_json
 from specdistill.rows.encoding import DOCUMENT_COLUMNS
 from specdistill.rows.files import on_disk
 
@@ -89,7 +90,7 @@ class AnswerFile:
             head, *lines = self._file.read().split(b"\n")
             whole = lines[:-1] if head == self._head else []
             for line in whole:
-                self._known |= {name: [Answer(**it) for it in turns] for name, turns in json.loads(line).items()}
+                self._known |= {name: [Answer(**it) for it in turns] for name, turns in parse_json(line).items()}
             self._file.truncate(sum(len(line) + 1 for line in (head, *whole)) if head == self._head and lines else 0)
             if self._file.seek(0, os.SEEK_END) == 0:
                 self._file.write(self._head + b"\n")

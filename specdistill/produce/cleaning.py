@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specdistill.errors import ResourceError, UserError
+from specdistill.files.documents import read_json
 from specdistill.produce.sources import Source
 from specdistill.progress import progress
 from specdistill.project import SUITES
@@ -193,7 +194,7 @@ def cleaned(
             os.replace(aside, path)
         if found:
             Console(stderr=True).print(table(found, num_rows), f"listed in {path}", sep="\n")
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = read_json(path)
     gone = {(row["source"], row["row"]) for row in found}
     kept = [[row for row in range(len(source.rows)) if (number, row) not in gone] for number, source in enumerate(sources)]
     if not any(kept):

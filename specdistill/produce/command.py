@@ -5,7 +5,7 @@ from typing import Any
 
 from specdistill.command import keys_of
 from specdistill.errors import ExitCode, UserError, nearest
-from specdistill.folders import check_writable
+from specdistill.files.folders import check_writable
 from specdistill.launch import LaunchOptions, run_script
 from specdistill.methods.recipe import Recipe, TrainedRecipe
 from specdistill.recipe.fields import Section, option

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from specdistill.engines.server import Server
 from specdistill.errors import ResourceError, UserError
-from specdistill.folders import alone, check_writable
+from specdistill.files.folders import alone, check_writable
 from specdistill.processes import of_all, share
 from specdistill.progress import Cost, announce, progress
 from specdistill.recipe.sections import HiddenStatesConfig

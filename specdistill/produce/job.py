@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from specdistill.errors import UserError
-from specdistill.folders import check_writable
+from specdistill.files.folders import check_writable
 from specdistill.produce.cleaning import SuiteIndex, cleaned, load_suites
 from specdistill.produce.sources import Source, load_sources
 from specdistill.recipe.sections import DataConfig

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from specdistill.engines.completions import CompletionServer
 from specdistill.errors import UserError
-from specdistill.folders import alone
+from specdistill.files.folders import alone
 from specdistill.processes import of_all, share
 from specdistill.produce.answer_rules import RULES, CheckedAnswer, Counts, Rules
 from specdistill.produce.blocks import BLOCK_COLUMNS, Answer, AnswerFile, Block, blocks

@@ -1,6 +1,5 @@
 """Merging: the row set, of blocks that are all there, or of the sources as they are: filtered, split and packed."""
 
-import json
 import logging
 import math
 import random
@@ -15,7 +14,8 @@ from datasets import Dataset, Value, concatenate_datasets
 from numpy.typing import NDArray
 
 from specdistill.errors import UserError
-from specdistill.folders import alone
+from specdistill.files.documents import parse_json
+from specdistill.files.folders import alone
 from specdistill.produce.blocks import blocks
 from specdistill.produce.cleaning import NearDuplicates
 from specdistill.produce.generate import ENOUGH
@@ -105,7 +105,7 @@ def _from_blocks(job: Job) -> SplitDocuments:
         got = f"{job.blocks}, which lacks {len(missing)} of {len(paths)} blocks: {', '.join(missing[:8])}"
         expected = "every block: `specdistill data make` of the same recipe makes those that are missing"
         raise UserError("data.shard", got=got, expected=expected)
-    headers = [json.loads(read_header(path) or "{}") for path in paths]
+    headers = [parse_json(read_header(path) or "{}") for path in paths]
     for number, (path, header) in enumerate(zip(paths, headers, strict=True)):
         if (header.get("plan"), header.get("block")) != (job.plan, number):
             got = f"{path}, block {header.get('block')} of rows {header.get('plan')}"

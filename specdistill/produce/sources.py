@@ -22,6 +22,7 @@ from datasets.exceptions import DatasetsError
 from datasets.fingerprint import Hasher
 
 from specdistill.errors import ResourceError, UserError, nearest, one_line, sibling_key
+from specdistill.files.documents import parse_json
 from specdistill.recipe.data_sources import BUILT_IN, LOADERS, SELF, SourceEntry, entries
 from specdistill.recipe.sections import DataConfig
 from specdistill.rows.files import Columns, array, cache_folder, content_of, mapped, on_disk, quiet
@@ -268,12 +269,14 @@ def first_fault(path: Path) -> str | None:
         lines.seek(0)
         for number, line in enumerate([lines.read()] if is_list else lines, 1):
             try:
-                value = json.loads(line.rstrip().decode("utf-8-sig")) if line.strip() else {}
+                value = parse_json(line.rstrip()) if line.strip() else {}
             except UnicodeDecodeError as error:
                 before = line[: error.start].count(b"\n")
                 return f", line {number + before}: byte {line[error.start]:#04x}, which is not UTF-8"
             except json.JSONDecodeError as error:
                 return f", line {number + error.lineno - 1}, column {error.colno}: {error.msg}"
+            except ValueError as error:
+                return f", line {number}: {error}"
             for index, row in enumerate(value if is_list else [value]):
                 if not isinstance(row, dict):
                     return f", {f'row {index}' if is_list else f'line {number}'}: a {type(row).__name__}, which is no object"

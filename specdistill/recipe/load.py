@@ -3,6 +3,7 @@
 Its first error becomes one line that names the key and the nearest valid one.
 """
 
+import io
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -17,6 +18,7 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 
 from specdistill.credentials import check_no_secret
 from specdistill.errors import UserError, nearest, one_line
+from specdistill.files.documents import check_yaml
 from specdistill.project import RECIPES, find_yaml
 from specdistill.recipe.fields import Section, default_of, kind_of, leaves, read_when_of, section_of, shown
 
@@ -77,8 +79,9 @@ def merged(arguments: Sequence[str]) -> dict[str, Any]:
             file = value
             continue
         try:
+            check_yaml(value)
             overrides.append(OmegaConf.from_dotlist([argument]))
-        except (yaml.YAMLError, OmegaConfBaseException) as error:
+        except (yaml.YAMLError, ValueError, OmegaConfBaseException) as error:
             raise UserError(key, got=repr(value), expected="a YAML value") from error
     layers = overrides if file is None else [_read_yaml(find_yaml(file, RECIPES, "recipe")), *overrides]
     try:
@@ -127,9 +130,10 @@ def save_recipe(recipe: Section, path: Path) -> None:
 
 def _read_yaml(path: Path) -> DictConfig:
     try:
-        check_no_secret("recipe", path.read_text(encoding="utf-8"))  # first, because an error of YAML quotes the line
-        config = OmegaConf.load(path)
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        check_no_secret("recipe", text := path.read_text(encoding="utf-8"))  # first, because an error of YAML quotes the line
+        check_yaml(text)
+        config = OmegaConf.load(io.StringIO(text))
+    except (yaml.YAMLError, ValueError, OSError) as error:
         raise UserError("recipe", got=f"{path}: {error}", expected="a readable YAML file") from error
     if not isinstance(config, DictConfig):
         raise UserError("recipe", got=f"{path}, which holds a list", expected="YAML with keys")

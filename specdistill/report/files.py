@@ -21,13 +21,14 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from pydantic import TypeAdapter, ValidationError
 
 from specdistill.errors import ResourceError, UserError
-from specdistill.folders import check_writable
+from specdistill.files.documents import read_json
+from specdistill.files.folders import check_writable
 from specdistill.report import charts, phrases, tables
 from specdistill.report.documents import json_schema
 from specdistill.report.schema import ReportDocument
 from specdistill.report.text import to_junit, to_markdown
 from specdistill.statistics.metrics import MIN_BUCKET_DRAFTS
-from specdistill.statistics.records import ALL, PromptRecord, read_records, records_of, refuse_constant, write_records
+from specdistill.statistics.records import ALL, PromptRecord, read_records, records_of, write_records
 from specdistill.suites.suite import evenly
 
 REPORT, SAMPLES = "report.json", "samples.jsonl"
@@ -63,7 +64,7 @@ def check_replaceable(folder: Path, key: str, names: Sequence[str] = FILES) -> N
 
 def _is_own(path: Path) -> bool:
     try:
-        return "specdistill_version" in json.loads(path.read_text(encoding="utf-8"))
+        return "specdistill_version" in read_json(path)
     except (OSError, ValueError, TypeError):
         return False
 
@@ -100,7 +101,7 @@ def read_report(path: Path, key: str = "report") -> tuple[dict[str, Any], list[P
     """report.json (or its folder) and the records next to it. Raises UserError when either is missing or invalid."""
     path = path / REPORT if path.is_dir() else path
     try:
-        report = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse_constant)
+        report = read_json(path)
     except (OSError, ValueError) as error:
         raise UserError(key, got=f"{path} ({error})", expected="a report.json") from error
     validate(report, str(path), key)

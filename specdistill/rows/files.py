@@ -1,7 +1,6 @@
 """Files of rows: datasets that are prepared once, and Arrow files that appear whole or not at all."""
 
 import hashlib
-import json
 import os
 import sys
 import time
@@ -24,6 +23,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
 from specdistill.errors import ResourceError
+from specdistill.files.documents import parse_json
 
 SHOWN = 12  # digits of a hash that a person compares
 VERSION = 2  # of the code that prepares rows: raise it when equal inputs give other rows
@@ -133,7 +133,7 @@ def content_of(name: str) -> str:
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """A hash of everything that turns text into token ids; the chat template, which turns conversations into text, is compared as it is."""
-    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    backend = parse_json(tokenizer.backend_tokenizer.to_str())
     # A call with truncation or padding leaves its settings behind in the tokenizer.
     rules = {key: value for key, value in backend.items() if key not in ("truncation", "padding")}
     return str(Hasher.hash([rules, tokenizer.special_tokens_map]))

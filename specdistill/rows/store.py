@@ -36,6 +36,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specdistill.errors import UserError, one_line
+from specdistill.files.documents import parse_json
 from specdistill.recipe.fields import shown
 from specdistill.rows.packing import PADDING_DOCUMENT, collate
 
@@ -106,7 +107,7 @@ class Origin:
         """Raises UnfitShardError for a file whose header is of anything else."""
         if metadata is None or HEADER not in metadata:
             raise UnfitShardError(path, "is no shard of features")
-        found, wanted_fields = dict(json.loads(metadata[HEADER])), json.loads(self.header()[HEADER])
+        found, wanted_fields = dict(parse_json(metadata[HEADER])), parse_json(self.header()[HEADER])
         for name, expected in wanted_fields.items():
             if (other := found.get(name)) != expected:
                 is_hash = name in ("weights", "tokenizer")
@@ -262,7 +263,7 @@ def _tensors(path: Path) -> dict[str, Any]:
     """Shape and bytes of each tensor of a safetensors file: the library does not say where they are, and cannot announce what is read."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
+        header = parse_json(file.read(size))
     start = 8 + size
     tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
     return {

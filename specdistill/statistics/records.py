@@ -13,6 +13,7 @@ from pydantic import ConfigDict, TypeAdapter
 
 from specdistill.engines.server import ServerCounts
 from specdistill.errors import UserError
+from specdistill.files.documents import parse_json
 
 ALL = "all"
 STRICT = ConfigDict(extra="forbid")  # a record with an unknown key is no record of ours
@@ -153,14 +154,9 @@ def read_records(path: Path, key: str) -> list[PromptRecord]:
     """Raises UserError when the file is missing or was not written by `write_records`."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines(): model output may hold other line separators
-        return [read_record(json.loads(line, parse_constant=refuse_constant)) for line in lines if line]
+        return [read_record(parse_json(line)) for line in lines if line]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(key, got=f"{path} ({error!r})", expected="the samples.jsonl next to a report") from error
-
-
-def refuse_constant(name: str) -> None:
-    """For `json.loads`, which would read NaN and Infinity: in a report, what could not be measured is absent."""
-    raise ValueError(f"{name}, which is not a number")
 
 
 read_record = TypeAdapter(PromptRecord).validate_python  # a record from its JSON object; raises a ValueError for another

@@ -17,7 +17,6 @@ file's own columns.
 import gzip
 import hashlib
 import io
-import json
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,10 +25,10 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import pyarrow
 import pyarrow.parquet
-import yaml
 from pydantic import BeforeValidator, Field
 
 from specdistill.errors import ResourceError, UserError, nearest, one_line
+from specdistill.files.documents import parse_json, parse_yaml
 from specdistill.project import SUITES
 from specdistill.recipe.fields import Section, option, section
 from specdistill.recipe.load import validate
@@ -205,8 +204,8 @@ def _find(name: str | None, target: str = "pico", key: str = "eval.suite") -> Pa
 
 def _header(path: Path) -> SuiteHeader:
     try:
-        header = validate(SuiteHeader, yaml.safe_load(read(str(path))), f"{path.name}: ")
-    except yaml.YAMLError as error:
+        header = validate(SuiteHeader, parse_yaml(read(str(path))), f"{path.name}: ")
+    except ValueError as error:
         raise UserError("eval.suite", got=f"{path}: {error}", expected="a readable YAML file") from error
     if unknown := next((name for name in header.columns if name not in COLUMNS), None):
         expected, key = f"one of {', '.join(COLUMNS)}", f"{path.name}: columns.{unknown}"
@@ -311,7 +310,7 @@ def _objects(name: str, content: bytes) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(plain.split(b"\n"), start=1):
         if line.strip():
             try:
-                yield number, json.loads(line)
+                yield number, parse_json(line)
             except ValueError as error:
                 raise UserError(
                     "eval.suite", got=f"{PurePosixPath(name).name}:{number}: {error}", expected="one JSON object a line"

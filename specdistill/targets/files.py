@@ -1,6 +1,5 @@
 """A checkpoint's files: its config.json, and single tensors, read without loading the model, of a folder or of a target on the Hub."""
 
-import json
 import os
 from collections import defaultdict
 from collections.abc import Iterable
@@ -15,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specdistill.errors import UserError, one_line
+from specdistill.files.documents import read_json
 from specdistill.project import PICO
 from specdistill.repositories import fetch, large_file_hashes, resolve, split_gguf
 from specdistill.targets.identity import TargetIdentity, combined, file_hashes
@@ -48,7 +48,7 @@ class Shards:
                 raise UserError(key, got=got, expected="a checkpoint in safetensors")
             return cls(folder, dict.fromkeys(_names(folder / SINGLE, key), SINGLE), key)
         try:
-            file_of: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+            file_of: dict[str, str] = read_json(folder / INDEX)["weight_map"]
             files = sorted(set(map(os.fspath, file_of.values())))  # which takes names alone
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(key, got=f"{folder / INDEX}: {error}", expected="a safetensors index") from error
@@ -117,7 +117,7 @@ def read_config(folder: Path, key: str, expected: str = "a checkpoint with its c
     """A folder's config.json. Raises UserError, saying what is there instead, when it has none."""
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path, allow_nan=True)
     except FileNotFoundError as error:
         found = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
         inside = next((str(folder / name) for name in found if (folder / name / "config.json").is_file()), None)

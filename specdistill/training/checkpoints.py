@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from transformers import TrainingArguments
 
 from specdistill.errors import ResourceError, UserError
+from specdistill.files.documents import read_json
 from specdistill.processes import of_all
 from specdistill.training.arguments import launched_with
 
@@ -73,7 +74,7 @@ def check_launch(folder: Path, arguments: TrainingArguments) -> None:
     """Raises UserError when a whole checkpoint cannot be resumed by this launch: shards fit only as many processes as saved them, and what
     a machine keeps for itself only its own processes.
     """
-    saved, now = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["launch"], launch(arguments)
+    saved, now = read_json(folder / MANIFEST)["launch"], launch(arguments)
     fixed = ("sharding", "rows") if saved["sharding"] == "none" else ("sharding", "rows", "processes")
     if any(saved[name] != now[name] for name in fixed):
         got, expected = ("sharding {sharding}, {processes} processes, {rows} rows per step".format(**it) for it in (now, saved))
@@ -109,12 +110,12 @@ def damage(folder: Path) -> str | None:
     """What a checkpoint, or the best one that it refers to, lacks; None: it is whole."""
     read = MANIFEST
     try:
-        files = json.loads((folder / read).read_text(encoding="utf-8"))["files"]
+        files = read_json(folder / read)["files"]
         for name, size in files.items():
             if (found := (folder / name).stat().st_size) != size:
                 return f"{name} has {found} of {size} bytes"
         read = STATE
-        best = json.loads((folder / read).read_text(encoding="utf-8"))["best_model_checkpoint"]
+        best = read_json(folder / read, allow_nan=True)["best_model_checkpoint"]
     except FileNotFoundError as error:
         return f"it has no {Path(error.filename).relative_to(folder)}"
     except (ValueError, KeyError, TypeError, AttributeError) as error:  # no JSON, or other JSON

@@ -17,6 +17,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from specdistill.errors import UserError
+from specdistill.files.documents import read_json
 from specdistill.progress import SECONDS
 
 HISTORY = Path("run") / "history.json"  # in a run's folder
@@ -69,7 +70,7 @@ def read_history(draft_folder: Path, *, key: str) -> History | None:
     if folder.name != "draft" or not path.is_file():
         return None
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path, allow_nan=True)
         return History(**{name: value for name, value in values.items() if name != "fp8"})  # which those of 0.1 hold
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(key, got=f"{path} ({error})", expected="seconds, steps and log, as training saves them") from error

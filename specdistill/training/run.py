@@ -19,11 +19,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import yaml
 from transformers import PrinterCallback, TrainingArguments, set_seed
 
 from specdistill.errors import UserError
-from specdistill.folders import alone, check_writable
+from specdistill.files.documents import parse_yaml, read_json
+from specdistill.files.folders import alone, check_writable
 from specdistill.processes import agree, collectives, of_all
 from specdistill.project import git_revision
 from specdistill.recipe import data_sources
@@ -104,7 +104,7 @@ class TrainingRun:
         if self.arguments.should_save:
             self.writer.enter_context(alone(self.path / LOCK, "train.output_dir", self.path))
         of_all(None)
-        old = {} if self.checkpoint is None else json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
+        old = {} if self.checkpoint is None else read_json(folder / PROVENANCE)
         other = next((name for name, now in facts.items() if old.get(name, now) != now), None)
         if other := next(filter(None, of_all(other)), None):  # all have read it before it is written again
             got = f"{self.path}, an interrupted run with {other} {old.get(other)}"
@@ -199,6 +199,6 @@ def _obstacle(path: Path, recipe: Any) -> str | None:
 
 def _same_steps(recipe: str) -> Any:
     """A recipe without the keys that share out the rows of its steps, and those that are read once it is trained."""
-    values = yaml.safe_load(recipe)
+    values = parse_yaml(recipe)
     values.pop("publish", None)
     return {**values, "train": {name: value for name, value in values["train"].items() if name not in SHARE_OUT}}

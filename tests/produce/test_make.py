@@ -16,7 +16,7 @@ import torch
 from datasets import Dataset
 
 from specdistill.errors import ResourceError, UserError
-from specdistill.folders import alone
+from specdistill.files.folders import alone
 from specdistill.produce import blocks as blocks_module
 from specdistill.produce import make, merge
 from specdistill.produce.blocks import Block, blocks

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from specdistill.engines.engine import Layout
 from specdistill.errors import UserError, nearest
-from specdistill.folders import new_folder
+from specdistill.files.folders import new_folder
 from specdistill.methods.checkpoint import check_finite, check_tensors, link, read_config, read_tensors
 from specdistill.methods.draft_model.gguf import write_gguf
 from specdistill.methods.draft_model.vocabulary import describe_difference

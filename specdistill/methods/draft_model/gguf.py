@@ -4,7 +4,6 @@ llama.cpp rotates neighbouring pairs where transformers rotates halves, so rows 
 is split before BPE is code in llama.cpp, chosen by a name; only splits that it is known to share are exported.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdistill.errors import UserError
-from specdistill.folders import new_folder
+from specdistill.files.documents import read_json
+from specdistill.files.folders import new_folder
 from specdistill.methods.checkpoint import check_tensors, read_tensors
 from specdistill.methods.draft_model.layers import is_plain_llama
 from specdistill.methods.target_record import as_keys, recorded_target
@@ -132,7 +132,7 @@ def _pre_tokenizer(folder: Path) -> str:
     """llama.cpp's name for the tokenizer's split; raises UserError when none is known to be the same."""
     path = folder / "tokenizer.json"
     try:
-        tokenizer = json.loads(path.read_text(encoding="utf-8"))
+        tokenizer = read_json(path)
         model, normalizer = tokenizer["model"], tokenizer.get("normalizer") or {}
         # llama.cpp normalises nothing; that Qwen composes accents first is ignored by its own converter, too.
         steps = _steps(tokenizer.get("pre_tokenizer") or {}) if normalizer.get("type", "NFC") == "NFC" else ()

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from specdistill.engines.engine import Layout
 from specdistill.errors import UserError
-from specdistill.folders import new_folder
+from specdistill.files.documents import read_json
+from specdistill.files.folders import new_folder
 from specdistill.methods.checkpoint import check_tensors, link, read_config, read_tensors, write_draft
 from specdistill.methods.mtp import tensor_names
 from specdistill.methods.mtp.module import MtpDraft
@@ -288,7 +289,7 @@ def _write(checkpoint: Shards, merged: dict[str, Tensor], folder: Path) -> None:
         added = {name: tensor.contiguous() for name, tensor in merged.items() if file_of[name] == file}
         save_file(checkpoint.load(kept) | added, folder / file, metadata={"format": "pt"})
     if sharded:
-        index = json.loads((checkpoint.folder / INDEX).read_text(encoding="utf-8"))
+        index = read_json(checkpoint.folder / INDEX)
         index["weight_map"] = file_of
         index.setdefault("metadata", {})["total_size"] = Shards(folder, file_of, "output_dir").num_bytes
         index["metadata"].pop("total_parameters", None)

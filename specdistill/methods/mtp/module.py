@@ -17,7 +17,6 @@ boundaries of documents are the kv_cache's, so no mask is made here.
 
 import copy
 import inspect
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from specdistill.errors import UserError
+from specdistill.files.documents import parse_json
 from specdistill.methods.layers import KVCache
 from specdistill.targets.anatomy import CLASS_ERRORS
 from specdistill.targets.frozen import Features, FrozenTarget
@@ -75,7 +75,7 @@ class MtpDraft(nn.Module):
             expected = "layers with RMS norms and a rotary embedding"
             raise UserError("target.model", got=layer_class.__name__, expected=expected)
         size, norm_class = target.hidden_size, type(target.norm)
-        self.config = MtpConfig(target.vocab_size, json.loads(target.config.to_json_string(use_diff=False)), index)
+        self.config = MtpConfig(target.vocab_size, parse_json(target.config.to_json_string(use_diff=False)), index)
         self.fc = nn.Linear(2 * size, size, bias=False)
         with _refused(layer_class):
             self.token_norm, self.hidden_norm, self.norm = (norm_class(size, eps=source.rms_norm_eps) for _ in range(3))

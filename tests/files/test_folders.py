@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from specdistill.errors import ResourceError
-from specdistill.folders import alone, empty_own, new_folder
+from specdistill.files.folders import alone, empty_own, new_folder
 from tests.refusals import refused
 
 

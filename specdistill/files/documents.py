@@ -1,0 +1,146 @@
+"""JSON and YAML that somebody else may have written, read strictly and within bounds.
+
+Refused are what parsers disagree about (keys twice, NaN, half of a surrogate pair, tags of YAML) and what exhausts them (depth, size,
+aliases of aliases).
+"""
+
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from specdistill.errors import UserError, one_line
+
+DEEPEST = 100  # levels
+LARGEST_JSON, LARGEST_YAML = 2**28, 2**20  # characters
+MOST_EXPANDED = 2**22  # characters of a YAML document with its aliases written out
+HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
+HEAD = re.compile(r"\s*---[ \t]*\r?\n(.*?)^---[ \t]*\r?$", re.DOTALL | re.MULTILINE)  # of a Markdown file
+Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def parse_json(text: str | bytes, *, allow_nan: bool = False) -> Any:
+    """The value of a JSON document. Raises ValueError. allow_nan: NaN and Infinity are read, which torch and transformers write."""
+    text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+    try:
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=None if allow_nan else _refuse)
+    except RecursionError as error:
+        raise ValueError(f"more than {DEEPEST} levels") from error
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        inside = (node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list))
+        level = [child for children in inside for child in children if isinstance(child, dict | list)]
+    if level:
+        raise ValueError(f"more than {DEEPEST} levels")
+    if HALF_PAIR.search(text):
+        json.dumps(value, ensure_ascii=False).encode()  # a whole pair is one character by now; half of one cannot be encoded
+    return value
+
+
+def parse_yaml(text: str | bytes) -> Any:
+    """The value of a YAML document. Raises ValueError."""
+    text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+    check_yaml(text)
+    try:
+        return yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(one_line(str(error))) from error
+
+
+@dataclass
+class _Collection:
+    """A collection of YAML that is being read. before: characters of the document up to it."""
+
+    anchor: str | None
+    before: int
+    is_mapping: bool
+    num_nodes: int = 0
+    keys: set[str] = field(default_factory=set)
+
+    def add(self, scalar: str | None) -> None:
+        if self.is_mapping and self.num_nodes % 2 == 0 and scalar is not None:
+            if scalar in self.keys:
+                raise ValueError(f"{scalar} twice")
+            self.keys.add(scalar)
+        self.num_nodes += 1
+
+
+def check_yaml(text: str) -> None:
+    """Raises ValueError for what `parse_yaml` refuses. It reads events, which are not nested."""
+    if len(text) > LARGEST_YAML:
+        raise ValueError(f"{len(text):,} characters, more than {LARGEST_YAML:,}")
+    total, sizes, opened = 0, {}, [_Collection(None, 0, is_mapping=False)]
+    try:
+        for event in yaml.parse(text, Loader):
+            if getattr(event, "tag", None) is not None:
+                raise ValueError(f"the tag {event.tag}")
+            if isinstance(event, yaml.CollectionEndEvent):
+                ended = opened.pop()
+                sizes[ended.anchor] = total - ended.before
+            elif isinstance(event, yaml.NodeEvent):
+                scalar = event.value if isinstance(event, yaml.ScalarEvent) else None
+                opened[-1].add(scalar)
+                if isinstance(event, yaml.CollectionStartEvent):
+                    opened.append(_Collection(event.anchor, total, isinstance(event, yaml.MappingStartEvent)))
+                elif scalar is None and event.anchor not in sizes:
+                    raise ValueError(f"*{event.anchor} before the end of &{event.anchor}")
+                else:
+                    size = sizes[event.anchor] if scalar is None else len(scalar)
+                    total, sizes[event.anchor] = total + 1 + size, size
+            if len(opened) > DEEPEST + 1 or total > MOST_EXPANDED:
+                raise ValueError(f"more than {DEEPEST} levels, or more than {MOST_EXPANDED:,} characters with its aliases")
+    except yaml.YAMLError as error:
+        raise ValueError(one_line(str(error))) from error
+
+
+def read_json(path: Path, *, allow_nan: bool = False) -> Any:
+    """The value of a JSON file. Raises OSError and ValueError."""
+    return parse_json(_read(path, LARGEST_JSON), allow_nan=allow_nan)
+
+
+def read_yaml(path: Path) -> Any:
+    """The value of a YAML file. Raises OSError and ValueError."""
+    return parse_yaml(_read(path, LARGEST_YAML))
+
+
+def read_keys(path: Path, key: str, expected: str) -> dict[str, Any]:
+    """The keys of a JSON or YAML file. Raises UserError, naming `key`, for one that does not read or holds no keys."""
+    try:
+        keys = read_json(path, allow_nan=True) if path.suffix == ".json" else read_yaml(path)
+    except (OSError, ValueError) as error:
+        raise UserError(key, got=f"{path} ({error})", expected=expected) from error
+    if not isinstance(keys, dict):
+        raise UserError(key, got=f"{path}, which holds no keys", expected=expected)
+    return keys
+
+
+def head_of(path: Path) -> dict[str, Any]:
+    """The YAML keys that a Markdown file, such as a model card, begins with, if it does. Raises OSError and ValueError."""
+    head = HEAD.match(_read(path, LARGEST_JSON))
+    keys = parse_yaml(head[1]) if head else None
+    if keys is not None and not isinstance(keys, dict):
+        raise ValueError("a head without keys")
+    return keys or {}
+
+
+def _read(path: Path, most: int) -> str:
+    with path.open(encoding="utf-8-sig") as file:
+        text = file.read(most + 1)
+    if len(text) > most:
+        raise ValueError(f"more than {most:,} characters")
+    return text
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = dict(pairs)
+    if len(keys) < len(pairs):
+        raise ValueError(f"{Counter(name for name, _ in pairs).most_common(1)[0][0]} twice")
+    return keys
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant}, which is not a number")
