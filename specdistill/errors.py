@@ -3,7 +3,6 @@
 import copyreg
 import difflib
 import os
-import re
 import select
 import sys
 import tempfile
@@ -13,8 +12,9 @@ from collections.abc import Callable, Iterable
 from enum import IntEnum
 from typing import Any
 
+from specdistill.terminal import guarded
+
 MOST_CHARACTERS = 900  # of an error: some quote whole files
-CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 STDOUT = 1
 SECONDS_APART = 30.0  # a launcher ends the other processes before that, on a busy machine too
 
@@ -56,16 +56,17 @@ class ResourceError(ReportedError):
 
 
 def reported(command: Callable[[], int], *, debug: bool = False) -> int:
-    """The exit code of a command, whatever it raises: see `explain`. Quiet where nobody reads on, as behind `| head`."""
-    try:
-        code = command()
-        sys.stdout.flush()
-        return code
-    except (Exception, KeyboardInterrupt) as error:  # the one place: nothing that a command raises ends in a traceback
-        if isinstance(error, BrokenPipeError) and _is_cut_off(STDOUT):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # what is not written yet
-            return ExitCode.DONE
-        return explain(error, debug=debug)
+    """The exit code of a command, whatever it raises: see `explain`. What it prints is `guarded`, and quiet where nobody reads on."""
+    with guarded(sys.stdout), guarded(sys.stderr):
+        try:
+            code = command()
+            sys.stdout.flush()
+            return code
+        except (Exception, KeyboardInterrupt) as error:  # the one place: nothing that a command raises ends in a traceback
+            if isinstance(error, BrokenPipeError) and _is_cut_off(STDOUT):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # what is not written yet
+                return ExitCode.DONE
+            return explain(error, debug=debug)
 
 
 def _is_cut_off(descriptor: int) -> bool:
@@ -100,8 +101,8 @@ def explain(error: Exception | KeyboardInterrupt, *, debug: bool = False) -> Exi
 
 
 def one_line(text: str) -> str:
-    """White space as single spaces; a character that would steer a terminal as one that shows that it was there."""
-    return CONTROL.sub("\N{REPLACEMENT CHARACTER}", " ".join(text.split()))
+    """White space as single spaces."""
+    return " ".join(text.split())
 
 
 def sibling_key(key: str, name: str) -> str:

@@ -19,7 +19,7 @@ from specdistill.methods.recipe import Recipe, TrainedRecipe
 from specdistill.methods.target_record import check_target, copy_record, save_draft
 from specdistill.report.phrases import between, failed_rules, looks_up_first, times, tree, verdict
 from specdistill.report.tables import by_load
-from specdistill.report.text import cells, table
+from specdistill.report.text import cells, plain, table
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 
@@ -135,7 +135,7 @@ def caveats(report: Mapping[str, Any] | None) -> str:
     if row.get("speedup", 1) < 1:
         speed = f"{times(row['speedup'])} its speed{between(row, 'speedup')}"
         found.append(f"It was slower than plain decoding where it was measured: {speed}.")
-    return f"**Before you serve it.** {' '.join(found)}\n\n" if found else ""
+    return f"**Before you serve it.** {plain(' '.join(found))}\n\n" if found else ""
 
 
 def expectation(report: Mapping[str, Any] | None) -> str:
@@ -148,14 +148,16 @@ def expectation(report: Mapping[str, Any] | None) -> str:
         return "Not measured: the report has no acceptance length."
     low, high = row.get("mean_acceptance_length_ci95") or (length, length)
     positions = " / ".join(f"{rate:.0%}" for rate in row["acceptance_rate_per_position"])
-    decoder = "transformers" if engine["name"] == "specdistill" else f"{ENGINES[engine['name']].title} {engine['version']}"
+    decoder = (
+        "transformers" if engine["name"] == "specdistill" else plain(f"{ENGINES[engine['name']].title} {engine['version']}")
+    )
     k, temperature = settings["num_speculative_tokens"], f"at temperature {settings['temperature']:g}"
     drafted = (
         f"a {tree(settings['tree'])} {temperature}" if settings.get("tree") else f"{k} draft tokens in a chain {temperature}"
     )
     others = "chains fewer" if settings.get("tree") else "trees more"
-    where = f"{row['num_prompts']} prompts of suite {row['suite']}"
-    target = " in ".join(filter(None, (report["target"]["model"], report["target"].get("dtype"))))
+    where = plain(f"{row['num_prompts']} prompts of suite {row['suite']}")
+    target = plain(" in ".join(filter(None, (report["target"]["model"], report["target"].get("dtype")))))
     return f"""Acceptance length **{length:.2f}** (95 % interval {low:.2f} to {high:.2f}), the target's own token included; accepted by
 position: {positions}. Measured in {decoder} with {drafted}, on {where},
 target {target}. Other prompts and temperatures give other numbers, and {others}."""

@@ -10,12 +10,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
-from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from specdistill.errors import ResourceError
+from specdistill.terminal import Console
 
 SECONDS = 30.0  # between two plain lines
 PREPARED_BYTES = 18  # of a token as a document (4 + 1) and in a packed row (3 · 4 + 1)
@@ -95,7 +95,7 @@ def announce(doing: str, cost: Cost, sample: str, folder: Path, *, force: bool =
     table.add_row("disk", f"{taken} ({free} free)")
     table.add_row("time", f"{minutes / 60:,.1f} h" if minutes >= 60 else f"{minutes:.1f} min")
     table.add_row("estimated from", sample)
-    Console(file=sys.stderr).print(table)
+    Console(stderr=True).print(table)
     if cost.num_bytes > left and not force:
         next_step = "free disk space, set data.cache_dir to a larger disk, or begin anyway (data.force=true)"
         raise ResourceError(f"{doing} takes about {taken} in {folder}, whose disk has {free} left", next_step=next_step)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -17,6 +16,7 @@ from specdistill.report.phrases import ResultRow, between, duration, interval, n
 from specdistill.report.tables import Cell, cell
 from specdistill.report.text import cells, plain
 from specdistill.statistics.records import PromptRecord
+from specdistill.terminal import Console
 
 FILES = ("comparison.json", "comparison.md", "comparison.html")
 Comparison = Mapping[str, Any]  # a ComparisonDocument
@@ -51,7 +51,7 @@ def to_markdown(comparison: Comparison) -> str:
         f"# {plain(title(comparison))}",
         plain(settings(comparison)),
         cells(tables.Table(tuple(ranked[0]), [tuple(row.values()) for row in ranked])),
-        *(["## By category", cells(categories._replace(head=tuple(map(plain, categories.head))))] if categories else []),
+        *(["## By category", cells(categories)] if categories else []),
         "## Why they differ",
         plain(paragraph(comparison)),
         plain(FOOTNOTE),
@@ -84,7 +84,7 @@ def to_html(comparison: Comparison) -> str:
 
 def print_comparison(comparison: Comparison, folder: Path) -> None:
     """The ranking, the paragraph and where the pages are, to stdout."""
-    console = Console(highlight=False)
+    console = Console()
     grid = Table(box=box.SIMPLE, pad_edge=False, title=Text(title(comparison)), title_justify="left")
     for name in ON_STDOUT:
         grid.add_column(name, overflow="fold")

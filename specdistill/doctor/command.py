@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import create_model, model_validator
-from rich.console import Console
 from rich.text import Text
 
 from specdistill.command import TARGET, keys_of
@@ -15,6 +14,7 @@ from specdistill.methods.recipe import eval_keys_of_methods, options_by_method
 from specdistill.recipe.fields import ReadWhen, Section, default_of, like, one_of, option, section
 from specdistill.recipe.load import load_recipe
 from specdistill.recipe.sections import AttentionImplementation, TargetConfig
+from specdistill.terminal import Console
 
 if TYPE_CHECKING:
     from specdistill.doctor.diagnosis import Diagnosis
@@ -92,7 +92,7 @@ def doctor(arguments: list[str]) -> int:
 
 def print_diagnosis(made: "Diagnosis") -> None:
     """What the draft is, every finding with what to do about it, what was accepted, and the verdict."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(soft_wrap=True)
     console.print(Text(f"{made.folder}", style="bold").append(f": {made.description}", style="not bold"))
     for finding in sorted(made.findings, key=lambda finding: list(STYLES).index(finding.severity)):
         line = Text(f"{finding.severity:<{INDENT}}", style=STYLES[finding.severity]).append(finding.what, style="not bold")

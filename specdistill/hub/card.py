@@ -12,6 +12,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, constants
 
 from specdistill import __version__
+from specdistill.errors import one_line
 from specdistill.files.documents import read_yaml
 from specdistill.hub.evidence import Release
 from specdistill.hub.licenses import DATA, Licensed, front_matter
@@ -85,7 +86,7 @@ def model_card(of: CardContents, serving: Sequence[tuple[str, str]]) -> ModelCar
         serving=serving,
         placeholders=_placeholders(of),
         procedure=phrases.procedure(report),
-        since=of.since,
+        since=of.since and plain(of.since),
         changes=of.changes,
         measured=_deeper(measured({name: part for name, part in report.items() if name != "baseline"})),
         limits=list(_limits(release)),
@@ -145,7 +146,7 @@ def measured_again(of: CardContents) -> str:
         values["target.adapter"] = target.adapter
     name = "pico" if target.name_or_path == "pico" else of.base_model or "TARGET"
     named = {"method": of.release.method, "target": name, "draft": f"{of.repository}@{of.tag}"}
-    words = [shlex.quote(f"{key}={_yaml(value)}") for key, value in {**named, **values}.items()]
+    words = [shlex.quote(one_line(f"{key}={_yaml(value)}")) for key, value in {**named, **values}.items()]
     return " \\\n    ".join(["specdistill eval", *words])
 
 
@@ -222,7 +223,7 @@ def _limits(release: Release) -> Iterator[str]:
     )
     yield from map(plain, release.notes)
     dtype = report["target"].get("dtype")
-    yield f"Hardware: {plain(report['hardware']['name'])}{f', with the target in {dtype}' if dtype else ''}."
+    yield plain(f"Hardware: {report['hardware']['name']}{f', with the target in {dtype}' if dtype else ''}.")
 
 
 def _training(of: CardContents) -> Iterator[str]:
@@ -242,7 +243,7 @@ def _training(of: CardContents) -> Iterator[str]:
         yield f"Training: {history.steps:,} steps {time}."
     packages = provenance.get("packages", {})
     if packages:
-        yield f"With {', '.join(f'{name} {version}' for name, version in packages.items())}."
+        yield plain(f"With {', '.join(f'{name} {version}' for name, version in packages.items())}.")
 
 
 def _identity(target: TargetIdentity) -> str:
@@ -254,7 +255,7 @@ def _identity(target: TargetIdentity) -> str:
         "sha256 of its tokenizer's sha256": target.tokenizer,
     }
     shown = table(
-        ("", ""), ((name, f"`{value}`" if "sha256" in name else plain(value)) for name, value in rows.items() if value)
+        ("", ""), ((name, f"`{plain(value)}`" if "sha256" in name else plain(value)) for name, value in rows.items() if value)
     )
     return f"{shown}\n\n`specdistill` refuses to decode with it for a target with other hashes."
 

@@ -92,7 +92,7 @@ def what_changed(release: Release, last: LastRelease) -> str:
     """Markdown: every number before and now with its interval, and what the draft was made from and measured with before and now."""
     report = release.report
     numbers = [plain(phrases.since(report)), cells(tables.changes(report))]
-    made = [f"- `{key}`: {plain(before)} → {plain(now)}" for key, before, now in changed_settings(release, last)]
+    made = [f"- `{plain(key)}`: {plain(before)} → {plain(now)}" for key, before, now in changed_settings(release, last)]
     return "\n\n".join(filter(None, [*numbers, "\n".join(made) or "It was made and measured with the same settings."]))
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -18,6 +17,7 @@ from specdistill.recipe.fields import Section, like, option, section
 from specdistill.recipe.load import load_recipe
 from specdistill.recipe.sections import TargetConfig
 from specdistill.report.phrases import times
+from specdistill.terminal import Console
 
 if TYPE_CHECKING:
     from specdistill.planning.budget import Budget
@@ -98,7 +98,7 @@ def print_plan(plan: "Plan", drafts: Sequence["KnownDraft"], not_asked: str | No
 
     not_asked: why the Hub was not asked for drafts.
     """
-    console = console or Console(highlight=False)
+    console = console or Console()
     advice = plan.recommendation
     console.print(Text.assemble((f"Recommended: {advice['method'] or 'none'}", "bold"), f", {advice['reason']}."))
     if advice["method"]:

@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from datasets.fingerprint import Hasher
-from rich.console import Console
 from rich.table import Table
 
 from specdistill.errors import ResourceError, UserError
@@ -31,6 +30,7 @@ from specdistill.project import SUITES
 from specdistill.recipe.sections import DataConfig
 from specdistill.rows.files import cache_folder, is_first_here, on_disk, quiet
 from specdistill.suites.suite import Suite, SuiteRow, check_suite, load_suite
+from specdistill.terminal import Console
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,6 @@ from functools import partial
 from pathlib import Path
 from threading import Lock
 
-from rich.console import Console
-
 from specdistill.engines.completions import CompletionServer
 from specdistill.errors import UserError
 from specdistill.files.folders import alone
@@ -38,6 +36,7 @@ from specdistill.progress import PREPARED_BYTES, Cost, announce, progress
 from specdistill.recipe.sections import DataConfig
 from specdistill.rows.files import cache_folder, on_disk, write_arrow
 from specdistill.rows.row_set import RowTarget, is_whole
+from specdistill.terminal import Console
 
 logger = logging.getLogger(__name__)
 

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from datasets import Dataset
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from specdistill.rows.packing import PADDING_DOCUMENT
 from specdistill.rows.row_set import Manifest
+from specdistill.terminal import Console
 
 
 class SplitSummary(NamedTuple):
@@ -104,7 +104,7 @@ def table_of_sources(parts: Sequence[Any]) -> Table:
 
 def print_data(manifest: Manifest, documents: Sequence[DocumentText]) -> None:
     """To stdout."""
-    console = Console(highlight=False)
+    console = Console()
     console.print(table_of_halves(halves(manifest)))
     if len(manifest.sources) > 1:
         console.print(table_of_sources(manifest.sources))

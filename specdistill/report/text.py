@@ -4,6 +4,7 @@ report.md fits a CI job's summary, which may hold 1 MiB on GitHub: the verdict, 
 configuration and change. junit.xml has a test case for each gate rule; a warning is a skipped case with a message: visible, no failure.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,22 @@ from xml.etree import ElementTree
 
 import rich.table
 from rich import box
-from rich.console import Console
 from rich.text import Text
 
 from specdistill.report import phrases, tables
 from specdistill.report.phrases import between, number, times
+from specdistill.terminal import Console, printable
 
 COLOURS = {"passed": "green", "failed": "red", "inconclusive": "yellow", "not judged": "yellow", "warning": "yellow"}
+MARKUP = re.compile(r"[\\`*\[\]<>|#~&$]|(?<![^\W_])_|_(?![^\W_])")
+# Mentions, links and issues, which GitHub finds in rendered text, where escapes and entities are gone: a zero-width space after these stops
+# them. `org/name@v1` is none, and can be copied.
+REFERS = re.compile(r"(?<![A-Za-z0-9_])@|@(?!v?\d)|#(?=\w)|\bGH-|:(?=//)|\bwww(?=\.)", re.IGNORECASE)
 
 
 def to_markdown(report: Mapping[str, Any]) -> str:
-    head = f"# {phrases.verdict(report)}: {plain(phrases.title(report))}", phrases.summary(report), phrases.failed_rules(report)
-    return "\n\n".join([*filter(None, head), measured(report)]) + "\n"
+    head = f"{phrases.verdict(report)}: {phrases.title(report)}", phrases.summary(report), phrases.failed_rules(report)
+    return "# " + "\n\n".join([*map(plain, filter(None, head)), measured(report)]) + "\n"
 
 
 def measured(report: Mapping[str, Any]) -> str:
@@ -60,8 +65,8 @@ def _sections(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _rule(rule: Mapping[str, Any]) -> tuple[str, ...]:
-    named = phrases.outcome(rule), rule["metric"], plain(phrases.scope(rule)), phrases.requirement(rule)
-    return *named, phrases.measured(rule), plain(rule["reason"])
+    named = phrases.outcome(rule), rule["metric"], phrases.scope(rule), phrases.requirement(rule)
+    return tuple(map(plain, (*named, phrases.measured(rule), rule["reason"])))
 
 
 def _list(items: Iterable[str]) -> str:
@@ -71,7 +76,7 @@ def _list(items: Iterable[str]) -> str:
 def cells(content: tables.Table) -> str:
     """A table whose cells have their notes in brackets."""
     rows = ([plain(f"{value} ({', '.join(notes)})" if notes else value) for value, *notes in row] for row in content.rows)
-    return table(content.head, rows)
+    return table([*map(plain, content.head)], rows)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -88,9 +93,8 @@ def write_between(page: Path, mark: str, text: str) -> None:
 
 
 def plain(text: str) -> str:
-    """Text in which nothing is markup: names come from outside."""
-    escaped = "".join(f"\\{character}" if character in "\\`*_[]<>|#" else character for character in text)
-    return " ".join(escaped.split())
+    """Text in which nothing is markup, and of which GitHub makes neither mentions nor links: names come from outside."""
+    return REFERS.sub("\\g<0>\N{ZERO WIDTH SPACE}", MARKUP.sub(r"\\\g<0>", printable(" ".join(text.split()))))
 
 
 def to_junit(report: Mapping[str, Any]) -> str:
@@ -98,28 +102,24 @@ def to_junit(report: Mapping[str, Any]) -> str:
     outcomes = [phrases.outcome(rule) for rule in rules]
     failures = outcomes.count("failed") + outcomes.count("inconclusive")
     counts = {"tests": len(rules), "failures": failures, "errors": 0, "skipped": outcomes.count("warning")}
-    head = {"name": _printable(phrases.title(report)), "timestamp": report["created"]}
+    head = {"name": phrases.title(report), "timestamp": report["created"]}
     suite = ElementTree.Element("testsuite", head | {name: str(count) for name, count in counts.items()})
     for rule, outcome in zip(rules, outcomes, strict=True):
-        case = ElementTree.SubElement(suite, "testcase", classname="gate", name=_printable(phrases.rule_name(rule)))
-        evidence = _printable(f"{phrases.measured(rule)}: {rule['reason']}")
+        case = ElementTree.SubElement(suite, "testcase", classname="gate", name=phrases.rule_name(rule))
+        evidence = f"{phrases.measured(rule)}: {rule['reason']}"
         if outcome == "passed":
             ElementTree.SubElement(case, "system-out").text = evidence
         else:  # a job that lists tests knows no third outcome, and inconclusive is no pass
             kind = "skipped" if outcome == "warning" else "failure"
             ElementTree.SubElement(case, kind, message=f"{outcome}: {evidence}", type=outcome)
     ElementTree.indent(suite)
-    return f'<?xml version="1.0" encoding="utf-8"?>\n{ElementTree.tostring(suite, encoding="unicode")}\n'
-
-
-def _printable(text: str) -> str:
-    """XML cannot hold most control characters."""
-    return "".join(character if character.isprintable() else "�" for character in text)
+    text = printable(ElementTree.tostring(suite, encoding="unicode"))  # XML cannot hold the others
+    return f'<?xml version="1.0" encoding="utf-8"?>\n{text}\n'
 
 
 def print_report(report: Mapping[str, Any], folder: Path) -> None:
     """The main numbers, the findings, the rules that did not pass, and where the report is."""
-    row, console = report["results"][0], Console(highlight=False)
+    row, console = report["results"][0], Console()
     grid = rich.table.Table(box=box.SIMPLE, show_header=False, title=Text(phrases.title(report)), title_justify="left")
     lines = {
         "acceptance length": number(row.get("mean_acceptance_length")) + between(row, "mean_acceptance_length"),
@@ -141,12 +141,12 @@ def print_report(report: Mapping[str, Any], folder: Path) -> None:
 
 def print_power_analysis(sentence: str) -> None:
     """The change that a run can detect, before it runs."""
-    Console(highlight=False).print(Text(sentence, style="dim"), soft_wrap=True)
+    Console().print(Text(sentence, style="dim"), soft_wrap=True)
 
 
 def print_gate(report: Mapping[str, Any]) -> None:
     """Every rule with its evidence, then the verdict."""
-    console, verdict = Console(highlight=False), phrases.verdict(report)
+    console, verdict = Console(), phrases.verdict(report)
     _print_rules(console, report, report["gate"]["rules"])
     console.print(Text(verdict, style=f"bold {COLOURS[verdict.lower()]}"))
 
