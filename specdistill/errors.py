@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from enum import IntEnum
 from typing import Any
 
-from specdistill.terminal import guarded
+from specdistill.terminal import guard
 
 MOST_CHARACTERS = 900  # of an error: some quote whole files
 STDOUT = 1
@@ -56,17 +56,18 @@ class ResourceError(ReportedError):
 
 
 def reported(command: Callable[[], int], *, debug: bool = False) -> int:
-    """The exit code of a command, whatever it raises: see `explain`. What it prints is `guarded`, and quiet where nobody reads on."""
-    with guarded(sys.stdout), guarded(sys.stderr):
-        try:
-            code = command()
-            sys.stdout.flush()
-            return code
-        except (Exception, KeyboardInterrupt) as error:  # the one place: nothing that a command raises ends in a traceback
-            if isinstance(error, BrokenPipeError) and _is_cut_off(STDOUT):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # what is not written yet
-                return ExitCode.DONE
-            return explain(error, debug=debug)
+    """The exit code of a command, whatever it raises: see `explain`. Quiet where nobody reads on, as behind `| head`."""
+    for stream in (sys.stdout, sys.stderr):
+        guard(stream)
+    try:
+        code = command()
+        sys.stdout.flush()
+        return code
+    except (Exception, KeyboardInterrupt) as error:  # the one place: nothing that a command raises ends in a traceback
+        if isinstance(error, BrokenPipeError) and _is_cut_off(STDOUT):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # what is not written yet
+            return ExitCode.DONE
+        return explain(error, debug=debug)
 
 
 def _is_cut_off(descriptor: int) -> bool:

@@ -148,9 +148,7 @@ def expectation(report: Mapping[str, Any] | None) -> str:
         return "Not measured: the report has no acceptance length."
     low, high = row.get("mean_acceptance_length_ci95") or (length, length)
     positions = " / ".join(f"{rate:.0%}" for rate in row["acceptance_rate_per_position"])
-    decoder = (
-        "transformers" if engine["name"] == "specdistill" else plain(f"{ENGINES[engine['name']].title} {engine['version']}")
-    )
+    decoder = "transformers" if engine["name"] == "specdistill" else f"{ENGINES[engine['name']].title} {engine['version']}"
     k, temperature = settings["num_speculative_tokens"], f"at temperature {settings['temperature']:g}"
     drafted = (
         f"a {tree(settings['tree'])} {temperature}" if settings.get("tree") else f"{k} draft tokens in a chain {temperature}"
@@ -159,7 +157,7 @@ def expectation(report: Mapping[str, Any] | None) -> str:
     where = plain(f"{row['num_prompts']} prompts of suite {row['suite']}")
     target = plain(" in ".join(filter(None, (report["target"]["model"], report["target"].get("dtype")))))
     return f"""Acceptance length **{length:.2f}** (95 % interval {low:.2f} to {high:.2f}), the target's own token included; accepted by
-position: {positions}. Measured in {decoder} with {drafted}, on {where},
+position: {positions}. Measured in {plain(decoder)} with {drafted}, on {where},
 target {target}. Other prompts and temperatures give other numbers, and {others}."""
 
 

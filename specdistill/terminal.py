@@ -1,9 +1,8 @@
 """What commands print steers no terminal: names, prompts, cards and what servers answer come from outside."""
 
-import io
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import rich.console
@@ -11,7 +10,7 @@ from rich.segment import Segment
 
 # Control characters but tab and newline; what reverses the text that follows; what neither UTF-8 nor XML can hold.
 NO_TEXT = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
-OF_A_BAR = re.compile(r"(\x1b\[A)+\Z|\r?")  # by which libraries draw a progress bar again
+OF_A_BAR = re.compile(rf"(\x1b\[A)+|\r(?!.*{NO_TEXT.pattern}).*")  # by which libraries draw a progress bar again
 
 
 def printable(text: str) -> str:
@@ -19,45 +18,22 @@ def printable(text: str) -> str:
     return NO_TEXT.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
-@contextmanager
-def guarded(stream: Any) -> Iterator[None]:
-    """What is written to a stream meanwhile is `printable`, and escaped where its encoding lacks it; on a terminal, bars may return.
+def guard(stream: Any) -> None:
+    """From now on, what is written to a stream is `printable`, but for bars on a terminal, and escaped where its encoding lacks it.
 
-    The stream stays the same object, which handlers of logging may hold already.
+    It stays the same object, as handlers of logging may hold it already.
     """
-    if hasattr(stream, "unguarded"):  # a script within a command
-        yield
-        return
-    write, stream.unguarded = stream.write, Unguarded(stream)
-
-    def write_text(text: str) -> int:
-        bar = OF_A_BAR.match(text) if stream.isatty() else None
-        start = bar.end() if bar else 0
-        write(text[:start] + printable(text[start:]))
-        return len(text)
-
-    stream.write = write_text
-    if isinstance(stream, io.TextIOWrapper):
-        stream.reconfigure(errors="backslashreplace")
-    try:
-        yield
-    finally:
-        stream.write = write
-        del stream.unguarded
-
-
-class Unguarded:
-    """A stream before it is guarded, for what writes escapes of its own."""
-
-    def __init__(self, stream: Any) -> None:
-        self.stream, self.write = stream, stream.write
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
+    if not hasattr(stream, "unguarded"):
+        write = stream.write
+        kept = ("write", "flush", "isatty", "fileno", "encoding")
+        stream.unguarded = SimpleNamespace(**{name: getattr(stream, name) for name in kept})
+        stream.write = lambda text: write(text if stream.isatty() and OF_A_BAR.fullmatch(text) else printable(text))
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 class Console(rich.console.Console):
-    """rich's, which writes colours and bars, but its texts are `printable` and no markup."""
+    """rich's, which writes colours and bars past `guard`; its texts are `printable` and no markup."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(highlight=False, markup=False, **options)

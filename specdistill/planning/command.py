@@ -79,7 +79,7 @@ def plan(arguments: list[str]) -> int:
     made = make_plan(target, draft, serving=serving, training=MicroBatch(**vars(options.training)), computed=True)
     drafts, not_asked = known_drafts(target.name, target.hub_id) if options.hub else ([], "not asked: hub=false")
     found = {"not_asked": not_asked, "drafts": [asdict(entry) for entry in drafts]}
-    text = json.dumps({**asdict(made), "hub": found}, indent=2, ensure_ascii=False) + "\n"
+    text = json.dumps({**asdict(made), "hub": found}, indent=2) + "\n"
     if options.output is not None:
         try:
             Path(options.output).write_text(text, encoding="utf-8")
