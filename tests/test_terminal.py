@@ -18,7 +18,7 @@ from specdistill.project import PICO
 from specdistill.report.files import digest, write_report
 from tests.simulated import simulate, simulated_report
 
-EVIL = "\x1b]0;owned\x07\x9b2J\u202e\u2066 [link=http://evil.example]é[/link]"
+EVIL = "\x1b]0;owned\x07\x9b2J\u202e\u2066\ufffe [link=http://evil.example]é[/link]"
 STEERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 # A command that prints in every way that commands do.
 PRINTS = """
@@ -62,6 +62,8 @@ def test_names_of_others_steer_no_terminal(judged_again, encoding, tmp_path, mon
     assert code == 1 and err == ""
     assert "failed" in out and "[link=http://evil.example]" in out and ("é" if encoding == "utf-8" else "\\xe9") in out
     assert not STEERS.search(out)
+    cases = ElementTree.parse(tmp_path / "junit.xml").getroot()
+    assert "\ufffd]0;owned" in cases[0].get("name", "") and "[link=" in cases.get("name", "")
 
 
 @pytest.mark.long  # a plan imports torch

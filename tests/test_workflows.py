@@ -17,7 +17,9 @@ from specdistill.gate.rules import load_gate
 from specdistill.methods.recipe import Recipe
 from specdistill.project import ROOT, SUITES
 from specdistill.recipe.load import load_recipe
+from specdistill.report.text import to_markdown
 from tests.scripts import load_script
+from tests.simulated import simulate, simulated_report
 
 FOLDER = ROOT / ".github" / "workflows"
 GATE = yaml.safe_load((FOLDER / "release-gate.yml").read_text(encoding="utf-8"))
@@ -73,14 +75,17 @@ class Event:
             "github.ref_name": self.tag or "7/merge",
             "github.token": "token",
             "github.event.pull_request.html_url": PULL_REQUEST,
+            "github.server_url": "https://github.com",
+            "github.repository": "org/repo",
+            "github.run_id": "42",
             "secrets.HF_READ_TOKEN": "reads",
             "secrets.HF_TOKEN": "writes",
         }
         return {name: re.sub(r"\$\{\{ (.+?) \}\}", lambda found: values[found[1]], text) for name, text in environment.items()}
 
 
-def commands(event: Event, folder: Path) -> list[list[str]]:
-    """What every step runs, as the shell passes it on: the program's name and its arguments."""
+def commands(event: Event, folder: Path, report: str = "# Passed\n") -> list[list[str]]:
+    """What every step runs, as the shell passes it on: the program's name and its arguments. report: what `eval` left as report.md."""
     record = folder / "commands"
     for name in ("python", "gh", ".venv/bin/pip", ".venv/bin/specdistill"):
         program = folder / name
@@ -90,8 +95,9 @@ def commands(event: Event, folder: Path) -> list[list[str]]:
     (job,) = GATE["jobs"].values()
     variables = event.filled_in(job["env"])
     (folder / variables["RUN"] / "report").mkdir(parents=True)
-    (folder / variables["RUN"] / "report" / "report.md").write_text("# Passed\n")
+    (folder / variables["RUN"] / "report" / "report.md").write_text(report, encoding="utf-8")
     variables |= {"PATH": f"{folder}:{os.environ['PATH']}", "GITHUB_STEP_SUMMARY": str(folder / "summary.md")}
+    variables |= {"RUNNER_TEMP": str(folder)}
     for step in STEPS:
         if "run" in step and event.holds(step.get("if", "always()")):
             surroundings = variables | event.filled_in(step.get("env", {}))
@@ -138,6 +144,18 @@ def test_pico_is_trained_and_judged_in_one_folder_and_its_report_is_shown(tmp_pa
     assert (tmp_path / "summary.md").read_text() == "# Passed\n"
     uploads = [step["with"]["path"] for step in STEPS if "upload-artifact" in step.get("uses", "")]
     assert uploads == ["${{ env.RUN }}/report"]
+
+
+def test_a_comment_is_as_long_as_github_takes(tmp_path: Path) -> None:
+    report = simulated_report(simulate(8))
+    report["results"] += [{**report["results"][1], "category": f"catégorie {number}"} for number in range(2000)]
+    report["gate"] = {"verdict": "passed", "passed": True, "rules": []}
+    whole = to_markdown(report)
+    ran = commands(Event(CALLERS["pico"]["jobs"]["pico"]["with"], pull_request=True), tmp_path, whole)
+    comment, last = Path(ran[-1][-1]).read_text(encoding="utf-8").split("\n\nCut here: ")
+    assert len(whole) > 100_000 and 60_000 < len(comment.encode()) < 65_000 and whole.startswith(f"{comment}\n")
+    assert last == "the whole is in the summary and the artifact of https://github.com/org/repo/actions/runs/42\n"
+    assert (tmp_path / "summary.md").read_text(encoding="utf-8") == whole
 
 
 def test_a_tag_is_published_and_a_pull_request_is_not(tmp_path: Path) -> None:

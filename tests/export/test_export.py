@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from specdistill.cli import main
-from specdistill.export import export
+from specdistill.export import caveats, expectation, export
 from specdistill.methods.eagle3.checkpoint import load_eagle3
 from specdistill.methods.load import method_of
 from specdistill.methods.mtp.checkpoint import build_mtp, save_mtp
@@ -22,6 +22,7 @@ from tests.finished_runs import edit
 from tests.heads import build_head, save_head
 from tests.mtp_targets import write_checkpoint
 from tests.refusals import refused, refused_key
+from tests.rendered import HOSTILE, Page, renamed
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 
@@ -47,6 +48,17 @@ def report(method: str = "eagle3", **settings: Any) -> dict[str, Any]:
         "settings": {"num_speculative_tokens": 4, "temperature": 0.0, "draft_sampling": "greedy", **settings},
         "results": [row],
     }
+
+
+def test_what_a_report_says_is_text_alone_in_how_to_serve_it() -> None:
+    pages = []
+    for name in ("name", HOSTILE):
+        measured = renamed(report(), name) | {"engine": {"name": "vllm", "version": name}}
+        failed = {"metric": name, "severity": "fail", "passed": False, "verdict": "failed"}
+        measured["gate"] = {"verdict": "failed", "passed": False, "rules": [failed]}
+        pages.append(Page(caveats(measured) + expectation(measured)))
+    friendly, hostile = pages
+    assert hostile.elements == friendly.elements and hostile.references == []
 
 
 def served(folder: Path) -> tuple[list[str], str]:

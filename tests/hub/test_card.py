@@ -19,6 +19,7 @@ from specdistill.methods.recipe import Recipe
 from specdistill.recipe.load import load_recipe
 from specdistill.targets.identity import TargetIdentity
 from specdistill.training.history import History
+from tests.rendered import HOSTILE, Page, renamed
 from tests.scripts import load_script
 from tests.simulated import simulate, simulated_report, simulated_sweep
 
@@ -87,17 +88,16 @@ def test_what_the_evidence_lacks(published: CardContents) -> None:
 
 
 def test_nothing_from_outside_is_markup(published: CardContents) -> None:
-    evil = "<img src=x>|`*_[a](b)"
-    bad = with_report(
-        published,
-        suite={**published.release.report["suite"], "name": evil, "source": evil},
-        hardware={**published.release.report["hardware"], "name": evil},
-        findings=[{"name": evil, "message": evil}],
-    )
-    bad = replace(bad, reason=evil, overridden=[evil], parts=[Licensed("training data", evil, evil)], license=evil)
-    card = model_card(of_target(bad, name_or_path=evil))
-    assert card.data.license_name == evil
-    assert "<img" not in card.text.replace("\\<img", "")
+    pages = []
+    for name in ("name", HOSTILE):
+        bad = with_report(published, **renamed(published.release.report, name))
+        bad = replace(bad, release=replace(bad.release, provenance={"packages": {name: name}}), since=name)
+        bad = replace(bad, reason=name, overridden=[name], parts=[Licensed("training data", name, name)], license=name)
+        card = model_card(of_target(bad, name_or_path=name, adapter=name, revision=name, weights=name))
+        pages.append(Page(card.text))
+        assert card.data.license_name == name
+    friendly, hostile = pages
+    assert hostile.elements == friendly.elements and hostile.references == friendly.references
 
 
 @pytest.mark.parametrize(

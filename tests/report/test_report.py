@@ -23,6 +23,8 @@ from specdistill.report.tables import sweep
 from specdistill.report.text import print_gate, print_report, to_markdown, write_between
 from specdistill.statistics.records import Configuration
 from tests.refusals import refused
+from tests.rendered import HOSTILE as HOSTILE_MARKDOWN
+from tests.rendered import Page, renamed
 from tests.simulated import SUITE, as_from_server, edited, simulate, simulated_report, simulated_sweep, with_text
 
 FILES = ["junit.xml", "report.html", "report.json", "report.md", "samples.jsonl"]
@@ -165,9 +167,17 @@ def test_model_output_and_names_cannot_become_markup(report, records):
     assert "<img" not in page
     data = re.search(r'<script type="application/json" id="samples">(.*?)</script>', page, re.DOTALL)[1]
     assert json.loads(data)[0]["prompt"] == HOSTILE
-    markdown = to_markdown(report)
-    assert "\\<img" in markdown
-    assert re.search(r"(?<!\\)<", markdown) is None
+
+
+def test_names_are_text_alone_where_the_report_is_posted(report, records):
+    assert len(Page(HOSTILE_MARKDOWN).elements) > 5 and len(Page(HOSTILE_MARKDOWN).references) >= 8
+    report["gate"]["rules"][0].update(verdict="failed", passed=False)
+    del report["results"][0]["speedup"]
+    report["results"][0]["not_measured"]["speedup"] = "no baseline"
+    report = judge(load_gate("default"), Evidence(report, records), Evidence(simulated_report(records), records))
+    friendly, hostile = (Page(to_markdown(renamed(report, name))) for name in ("name", HOSTILE_MARKDOWN))
+    assert hostile.elements == friendly.elements and hostile.references == []
+    assert "org/name@v1.2" in to_markdown(edited(report, ("target", "model"), "org/name@v1.2"))
 
 
 def test_a_report_of_almost_nothing_still_renders(records):
