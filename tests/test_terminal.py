@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import termios
+from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -48,7 +49,7 @@ def judged_again(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The arguments of `gate`, of a report and rules that others wrote."""
     folder, records = tmp_path_factory.mktemp("report"), simulate(8)
     report = simulated_report(records)
-    report["suite"]["name"] = report["target"]["model"] = EVIL
+    report["suite"]["name"] = report["target"]["model"] = report["created"] = EVIL
     report["digest"] = digest(report, records)
     write_report(folder, report, records)
     rules = [{"metric": "speedup", "min": 1, "scope": {"category": EVIL}}, {"metric": "speedup", "min": 1}]
@@ -57,7 +58,7 @@ def judged_again(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_names_of_others_steer_no_terminal(judged_again, encoding, tmp_path, monkeypatch):
+def test_names_of_others_steer_no_terminal_and_break_no_xml(judged_again, encoding, tmp_path, monkeypatch):
     code, out, err = said([*judged_again, f"output_dir={tmp_path}"], encoding, monkeypatch)
     assert code == 1 and err == ""
     assert "failed" in out and "[link=http://evil.example]" in out and ("é" if encoding == "utf-8" else "\\xe9") in out

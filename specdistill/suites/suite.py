@@ -353,4 +353,6 @@ def _row(number: int, place: str, entry: Any, placeholder: str | None) -> SuiteR
     if test and entry_point:
         test = f"{test}\ncheck({entry_point})"
     row = SuiteRow(str(entry.get("id", number)), str(entry.get("category", "default")), kind, content, reference, test)
+    if row.category == "all":
+        raise UserError("eval.suite", got=f"{place} with category=all", expected="another, as `all` stands for the whole suite")
     return None if placeholder is not None and texts[0].startswith(placeholder) else row

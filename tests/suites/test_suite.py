@@ -155,6 +155,7 @@ def test_a_suite_may_name_its_sweep(tmp_path):
         ([{"prompt": "a"}, {"prompt": ""}], ":2 with prompt=''"),
         ([{"messages": [{"content": "a"}]}], ":1 with messages="),
         ([["a"]], ":1 with no object"),
+        ([{"prompt": "a", "category": "all"}], ":1 with category=all"),
         ([{"prompt": "a", "id": "x"}, {"prompt": "b", "id": "x"}], " with the id x twice"),
     ],
 )
