@@ -196,7 +196,8 @@ def stage(of: CardContents, target: TargetFiles, exports: Sequence[str], output:
         (folder / CARD).write_text(str(model_card(of, serving_of(of, exported))), encoding="utf-8")
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             if path.suffix not in WEIGHTS and path.name not in OF_A_SUITE:
-                check_no_secret(path.name, path.read_text(encoding="utf-8", errors="replace"))
+                text = path.read_text(encoding="utf-8", errors="replace")
+                check_no_secret(path.name, text.replace("\N{ZERO WIDTH SPACE}", ""))  # which pages put into addresses
 
 
 def pass_on_terms(parts: Sequence[Licensed], target: TargetFiles, folder: Path) -> None:
