@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from specdistill.recipe.load import merged
+from specdistill.recipe.load import consent, merged
 
 # Where runs are: `train.output_dir`, as commands and recipes name it.
 RUNS = ("*/run/recipe.yaml", "runs/*/run/recipe.yaml", "runs/*/*/run/recipe.yaml")
@@ -23,7 +23,8 @@ def next_step(folder: Path) -> tuple[str, list[str]]:
     if run is None:
         return "There is no run here yet.", TO_START
     name = run.relative_to(folder)
-    again = [f"recipe={name / 'run' / 'recipe.yaml'}"]
+    again = [f"recipe={name / 'run' / 'recipe.yaml'}", *(given := consent(recipe))]
+    code = [argument for argument in given if argument.startswith("target.")]
     if recipe["train"]["output_dir"] != str(name):  # it was trained from another folder, or moved
         again.append(f"train.output_dir={name}")
     if not (run / "draft").is_dir():
@@ -50,7 +51,6 @@ def next_step(folder: Path) -> tuple[str, list[str]]:
         ]
     if verdict == "failed":
         message = f"{name} failed its gate. {phrases.failed_rules(report)} Check the draft:"
-        code = ["target.trust_remote_code=true"] if recipe["target"].get("trust_remote_code") else []
         return message, [_command("doctor", f"draft={name / 'draft'}", *target, *code)]
     if verdict == "inconclusive":
         needed = [rule["prompts_needed"] for rule in report["gate"]["rules"] if rule["prompts_needed"]]
@@ -60,7 +60,7 @@ def next_step(folder: Path) -> tuple[str, list[str]]:
     repository = [] if recipe.get("publish", {}).get("repo") else ["repo=org/name"]
     return f"{name} passed its gate:", [
         _command("export", f"draft={name / 'draft'}", "engine=vllm", *target, f"output_dir={name / 'vllm'}"),
-        _command("publish", f"run={name}", *repository, "baseline=none"),
+        _command("publish", f"run={name}", *repository, "baseline=none", *code),
     ]
 
 

@@ -1,6 +1,7 @@
 """`specdistill` alone: what it prints is what the state of the folder asks for, in commands that take the keys that they are given."""
 
 import os
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -71,6 +72,7 @@ def test_without_a_run(in_empty_folder: Path, capsys: pytest.CaptureFixture[str]
 TRAIN, EVAL = (f"specdistill {verb} recipe=runs/mine/run/recipe.yaml" for verb in ("train", "eval"))
 DOCTOR = "specdistill doctor draft=runs/mine/draft target=models/mine"
 EXPORT = "specdistill export draft=runs/mine/draft engine=vllm target=models/mine output_dir=runs/mine/vllm"
+TRUST = "target.trust_remote_code=true"
 PUBLISH = "specdistill publish run=runs/mine repo=org/name baseline=none"
 
 
@@ -100,15 +102,26 @@ def test_the_next_step(
     [
         ("eval.suite=mt-bench", trained, EVAL),
         ("publish.repo=me/mine", lambda run: measured(run, PASSES), "specdistill publish run=runs/mine baseline=none"),
-        ("target.trust_remote_code=true", lambda run: measured(run, FAILS), f"{DOCTOR} target.trust_remote_code=true"),
+        (TRUST, lambda run: None, f"{TRAIN} {TRUST}"),
+        (TRUST, lambda run: measured(run, FAILS), f"{DOCTOR} {TRUST}"),
+        (TRUST, lambda run: measured(run, PASSES), f"{PUBLISH} {TRUST}"),
+        ("eval.run_code=true", trained, f"{EVAL} eval.run_code=true eval.suite=path/to/prompts.jsonl"),
+        ("eval.run_code=true", lambda run: measured(run, PASSES), PUBLISH),
+        (
+            ["eval.engine=vllm", "eval.engine_command=vllm serve"],
+            trained,
+            f"{EVAL} 'eval.engine_command=\"vllm serve\"' eval.suite=path/to/prompts.jsonl",
+        ),
     ],
 )
 def test_what_the_recipe_names_is_kept(
-    keys: str, reach: Callable[[Path], None], step: str, in_empty_folder: Path, capsys: pytest.CaptureFixture[str]
+    keys: str | list[str], reach: Callable[[Path], None], step: str, in_empty_folder: Path, capsys: pytest.CaptureFixture[str]
 ):
     del in_empty_folder
-    reach(interrupted("runs/mine", keys))
+    reach(interrupted("runs/mine", *([keys] if isinstance(keys, str) else keys)))
     assert said(capsys)[1][-1] == step
+    if "recipe=" in step:
+        load_recipe(Recipe, shlex.split(step)[2:])
 
 
 def test_the_last_verdict_counts(run: Path, capsys: pytest.CaptureFixture[str]):

@@ -33,6 +33,7 @@ CALLERS = {
     "pico": yaml.safe_load((FOLDER / "pico.yml").read_text(encoding="utf-8")),
     "another repository": yaml.safe_load(EXAMPLE),
 }
+TRUST = "target.trust_remote_code=true"
 PULL_REQUEST = "https://github.com/org/repo/pull/7"
 # Stands in for every program: it writes down what the shell gave it.
 RECORDER = """#!/usr/bin/env python3
@@ -70,6 +71,10 @@ class Event:
             **{
                 f"inputs.{name}": str(value).lower() if isinstance(value, bool) else str(value)
                 for name, value in self.inputs.items()
+            },
+            **{
+                f"inputs.{name} && '{argument}' || ''": argument if self.inputs[name] else ""
+                for name, argument in {"trust_remote_code": TRUST, "run_code": "eval.run_code=true"}.items()
             },
             "inputs.run || 'runs/release-gate'": self.inputs["run"] or "runs/release-gate",
             "github.ref_name": self.tag or "7/merge",
@@ -173,6 +178,16 @@ def test_a_tag_is_published_and_a_pull_request_is_not(tmp_path: Path) -> None:
     assert ran[1] == ["specdistill", "publish", f"run={folder}/my run", "repo=org/name", "tag=v2"]
     first = Event({**given, "run": str(tmp_path / "first"), "first": True}, pull_request=False, tag="v1")
     assert commands(first, tmp_path / "first")[-1][-2:] == ["tag=v1", "baseline=none"]
+
+
+def test_the_caller_gives_what_its_recipe_cannot(tmp_path: Path) -> None:
+    """To every command that reads the recipe, which would refuse its word."""
+    given = {"recipe": "mine.yaml", "install": ".", "repo": "org/name", "trust_remote_code": True, "run_code": True}
+    event = Event({**given, "engine_command": "/opt/my vllm serve"}, pull_request=False, tag="v2")
+    trained, measured, published = [command for command in commands(event, tmp_path) if command[0] == "specdistill"]
+    for command in (trained, measured):
+        assert command[-3:] == [TRUST, "eval.run_code=true", "eval.engine_command=/opt/my vllm serve"]
+    assert published[-1] == TRUST
 
 
 def test_what_people_type_reaches_the_shell_as_variables_only() -> None:

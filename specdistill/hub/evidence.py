@@ -19,7 +19,6 @@ from specdistill.methods.load import draft_files, draft_hash
 from specdistill.methods.recipe import Recipe
 from specdistill.methods.target_record import recorded_target
 from specdistill.project import git_revision
-from specdistill.recipe.load import load_recipe
 from specdistill.report.files import digest, read_report
 from specdistill.statistics.records import PromptRecord
 from specdistill.targets.files import TargetFiles
@@ -66,13 +65,12 @@ def check_finished(run: Path) -> None:
             raise UserError("run", got=f"{run}, which has no {part}", expected=FINISHED)
 
 
-def read_release(run: Path, last: Evidence | None = None) -> Release:
+def read_release(run: Path, recipe: Recipe, last: Evidence | None = None) -> Release:
     """The release of a finished run's folder, with all that speaks against it.
 
-    last: the repository's last release; None where there is none, and regressions are not asked. Raises UserError for a report, a recipe
-    or a target that cannot be read, ResourceError when the Hub fails.
+    last: the repository's last release; None where there is none, and regressions are not asked. Raises UserError for a report or a target
+    that cannot be read, ResourceError when the Hub fails.
     """
-    recipe = load_recipe(Recipe, [f"recipe={run / RECIPE}"])
     report, records = read_report(run / REPORT, "run")
     if not records:
         raise UserError("run", got=f"{run / REPORT}, whose samples.jsonl holds no record", expected=FINISHED)

@@ -82,7 +82,9 @@ def publish_run(options: PublishOptions) -> Publication:
     run, tag, reason = Path(str(options.run)), options.tag, options.force
     check_finished(run)
     given = options.model_dump(include=options.model_fields_set & PublishConfig.model_fields.keys())
-    config = load_recipe(Recipe, [f"recipe={run / RECIPE}"]).publish.model_copy(update=given)
+    consent = ["target.trust_remote_code=true"] * options.target.trust_remote_code  # what only measuring runs is left out
+    recipe = load_recipe(Recipe, [f"recipe={run / RECIPE}", "eval.run_code=false", "eval.engine_command=null", *consent])
+    config = recipe.publish.model_copy(update=given)
     name = check_names(config.repo, tag)
     if not options.dry_run:
         with hub_failures(name):
@@ -94,7 +96,7 @@ def publish_run(options: PublishOptions) -> Publication:
     if tag in there.tags:
         raise UserError("tag", got=f"{tag}, which is another release of {name}", expected=f"a new one, e.g. {there.next_tag}")
     tag, last = tag or there.next_tag, last_release(there, options.baseline)
-    release = read_release(run, last.evidence if last else None)
+    release = read_release(run, recipe, last.evidence if last else None)
     target, base_model = find_target(release, config.base_model)
     if base_model == name:
         raise UserError("repo", got=f"{name}, which is the target's", expected="one for the draft")

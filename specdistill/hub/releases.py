@@ -14,6 +14,7 @@ from specdistill.hub.evidence import RECIPE as RUN_RECIPE
 from specdistill.hub.evidence import Release
 from specdistill.hub.repository import REPORT, Repository
 from specdistill.methods.load import draft_hash, locate
+from specdistill.recipe.load import consent
 from specdistill.report import phrases, tables
 from specdistill.report.files import REPORT as REPORT_FILE
 from specdistill.report.files import SAMPLES, digest, read_report
@@ -85,6 +86,7 @@ def to_measure_again(release: Release, last: LastRelease) -> str | None:
     keys = {"recipe": release.run / RUN_RECIPE, "draft": f"{last.repository}@{last.tag}", "output_dir": output}
     keys["eval.num_speculative_tokens"] = release.num_speculative_tokens  # which the file of the recipe may not say
     words = [shlex.quote(f"{name}={value}") for name, value in keys.items()]
+    words += map(shlex.quote, consent(read_keys(release.run / RUN_RECIPE, "run", "a run with its recipe")))
     return f"specdistill eval {' '.join(words)}, then publish with baseline={shlex.quote(str(output))}"
 
 

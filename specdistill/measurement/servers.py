@@ -226,6 +226,7 @@ def start_command(config: EvalConfig, target: TargetConfig, served: Served, k: i
     words += program.arguments(replace(served, num_tokens=k) if k else replace(served, method=None))
     words += ["--dtype", target.dtype]
     words += ["--revision", target.revision] if target.revision else []
+    words += ["--tensor-parallel-size", str(config.tensor_parallel)] if config.tensor_parallel else []
     words += ["--trust-remote-code"] if target.trust_remote_code else []
     return [*words, *program.measured, *(program.measured_draft if k else ())]
 

@@ -72,9 +72,9 @@ def plan(arguments: list[str]) -> int:
     from specdistill.planning.plan import make_plan
     from specdistill.planning.reading import known_drafts, read
 
-    remote = options.target.trust_remote_code
-    target = read(options.target.model, key="target.model", revision=options.target.revision, trust_remote_code=remote)
-    draft = read(options.draft, key="draft", trust_remote_code=remote) if options.draft else None
+    named = options.target
+    target = read(named.model, key="target.model", revision=named.revision, trust_remote_code=named.trust_remote_code)
+    draft = read(options.draft, key="draft") if options.draft else None
     serving = ServingSettings.of(target, **options.serving.model_dump())
     made = make_plan(target, draft, serving=serving, training=MicroBatch(**vars(options.training)), computed=True)
     drafts, not_asked = known_drafts(target.name, target.hub_id) if options.hub else ([], "not asked: hub=false")

@@ -4,8 +4,10 @@ Its first error becomes one line that names the key and the nearest valid one.
 """
 
 import io
+import json
 import os
 import re
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args
@@ -27,6 +29,8 @@ S = TypeVar("S", bound=Section)
 REQUIRED = "???"  # OmegaConf's mark of a value that the command line must give
 # Variables that ${oc.env:…} may read. A recipe may come from anybody, and what it reads is written into the run's record.
 HARMLESS = ("HOME", "HOSTNAME", "SLURM_JOB_ID", "TMPDIR", "USER")
+# What runs somebody's code. A reader gives it: a file alone cannot.
+CONSENT = ("target.trust_remote_code", "eval.run_code", "eval.engine_command")
 # Keys of 0.1 that are gone: their values where nobody set them, and what replaces them. Its recorded recipes hold all of them, so that one
 # which nobody set is passed over.
 REMOVED: dict[str, tuple[Any, str]] = {
@@ -62,7 +66,19 @@ OmegaConf.register_resolver("oc.env", _environment, replace=True)
 
 def load_recipe(schema: type[S], arguments: Sequence[str]) -> S:
     """Build a recipe from `recipe=… key=value …` command-line arguments. Raises UserError for anything the user got wrong."""
-    return validate(schema, merged(arguments))
+    recipe, typed = validate(schema, merged(arguments)), dict(argument.split("=", 1) for argument in arguments)
+    for argument in consent(recipe.model_dump()):
+        key, _, value = argument.partition("=")
+        if key not in typed:
+            expected = f"it on the command line, after you have read the code: {shlex.quote(argument)}"
+            raise UserError(key, got=f"{value} in {typed.get('recipe', 'a section')}", expected=expected)
+    return recipe
+
+
+def consent(values: Mapping[str, Any]) -> list[str]:
+    """`key=value` of each key of CONSENT that is set, as whoever gives it types it."""
+    pairs = ((key, (values.get(section) or {}).get(name)) for key in CONSENT for section, name in [key.split(".")])
+    return [f"{key}={json.dumps(value)}" for key, value in pairs if value]
 
 
 def merged(arguments: Sequence[str]) -> dict[str, Any]:

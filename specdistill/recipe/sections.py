@@ -70,7 +70,7 @@ class TargetConfig(Section):
     attn: AttentionImplementation | None = option(
         None, "attention implementation of transformers, or a kernel on the Hub; null: the default of the target's class"
     )
-    trust_remote_code: bool = option(False, "run Python code that the model's repository carries")
+    trust_remote_code: bool = option(False, "run Python code that the model's repository carries; no file sets it alone")
     shard: Literal["none", "layers", "tensor"] = option(
         "none",
         "what each process of a launch holds: the whole target, a part of every layer, gathered layer by layer, or a part of every "
@@ -249,9 +249,10 @@ class EvalConfig(MeasurementConfig):
     )
     engine_command: str | None = option(
         None,
-        "command that starts the engine, with options of yours, e.g. 'vllm serve --tensor-parallel-size 2'; null: the engine's own",
+        "command that starts the engine, and options, e.g. 'vllm serve --max-num-seqs 64'; null: its own; no file sets it alone",
         read_when=STARTED,
     )
+    tensor_parallel: int | None = option(None, "GPUs of an engine that is started here; null: one", ge=1, read_when=STARTED)
     server: str | None = option(
         None, "address of a running server that drafts, e.g. http://127.0.0.1:8000; null: start one", read_when=BY_SERVER
     )
@@ -262,7 +263,7 @@ class EvalConfig(MeasurementConfig):
     draft: str | None = option(None, "draft folder; null: <train.output_dir>/draft")
     output_dir: str | None = option(None, "where the report goes; null: <train.output_dir>/report")
     concurrency: int = option(1, "requests in flight at a server", ge=1, le=MOST_IN_FLIGHT, read_when=BY_SERVER)
-    run_code: bool = option(False, "run the generated programs of suite rows with a `test`, as the user that measures")
+    run_code: bool = option(False, "run generated programs of rows with a `test`, with your rights; no file sets it alone")
     baseline: str | None = option(
         None, "what max_regression rules compare with: a report.json, its folder, or a Hub revision's report as org/name@v1.2"
     )

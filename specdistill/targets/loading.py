@@ -51,7 +51,8 @@ def _reading(key: str, name: str, expected: str) -> Iterator[None]:
         raise UserError(key, got=got, expected=expected) from error
     except READING_ERRORS as error:
         if "trust_remote_code" in str(error):
-            expected = "target.trust_remote_code=true, if you have read that code, or a checkpoint of a class of transformers"
+            consent = "target.trust_remote_code=true, if you have read that code, or " if key == "target.model" else ""
+            expected = f"{consent}a checkpoint of a class of transformers"
             got = f"{name}, which brings Python code of its own; it would run with your rights"
             raise UserError(key, got=got, expected=expected) from error
         got = f"{name} ({str(error).splitlines()[0][:200] if str(error) else type(error).__name__})"
@@ -116,8 +117,8 @@ def read_without_weights(folder: Path, *, key: str, name: str) -> tuple[Any, Any
     Raises UserError for files of which none can be made.
     """
     with _reading(key, name, "the config and the tokenizer of a causal language model"):
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        config = AutoConfig.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # nor asked for at a terminal
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
             return auto_class(config).from_config(config), tokenizer
 

@@ -10,10 +10,17 @@ from pathlib import Path
 import pytest
 
 from specdistill.errors import UserError
-from specdistill.hub.evidence import read_release
+from specdistill.hub.evidence import RECIPE, Release
+from specdistill.hub.evidence import read_release as read
+from specdistill.methods.recipe import Recipe
+from specdistill.recipe.load import load_recipe
 from specdistill.report.files import write_report
 from specdistill.statistics.records import PromptRecord
 from tests.finished_runs import edit, edit_recipe, edit_report, remake, scale_weights, slower, timed
+
+
+def read_release(run: Path) -> Release:
+    return read(run, load_recipe(Recipe, [f"recipe={run / RECIPE}"]))
 
 
 def refused(run: Path) -> set[str]:

@@ -16,7 +16,7 @@ from specdistill.export import export
 from specdistill.hub import repository as released
 from specdistill.hub.repository import is_same
 from specdistill.report.files import read_report
-from tests.finished_runs import edit_report, remake
+from tests.finished_runs import edit_recipe, edit_report, remake
 from tests.hub.conftest import NAME, contents
 from tests.loopback_hub import Fault, Hub, loopback_hub
 from tests.loopback_hub.store import Repository
@@ -134,6 +134,17 @@ def test_a_recipe_says_what_the_command_does_not(lfs: Hub, run: Path) -> None:
     assert main(["publish", f"run={run}", "baseline=none", "license=apache-2.0"]) == 0
     assert not lfs.repositories[NAME].private
     assert ModelCard(contents(lfs, "v1")["README.md"].decode()).data.license == "apache-2.0"
+
+
+def test_what_ran_code_of_the_target_is_published_by_who_says_so_again(
+    lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is measured to publish: what only measuring runs is not asked for."""
+    edit_recipe(run, {"trust_remote_code: false": "trust_remote_code: true", "run_code: false": "run_code: true"})
+    said = refused(capsys, 2, run)
+    assert refused_key(said) == "target.trust_remote_code" and said.endswith(": target.trust_remote_code=true\n")
+    assert publish(run, "target.trust_remote_code=true", "dry_run=true") == 0
+    assert (run / "release/recipe.yaml").read_bytes() == (run / "run/recipe.yaml").read_bytes()
 
 
 def test_a_target_in_a_folder_may_be_one_of_the_hub(lfs: Hub, run: Path, measured: Path, capsys) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from specdistill.cli import main
 from specdistill.hub.repository import Repository
-from tests.finished_runs import again, remake, slower, timed
+from tests.finished_runs import again, edit_recipe, remake, slower, timed
 from tests.hub.conftest import NAME, contents
 from tests.loopback_hub import Fault, Hub
 from tests.refusals import refused_key
@@ -96,6 +96,9 @@ def test_the_last_release_is_measured_again_with_other_settings(
     assert publish(shorter) == 1
     refusal, advice, _ = said(capsys).splitlines()[-3:]
     assert refusal == "refused: not compared: baseline: got num_speculative_tokens 4, expected 2, as in the report"
+    edit_recipe(shorter, {"run_code: false": "run_code: true"})
+    assert publish(shorter) == 1 and " eval.run_code=true, then publish" in said(capsys)
+    edit_recipe(shorter, {"run_code: true": "run_code: false"})
     assert publish(shorter, "force=it has to be", "dry_run=true") == 0
     card = (shorter / "release/README.md").read_text()
     assert "not compared" in card

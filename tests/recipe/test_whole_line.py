@@ -87,7 +87,7 @@ REPLACED: dict[str, tuple[Callable[["Line", Any], Any], str]] = {
     "train.output_dir": (lambda line, folder: line.run, "of this test"),
     "eval.suite": (lambda line, suite: line.suite, "short prompts in a file"),
     "eval.engine": (lambda line, engine: engine and "specdistill", "no engine is installed with the tests"),
-    "eval.engine_command": (lambda line, command: command and "null", "no engine is installed with the tests"),
+    "eval.tensor_parallel": (lambda line, gpus: gpus and "null", "no engine is installed with the tests"),
     "selection.suite": (lambda line, suite: suite and line.suite, "short prompts in a file"),
 }
 

@@ -132,8 +132,9 @@ def export(
     read_tensors(folder, "draft")
     with new_folder(output) as partial:
         for path in sorted(folder.iterdir()):
-            if path.is_file() and not path.name.startswith("."):
+            if path.is_file() and not path.name.startswith(".") and path.suffix != ".py":
                 (link if path.suffix in (".safetensors", ".bin") else shutil.copy2)(path, partial / path.name)
+        config.pop("auto_map", None)  # code of its own, which an engine that runs the target's would run too
         rewritten = json.dumps(with_both_spellings(config), indent=2) + "\n"
         (partial / "config.json").write_text(rewritten, encoding="utf-8")
 
