@@ -60,7 +60,7 @@ def next_step(folder: Path) -> tuple[str, list[str]]:
     repository = [] if recipe.get("publish", {}).get("repo") else ["repo=org/name"]
     return f"{name} passed its gate:", [
         _command("export", f"draft={name / 'draft'}", "engine=vllm", *target, f"output_dir={name / 'vllm'}"),
-        _command("publish", f"run={name}", *repository, "baseline=none", *code),
+        _command("publish", f"run={name}", *repository, "baseline=none"),
     ]
 
 

@@ -104,7 +104,7 @@ def test_the_next_step(
         ("publish.repo=me/mine", lambda run: measured(run, PASSES), "specdistill publish run=runs/mine baseline=none"),
         (TRUST, lambda run: None, f"{TRAIN} {TRUST}"),
         (TRUST, lambda run: measured(run, FAILS), f"{DOCTOR} {TRUST}"),
-        (TRUST, lambda run: measured(run, PASSES), f"{PUBLISH} {TRUST}"),
+        (TRUST, lambda run: measured(run, PASSES), PUBLISH),
         ("eval.run_code=true", trained, f"{EVAL} eval.run_code=true eval.suite=path/to/prompts.jsonl"),
         ("eval.run_code=true", lambda run: measured(run, PASSES), PUBLISH),
         (

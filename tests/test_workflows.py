@@ -187,7 +187,7 @@ def test_the_caller_gives_what_its_recipe_cannot(tmp_path: Path) -> None:
     trained, measured, published = [command for command in commands(event, tmp_path) if command[0] == "specdistill"]
     for command in (trained, measured):
         assert command[-3:] == [TRUST, "eval.run_code=true", "eval.engine_command=/opt/my vllm serve"]
-    assert published[-1] == TRUST
+    assert published == ["specdistill", "publish", "run=runs/release-gate", "repo=org/name", "tag=v2"]
 
 
 def test_what_people_type_reaches_the_shell_as_variables_only() -> None:

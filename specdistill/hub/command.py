@@ -67,15 +67,10 @@ class ExportOptions(Section):
 NEW_RELEASE = ReadWhen("without restore=…", lambda it: it.restore is None)
 
 
-class PublishedTarget(Section):
-    trust_remote_code: bool = like(TargetConfig, "trust_remote_code")
-
-
 class PublishOptions(PublishConfig):
     """The keys of a recipe's section `publish`, whose values are the defaults here, and those of one release."""
 
     run: str | None = option(None, "folder of a finished run: draft/, run/ and report/", read_when=NEW_RELEASE)
-    target: PublishedTarget = option(PublishedTarget(), "of the run", read_when=NEW_RELEASE)
     tag: str | None = option(None, "of the release; null: the next of v1, v2, …", read_when=NEW_RELEASE)
     baseline: str | None = option(
         None,

@@ -76,7 +76,7 @@ def read_release(run: Path, recipe: Recipe, last: Evidence | None = None) -> Rel
         raise UserError("run", got=f"{run / REPORT}, whose samples.jsonl holds no record", expected=FINISHED)
     recorded, named = recorded_target(run / DRAFT, "run"), recipe.target
     revision = named.revision or (recorded.revision if recorded and not Path(named.model).is_dir() else None)
-    target = TargetFiles.of(named.model, revision, named.adapter, named.trust_remote_code).identity
+    target = TargetFiles.of(named.model, revision, named.adapter).identity
     judged, refused, is_comparable = _judged(recipe, Evidence(report, records), last)
     return Release(
         run=run,

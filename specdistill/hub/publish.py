@@ -41,7 +41,7 @@ from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import link, read_config
 from specdistill.methods.load import draft_files, implementation
 from specdistill.methods.recipe import Recipe
-from specdistill.recipe.load import load_recipe
+from specdistill.recipe.load import RUNS_NOTHING, load_recipe
 from specdistill.recipe.sections import PublishConfig
 from specdistill.report.files import SAMPLES, write_report
 from specdistill.report.phrases import size
@@ -82,8 +82,7 @@ def publish_run(options: PublishOptions) -> Publication:
     run, tag, reason = Path(str(options.run)), options.tag, options.force
     check_finished(run)
     given = options.model_dump(include=options.model_fields_set & PublishConfig.model_fields.keys())
-    consent = ["target.trust_remote_code=true"] * options.target.trust_remote_code  # what only measuring runs is left out
-    recipe = load_recipe(Recipe, [f"recipe={run / RECIPE}", "eval.run_code=false", "eval.engine_command=null", *consent])
+    recipe = load_recipe(Recipe, [f"recipe={run / RECIPE}", *RUNS_NOTHING])
     config = recipe.publish.model_copy(update=given)
     name = check_names(config.repo, tag)
     if not options.dry_run:
@@ -148,7 +147,7 @@ def find_target(release: Release, base_model: str | None) -> tuple[TargetFiles, 
     """
     named = release.recipe.target
     if base_model is None:
-        target = TargetFiles.of(named.model, named.revision, named.adapter, named.trust_remote_code)
+        target = TargetFiles.of(named.model, named.revision, named.adapter)
         return target, None if Path(target.name).exists() else split_gguf(target.name)[0]
     with hub_errors("base_model", base_model, expected="the Hub id of the target"):
         HfApi().model_info(base_model)

@@ -31,6 +31,8 @@ REQUIRED = "???"  # OmegaConf's mark of a value that the command line must give
 HARMLESS = ("HOME", "HOSTNAME", "SLURM_JOB_ID", "TMPDIR", "USER")
 # What runs somebody's code. A reader gives it: a file alone cannot.
 CONSENT = ("target.trust_remote_code", "eval.run_code", "eval.engine_command")
+# Arguments of a command that reads files alone, whatever a run's recipe ran.
+RUNS_NOTHING = ("target.trust_remote_code=false", "eval.run_code=false", "eval.engine_command=null")
 # Keys of 0.1 that are gone: their values where nobody set them, and what replaces them. Its recorded recipes hold all of them, so that one
 # which nobody set is passed over.
 REMOVED: dict[str, tuple[Any, str]] = {
