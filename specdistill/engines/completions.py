@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx2
-
 from specdistill.credentials import SERVER_KEYS, server_keys
-from specdistill.engines.server import SHOWN_CHARACTERS, Server
-from specdistill.errors import ResourceError, UserError, one_line
+from specdistill.engines.server import Count, JsonAnswer, ServedModels, Server, at
+from specdistill.errors import ResourceError, UserError
 
 KEY = "data.regenerate.server"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -19,6 +17,15 @@ PATIENCE = 600.0  # seconds that a server may fail without one answer in between
 FIRST_DELAY, LONGEST_DELAY = 0.5, 60.0  # seconds before a server that failed is asked again; twice as long each time
 ABOUT_THE_QUESTION = {400, 413, 422}
 ABOUT_THE_SERVER = {401, 403, 404, 405, 501}
+
+
+class Choice(JsonAnswer):
+    """A completion. token_ids: of vLLM and SGLang; tokens: of llama.cpp."""
+
+    text: str = at("choices", 0, "text")
+    token_ids: list[Count] | None = at("choices", 0, "token_ids", default=None)
+    tokens: list[Count] | None = at("choices", 0, "tokens", default=None)
+    finish_reason: str | None = at("choices", 0, "finish_reason", default=None)
 
 
 class UnavailableError(Exception):
@@ -49,46 +56,35 @@ class CompletionServer:
         """Ask for the model that it has by one of these names, or for its only one. Raises UserError when it has several others, and
         ResourceError when it does not say.
         """
-        try:
-            served = [str(model["id"]) for model in self.server.json("/v1/models")["data"]]
-        except (LookupError, TypeError) as error:
-            why = f"{self.address}/v1/models names no models"
-            raise ResourceError(why, next_step=f"is it a server of OpenAI's API? correct {KEY}") from error
+        served = [model.id for model in self.server.json("/v1/models", ServedModels).data]
         found = [name for name in served if name in names] or served
         if len(found) != 1:
-            got = f"{self.address}, which serves {', '.join(found) or 'nothing'}"
+            got = f"{self.address}, which serves {', '.join(found)}"
             raise UserError(KEY, got=got, expected=f"servers of {' or '.join(names)}")
         (self.model,) = found
 
-    def complete(self, body: dict[str, Any]) -> dict[str, Any] | str:
+    def complete(self, body: dict[str, Any]) -> Choice | str:
         """The answer to a body, or what the server has against the question. Raises UnavailableError when it may answer later, and
         ResourceError when it never will.
         """
-        url = f"{self.address}/v1/completions"
         try:
-            response = self.server.session.post(url, json=body)
-            content = one_line(response.text)[:SHOWN_CHARACTERS]
-            if response.status_code in ABOUT_THE_QUESTION:
-                with self._lock:
-                    self._num_refused += 1
-                    hopeless = not self.num_answers and self._num_refused >= MOST_REFUSED
-                if not hopeless:
-                    return f"{response.status_code} {content}"
-            if response.status_code in ABOUT_THE_QUESTION | ABOUT_THE_SERVER:
-                why = f"{url} answered {response.status_code} ({content})"
-                raise ResourceError(why, next_step=f"check the address, and {SERVER_KEYS} if it asks for one")
-            if response.status_code != 200:
-                after = response.headers.get("Retry-After", "")
-                raise UnavailableError(f"{response.status_code} {content}", float(after) if after.isdigit() else None)
-            answer: dict[str, Any] = response.json()
-            answer["choices"][0]["text"]
-        except httpx2.HTTPError as error:
-            raise UnavailableError(f"{type(error).__name__}: {one_line(str(error))[:SHOWN_CHARACTERS]}") from error
-        except (ValueError, LookupError, TypeError) as error:
-            raise UnavailableError(f"an answer that is no completion ({one_line(str(error))[:SHOWN_CHARACTERS]})") from error
+            response = self.server.ask("/v1/completions", body)
+            choice = response.json(Choice) if response.status == 200 else None
+        except ResourceError as error:
+            raise UnavailableError(str(error)) from error
         with self._lock:
-            self.num_answers, self._failures = self.num_answers + 1, 0
-        return answer
+            if choice is not None:
+                self.num_answers, self._failures = self.num_answers + 1, 0
+                return choice
+            if response.status in ABOUT_THE_QUESTION:
+                self._num_refused += 1
+                if self.num_answers or self._num_refused < MOST_REFUSED:
+                    return str(response)
+        if response.status in ABOUT_THE_QUESTION | ABOUT_THE_SERVER:
+            next_step = f"check the address, and {SERVER_KEYS} if it asks for one"
+            raise ResourceError(f"{response.url} answered {response}", next_step=next_step)
+        after = response.headers.get("Retry-After", "")
+        raise UnavailableError(str(response), min(float(after), PATIENCE) if after.isdecimal() else None)
 
     def failed(self, error: UnavailableError) -> bool:
         """Take note, and say whether it is worth asking again. All of its threads fail at once: that counts once."""

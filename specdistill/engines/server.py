@@ -1,25 +1,36 @@
-"""A running server: one HTTP session, and completions with what the server counts of them.
+"""A running server: answers within a time, a size and a shape, and completions with what the server counts of them.
+
+Requests run in one event loop: there a deadline holds at every byte of an answer, and a request can be given up from another thread.
 
 Each answer counts its own drafts, whatever else is served meanwhile. That nothing else is, which would disturb the times, the tokens say
 that the server's Prometheus page counts: as many as ours. The page follows an answer with a short delay.
 """
 
+import asyncio
+import math
+import os
 import re
+import threading
 import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+from pydantic import AliasPath, BaseModel, ConfigDict, Field, ValidationError
 
 from specdistill.errors import ResourceError, UserError, one_line
-
-if TYPE_CHECKING:
-    import httpx2
+from specdistill.files.documents import parse_json
 
 CONNECT_SECONDS = 10.0
+MOST_MIB = 64  # of an answer, decoded
 SHOWN_CHARACTERS = 200  # of an answer that is an error
+NOT_THIS = "is it this engine's server?"
 POLL_SECONDS = 0.01
 MAX_DELAY_SECONDS = 10.0
 MOST_IN_FLIGHT = 512  # requests to one server
@@ -28,9 +39,64 @@ GENERATED = "generation_tokens_total"
 SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?")
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+Positive = Annotated[int, Field(gt=0, lt=2**31)]
+Sample = tuple[str, dict[str, str], float]  # name, labels and value of a line of a Prometheus page
+
+
+class JsonAnswer(BaseModel):
+    """What is read of a JSON answer; other keys are ignored."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+
+def at(first: str, *others: str | int, **options: Any) -> Any:
+    """A field of an answer that is deeper in it."""
+    return Field(validation_alias=AliasPath(first, *others), **options)
+
+
+class ServedModel(JsonAnswer):
+    id: str
+    root: str | None = None
+    max_model_len: Positive | None = None
+
+
+class ServedModels(JsonAnswer):
+    data: list[ServedModel] = Field(min_length=1)
+
+
+A = TypeVar("A", bound=JsonAnswer)
+
+
+class Response(NamedTuple):
+    """What was answered at an address."""
+
+    url: str
+    status: int
+    headers: Mapping[str, str]
+    content: bytes
+
+    def __str__(self) -> str:
+        shown = one_line(self.content[: 4 * SHOWN_CHARACTERS].decode(errors="replace"))[:SHOWN_CHARACTERS]
+        return f"{self.status} ({shown})"
+
+    def json(self, answer: type[A]) -> A:
+        """Raises ResourceError, naming the field, for what is no such answer."""
+        try:
+            return answer.model_validate(parse_json(self.content))
+        except ValidationError as error:
+            first = error.errors()[0]
+            why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}, not {str(first['input'])[:SHOWN_CHARACTERS]}"
+        except ValueError as error:
+            why = f"no JSON: {error}"
+        raise ResourceError(f"{self.url} answered what it should not ({why})", next_step=NOT_THIS)
+
 
 class Server:
-    """A server by its address (`http://host:port`). key: where it was given; timeout: seconds that one answer may take, by timeout_key."""
+    """A server by its address (`http://host:port`). key: where it was given; timeout: seconds that one answer may take, by timeout_key.
+
+    Several threads may ask at once.
+    """
 
     def __init__(self, address: str, *, key: str, timeout: float, timeout_key: str = "eval.server_timeout") -> None:
         if not address.startswith(("http://", "https://")):
@@ -38,39 +104,92 @@ class Server:
         import httpx2  # slow to import
 
         self.address, self.timeout, self.timeout_key = address.rstrip("/"), timeout, timeout_key
-        self.session = httpx2.Client(
-            timeout=httpx2.Timeout(timeout, connect=CONNECT_SECONDS, pool=None),
+        self.session = session = httpx2.AsyncClient(
+            timeout=httpx2.Timeout(None, connect=CONNECT_SECONDS),
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=MOST_IN_FLIGHT),
         )
-        weakref.finalize(self, self.session.close)  # connections that are kept alive end with it
+        self._loop = loop = _event_loop()
+        self._in_flight: set[Future[Response]] = set()
+        self.is_closed = False
+        # Connections that are kept alive end with it.
+        weakref.finalize(self, lambda: asyncio.run_coroutine_threadsafe(session.aclose(), loop))
 
-    def text(self, path: str, *, hint: str = "is it this engine's server?") -> str:
-        """The page at a path. `hint`: what to do when there is none."""
-        return self._request("GET", path, hint).text
-
-    def json(self, path: str, body: dict[str, Any] | None = None) -> Any:
+    def json(self, path: str, answer: type[A], body: dict[str, Any] | None = None) -> A:
         """The JSON at a path, or the answer to a JSON body sent there."""
-        response = self._request("GET" if body is None else "POST", path, "look at the server's log", body)
-        try:
-            return response.json()
-        except ValueError as error:
-            raise ResourceError(f"{self.address}{path} answered no JSON", next_step="is it this engine's server?") from error
+        return self._answered(path, "look at the server's log", body).json(answer)
 
-    def _request(self, method: str, path: str, hint: str, body: dict[str, Any] | None = None) -> "httpx2.Response":
+    def samples(self, hint: str) -> list[Sample]:
+        """The lines of its page of counters. `hint`: what to do when there is none."""
+        page = self._answered("/metrics", hint).content.decode(errors="replace")
+        try:
+            return list(samples(page))
+        except ValueError as error:
+            raise ResourceError(f"{self.address}/metrics is no Prometheus page ({error})", next_step=hint) from error
+
+    def _answered(self, path: str, hint: str, body: dict[str, Any] | None = None) -> Response:
+        if (response := self.ask(path, body)).status != 200:
+            raise ResourceError(f"{response.url} answered {response}", next_step=hint)
+        return response
+
+    def ask(self, path: str, body: dict[str, Any] | None = None) -> Response:
+        """Raises ResourceError without a whole answer in time, CancelledError once closed."""
+        request = asyncio.run_coroutine_threadsafe(self._ask(f"{self.address}{path}", body), self._loop)
+        self._in_flight.add(request)
+        try:
+            if self.is_closed:
+                request.cancel()
+            return request.result()
+        finally:
+            request.cancel()  # where this thread was interrupted
+            self._in_flight.discard(request)
+
+    async def _ask(self, url: str, body: dict[str, Any] | None) -> Response:
         import httpx2
 
-        url = f"{self.address}{path}"
+        method, content = "GET" if body is None else "POST", bytearray()
         try:
-            response = self.session.request(method, url, json=body)
-        except httpx2.TimeoutException as error:
+            async with asyncio.timeout(self.timeout), self.session.stream(method, url, json=body) as response:
+                async for part in response.aiter_bytes():
+                    content += part
+                    if len(content) > MOST_MIB * 2**20:
+                        raise ResourceError(f"{url} answered more than {MOST_MIB} MiB", next_step=NOT_THIS)
+        except TimeoutError as error:
             what = f"{url} did not answer in {self.timeout:g} s"
             raise ResourceError(what, next_step=f"look at the server's log, or raise {self.timeout_key}") from error
-        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            raise ResourceError(f"{url} does not answer", next_step="start the server, or look at its log") from error
-        if response.status_code != 200:
-            content = one_line(response.text)[:SHOWN_CHARACTERS]
-            raise ResourceError(f"{url} answered {response.status_code} ({content})", next_step=hint)
-        return response
+        except (httpx2.HTTPError, httpx2.InvalidURL, ExceptionGroup) as error:  # a group: of a port that there is not
+            why = one_line(f"{type(error).__name__}: {error}")[:SHOWN_CHARACTERS]
+            raise ResourceError(f"{url} does not answer ({why})", next_step="start the server, or look at its log") from error
+        return Response(url, response.status_code, response.headers, bytes(content))
+
+    def close(self) -> None:
+        """Give up what is in flight, and ask no more."""
+        self.is_closed = True
+        for request in list(self._in_flight):
+            request.cancel()
+
+
+@cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="requests", daemon=True).start()
+    return loop
+
+
+os.register_at_fork(after_in_child=_event_loop.cache_clear)  # its thread is the parent's
+
+
+@contextmanager
+def asking(number: int, *servers: Server) -> Iterator[ThreadPoolExecutor]:
+    """Threads that ask servers. Left by an exception they end at once: what waits is dropped, and what is in flight given up."""
+    pool = ThreadPoolExecutor(number)
+    try:
+        yield pool
+    except BaseException:
+        for server in servers:
+            server.close()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 @dataclass(frozen=True)
@@ -120,11 +239,6 @@ class ServerCounts:
     accepted_per_position: tuple[int, ...]
 
 
-def reached(histogram: Sequence[int]) -> tuple[int, ...]:
-    """Drafts whose position was accepted, of each position, from the drafts of which 0, 1, … K tokens were."""
-    return tuple(sum(histogram[position:]) for position in range(1, len(histogram)))
-
-
 @dataclass(frozen=True)
 class Completion:
     """A completion from a server. `seconds` from the request to the whole answer; `text` as the server spells it."""
@@ -138,15 +252,38 @@ class Completion:
 Counters = Mapping[str, float]  # of a page: sums over the server's ranks, of each position where a line has one
 
 
+class CompletionAnswer(JsonAnswer):
+    """Of an engine's own, each field says where it is. histogram: drafts of which 0, 1, … K tokens were accepted."""
+
+    text: str
+    num_tokens: Positive
+    token_ids: list[Count] | None
+    num_drafts: Count | None
+    num_draft_tokens: Count | None
+    num_accepted_tokens: Count | None
+    histogram: list[Count] | None
+
+    def counts(self, k: int) -> ServerCounts | None:
+        """What was drafted by a server that drafts `k` tokens per round; None where it does not say, or says what cannot be."""
+        ids, histogram = tuple(self.token_ids or ()), self.histogram or []
+        drafts, drafted, accepted = self.num_drafts, self.num_draft_tokens, self.num_accepted_tokens
+        if not k or drafts == 0:
+            return ServerCounts(ids, 0, 0, 0, ())
+        if drafts is None or drafted is None or accepted is None or not 0 < len(histogram) <= k + 1:
+            return None
+        reached = tuple(sum(histogram[position:]) for position in range(1, len(histogram)))
+        is_possible = max(reached, default=0) <= drafts <= self.num_tokens and accepted <= drafted
+        return ServerCounts(ids, drafts, drafted, accepted, reached) if is_possible else None
+
+
 @dataclass(frozen=True)
 class Client:
     """How the server of an engine is spoken to. Raises ResourceError when it does not answer as it should.
 
     prefix: of the names on its page of counters, `/metrics`; hint: how to start a server that has it.
     describe: (server, counters) -> what it says of itself.
-    path, body: where a request is posted, and as which JSON.
-    text_and_length: answer -> its text and number of tokens. counts: (answer, K of the server, 0 without a draft) -> what was drafted.
-    gauges: server -> the engine's own averages; empty where it has none.
+    path, body, answer: where a request is posted, as which JSON, and what comes back; counts_hint: how to start a server that counts in it.
+    gauges: names on the page of counters -> names of the engine's own averages.
     """
 
     prefix: str
@@ -154,41 +291,39 @@ class Client:
     describe: Callable[[Server, Counters], ServerIdentity]
     path: str
     body: Callable[[CompletionRequest], dict[str, Any]]
-    text_and_length: Callable[[Any], tuple[str, int]]
-    counts: Callable[[Any, int], ServerCounts]
-    gauges: Callable[[Server], dict[str, float]] = lambda server: {}
+    answer: type[CompletionAnswer]
+    counts_hint: str
+    gauges: Mapping[str, str] = field(default_factory=dict)
 
     def identify(self, server: Server) -> ServerIdentity:
-        counters = self.read(server)
-        if GENERATED not in counters:
-            missing = f"{server.address}/metrics has no {self.prefix}:{GENERATED}"
-            raise ResourceError(missing, next_step=f"{self.hint}, or name the engine that serves")
-        return self.describe(server, counters)
+        return self.describe(server, self.read(server))
 
     def complete(self, server: Server, request: CompletionRequest, k: int) -> Completion:
         """A completion by a server that drafts `k` tokens per round, 0 without a draft. Several threads may ask at once."""
         body = self.body(request)
         start = time.perf_counter()
-        answer = server.json(self.path, body)
+        answer = server.json(self.path, self.answer, body)
         seconds = time.perf_counter() - start
-        text, num_tokens = self.text_and_length(answer)
-        return Completion(text, num_tokens, seconds, self.counts(answer, k))
+        if (counts := answer.counts(k)) is None:
+            what = f"{server.address}{self.path} does not say what it accepted, or what cannot be ({one_line(repr(answer))[-400:]})"
+            raise ResourceError(what, next_step=self.counts_hint)
+        return Completion(answer.text, answer.num_tokens, seconds, counts)
 
     def read(self, server: Server) -> Counters:
-        """The counters as they stand."""
-        page = server.text("/metrics", hint=self.hint)
-        try:
-            return self.parse(page)
-        except ValueError as error:
-            raise ResourceError(f"{server.address}/metrics is no Prometheus page ({error})", next_step=self.hint) from error
-
-    def parse(self, page: str) -> Counters:
-        """The counters on a page, without the prefix of their names. Raises ValueError for another kind of page."""
+        """The counters as they stand, without the prefix of their names."""
         counters: dict[str, float] = defaultdict(float)
-        for name, labels, value in samples(page):
+        for name, labels, value in server.samples(self.hint):
             if name.startswith(f"{self.prefix}:"):
                 counters[name.removeprefix(f"{self.prefix}:") + labels.get("position", "")] += value
+        if not 0 <= counters.get(GENERATED, math.nan) < math.inf:
+            missing = f"{server.address}/metrics has no {self.prefix}:{GENERATED}"
+            raise ResourceError(missing, next_step=f"{self.hint}, or name the engine that serves")
         return dict(counters)
+
+    def averages(self, server: Server) -> dict[str, float]:
+        """The engine's own, over the server's last interval, not over a suite; empty before it drafted any."""
+        page = server.samples(self.hint) if self.gauges else []
+        return {self.gauges[name]: value for name, _, value in page if name in self.gauges and 0 < value < math.inf}
 
     def check_alone(self, server: Server, before: Counters, num_tokens: int) -> None:
         """Raises ResourceError unless the server generated `num_tokens` since `before`, ours, and no others."""
@@ -203,7 +338,7 @@ class Client:
             time.sleep(POLL_SECONDS)
 
 
-def samples(page: str) -> Iterator[tuple[str, dict[str, str], float]]:
+def samples(page: str) -> Iterator[Sample]:
     """Name, labels and value of each line of a Prometheus page. Raises ValueError for another kind of page."""
     for line in map(str.strip, page.splitlines()):
         if line and not line.startswith("#"):

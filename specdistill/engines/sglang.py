@@ -8,24 +8,24 @@
 
 from typing import Any
 
+from pydantic import AliasChoices, AliasPath, Field
+
 from specdistill.engines.engine import Engine, Program, Served
 from specdistill.engines.server import (
     Client,
+    CompletionAnswer,
     CompletionRequest,
+    Count,
     Counters,
+    JsonAnswer,
+    Positive,
+    ServedModels,
     Server,
-    ServerCounts,
     ServerIdentity,
-    reached,
-    samples,
+    at,
 )
 from specdistill.engines.vllm import sampling_parameters
-from specdistill.errors import ResourceError
 
-# Counts of an answer, the newest name first. The histogram's entry j counts the rounds in which j draft tokens were accepted.
-ACCEPTED = ("spec_num_correct_drafts", "spec_accept_token_num")
-DRAFTED = ("spec_num_proposed_drafts", "spec_draft_token_num")
-HISTOGRAM = ("spec_correct_drafts_histogram", "spec_accept_histogram")
 GAUGES = {"sglang:spec_accept_length": "mean_acceptance_length", "sglang:spec_accept_rate": "acceptance_rate"}
 
 
@@ -54,14 +54,35 @@ FLAGS = {
 }
 
 
+class ServerInfo(JsonAnswer):
+    version: str
+    model_path: str | None = None
+    speculative_algorithm: str | None = None
+    speculative_num_steps: Positive | None = None
+
+
+def counted(*names: str) -> Any:
+    """Under one of the names that versions of SGLang have for it."""
+    return Field(None, validation_alias=AliasChoices(*(AliasPath("meta_info", name) for name in names)))
+
+
+class Generated(CompletionAnswer):
+    text: str
+    num_tokens: Positive = at("meta_info", "completion_tokens")
+    token_ids: list[Count] | None = at("output_ids", default=None)
+    num_drafts: Count | None = at("meta_info", "spec_verify_ct", default=0)
+    num_draft_tokens: Count | None = counted("spec_num_proposed_drafts", "spec_draft_token_num")
+    num_accepted_tokens: Count | None = counted("spec_num_correct_drafts", "spec_accept_token_num")
+    histogram: list[Count] | None = counted("spec_correct_drafts_histogram", "spec_accept_histogram")
+
+
 def describe_server(server: Server, counters: Counters) -> ServerIdentity:
-    info, served = server.json("/get_server_info"), server.json("/v1/models")["data"][0]
-    drafts = info.get("speculative_algorithm") is not None
+    info, served = server.json("/get_server_info", ServerInfo), server.json("/v1/models", ServedModels).data[0]
     return ServerIdentity(
-        version=str(info["version"]),
-        models=tuple(filter(None, (served["id"], info.get("model_path")))),
-        max_length=served.get("max_model_len"),
-        num_speculative_tokens=int(info["speculative_num_steps"]) if drafts else None,
+        version=info.version,
+        models=tuple(filter(None, (served.id, info.model_path))),
+        max_length=served.max_model_len,
+        num_speculative_tokens=info.speculative_num_steps if info.speculative_algorithm is not None else None,
     )
 
 
@@ -69,28 +90,6 @@ def request_body(request: CompletionRequest) -> dict[str, Any]:
     """Model and seed play no part: a server has one model, and SGLang seeds its sampling when it starts."""
     parameters = {"max_new_tokens": request.max_new_tokens, **sampling_parameters(request)}
     return {"input_ids": list(request.prompt_ids), "sampling_params": parameters}
-
-
-def answer_counts(answer: Any, k: int) -> ServerCounts:
-    """Drafts of one answer; zeros where nothing was drafted. Raises ResourceError when a server does not count what it accepts."""
-    meta, token_ids = answer["meta_info"], tuple(answer.get("output_ids") or ())
-    rounds = meta.get("spec_verify_ct") or 0
-    if not rounds:
-        return ServerCounts(token_ids, 0, 0, 0, ())
-    found = []
-    for names in (DRAFTED, ACCEPTED, HISTOGRAM):
-        name = next((name for name in names if name in meta), None)
-        if name is None:
-            lacks = f"SGLang counts the rounds of its answer and has no {' or '.join(names)} with them"
-            raise ResourceError(lacks, next_step="use a version of SGLang that does")
-        found.append(meta[name])
-    drafted, accepted, histogram = found
-    return ServerCounts(token_ids, rounds, drafted, accepted, reached(histogram))
-
-
-def page_gauges(page: str) -> dict[str, float]:
-    """Averages over the server's last interval, not over a suite; empty before it drafted any."""
-    return {GAUGES[name]: value for name, _, value in samples(page) if name in GAUGES and value > 0}
 
 
 SGLANG = Engine(
@@ -108,8 +107,8 @@ SGLANG = Engine(
         describe=describe_server,
         path="/generate",
         body=request_body,
-        text_and_length=lambda answer: (answer["text"], answer["meta_info"]["completion_tokens"]),
-        counts=answer_counts,
-        gauges=lambda server: page_gauges(server.text("/metrics")),
+        answer=Generated,
+        counts_hint="use a version of SGLang that counts what it accepts",
+        gauges=GAUGES,
     ),
 )

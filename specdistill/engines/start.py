@@ -11,10 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from specdistill.engines.guard import end_session
+from specdistill.engines.server import Server
 from specdistill.errors import ResourceError, UserError
 
 GUARD = Path(__file__).with_name("guard.py")
 HOST = "127.0.0.1"
+HEALTH_SECONDS = 5.0  # that an engine takes to say that it is ready
 START_SECONDS = 3600.0  # large weights take minutes to load, and engines compile
 GRACE_SECONDS = 20.0  # from SIGTERM to SIGKILL
 SHOWN_LINES, SHOWN_CHARACTERS = 30, 300  # of the log of an engine that failed
@@ -46,12 +48,12 @@ def started(command: Sequence[str], log: Path, *, key: str) -> Iterator[str]:
     try:
         wait_until_ready(guard, address, log)
         yield address
-    except ResourceError:
-        end(guard)  # its log is whole then
-        print(f"The last lines of {log}:", *lines_of(log)[-SHOWN_LINES:], sep="\n", file=sys.stderr)
+    except BaseException as error:
+        end(guard, waits=not isinstance(error, KeyboardInterrupt))
+        if isinstance(error, ResourceError):  # its log is whole by now
+            print(f"The last lines of {log}:", *lines_of(log)[-SHOWN_LINES:], sep="\n", file=sys.stderr)
         raise
-    finally:
-        end(guard)
+    end(guard)
 
 
 def free_port() -> int:
@@ -61,8 +63,8 @@ def free_port() -> int:
 
 
 def wait_until_ready(guard: "subprocess.Popen[bytes]", address: str, log: Path) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while not answers(address):
+    server, deadline = Server(address, key="", timeout=HEALTH_SECONDS), time.monotonic() + START_SECONDS
+    while not answers(server):
         if guard.poll() is not None:
             raise ResourceError(f"the engine ended before it answered ({cause(log)})", next_step=f"look at its log, {log}")
         if time.monotonic() > deadline:
@@ -70,21 +72,20 @@ def wait_until_ready(guard: "subprocess.Popen[bytes]", address: str, log: Path) 
         time.sleep(0.2)
 
 
-def answers(address: str) -> bool:
-    import httpx2  # slow to import
-
+def answers(server: Server) -> bool:
     try:
-        return httpx2.get(f"{address}/health", timeout=5).is_success
-    except httpx2.HTTPError:
+        return server.ask("/health").status == 200
+    except ResourceError:
         return False
 
 
-def end(guard: "subprocess.Popen[bytes]") -> None:
-    """By the guard, or else without it."""
+def end(guard: "subprocess.Popen[bytes]", *, waits: bool = True) -> None:
+    """By the guard, or else without it. waits: until the engine has ended, which may take the grace."""
     assert guard.stdin is not None
     guard.stdin.close()
-    guard.wait()
-    end_session(guard.pid, GRACE_SECONDS)
+    if waits:
+        guard.wait()
+        end_session(guard.pid, GRACE_SECONDS)
 
 
 def cause(log: Path) -> str:

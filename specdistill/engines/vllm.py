@@ -17,15 +17,19 @@ from specdistill.engines.engine import Engine, Program, Served
 from specdistill.engines.server import (
     PLAIN_SAMPLING,
     Client,
+    CompletionAnswer,
     CompletionRequest,
+    Count,
     Counters,
+    JsonAnswer,
+    Positive,
+    ServedModels,
     Server,
-    ServerCounts,
     ServerIdentity,
-    reached,
+    at,
 )
-from specdistill.errors import ResourceError
 
+DRAFTING = ("metrics", "speculative_decoding")  # where an answer counts
 PER_POSITION = "spec_decode_num_accepted_tokens_per_pos_total"
 
 
@@ -72,12 +76,26 @@ if __name__ == "__main__":
     print("acceptance length", 1 + accepted / drafts)"""
 
 
+class Version(JsonAnswer):
+    version: str
+
+
+class Completed(CompletionAnswer):
+    text: str = at("choices", 0, "text")
+    num_tokens: Positive = at("usage", "completion_tokens")
+    token_ids: list[Count] | None = at("choices", 0, "token_ids", default=None)
+    num_drafts: Count | None = at(*DRAFTING, "num_spec_steps", default=None)
+    num_draft_tokens: Count | None = at(*DRAFTING, "num_draft_tokens", default=None)
+    num_accepted_tokens: Count | None = at(*DRAFTING, "num_accepted_draft_tokens", default=None)
+    histogram: list[Count] | None = at(*DRAFTING, "acceptance_histogram", default=None)
+
+
 def describe_server(server: Server, counters: Counters) -> ServerIdentity:
-    served = server.json("/v1/models")["data"][0]
+    served = server.json("/v1/models", ServedModels).data[0]
     return ServerIdentity(
-        version=str(server.json("/version")["version"]),
-        models=tuple(filter(None, (served["id"], served.get("root")))),
-        max_length=served.get("max_model_len"),
+        version=server.json("/version", Version).version,
+        models=tuple(filter(None, (served.id, served.root))),
+        max_length=served.max_model_len,
         num_speculative_tokens=sum(PER_POSITION in name for name in counters) or None,
     )
 
@@ -91,25 +109,6 @@ def request_body(request: CompletionRequest) -> dict[str, Any]:
         "seed": request.seed,
         "return_token_ids": True,
     }
-
-
-def answer_counts(answer: Any, k: int) -> ServerCounts:
-    """Raises ResourceError where a server that drafts does not count in its answers."""
-    token_ids = tuple(answer["choices"][0].get("token_ids") or ())
-    if not k:
-        return ServerCounts(token_ids, 0, 0, 0, ())
-    counted = (answer.get("metrics") or {}).get("speculative_decoding")
-    if counted is None:
-        option = " ".join(PROGRAM.measured_draft)
-        raise ResourceError("vLLM does not say in its answers what it accepted", next_step=f"start it with {option}")
-    histogram = counted["acceptance_histogram"]
-    return ServerCounts(
-        token_ids,
-        counted["num_spec_steps"],
-        counted["num_draft_tokens"],
-        counted["num_accepted_draft_tokens"],
-        reached(histogram),
-    )
 
 
 def sampling_parameters(request: CompletionRequest) -> dict[str, Any]:
@@ -138,8 +137,8 @@ VLLM = Engine(
         describe=describe_server,
         path="/v1/completions",
         body=request_body,
-        text_and_length=lambda answer: (answer["choices"][0]["text"], answer["usage"]["completion_tokens"]),
-        counts=answer_counts,
+        answer=Completed,
+        counts_hint=f"start vLLM with {' '.join(PROGRAM.measured_draft)}",
     ),
     counts_past_end=True,
 )

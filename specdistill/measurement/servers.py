@@ -5,19 +5,19 @@ one version.
 Those that are started here run one after the other, the one without a draft first: a device holds one at a time.
 """
 
+import os
 import shlex
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from specdistill.engines import ENGINES
 from specdistill.engines.engine import Served
-from specdistill.engines.server import Client, Completion, CompletionRequest, Server, ServerIdentity
+from specdistill.engines.server import Client, Completion, CompletionRequest, Server, ServerIdentity, asking
 from specdistill.engines.start import started
-from specdistill.errors import ResourceError, UserError
+from specdistill.errors import ReportedError, ResourceError, UserError
 from specdistill.measurement.configurations import Settings
 from specdistill.methods import METHODS
 from specdistill.methods.load import locate
@@ -100,7 +100,7 @@ def connect_pair(config: EvalConfig, target: Sequence[str]) -> tuple[ConnectedSe
 
 
 def _same_model(name: str, wanted: str) -> bool:
-    return name == wanted or (Path(wanted).is_dir() and Path(name).is_dir() and Path(name).samefile(wanted))
+    return name == wanted or (os.path.isdir(wanted) and os.path.isdir(name) and os.path.samefile(name, wanted))
 
 
 @dataclass(frozen=True)
@@ -150,12 +150,12 @@ class ServerMeasurement:
     has_baseline: bool
     answers: ServerAnswers = field(default_factory=dict)
     seconds: float = 0.0
-    failure: ResourceError | None = None
+    failure: ReportedError | None = None
 
     def ask(self, peers: Sequence[ConnectedServer], task: ServerTask) -> None:
         """Add every prompt's completions by running servers at each load. Servers are interleaved, and which is first alternates.
 
-        Raises ResourceError when a server fails; what it answered before is kept. The last server's own averages are kept.
+        Raises ResourceError when a server fails; what it answered before is kept. The first averages of a server that drafts are kept.
         """
         settings, prompts, start = task.settings, task.prompts, time.perf_counter()
         self.engine["version"] = peers[-1].identity.version
@@ -175,8 +175,8 @@ class ServerMeasurement:
                             for completions, completion in zip(repetitions, answered, strict=True):
                                 completions.append(completion)
                                 advance()
-            if gauges := peers[-1].client.gauges(peers[-1].server):
-                self.engine["gauges"] = gauges
+            if gauges := peers[-1].client.averages(peers[-1].server):
+                self.engine.setdefault("gauges", gauges)
         finally:
             self.seconds += time.perf_counter() - start
 
@@ -186,7 +186,7 @@ def measure_running(task: ServerTask, speculative: ConnectedServer, baseline: Co
     measurement = ServerMeasurement({"name": speculative.engine, **addresses}, has_baseline=baseline is not None)
     try:
         measurement.ask([*filter(None, (baseline, speculative))], task)
-    except ResourceError as error:
+    except ReportedError as error:
         measurement.failure = error
     return measurement
 
@@ -194,18 +194,17 @@ def measure_running(task: ServerTask, speculative: ConnectedServer, baseline: Co
 def measure_started(
     task: ServerTask, config: EvalConfig, target: TargetConfig, served: Served, logs: Path
 ) -> ServerMeasurement:
-    """Start the engine without the draft, measure it and end it; then the same with the draft, for every K, the main one last.
+    """Start the engine without the draft, measure it and end it; then the same with the draft, for every K, the main one first.
 
     served: the recipe's draft, exported. logs: the folder of what the engine prints.
     """
-    main, key = task.settings.num_speculative_tokens, "eval.engine_command"
-    commands = {k: start_command(config, target, served, k) for k in (0, *task.ks)}
-    shown = {"command": shlex.join(commands[main]), "baseline_command": shlex.join(commands[0])}
+    key, commands = "eval.engine_command", {k: start_command(config, target, served, k) for k in (0, *task.ks)}
+    shown = {"command": shlex.join(commands[task.ks[0]]), "baseline_command": shlex.join(commands[0])}
     measurement = ServerMeasurement({"name": config.engine, **shown}, has_baseline=True)
     # Multi-token prediction is served in the draft's own folder.
     names = (target.model, str(served.output), resolve(target.model))
     try:
-        for k in (0, *sorted(task.ks, key=lambda k: k == main)):
+        for k in commands:
             log = logs / (f"k{k}.log" if k else "plain.log")
             with started(commands[k], log, key=key) as address:
                 peer = connect(config.engine, address, key, names, config.server_timeout)
@@ -213,7 +212,7 @@ def measure_started(
                     drafts = f"{config.engine} drafts {peer.k} tokens per round, not {k}"
                     raise ResourceError(drafts, next_step=f"look at {log}")
                 measurement.ask([peer], task)
-    except ResourceError as error:
+    except ReportedError as error:
         measurement.failure = error
     return measurement
 
@@ -237,7 +236,7 @@ def complete_all(peer: ConnectedServer, prompts: Sequence[Prompt], settings: Set
     Raises ResourceError when the server served others meanwhile.
     """
     before, num_tokens = peer.client.read(peer.server), 0
-    with ThreadPoolExecutor(load) as pool:
+    with asking(load, peer.server) as pool:
         seeds = range(settings.seed, settings.seed + len(prompts))
         for completion in pool.map(lambda prompt, seed: peer.complete(prompt, settings, seed), prompts, seeds):
             num_tokens += completion.num_tokens

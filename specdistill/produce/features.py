@@ -13,8 +13,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specdistill.engines.server import Server
+from specdistill.engines.server import POLL_SECONDS, JsonAnswer, ServedModels, Server, asking, at
 from specdistill.errors import ResourceError, UserError
 from specdistill.files.folders import alone, check_writable
 from specdistill.processes import of_all, share
@@ -51,6 +50,11 @@ from specdistill.targets.packed_rows import Documents
 
 SERVER_KEY = "hidden_states.server"
 LOCK = "lock"
+
+
+class Passed(JsonAnswer):
+    path: str | None = at("kv_transfer_params", "hidden_states_path", default=None)
+
 
 Rows = Sequence[dict[str, Any]]  # with the columns of specdistill.rows.packing
 MakeFeatures = Callable[[Rows], Sequence[Tensor]]  # rows -> the features [A + 1, L, D] of each
@@ -113,19 +117,17 @@ def by_servers(target: FrozenTarget, aux_layers: Sequence[int], addresses: Seque
     Raises UserError for servers of other layers or another dtype, ResourceError when one fails.
     """
     servers = [Server(address, key=SERVER_KEY, timeout=timeout, timeout_key="hidden_states.timeout") for address in addresses]
-    models = [server.json("/v1/models")["data"][0]["id"] for server in servers]
+    models = [server.json("/v1/models", ServedModels).data[0].id for server in servers]
     layers = sorted({*aux_layers, target.num_layers})
     wanted = [layers.index(layer) for layer in (*aux_layers, target.num_layers)]
 
     def states(number: int, ids: list[int]) -> Tensor:
         """[A + 1, L, D] of a document, the last one normed."""
-        index = number % len(servers)
-        body = {"model": models[index], "prompt": ids, "max_tokens": 1, "temperature": 0}
-        answer = servers[index].json("/v1/completions", body)
-        written = Path((answer.get("kv_transfer_params") or {}).get("hidden_states_path") or "")
-        hidden_LND = _read(written, ids, servers[index].address)
-        if hidden_LND.shape[1:] != (len(layers), target.hidden_size) or str(hidden_LND.dtype) != f"torch.{target.dtype}":
-            got = f"{servers[index].address}, which writes {list(hidden_LND.shape[1:])} {hidden_LND.dtype} for each token"
+        server, model = servers[number % len(servers)], models[number % len(servers)]
+        body = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0}
+        hidden_LND = _read(Path(server.json("/v1/completions", Passed, body).path or ""), ids, server)
+        if hidden_LND.shape != (len(ids), len(layers), target.hidden_size) or str(hidden_LND.dtype) != f"torch.{target.dtype}":
+            got = f"{server.address}, which writes {list(hidden_LND.shape)} {hidden_LND.dtype} for {len(ids)} tokens"
             raise UserError(SERVER_KEY, got=got, expected=f"layers {layers} of {target.hidden_size} in {target.dtype}")
         features_ALD = hidden_LND[:, wanted].transpose(0, 1).contiguous()
         with torch.no_grad():
@@ -136,28 +138,35 @@ def by_servers(target: FrozenTarget, aux_layers: Sequence[int], addresses: Seque
         tokens = [Tokens.of(row) for row in rows]
         split = [torch.from_numpy(row.input_ids).split(row.document_lengths.tolist()) for row in tokens]
         documents = [ids.tolist() for row in split for ids in row]
-        with ThreadPoolExecutor(len(documents)) as pool:
+        with asking(len(documents), *servers) as pool:
             found = iter(list(pool.map(states, range(len(documents)), documents)))
         return [torch.cat([next(found) for _ in row], dim=1) for row in split]
 
     return make
 
 
-def _read(path: Path, ids: list[int], server: str) -> Tensor:
+def _read(path: Path, ids: list[int], server: Server) -> Tensor:
     """The hidden states [L, layers, D] that a server has written for a prompt; its files are removed, and no others."""
     try:
         lock = path.with_name(f"{path.name}.lock")
         with lock.open() as held:
-            fcntl.flock(held, fcntl.LOCK_SH)  # until the file is whole
+            deadline = time.monotonic() + server.timeout
+            while True:
+                with suppress(BlockingIOError):
+                    fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    break  # the file is whole
+                if server.is_closed or time.monotonic() > deadline:
+                    what = f"{server.address} did not write {path} in {server.timeout:g} s"
+                    raise ResourceError(what, next_step=f"look at its log, or raise {server.timeout_key}")
+                time.sleep(POLL_SECONDS)
             tensors = load_file(path)
     except (OSError, SafetensorError, ValueError) as error:
-        what = f"{server} wrote no hidden states that this machine can read ({error})"
+        what = f"{server.address} wrote no hidden states that this machine can read ({error})"
         next_step = "start it with ExampleHiddenStatesConnector and a folder that both see (docs/data.md)"
         raise ResourceError(what, next_step=next_step) from error
     if set(tensors) != {"hidden_states", "token_ids"} or tensors["token_ids"].tolist() != ids:
-        raise ResourceError(
-            f"{server} names {path}, which are not the hidden states of its prompt", next_step="look at its log"
-        )
+        what = f"{server.address} names {path}, which are not the hidden states of its prompt"
+        raise ResourceError(what, next_step="look at its log")
     path.unlink()
     lock.unlink()
     return tensors["hidden_states"]

@@ -13,7 +13,7 @@ import time
 import uuid
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,6 +21,7 @@ from pathlib import Path
 from threading import Lock
 
 from specdistill.engines.completions import CompletionServer
+from specdistill.engines.server import asking
 from specdistill.errors import UserError
 from specdistill.files.folders import alone
 from specdistill.processes import of_all, share
@@ -113,7 +114,7 @@ def make_blocks(job: Job, index: int = 0, count: int = 1) -> None:
     num_tokens, counts = sum(block.num_tokens for block in missing), Counts()
     with ExitStack() as stack:
         advance = stack.enter_context(progress("Generating training data", num_tokens, "tokens"))
-        pool = stack.enter_context(ThreadPoolExecutor(AT_ONCE))  # ends after the backend, which stops what its threads wait for
+        pool = stack.enter_context(asking(AT_ONCE))  # ends after the backend, which stops what its threads wait for
         _ = job.sources  # read once, before threads share them
         backend = stack.enter_context(_backend(job))
         made = partial(_make_block, job, backend=backend, estimate=GenerationEstimate(job, num_tokens, advance))

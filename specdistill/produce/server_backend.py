@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
-from specdistill.engines.completions import CompletionServer, UnavailableError
+from specdistill.engines.completions import Choice, CompletionServer, UnavailableError
 from specdistill.engines.server import PLAIN_SAMPLING
 from specdistill.errors import ResourceError
 from specdistill.produce.blocks import Answer, AnswerFile
@@ -34,7 +34,7 @@ class ServerTokenizer:
         self.end_ids, self.special, self.template = frozenset(end_ids), frozenset(tokenizer.all_special_ids), template
         # Which of several ended an answer its text does not say: the tokenizer's own ends a turn. A server may know more of them.
         self._end = tokenizer.eos_token_id if tokenizer.eos_token_id in self.end_ids else next(iter(sorted(self.end_ids)), None)
-        self._tokenizer, self._lock = tokenizer, threading.Lock()
+        self._tokenizer, self._num_ids, self._lock = tokenizer, len(tokenizer), threading.Lock()
 
     def context(self, messages: Sequence[Message]) -> list[int]:
         with self._lock:
@@ -47,15 +47,17 @@ class ServerTokenizer:
             kept = token_ids[:-1] if token_ids and token_ids[-1] in self.end_ids else token_ids
             return str(self._tokenizer.decode(kept, skip_special_tokens=False))
 
-    def answer(self, choice: dict[str, Any]) -> list[int] | None:
-        """The token ids of a choice, with the one that ended it; None where its text does not come out of the tokenizer as it went in."""
-        ids = choice.get("token_ids") or choice.get("tokens")
+    def answer(self, choice: Choice) -> list[int] | None:
+        """The token ids of a choice, with the one that ended it; None where the tokenizer lacks one, or gives its text as another text."""
+        ids = choice.token_ids or choice.tokens
         if not ids:
             with self._lock:
-                ids = self._tokenizer(choice["text"], add_special_tokens=False, verbose=False)["input_ids"]
-                if self._tokenizer.decode(ids, skip_special_tokens=False) != choice["text"]:
+                ids = self._tokenizer(choice.text, add_special_tokens=False, verbose=False)["input_ids"]
+                if self._tokenizer.decode(ids, skip_special_tokens=False) != choice.text:
                     return None
-        lacks_end = choice.get("finish_reason") == "stop" and not (ids and ids[-1] in self.end_ids | self.special)
+        if max(ids, default=0) >= self._num_ids:
+            return None
+        lacks_end = choice.finish_reason == "stop" and not (ids and ids[-1] in self.end_ids | self.special)
         return [*ids, self._end] if lacks_end and self._end is not None else list(ids)
 
 
@@ -76,11 +78,15 @@ class ServerBackend:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """What is in flight is finished and kept."""
+        """What is in flight is finished and kept, unless the user interrupts."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
-        self._pool.shutdown(cancel_futures=True)
+        try:
+            self._pool.shutdown(wait=kind is not KeyboardInterrupt, cancel_futures=True)
+        finally:
+            for server in self.servers:
+                server.server.close()
 
     def answers(
         self, tasks: Iterator[GenerationTask], known: AnswerFile, wanted: Callable[[], int]
@@ -183,10 +189,9 @@ def ask(server: CompletionServer, context: list[int], task: GenerationTask, toke
         "return_token_ids": True,  # vLLM, SGLang
         "return_tokens": True,  # llama.cpp
     }
-    found = server.complete(body)
-    if isinstance(found, str):
-        return Answer(context, [], "refused", found)
-    choice = found["choices"][0]
-    ids, reason = tokenizer.answer(choice), str(choice.get("finish_reason"))
-    error = None if ids is not None else f"text whose tokens give another text: {json.dumps(choice['text'][:80])}"
+    choice = server.complete(body)
+    if isinstance(choice, str):
+        return Answer(context, [], "refused", choice)
+    ids, reason = tokenizer.answer(choice), str(choice.finish_reason)
+    error = None if ids is not None else f"an answer in other tokens than the target's: {json.dumps(choice.text[:80])}"
     return Answer(context, ids or [], reason, error)

@@ -29,7 +29,8 @@ def main(engine, *words):
             options[word] = True if word in OPTIONS else words.pop(0)
         else:
             positional.append(word)
-    if "--broken" in options:
+    k = json.loads(options.get("--speculative-config", "{}")).get("num_speculative_tokens", 0)
+    if "--broken" in options or options.get("--broken-with") == str(k):
         print(
             "WARNING: beware of OSError: none\nValueError: this model has no draft\n  and never had\nRuntimeError: see above",
             file=sys.stderr,
@@ -37,7 +38,6 @@ def main(engine, *words):
         sys.exit(1)
     child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
     subprocess.Popen([sys.executable, "-c", child, *sys.argv[1:]])
-    k = json.loads(options.get("--speculative-config", "{}")).get("num_speculative_tokens", 0)
     State.k = int(options.get("--speculative-num-steps", k))
     State.engine, State.model = engine, options.get("--model-path") or positional[0]
     State.counts = "--per-request-spec-decode-metrics" in options or engine == "sglang"

@@ -9,11 +9,12 @@ class AnswerHandler(BaseHTTPRequestHandler):
         pass
 
     def answer(self, content, status=200):
-        content = content if isinstance(content, str) else json.dumps(content)
+        content = content if isinstance(content, str | bytes) else json.dumps(content)
+        content = content.encode() if isinstance(content, str) else content
         self.send_response(status)
-        self.send_header("Content-Length", str(len(content.encode())))
+        self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        self.wfile.write(content.encode())
+        self.wfile.write(content)
 
 
 def pages(engine, model, k, *, version="0.32.0", max_length=None):

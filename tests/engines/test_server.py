@@ -5,29 +5,38 @@ matter here, the model's name shortened), vllm_answer.json with n-gram lookup of
 """
 
 import json
+from itertools import repeat
 from pathlib import Path
 
 import pytest
 
-from specdistill.engines import sglang, vllm
-from specdistill.engines.server import Server, ServerCounts
+from specdistill.engines.server import CompletionRequest, Response, Server, ServerCounts
 from specdistill.engines.sglang import SGLANG
 from specdistill.engines.vllm import VLLM
 from specdistill.errors import ResourceError
 
 HERE = Path(__file__).parent
+REQUEST = CompletionRequest("pico", [1], 32, 0.0, 1.0, 0, 0)
 
 
 @pytest.fixture
-def sglang_page():
-    return (HERE / "sglang.txt").read_text()
+def answering(monkeypatch):
+    """(path -> its answers, one after the other) -> a server that gives them, as text or JSON."""
+
+    def make(**answers):
+        def ask(self, path, body=None):
+            found = next(answers[path.rpartition("/")[2]])
+            return Response(path, 200, {}, (found if isinstance(found, str) else json.dumps(found)).encode())
+
+        monkeypatch.setattr(Server, "ask", ask)
+        return Server("http://nowhere", key="eval.server", timeout=1)
+
+    return make
 
 
-def test_tokens_are_summed_over_an_engines_ranks_and_must_be_ours_alone(monkeypatch):
+def test_tokens_are_summed_over_an_engines_ranks_and_must_be_ours_alone(answering):
     line = 'vllm:generation_tokens_total{{engine="{}"}} {}\n'
-    pages = iter([line.format(0, 40.0) + line.format(1, 10.0 * step) for step in (1, 1, 3, 3)])
-    monkeypatch.setattr(Server, "text", lambda *_, **__: next(pages))
-    server = Server("http://nowhere", key="eval.server", timeout=1)
+    server = answering(metrics=iter([line.format(0, 40.0) + line.format(1, 10.0 * step) for step in (1, 1, 3, 3)]))
     before = VLLM.client.read(server)
     assert before == {"generation_tokens_total": 50.0}
     VLLM.client.check_alone(server, before, 20)  # the first page is too early
@@ -35,33 +44,38 @@ def test_tokens_are_summed_over_an_engines_ranks_and_must_be_ours_alone(monkeypa
         VLLM.client.check_alone(server, before, 15)
 
 
-def test_vllm_says_k_on_its_page_and_counts_in_its_answers(monkeypatch):
-    page = VLLM.client.parse((HERE / "vllm.txt").read_text())
-    assert page["generation_tokens_total"] == 1586
-    pages = {"/version": {"version": "0.32.0"}, "/v1/models": {"data": [{"id": "pico", "root": "/pico"}]}}
-    monkeypatch.setattr(Server, "json", lambda _, path: pages[path])
-    identity = vllm.describe_server(Server("http://nowhere", key="eval.server", timeout=1), page)
+def test_vllm_says_k_on_its_page_and_counts_in_its_answers(answering):
+    page, answer = (HERE / "vllm.txt").read_text(), json.loads((HERE / "vllm_answer.json").read_text())
+    served = {"data": [{"id": "pico", "root": "/pico"}]}
+    pages = {"metrics": repeat(page), "version": repeat({"version": "0.32.0"}), "models": repeat(served)}
+    server = answering(**pages, completions=repeat(answer))
+    assert VLLM.client.read(server)["generation_tokens_total"] == 1586
+    identity = VLLM.client.identify(server)
     assert (identity.version, identity.models, identity.num_speculative_tokens) == ("0.32.0", ("pico", "/pico"), 4)
 
-    answer = json.loads((HERE / "vllm_answer.json").read_text())
-    counts = vllm.answer_counts(answer, 3)
-    assert counts == ServerCounts(tuple(answer["choices"][0]["token_ids"]), 7, 19, 6, (3, 2, 1))
-    assert vllm.answer_counts(answer, 0) == ServerCounts(counts.token_ids, 0, 0, 0, ())
+    found = VLLM.client.complete(server, REQUEST, 3)
+    assert found.counts == ServerCounts(tuple(answer["choices"][0]["token_ids"]), 7, 19, 6, (3, 2, 1))
+    assert (found.text, found.num_tokens) == (answer["choices"][0]["text"], 32)
+    plain = VLLM.client.complete(server, REQUEST, 0)
+    assert plain.counts == ServerCounts(found.counts.token_ids, 0, 0, 0, ())
     del answer["metrics"]["speculative_decoding"]
     with pytest.raises(ResourceError, match="--per-request-spec-decode-metrics summary"):
-        vllm.answer_counts(answer, 3)
+        VLLM.client.complete(server, REQUEST, 3)
 
 
-def test_sglang_says_tokens_and_gauges(sglang_page):
-    assert SGLANG.client.parse(sglang_page)["generation_tokens_total"] == 7557
-    assert sglang.page_gauges(sglang_page) == {"mean_acceptance_length": 2.9, "acceptance_rate": 0.27}
-    assert sglang.page_gauges(sglang_page.replace(" 2.9\n", " 0.0\n").replace(" 0.27\n", " 0.0\n")) == {}
+def test_sglang_says_tokens_and_gauges(answering):
+    page = (HERE / "sglang.txt").read_text()
+    empty = page.replace(" 2.9\n", " 0.0\n").replace(" 0.27\n", " NaN\n")
+    server = answering(metrics=iter([page, page, empty]))
+    assert SGLANG.client.read(server)["generation_tokens_total"] == 7557
+    assert SGLANG.client.averages(server) == {"mean_acceptance_length": 2.9, "acceptance_rate": 0.27}
+    assert SGLANG.client.averages(server) == {}
 
 
-def test_a_page_of_another_kind_is_no_page_of_counters(monkeypatch):
-    monkeypatch.setattr(Server, "text", lambda *_, **__: "<html>\nfoo bar</html>")
+@pytest.mark.parametrize("page", ["<html>\nfoo bar</html>", "# nothing yet"])
+def test_a_page_of_another_kind_is_no_page_of_counters(page, answering):
     with pytest.raises(ResourceError, match="--enable-metrics"):
-        SGLANG.client.read(Server("http://nowhere", key="eval.server", timeout=1))
+        SGLANG.client.read(answering(metrics=iter([page])))
 
 
 @pytest.mark.parametrize(
@@ -71,12 +85,13 @@ def test_a_page_of_another_kind_is_no_page_of_counters(monkeypatch):
         ("spec_draft_token_num", "spec_accept_token_num", "spec_accept_histogram"),
     ],
 )
-def test_sglang_counts_drafts_in_its_answers_under_two_sets_of_names(names):
+def test_sglang_counts_drafts_in_its_answers_under_two_sets_of_names(names, answering):
     drafted, accepted, histogram = names
     meta = {"completion_tokens": 12, "spec_verify_ct": 5, drafted: 15, accepted: 6, histogram: [1, 3, 0, 1]}
-    answer = {"meta_info": meta, "output_ids": [1, 2]}
-    assert sglang.answer_counts(answer, 3) == ServerCounts((1, 2), 5, 15, 6, (4, 1, 1))
+    server = answering(generate=repeat({"text": "ab", "meta_info": meta, "output_ids": [1, 2]}))
+    assert SGLANG.client.complete(server, REQUEST, 3).counts == ServerCounts((1, 2), 5, 15, 6, (4, 1, 1))
     del meta[histogram]
-    with pytest.raises(ResourceError, match=histogram):
-        sglang.answer_counts(answer, 3)
-    assert sglang.answer_counts({"meta_info": {"completion_tokens": 12}}, 3) == ServerCounts((), 0, 0, 0, ())
+    with pytest.raises(ResourceError, match="use a version of SGLang"):
+        SGLANG.client.complete(server, REQUEST, 3)
+    server = answering(generate=repeat({"text": "ab", "meta_info": {"completion_tokens": 12}}))
+    assert SGLANG.client.complete(server, REQUEST, 3).counts == ServerCounts((), 0, 0, 0, ())

@@ -14,6 +14,7 @@ from specdistill.engines import start
 from specdistill.engines.guard import surroundings
 from specdistill.engines.server import Server
 from specdistill.engines.start import started
+from specdistill.engines.vllm import Version
 from specdistill.errors import ResourceError
 from specdistill.project import ROOT
 
@@ -23,8 +24,8 @@ SIDE = """
 import sys, time
 from pathlib import Path
 from specdistill.engines import start
-start.GRACE_SECONDS = 0.1
-with start.started(sys.argv[2:], Path(sys.argv[1]), key="eval.engine_command"):
+start.GRACE_SECONDS = float(sys.argv[2])
+with start.started(sys.argv[3:], Path(sys.argv[1]), key="eval.engine_command"):
     print("ready", flush=True)
     time.sleep(600)
 """
@@ -65,17 +66,21 @@ def wait_until_gone(model):
 
 def test_it_answers_and_is_gone_afterwards(tmp_path):
     with start_engine(tmp_path) as address:
-        assert Server(address, key="", timeout=5).json("/version") == {"version": "0.32.0"}
+        assert Server(address, key="", timeout=5).json("/version", Version).version == "0.32.0"
         assert len(processes(tmp_path)) == 3  # the guard, the engine and its child
     wait_until_gone(tmp_path)
 
 
 @pytest.mark.long  # a process more
-def test_sigkill_of_this_side_leaves_nothing(tmp_path):
-    script = [sys.executable, "-c", SIDE, str(tmp_path / "log"), *command(tmp_path)]
-    with subprocess.Popen(script, stdout=subprocess.PIPE, cwd=ROOT) as side:
+@pytest.mark.parametrize(("number", "grace"), [(signal.SIGKILL, 0.1), (signal.SIGINT, 8.0)])
+def test_a_signal_to_this_side_leaves_nothing(tmp_path, number, grace):
+    """An interrupted command does not wait for an engine that takes its time to end."""
+    script = [sys.executable, "-c", SIDE, str(tmp_path / "log"), str(grace), *command(tmp_path)]
+    with subprocess.Popen(script, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as side:
         assert side.stdout.readline() == b"ready\n"
-        side.send_signal(signal.SIGKILL)
+        side.send_signal(number)
+        side.wait(5)
+        assert side.returncode == -number
     wait_until_gone(tmp_path)
 
 
@@ -99,7 +104,7 @@ def test_an_engine_that_dies_later_shows_its_last_lines(tmp_path, capsys):
         engine_of(tmp_path).kill()
         while "ended with status" not in log.read_text():  # before its guard is ended, too
             time.sleep(0.01)
-        Server(address, key="", timeout=5).json("/version")
+        Server(address, key="", timeout=5).json("/version", Version)
 
     with pytest.raises(ResourceError), start_engine(tmp_path) as address:
         die(address)

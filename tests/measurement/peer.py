@@ -28,11 +28,14 @@ def evaluate_pico(folder, *arguments, gate):
 
 @dataclass
 class Behaviour:
-    """What a server may do wrong. `dies_after`, `silent_after`: answers before it closes its socket, or answers no more."""
+    """What a server may do wrong. `dies_after`, `silent_after`, `malformed_after`: answers before it closes its socket, answers no more, or
+    answers with no completion.
+    """
 
     version: str = "0.32.0"
     dies_after: int | None = None
     silent_after: int | None = None
+    malformed_after: int | None = None
     counts_of_others: int = 0  # tokens counted for somebody else, with each answer
     returns_tokens: bool = True
     metrics: bool = True
@@ -91,6 +94,8 @@ class PeerServer:
             if behaviour.silent_after == number:
                 return self.closed.wait()
             self.num_answers += 1
+            if behaviour.malformed_after == number:
+                return handler.answer({"choices": []})
             parameters = body if self.engine == "vllm" else body["sampling_params"]
             generated = self.decoder.generate(
                 body["prompt" if self.engine == "vllm" else "input_ids"],

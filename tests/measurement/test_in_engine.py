@@ -2,9 +2,9 @@
 
 from contextlib import ExitStack
 
-import httpx2
 import pytest
 
+from specdistill.engines.server import Server
 from specdistill.errors import ExitCode
 from specdistill.measurement.configurations import Settings
 from specdistill.measurement.measure import prompt_records
@@ -145,22 +145,22 @@ def test_a_text_that_differs_is_shown_and_fails(pico, plain, tmp_path):
 
 @pytest.mark.parametrize(
     ("behaviour", "reason"),
-    [({"dies_after": 4}, "http://"), ({"silent_after": 4}, "500 s")],
+    [({"dies_after": 4}, "http://"), ({"silent_after": 4}, "did not answer"), ({"malformed_after": 4}, "choices.0.text")],
 )
 def test_a_server_that_dies_leaves_what_it_answered_and_a_failed_gate(
     speculative, plain, tmp_path, capsys, monkeypatch, behaviour, reason
 ):
     peer, baseline = speculative(**behaviour), plain()
-    request = httpx2.Client.request
+    ask = Server.ask
 
-    def impatient(client, method, url, **options):
+    def impatient(server, path, body=None):
         """Waits for a tenth of a second, not for `server_timeout`, when there will be no answer."""
-        if method == "POST" and url.startswith(peer.address) and peer.num_answers == peer.behaviour.silent_after:
-            assert client.timeout.read == 500
-            options["timeout"] = 0.1
-        return request(client, method, url, **options)
+        if body and server.address == peer.address and peer.num_answers == peer.behaviour.silent_after:
+            assert server.timeout == 500
+            server.timeout = 0.1
+        return ask(server, path, body)
 
-    monkeypatch.setattr(httpx2.Client, "request", impatient)
+    monkeypatch.setattr(Server, "ask", impatient)
     servers = (f"eval.server={peer.address}", f"eval.baseline_server={baseline.address}", "eval.server_timeout=500")
     assert evaluate(tmp_path / "report", "eval.engine=vllm", *servers) == ExitCode.RESOURCE_ERROR
     report, samples = read_report(tmp_path / "report")

@@ -84,6 +84,17 @@ def test_a_failure_leaves_nothing_running_and_says_why(draft, tmp_path, capsys):
     assert not ours
 
 
+@pytest.mark.long  # three engines
+def test_a_draft_length_that_fails_leaves_the_others(draft, tmp_path, capsys):
+    command = shlex.join([sys.executable, str(PROGRAM), "vllm", "--broken-with", "1"])
+    sweep = ("eval.num_speculative_tokens=3", "eval.sweep.num_speculative_tokens=[1,3]", f"eval.engine_command={command}")
+    assert evaluate(tmp_path / "report", draft, "vllm", *sweep) == ExitCode.RESOURCE_ERROR
+    assert "this model has no draft" in capsys.readouterr().err.strip().splitlines()[-1]
+    report, samples = read_report(tmp_path / "report")
+    assert report["incomplete"] and not report["gate"]["passed"]
+    assert {row["num_speculative_tokens"] for row in report["results"]} == {3} and len(samples) == NUM_PROMPTS
+
+
 @pytest.mark.parametrize(
     ("argument", "key"), [("eval.engine_command=vlm serve", "eval.engine_command"), ("eval.concurrency=9", "eval.concurrency")]
 )

@@ -178,8 +178,8 @@ def test_servers_make_what_the_target_does(target: FrozenTarget, tmp_path: Path,
 
 def test_a_server_of_something_else_is_one_line(target: FrozenTarget, tmp_path: Path) -> None:
     with running(target, [1, 2, 4], tmp_path) as more, running(target, [1, 4], tmp_path, dtype=torch.bfloat16) as other:
-        for address, what in ((more, "[3, 64] torch.float32"), (other, "[2, 64] torch.bfloat16")):
-            with refused("hidden_states.server", f"{address}, which writes {what} "):
+        for address, what in ((more, "3, 64] torch.float32 "), (other, "2, 64] torch.bfloat16 ")):
+            with refused("hidden_states.server", f"{address}, which writes ", holds=what):
                 by_servers(target, (1,), [address], TIMEOUT)(ROWS[:1])
     somebodys = tmp_path / "model.safetensors"
     save_file({"hidden_states": torch.zeros(1), "token_ids": torch.tensor([1])}, somebodys)

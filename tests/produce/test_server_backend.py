@@ -10,7 +10,7 @@ import pytest
 
 from recipes.pico.corpus import CHAT_TEMPLATE
 from specdistill.engines import completions
-from specdistill.engines.completions import CompletionServer
+from specdistill.engines.completions import Choice, CompletionServer
 from specdistill.errors import ResourceError
 from specdistill.produce import generate
 from specdistill.produce.answer_rules import RULES, CheckedAnswer
@@ -167,12 +167,13 @@ def test_a_server_that_never_will_is_named(status: int, tmp_path: Path, monkeypa
         ({"text": "ab", "token_ids": [9, 8, 2], "finish_reason": "stop"}, [9, 8, 2]),  # by one that the server alone knows
         ({"text": "ab", "token_ids": [9, 8], "finish_reason": "stop"}, [9, 8, 3]),  # llama.cpp leaves it out
         ({"text": "ab", "token_ids": [9, 8], "finish_reason": "length"}, [9, 8]),
+        ({"text": "ab", "token_ids": [9, 10**6], "finish_reason": "length"}, None),  # of another tokenizer
     ],
 )
-def test_an_answer_has_the_token_that_ended_it(choice: dict[str, Any], expected: list[int]) -> None:
+def test_an_answer_has_the_token_that_ended_it(choice: dict[str, Any], expected: list[int] | None) -> None:
     tokenizer = tiny_tokenizer(CHAT_TEMPLATE)
     tokenizer.eos_token = "<|end|>"
-    assert ServerTokenizer(tokenizer, [0, END], {}).answer(choice) == expected
+    assert ServerTokenizer(tokenizer, [0, END], {}).answer(Choice.model_validate({"choices": [choice]})) == expected
 
 
 def test_two_servers_share_the_work(tmp_path: Path) -> None:
@@ -191,7 +192,7 @@ def test_the_model_is_found_by_name_or_because_it_is_alone() -> None:
         assert server(made).model == "tiny"
         with refused("data.regenerate.server", holds="which serves other, tiny"):
             CompletionServer(made.address, 1.0).find_model(["elsewhere"])
-    with pytest.raises(ResourceError, match=r"/v1/models does not answer; start the server"):
+    with pytest.raises(ResourceError, match=r"/v1/models does not answer .*; start the server"):
         CompletionServer(made.address, 1.0).find_model(["tiny"])
     with refused("data.regenerate.server", "localhost:8000"):
         CompletionServer("localhost:8000", 1.0)
