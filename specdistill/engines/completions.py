@@ -48,6 +48,8 @@ class CompletionServer:
         if key := server_keys().get(self.address):
             if not self.address.startswith("https://") and urlsplit(self.address).hostname not in LOOPBACK:
                 raise UserError(KEY, got=f"{self.address}, which would be sent its key in the clear", expected="https://")
+            if not key.isascii():
+                raise UserError(SERVER_KEYS, got=f"a key for {self.address} with other characters", expected="ASCII")
             self.server.session.headers["Authorization"] = f"Bearer {key}"
         self.num_answers, self._num_refused, self._failures, self._since, self.until = 0, 0, 0, 0.0, 0.0
         self._lock = threading.Lock()

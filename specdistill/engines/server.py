@@ -30,7 +30,7 @@ from specdistill.files.documents import parse_json
 CONNECT_SECONDS = 10.0
 MOST_MIB = 64  # of an answer, decoded
 SHOWN_CHARACTERS = 200  # of an answer that is an error
-NOT_THIS = "is it this engine's server?"
+SEE_LOG, NOT_THIS = "look at the server's log", "is it this engine's server?"
 POLL_SECONDS = 0.01
 MAX_DELAY_SECONDS = 10.0
 MOST_IN_FLIGHT = 512  # requests to one server
@@ -69,12 +69,13 @@ A = TypeVar("A", bound=JsonAnswer)
 
 
 class Response(NamedTuple):
-    """What was answered at an address."""
+    """What was answered at an address, and in how long."""
 
     url: str
     status: int
     headers: Mapping[str, str]
     content: bytes
+    seconds: float
 
     def __str__(self) -> str:
         shown = one_line(self.content[: 4 * SHOWN_CHARACTERS].decode(errors="replace"))[:SHOWN_CHARACTERS]
@@ -93,10 +94,7 @@ class Response(NamedTuple):
 
 
 class Server:
-    """A server by its address (`http://host:port`). key: where it was given; timeout: seconds that one answer may take, by timeout_key.
-
-    Several threads may ask at once.
-    """
+    """A server by its address (`http://host:port`). key: where it was given; timeout: seconds that one answer may take, by timeout_key."""
 
     def __init__(self, address: str, *, key: str, timeout: float, timeout_key: str = "eval.server_timeout") -> None:
         if not address.startswith(("http://", "https://")):
@@ -111,42 +109,41 @@ class Server:
         self._loop = loop = _event_loop()
         self._in_flight: set[Future[Response]] = set()
         self.is_closed = False
-        # Connections that are kept alive end with it.
-        weakref.finalize(self, lambda: asyncio.run_coroutine_threadsafe(session.aclose(), loop))
+        weakref.finalize(
+            self, lambda: asyncio.run_coroutine_threadsafe(session.aclose(), loop)
+        )  # what is kept alive ends with it
 
     def json(self, path: str, answer: type[A], body: dict[str, Any] | None = None) -> A:
         """The JSON at a path, or the answer to a JSON body sent there."""
-        return self._answered(path, "look at the server's log", body).json(answer)
+        return self.ask(path, body, hint=SEE_LOG).json(answer)
 
     def samples(self, hint: str) -> list[Sample]:
         """The lines of its page of counters. `hint`: what to do when there is none."""
-        page = self._answered("/metrics", hint).content.decode(errors="replace")
+        page = self.ask("/metrics", hint=hint).content.decode(errors="replace")
         try:
             return list(samples(page))
         except ValueError as error:
             raise ResourceError(f"{self.address}/metrics is no Prometheus page ({error})", next_step=hint) from error
 
-    def _answered(self, path: str, hint: str, body: dict[str, Any] | None = None) -> Response:
-        if (response := self.ask(path, body)).status != 200:
-            raise ResourceError(f"{response.url} answered {response}", next_step=hint)
-        return response
-
-    def ask(self, path: str, body: dict[str, Any] | None = None) -> Response:
-        """Raises ResourceError without a whole answer in time, CancelledError once closed."""
+    def ask(self, path: str, body: dict[str, Any] | None = None, *, hint: str = "") -> Response:
+        """Raises ResourceError without a whole answer in time, or with a hint for one that is an error; CancelledError once closed."""
         request = asyncio.run_coroutine_threadsafe(self._ask(f"{self.address}{path}", body), self._loop)
         self._in_flight.add(request)
         try:
             if self.is_closed:
                 request.cancel()
-            return request.result()
+            response = request.result()
         finally:
             request.cancel()  # where this thread was interrupted
             self._in_flight.discard(request)
+        if hint and response.status != 200:
+            raise ResourceError(f"{response.url} answered {response}", next_step=hint)
+        return response
 
     async def _ask(self, url: str, body: dict[str, Any] | None) -> Response:
         import httpx2
 
-        method, content = "GET" if body is None else "POST", bytearray()
+        method, content, start = "GET" if body is None else "POST", bytearray(), time.perf_counter()
         try:
             async with asyncio.timeout(self.timeout), self.session.stream(method, url, json=body) as response:
                 async for part in response.aiter_bytes():
@@ -155,11 +152,11 @@ class Server:
                         raise ResourceError(f"{url} answered more than {MOST_MIB} MiB", next_step=NOT_THIS)
         except TimeoutError as error:
             what = f"{url} did not answer in {self.timeout:g} s"
-            raise ResourceError(what, next_step=f"look at the server's log, or raise {self.timeout_key}") from error
+            raise ResourceError(what, next_step=f"{SEE_LOG}, or raise {self.timeout_key}") from error
         except (httpx2.HTTPError, httpx2.InvalidURL, ExceptionGroup) as error:  # a group: of a port that there is not
             why = one_line(f"{type(error).__name__}: {error}")[:SHOWN_CHARACTERS]
             raise ResourceError(f"{url} does not answer ({why})", next_step="start the server, or look at its log") from error
-        return Response(url, response.status_code, response.headers, bytes(content))
+        return Response(url, response.status_code, response.headers, bytes(content), time.perf_counter() - start)
 
     def close(self) -> None:
         """Give up what is in flight, and ask no more."""
@@ -300,14 +297,12 @@ class Client:
 
     def complete(self, server: Server, request: CompletionRequest, k: int) -> Completion:
         """A completion by a server that drafts `k` tokens per round, 0 without a draft. Several threads may ask at once."""
-        body = self.body(request)
-        start = time.perf_counter()
-        answer = server.json(self.path, self.answer, body)
-        seconds = time.perf_counter() - start
+        response = server.ask(self.path, self.body(request), hint=SEE_LOG)
+        answer = response.json(self.answer)
         if (counts := answer.counts(k)) is None:
-            what = f"{server.address}{self.path} does not say what it accepted, or what cannot be ({one_line(repr(answer))[-400:]})"
+            what = f"{response.url} does not say what it accepted, or what cannot be ({one_line(repr(answer))[-400:]})"
             raise ResourceError(what, next_step=self.counts_hint)
-        return Completion(answer.text, answer.num_tokens, seconds, counts)
+        return Completion(answer.text, answer.num_tokens, response.seconds, counts)
 
     def read(self, server: Server) -> Counters:
         """The counters as they stand, without the prefix of their names."""

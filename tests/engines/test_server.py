@@ -24,9 +24,9 @@ def answering(monkeypatch):
     """(path -> its answers, one after the other) -> a server that gives them, as text or JSON."""
 
     def make(**answers):
-        def ask(self, path, body=None):
+        def ask(self, path, body=None, hint=""):
             found = next(answers[path.rpartition("/")[2]])
-            return Response(path, 200, {}, (found if isinstance(found, str) else json.dumps(found)).encode())
+            return Response(path, 200, {}, (found if isinstance(found, str) else json.dumps(found)).encode(), 1.0)
 
         monkeypatch.setattr(Server, "ask", ask)
         return Server("http://nowhere", key="eval.server", timeout=1)

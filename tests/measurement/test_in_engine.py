@@ -153,12 +153,12 @@ def test_a_server_that_dies_leaves_what_it_answered_and_a_failed_gate(
     peer, baseline = speculative(**behaviour), plain()
     ask = Server.ask
 
-    def impatient(server, path, body=None):
+    def impatient(server, path, body=None, **options):
         """Waits for a tenth of a second, not for `server_timeout`, when there will be no answer."""
         if body and server.address == peer.address and peer.num_answers == peer.behaviour.silent_after:
             assert server.timeout == 500
             server.timeout = 0.1
-        return ask(server, path, body)
+        return ask(server, path, body, **options)
 
     monkeypatch.setattr(Server, "ask", impatient)
     servers = (f"eval.server={peer.address}", f"eval.baseline_server={baseline.address}", "eval.server_timeout=500")

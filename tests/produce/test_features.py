@@ -4,8 +4,10 @@ Servers, in vLLM's format, make what our own pass makes.
 """
 
 import errno
+import fcntl
 import shutil
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 import torch
@@ -192,3 +194,33 @@ def test_a_server_of_something_else_is_one_line(target: FrozenTarget, tmp_path: 
         by_servers(target, (), [plain], TIMEOUT)(ROWS[:1])
     with pytest.raises(ResourceError, match="does not answer"):
         by_servers(target, (), [plain], TIMEOUT)
+
+
+@pytest.mark.parametrize("path", [None, 3, "", "a\0b", "a" * 5000, ["a"]])
+def test_an_answer_that_names_no_file_is_one_line(path: Any, target: FrozenTarget) -> None:
+    naming = Behaviour(models=("served",), more=lambda _: {"kv_transfer_params": {"hidden_states_path": path}})
+    with openai_server.running(naming) as server, pytest.raises(ResourceError, match=server.address):
+        by_servers(target, (1,), [server.address], TIMEOUT)(ROWS[:1])
+
+
+def test_a_file_that_is_never_whole_or_too_short(target: FrozenTarget, tmp_path: Path) -> None:
+    locks: list[IO[str]] = []
+
+    def written(body: dict[str, Any]) -> dict[str, Any]:
+        path, ids = tmp_path / f"{len(locks)}.safetensors", body["prompt"]
+        save_file({"hidden_states": torch.zeros(len(ids) - 1, 2, 64), "token_ids": torch.tensor(ids)}, path)
+        locks.append(path.with_name(f"{path.name}.lock").open("w"))
+        fcntl.flock(locks[-1], fcntl.LOCK_EX)
+        if is_whole:
+            locks[-1].close()
+        return {"kv_transfer_params": {"hidden_states_path": str(path)}}
+
+    with openai_server.running(Behaviour(models=("served",), more=written)) as server:
+        is_whole = False
+        with pytest.raises(ResourceError, match=r"did not write .* in 0.5 s; .* hidden_states\.timeout"):
+            by_servers(target, (1,), [server.address], 0.5)(ROWS[:1])
+        is_whole = True
+        with refused("hidden_states.server", holds=", 2, 64] torch.float32 for "):
+            by_servers(target, (1,), [server.address], TIMEOUT)(ROWS[:1])
+    for lock in locks:
+        lock.close()

@@ -10,7 +10,7 @@ import pytest
 
 from recipes.pico.corpus import CHAT_TEMPLATE
 from specdistill.engines import completions
-from specdistill.engines.completions import Choice, CompletionServer
+from specdistill.engines.completions import Choice, CompletionServer, UnavailableError
 from specdistill.errors import ResourceError
 from specdistill.produce import generate
 from specdistill.produce.answer_rules import RULES, CheckedAnswer
@@ -101,6 +101,13 @@ def test_what_fails_for_a_while_is_asked_again(fault: Any, tmp_path: Path, undis
     behaviour = Behaviour(fault=lambda number, body: fault if number % 5 == 1 else None, headers={"Retry-After": "0"})
     with running(behaviour) as made:
         assert answered(tmp_path, server(made)) == undisturbed
+
+
+def test_a_server_that_asks_for_ages_is_asked_again_within_ten_minutes() -> None:
+    behaviour = Behaviour(fault=lambda number, body: 503, headers={"Retry-After": "9" * 30})
+    with running(behaviour) as made, pytest.raises(UnavailableError) as caught:
+        server(made).complete({})
+    assert caught.value.seconds == 600
 
 
 def test_a_stalled_answer_is_given_by_another_server(tmp_path: Path, undisturbed: list[Any]) -> None:
@@ -207,6 +214,9 @@ def test_a_key_goes_to_the_address_that_it_is_for(monkeypatch: pytest.MonkeyPatc
         assert (made.authorization, other.authorization) == ("Bearer the-key", None)
     with refused("data.regenerate.server", "http://127.0.0.1.evil.example"):
         CompletionServer("http://127.0.0.1.evil.example", 1.0)
+    monkeypatch.setenv("SPECDISTILL_SERVER_KEYS", f"{made.address} clé")
+    with refused("SPECDISTILL_SERVER_KEYS"):
+        CompletionServer(made.address, 1.0)
 
 
 def block_of(
