@@ -109,9 +109,8 @@ class Server:
         self._loop = loop = _event_loop()
         self._in_flight: set[Future[Response]] = set()
         self.is_closed = False
-        weakref.finalize(
-            self, lambda: asyncio.run_coroutine_threadsafe(session.aclose(), loop)
-        )  # what is kept alive ends with it
+        # Connections that are kept alive end with it, or with the process.
+        weakref.finalize(self, lambda: asyncio.run_coroutine_threadsafe(session.aclose(), loop)).atexit = False
 
     def json(self, path: str, answer: type[A], body: dict[str, Any] | None = None) -> A:
         """The JSON at a path, or the answer to a JSON body sent there."""

@@ -58,7 +58,7 @@ class ServerInfo(JsonAnswer):
     version: str
     model_path: str | None = None
     speculative_algorithm: str | None = None
-    speculative_num_steps: Positive | None = None
+    speculative_num_steps: Count | None = None
 
 
 def counted(*names: str) -> Any:
