@@ -4,7 +4,7 @@ import re
 import tomllib
 
 from specdistill.project import RECIPES, ROOT
-from tests.documented import commands, keys_of, read, unknown_keys, without_examples
+from tests.documented import commands, keys_of, read, shell_lines, unknown_keys, without_examples
 
 PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")] + sorted((ROOT / "docs").glob("*.md"))
 OF_TODAY = [page for page in PAGES if page.name != "CHANGELOG.md"]  # which also names what is gone
@@ -66,6 +66,23 @@ def test_recipe_keys_exist() -> None:
     for page in OF_TODAY:
         named = key.findall(without_examples(page))
         assert [key for key in named if key not in known and not key.endswith(files)] == [], page
+
+
+def unquoted(command: str) -> list[str]:
+    """The characters of a command that bash would expand, or zsh refuse where no file matches: those outside of quotes and `$(…)`."""
+    plain = re.sub(r"\\.|'[^']*'|\"[^\"!]*\"", "", command)
+    return re.findall(r"[][{}()*?~!]", re.sub(r"\$\(+[^()]*\)+", "", re.split(r"(?:^|\s)#", plain)[0]))
+
+
+def test_bash_and_zsh_read_commands_as_they_are_written() -> None:
+    assert unquoted("specdistill compare drafts=[a,b] 'x=[1]' \"y={a: 1}\" z=$(cat a)  # it (or) not") == ["[", "]"]
+    for page in OF_TODAY:
+        shown = [line.command for line in shell_lines(page)] + re.findall(r"`([^`\n]+)`", without_examples(page))
+        typed = [it for it in shown if re.match(r"'?[a-z_.]+=|(?:specdistill|make|accelerate|python (?:train|eval)/\S+) ", it)]
+        assert [command for command in typed if unquoted(command)] == [], page
+    for page in COMMENTED:
+        indented = "\n".join(re.findall(r"^#   +(.*)", read(page), re.MULTILINE))
+        assert [line for line in indented.splitlines() if "=" in line and unquoted(line)] == [], page
 
 
 def layers() -> list[str]:

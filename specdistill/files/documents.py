@@ -7,16 +7,19 @@ aliases of aliases).
 import json
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
 from specdistill.errors import UserError, one_line
 
 DEEPEST = 100  # levels
-LARGEST_JSON, LARGEST_YAML = 2**28, 2**20  # characters
+LARGEST_JSON, LARGEST_YAML = 2**28, 2**20  # bytes
+LONGEST = 2**26  # bytes of a line
 MOST_EXPANDED = 2**22  # characters of a YAML document with its aliases written out
 HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 HEAD = re.compile(r"\s*---[ \t]*\r?\n(.*?)^---[ \t]*\r?$", re.DOTALL | re.MULTILINE)  # of a Markdown file
@@ -25,13 +28,15 @@ Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 def parse_json(text: str | bytes, *, allow_nan: bool = False) -> Any:
     """The value of a JSON document. Raises ValueError. allow_nan: NaN and Infinity are read, which torch and transformers write."""
-    text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+    text = decoded(text) if isinstance(text, bytes) else text
     try:
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=None if allow_nan else _refuse)
     except RecursionError as error:
         raise ValueError(f"more than {DEEPEST} levels") from error
     level = [value]
     for _ in range(DEEPEST + 1):
+        if not level:
+            break
         inside = (node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list))
         level = [child for children in inside for child in children if isinstance(child, dict | list)]
     if level:
@@ -41,9 +46,42 @@ def parse_json(text: str | bytes, *, allow_nan: bool = False) -> Any:
     return value
 
 
+def json_rows(stream: IO[bytes], *, allow_nan: bool = False, largest_list: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number, object) of each line, of which one is in memory. largest_list: bytes that a file may have that is one list of them.
+
+    Raises ValueError that names the line.
+    """
+    for number, line in enumerate(iter(partial(stream.readline, LONGEST + 1), b""), 1):
+        most = LONGEST
+        if is_list := largest_list > 0 and number == 1 and line.startswith(b"["):
+            most, line = largest_list, line + stream.read(largest_list + 1 - len(line))
+        if len(line) > most:
+            raise ValueError(f"line {number}: more than {most:,} bytes")
+        if text := decoded(line.rstrip(), number):
+            try:
+                value = parse_json(text, allow_nan=allow_nan)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"line {number + error.lineno - 1}, column {error.colno}: {error.msg}") from error
+            except ValueError as error:
+                raise ValueError(f"line {number}: {error}") from error
+            for place, row in enumerate(value if is_list else [value], number):
+                if not isinstance(row, dict):
+                    raise ValueError(f"{'row' if is_list else 'line'} {place}: a {type(row).__name__}, which is no object")
+                yield place, row
+
+
+def decoded(content: bytes, first_line: int = 1) -> str:
+    """The text of bytes in UTF-8. Raises ValueError that names the line."""
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = first_line + error.object.count(b"\n", 0, error.start)
+        raise ValueError(f"line {line}: byte {error.object[error.start]:#04x}, which is not UTF-8") from None
+
+
 def parse_yaml(text: str | bytes) -> Any:
     """The value of a YAML document. Raises ValueError."""
-    text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+    text = decoded(text) if isinstance(text, bytes) else text
     check_yaml(text)
     try:
         return yaml.load(text, Loader)
@@ -128,11 +166,11 @@ def head_of(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path, most: int) -> str:
-    with path.open(encoding="utf-8-sig") as file:
-        text = file.read(most + 1)
-    if len(text) > most:
-        raise ValueError(f"more than {most:,} characters")
-    return text
+    with path.open("rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"more than {most:,} bytes")
+    return decoded(content)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specdistill.errors import UserError, one_line
-from specdistill.targets.anatomy import auto_class, reads_images
+from specdistill.targets.anatomy import CLASS_ERRORS, auto_class, reads_images
 from specdistill.targets.cache_size import CacheSize, cache_size, of_attention
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.tiny_random import tiny_random_target
@@ -166,7 +166,7 @@ class Described:
         try:
             with torch.device("meta"):
                 return auto_class(self.config).from_config(self.config, trust_remote_code=self.trust_remote_code)
-        except (ValueError, TypeError, AttributeError, RuntimeError, ImportError) as error:
+        except CLASS_ERRORS as error:
             got = f"{self.name}, of which no model can be built ({one_line(str(error))[:160]})"
             raise UserError(self.key, got=got, expected=CAUSAL_LM) from error
 

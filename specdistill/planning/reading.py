@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants, get_session
-from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, StrictDataclassError
-from transformers import AutoConfig
+from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+from transformers import AutoConfig, PreTrainedConfig
 
 from specdistill.errors import UserError, one_line
 from specdistill.files.documents import read_json
@@ -15,6 +15,7 @@ from specdistill.methods.checkpoint import read_config
 from specdistill.methods.load import other_method
 from specdistill.methods.sizes import CAUSAL_LM, Described
 from specdistill.repositories import HTTP_ERROR, fetch, resolve, split_gguf
+from specdistill.targets.anatomy import CLASS_ERRORS
 from specdistill.targets.files import INDEX, SINGLE, Shards
 from specdistill.targets.loading import read_gguf_config
 
@@ -56,7 +57,9 @@ def read(name: str, *, key: str, revision: str | None = None, trust_remote_code:
             config = AutoConfig.for_model(**nested)
         elif config is None:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+        if not isinstance(config.get_text_config(), PreTrainedConfig):
+            raise TypeError("text_config without a config")
+    except (OSError, *CLASS_ERRORS) as error:
         raise UserError(key, got=f"{name} ({one_line(str(error))[:160]})", expected=CAUSAL_LM) from error
     hub_id = None if Path(path).is_dir() else path
     names, stored_bytes = _stored(folder, key)

@@ -8,21 +8,28 @@ Hub id that the datasets library can load, or a list of entries, `SourceEntry`. 
 import hashlib
 import json
 import logging
+import lzma
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import dropwhile, pairwise, takewhile
+from itertools import chain, dropwhile, pairwise, takewhile
 from pathlib import Path
 from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any
 
+import fsspec
 import numpy as np
-from datasets import Dataset, Features, List, Value, load_dataset
+from datasets import Dataset, Features, List, Value, load_dataset, load_dataset_builder
 from datasets.exceptions import DatasetsError
 from datasets.fingerprint import Hasher
+from datasets.packaged_modules.json.json import Json
+from pyarrow import ArrowException
+from yaml import YAMLError
 
 from specdistill.errors import ResourceError, UserError, nearest, one_line, sibling_key
-from specdistill.files.documents import parse_json
+from specdistill.files.documents import LONGEST, json_rows
 from specdistill.recipe.data_sources import BUILT_IN, LOADERS, SELF, SourceEntry, entries
 from specdistill.recipe.sections import DataConfig
 from specdistill.rows.files import Columns, array, cache_folder, content_of, mapped, on_disk, quiet
@@ -140,8 +147,7 @@ def load_rows(
     try:
         rows = mapped(raw, reader, READER_COLUMNS, inputs, what="Reading", num_proc=num_proc, cache_dir=cache_dir)
     except UnicodeDecodeError as error:  # the library keeps the bytes of a file as they are
-        fault = first_fault(Path(source)) if Path(source).suffix in (".jsonl", ".json") else None
-        raise UserError(key, got=f"{source}{fault or ', which is not UTF-8'}", expected="text in UTF-8") from error
+        raise UserError(key, got=f"{source}, which is not UTF-8", expected="text in UTF-8") from error
     if num_filtered := len(raw) - len(np.unique(array(rows, "row"))):
         why = (
             f"hold no text, or are not asked for by {sibling_key(key, 'where')} and min_turns,"
@@ -212,7 +218,7 @@ def normalise(row: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]]:
     elif "text" in present:
         yield {"text": _string(present["text"], where, "text"), "messages": None}
     elif "instances" in present and "instruction" in present:  # self-instruct: one instruction, several worked instances
-        for instance in present["instances"]:
+        for instance in _mappings(present["instances"], where, "instances"):
             yield _exchange(present["instruction"], instance.get("input"), instance.get("output"), where)
     elif exchange is not None:
         yield _exchange(present[exchange[0]], context, present[exchange[1]], where)
@@ -222,65 +228,50 @@ def normalise(row: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]]:
 
 
 def _load(source: str, split: str, name: str | None, revision: str | None, key: str, cache_dir: str | None) -> Any:
-    path = Path(source)
-    if path.suffix in LOADERS:
-        return _load_file(path, split, key, cache_dir)
-    if not path.is_dir() and source.count("/") != 1:
+    path, kind = Path(source), LOADERS.get(Path(source).suffix)
+    if kind:
+        _check_file(path, split, key)
+    elif not path.is_dir() and source.count("/") != 1:
         expected = "pico, self, a jsonl, json or parquet file, a folder, or a Hub id as owner/name"
         raise UserError(key, got=source, expected=expected, nearest=nearest(source, [SELF, *BUILT_IN]))
+    options: dict[str, Any] = {"data_files": source} if kind else {"name": name, "revision": revision}
     try:
-        return load_dataset(source, name, split=split, revision=revision, cache_dir=cache_dir)
-    except ValueError as error:  # an unknown split or configuration: the message lists the valid ones
-        got = f"{source}, split {split}: {error}"
-        raise UserError(key, got=got, expected="data.split, or split and name of an entry") from error
-    except (DatasetsError, OSError) as error:
-        reason = one_line(str(error))[:300]
-        if path.is_dir():
-            raise UserError(key, got=f"{source} ({reason})", expected="a folder with data files") from error
-        next_step = "check the id, HF_TOKEN if it is private, and the network, or give a local file"
-        raise ResourceError(f"{key}: {source} could not be loaded from the Hub ({reason})", next_step=next_step) from error
+        with quiet() if path.exists() else nullcontext():
+            if path.exists() and isinstance(own := load_dataset_builder(kind or source, **options, cache_dir=cache_dir), Json):
+                for file in chain.from_iterable(own.config.data_files.values()):
+                    _check_json(Path(file), key)
+            return load_dataset(kind or source, **options, split=split, cache_dir=cache_dir)
+    except (DatasetsError, OSError, ValueError, TypeError, ArrowException, YAMLError) as error:
+        reason = one_line(str(error.__cause__ or error))[:300]
+        if not path.exists() and not isinstance(error, ValueError):
+            next_step = "check the id, HF_TOKEN if it is private, and the network, or give a local file"
+            raise ResourceError(f"{key}: {source} could not be loaded from the Hub ({reason})", next_step=next_step) from error
+        got = f"{source}, split {split}, which does not read as {kind or 'a data set'}: {reason}"
+        expected = "rows that are alike, of data.split, or of split and name of an entry"
+        raise UserError(key, got=got, expected=expected) from error
 
 
-def _load_file(path: Path, split: str, key: str, cache_dir: str | None) -> Any:
+def _check_file(path: Path, split: str, key: str) -> None:
     if not path.is_file():
         siblings = {entry.stem: str(entry) for entry in path.parent.glob("*") if entry.suffix in LOADERS}
         near = siblings.get(nearest(path.stem, siblings) or "")
         raise UserError(key, got=f"{path}, which does not exist", expected="a file", nearest=near)
-    if path.stat().st_size == 0:
-        raise UserError(key, got=f"{path}, which holds no rows", expected="a dataset with rows")
     if split.partition("[")[0] != "train":  # `train[:100]` is a slice of the only split a file has
         raise UserError("data.split", got=split, expected=f"train, the only split of the file {path.name}")
+
+
+def _check_json(path: Path, key: str) -> None:
+    """Raises UserError for a file of anything but JSON objects. Arrow's reader, the next, ends the process on a `null`, and holds a line of
+    any length, also one that a small compressed file expands to.
+    """
+    file = fsspec.open(str(path), compression="infer")
+    largest_list = LONGEST if file.compression else path.stat().st_size
     try:
-        with quiet():
-            return load_dataset(LOADERS[path.suffix], data_files=str(path), split=split, cache_dir=cache_dir)
-    except (DatasetsError, ValueError, TypeError) as error:
-        if "corresponds to no data" in str(error):
-            raise UserError(key, got=f"{path}, which holds no rows", expected="a dataset with rows") from error
-        reason = one_line(str(error.__cause__ or error))[:300]
-        fault = first_fault(path) if LOADERS[path.suffix] == "json" else None
-        got = f"{path}{fault}" if fault else f"{path}, which does not read as {LOADERS[path.suffix]} ({reason})"
-        raise UserError(key, got=got, expected="rows that are alike, a JSON object each" if fault else "rows") from error
-
-
-def first_fault(path: Path) -> str | None:
-    """Where JSON rows are first broken, not UTF-8 or not objects."""
-    with path.open("rb") as lines:
-        is_list = lines.read(1) == b"["
-        lines.seek(0)
-        for number, line in enumerate([lines.read()] if is_list else lines, 1):
-            try:
-                value = parse_json(line.rstrip()) if line.strip() else {}
-            except UnicodeDecodeError as error:
-                before = line[: error.start].count(b"\n")
-                return f", line {number + before}: byte {line[error.start]:#04x}, which is not UTF-8"
-            except json.JSONDecodeError as error:
-                return f", line {number + error.lineno - 1}, column {error.colno}: {error.msg}"
-            except ValueError as error:
-                return f", line {number}: {error}"
-            for index, row in enumerate(value if is_list else [value]):
-                if not isinstance(row, dict):
-                    return f", {f'row {index}' if is_list else f'line {number}'}: a {type(row).__name__}, which is no object"
-    return None
+        with file as stream:
+            if not sum(1 for _ in json_rows(stream, allow_nan=True, largest_list=largest_list)):
+                raise ValueError("which holds no rows")
+    except (ValueError, OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise UserError(key, got=f"{path}, {error}", expected="rows that are alike, a JSON object each") from error
 
 
 def _conversation(turns: Any, where: str) -> list[dict[str, str]]:
@@ -288,9 +279,7 @@ def _conversation(turns: Any, where: str) -> list[dict[str, str]]:
 
     Raises UserError for an order of roles that is no conversation's.
     """
-    if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
-        raise UserError(where, got=f"a conversation of type {type(turns).__name__}", expected="a list of turns")
-    messages = [_message(turn, where) for turn in turns]
+    messages = [_message(turn, where) for turn in _mappings(turns, where, "a conversation")]
     system = list(takewhile(lambda message: message["role"] == "system", messages))
     asked = list(dropwhile(lambda message: message["role"] == "assistant", messages[len(system) :]))
     roles = [message["role"] for message in asked]
@@ -306,12 +295,12 @@ def _conversation(turns: Any, where: str) -> list[dict[str, str]]:
 
 def _message(turn: Mapping[str, Any], where: str) -> dict[str, str]:
     role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise UserError(where, got=f"the role {role!r}", expected=", ".join(ROLES), nearest=nearest(str(role), ROLES))
     if isinstance(content, list):  # content in parts, of which the text counts
-        content = "".join(part.get("text") or "" for part in content)
+        content = "".join(_string(part.get("text") or "", where, "text") for part in _mappings(content, where, "content"))
     if not content and turn.get("tool_calls"):
-        content = json.dumps(turn["tool_calls"])
+        content = json.dumps(turn["tool_calls"], default=str)  # a parquet file may hold dates in them
     return {"role": ROLES[role], "content": _string(content or "", where, "content")}
 
 
@@ -320,6 +309,12 @@ def _exchange(question: Any, context: Any, answer: Any, where: str) -> dict[str,
     parts = [_string(part, where, "instruction") for part in (question, context) if part]
     turns = [("user", "\n\n".join(parts)), ("assistant", _string(answer or "", where, "output"))]
     return {"text": None, "messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+def _mappings(value: Any, where: str, what: str) -> list[Mapping[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
+        raise UserError(where, got=f"{what} of type {type(value).__name__}", expected="a list of objects")
+    return value
 
 
 def _string(value: Any, where: str, what: str) -> str:

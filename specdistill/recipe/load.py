@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args
 
@@ -20,7 +21,7 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 
 from specdistill.credentials import check_no_secret
 from specdistill.errors import UserError, nearest, one_line
-from specdistill.files.documents import check_yaml
+from specdistill.files.documents import check_yaml, decoded
 from specdistill.project import RECIPES, find_yaml
 from specdistill.recipe.fields import Section, default_of, kind_of, leaves, read_when_of, section_of, shown
 
@@ -101,14 +102,22 @@ def merged(arguments: Sequence[str]) -> dict[str, Any]:
             overrides.append(OmegaConf.from_dotlist([argument]))
         except (yaml.YAMLError, ValueError, OmegaConfBaseException) as error:
             raise UserError(key, got=repr(value), expected="a YAML value") from error
-    layers = overrides if file is None else [_read_yaml(find_yaml(file, RECIPES, "recipe")), *overrides]
     try:
-        values = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.merge({}, *layers), resolve=True))
+        layers = overrides if file is None else [_read_yaml(find_yaml(file, RECIPES, "recipe")), *overrides]
+        over_each_other = OmegaConf.create(reduce(_over, map(OmegaConf.to_container, layers), {}))
+        values = cast(dict[str, Any], OmegaConf.to_container(over_each_other, resolve=True))
     except OmegaConfBaseException as error:
         got = one_line(str(error).split("\n")[0])
         raise UserError(error.full_key or "recipe", got=got, expected="a value, or ${another.key}") from error
     _check_no_secret(values)
     return values
+
+
+def _over(below: Any, above: Any) -> Any:
+    """Two values of a key in one: mappings key by key, of anything else the one above. OmegaConf would refuse a mapping over a list."""
+    if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
+        return above
+    return {**below, **{key: _over(below.get(key), value) for key, value in above.items()}}
 
 
 def load_own_keys(schema: type[S], arguments: Sequence[str]) -> tuple[S, list[str]]:
@@ -148,7 +157,7 @@ def save_recipe(recipe: Section, path: Path) -> None:
 
 def _read_yaml(path: Path) -> DictConfig:
     try:
-        check_no_secret("recipe", text := path.read_text(encoding="utf-8"))  # first, because an error of YAML quotes the line
+        check_no_secret("recipe", text := decoded(path.read_bytes()))  # first, because an error of YAML quotes the line
         check_yaml(text)
         config = OmegaConf.load(io.StringIO(text))
     except (yaml.YAMLError, ValueError, OSError) as error:

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, TypeAdapter
 
 from specdistill.engines.server import ServerCounts
 from specdistill.errors import UserError
-from specdistill.files.documents import parse_json
+from specdistill.files.documents import json_rows
 
 ALL = "all"
 STRICT = ConfigDict(extra="forbid")  # a record with an unknown key is no record of ours
@@ -152,11 +152,15 @@ def write_records(records: Iterable[PromptRecord], path: Path) -> None:
 
 def read_records(path: Path, key: str) -> list[PromptRecord]:
     """Raises UserError when the file is missing or was not written by `write_records`."""
+    records: list[PromptRecord] = []
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines(): model output may hold other line separators
-        return [read_record(parse_json(line)) for line in lines if line]
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(key, got=f"{path} ({error!r})", expected="the samples.jsonl next to a report") from error
+        with path.open("rb") as stream:
+            for _, record in json_rows(stream):
+                records.append(read_record(record))
+    except (OSError, ValueError) as error:
+        got, expected = f"{path}, after {len(records)} records: {error}", "the samples.jsonl next to a report"
+        raise UserError(key, got=got, expected=expected) from error
+    return records
 
 
 read_record = TypeAdapter(PromptRecord).validate_python  # a record from its JSON object; raises a ValueError for another

@@ -17,18 +17,19 @@ file's own columns.
 import gzip
 import hashlib
 import io
+import zlib
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal, TypeVar
+from typing import IO, Annotated, Any, Literal, TypeVar, cast
 
 import pyarrow
 import pyarrow.parquet
 from pydantic import BeforeValidator, Field
 
 from specdistill.errors import ResourceError, UserError, nearest, one_line
-from specdistill.files.documents import parse_json, parse_yaml
+from specdistill.files.documents import json_rows, parse_yaml
 from specdistill.project import SUITES
 from specdistill.recipe.fields import Section, option, section
 from specdistill.recipe.load import validate
@@ -290,8 +291,7 @@ def parse(name: str, content: bytes, columns: Mapping[str, str], placeholder: st
             rows.append(row)
     if not rows:
         raise UserError("eval.suite", got=f"{name}, which is empty", expected="at least one prompt")
-    ids = [row.id for row in rows]
-    repeated = next((id for id in ids if ids.count(id) > 1), None)
+    repeated = next((id for id, times in Counter(row.id for row in rows).items() if times > 1), None)
     if repeated is not None:
         raise UserError("eval.suite", got=f"{name} with the id {repeated} twice", expected="a different id for each prompt")
     return tuple(rows)
@@ -299,26 +299,20 @@ def parse(name: str, content: bytes, columns: Mapping[str, str], placeholder: st
 
 def _objects(name: str, content: bytes) -> Iterator[tuple[int, Any]]:
     """(number, content) of each row."""
+    stream: IO[bytes] = io.BytesIO(content)
     try:
         if name.endswith(".parquet"):
-            yield from enumerate(pyarrow.parquet.read_table(io.BytesIO(content)).to_pylist(), start=1)
-            return
-        plain = gzip.decompress(content) if name.endswith(".gz") else content
-    except (pyarrow.ArrowInvalid, gzip.BadGzipFile, EOFError) as error:
-        got = f"{name}: {one_line(str(error))[:120]}"
-        raise UserError("eval.suite", got=got, expected="a file as its name says") from error
-    for number, line in enumerate(plain.split(b"\n"), start=1):
-        if line.strip():
-            try:
-                yield number, parse_json(line)
-            except ValueError as error:
-                raise UserError(
-                    "eval.suite", got=f"{PurePosixPath(name).name}:{number}: {error}", expected="one JSON object a line"
-                ) from error
+            batches = pyarrow.parquet.ParquetFile(stream).iter_batches(batch_size=1000)
+            yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
+        else:
+            yield from json_rows(cast(IO[bytes], gzip.GzipFile(fileobj=stream)) if name.endswith(".gz") else stream)
+    except (pyarrow.ArrowException, OSError, EOFError, ValueError, zlib.error) as error:
+        got = f"{PurePosixPath(name).name}: {one_line(str(error))[:120]}"
+        raise UserError("eval.suite", got=got, expected="rows of Parquet, or a JSON object a line, as its name says") from error
 
 
 def _renamed(place: str, entry: Any, columns: Mapping[str, str]) -> Any:
-    if not isinstance(entry, dict) or not columns:
+    if not columns:
         return entry
     for column in columns.values():
         if column not in entry:
@@ -329,10 +323,9 @@ def _renamed(place: str, entry: Any, columns: Mapping[str, str]) -> Any:
 
 def _row(number: int, place: str, entry: Any, placeholder: str | None) -> SuiteRow | None:
     """None for a row whose text begins with `placeholder`."""
-    kind = next((kind for kind in KINDS if isinstance(entry, dict) and kind in entry), None)
+    kind = next((kind for kind in KINDS if kind in entry), None)
     if kind is None:
-        keys = list(entry) if isinstance(entry, dict) else []
-        got, close = ", ".join(keys) or "no object", next((close for key in keys if (close := nearest(key, KINDS))), None)
+        got, close = ", ".join(entry) or "no keys", next((close for key in entry if (close := nearest(key, KINDS))), None)
         raise UserError("eval.suite", got=f"{place} with {got}", expected=f"one of {', '.join(KINDS)}", nearest=close)
     content = entry[kind]
     if kind == "user":

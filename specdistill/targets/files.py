@@ -128,6 +128,9 @@ def read_config(folder: Path, key: str, expected: str = "a checkpoint with its c
         raise UserError(key, got=f"{path}: {error}", expected="JSON") from error
     if not isinstance(config, dict):
         raise UserError(key, got=f"{path}, which holds no keys", expected=expected)
+    for name in ("rope_parameters", "rope_scaling"):
+        if not isinstance(config.get(name) or {}, dict):
+            raise UserError(key, got=f"{path} with {name} {config[name]!r}", expected="a section with keys of its own")
     return config
 
 

@@ -106,8 +106,8 @@ def warn(text: str) -> None:
         logger.warning(text)
 
 
-def damage(folder: Path) -> str | None:
-    """What a checkpoint, or the best one that it refers to, lacks; None: it is whole."""
+def damage(folder: Path, *, is_best: bool = False) -> str | None:
+    """What a checkpoint, or the best one that it refers to, lacks; None: it is whole. is_best: of that one the best is not asked."""
     read = MANIFEST
     try:
         files = read_json(folder / read)["files"]
@@ -115,15 +115,15 @@ def damage(folder: Path) -> str | None:
             if (found := (folder / name).stat().st_size) != size:
                 return f"{name} has {found} of {size} bytes"
         read = STATE
-        best = read_json(folder / read, allow_nan=True)["best_model_checkpoint"]
+        best = Path(read_json(folder / read, allow_nan=True)["best_model_checkpoint"] or folder).name
     except FileNotFoundError as error:
         return f"it has no {Path(error.filename).relative_to(folder)}"
     except (ValueError, KeyError, TypeError, AttributeError) as error:  # no JSON, or other JSON
         return f"its {read} cannot be read ({error})"
-    if best is None or Path(best).name == folder.name:
+    if is_best or best == folder.name:
         return None
-    flaw = damage(folder.parent / Path(best).name)
-    return flaw and f"of its best, {Path(best).name}: {flaw}"
+    flaw = damage(folder.parent / best, is_best=True)
+    return flaw and f"of its best, {best}: {flaw}"
 
 
 @contextmanager

@@ -215,6 +215,16 @@ def test_mistakes_are_told_by_their_key(
     assert refused_key(capsys.readouterr().err) == key
 
 
+@pytest.mark.parametrize("draft", ["eagle3", "target"])
+def test_a_section_of_the_config_that_is_none_is_one_line(
+    draft: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = changed(folder / draft, says(rope_parameters=3), tmp_path / "draft")
+    assert main(["doctor", f"draft={wrong}"]) in (1, 2)
+    printed = capsys.readouterr()
+    assert "with rope_parameters 3" in " ".join((printed.out + printed.err).split())
+
+
 def test_a_narrow_window_is_given_no_longer_chains(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = FrozenTarget.load(str(folder / "target"))
     save_head("eagle3", head_of("eagle3", target, {"sliding_window": 2}), tmp_path / "draft")

@@ -1,5 +1,7 @@
 """Documents that nobody should be able to crash a reader with."""
 
+import gzip
+import io
 import json
 import time
 from pathlib import Path
@@ -7,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from specdistill.errors import UserError
-from specdistill.files.documents import head_of, parse_json, parse_yaml, read_keys
+from specdistill.files.documents import head_of, json_rows, parse_json, parse_yaml, read_keys, read_yaml
+from tests.memory import at_most
 
 ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
@@ -23,7 +26,7 @@ ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ('{"a": 1, "b": 2, "a": 3}', "a twice"),
         ("[NaN]", "NaN"),
         ('"\\ud800"', "surrogates"),
-        (b'"\xff"', "utf-8"),
+        (b'"\xff"', "line 1: byte 0xff, which is not UTF-8"),
         ("9" * 5000, "digits"),
     ],
     ids=["deep", "trailing", "deep-object", "twice", "nan", "surrogate", "bytes", "digits"],
@@ -38,6 +41,48 @@ def test_json_is_read_as_the_library_reads_it() -> None:
     assert parse_json(text) == json.loads(text)
     assert str(parse_json("[NaN]", allow_nan=True)) == "[nan]"
     assert parse_json(b"\xef\xbb\xbf{}") == {}
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b'{}\n\n{"a": "\xe9"}\n', "line 3: byte 0xe9, which is not UTF-8"),
+        (b'{}\r\n{"a": 1\r\n', "line 2, column 8: Expecting"),
+        (b"{}\nnull\n", "line 2: a NoneType, which is no object"),
+        (b"{}\n[]\n", "line 2: a list, which is no object"),
+        (b'{}\n{"a": 1, "a": 2}', "line 2: a twice"),
+        (b'[{},\n{"a": }]', "line 2, column 7: Expecting value"),
+        (b'[{},\n"\xff"]', "line 2: byte 0xff, which is not UTF-8"),
+        (b"[{}, 3]", "row 2: a int, which is no object"),
+    ],
+)
+def test_the_first_line_that_is_no_row_is_named(content: bytes, expected: str) -> None:
+    with pytest.raises(ValueError, match=f"^{expected}"):
+        list(json_rows(io.BytesIO(content), largest_list=100))
+
+
+def test_rows_are_lines_or_a_list() -> None:
+    rows = [(1, {"a": "\u2028"}), (2, {"b": [1]})]
+    assert list(json_rows(io.BytesIO('{"a": "\u2028"}\n{"b": [1]}'.encode()))) == rows
+    assert list(json_rows(io.BytesIO(b'[{"a": "\\u2028"},\n{"b": [1]}]\n'), largest_list=100)) == rows
+    assert list(json_rows(io.BytesIO(b"\xef\xbb\xbf{}\r\n\r\n{}\n"))) == [(1, {}), (3, {})]
+
+
+@pytest.mark.parametrize("start", [b"", b"{}\n", b"["])
+def test_a_line_without_end_is_refused_before_it_fills_the_memory(start: bytes) -> None:
+    bomb = gzip.compress(start) + gzip.compress(bytes(2**20), 9, mtime=0) * 1024
+    with (
+        at_most(3e8),
+        gzip.open(io.BytesIO(bomb)) as stream,
+        pytest.raises(ValueError, match=r"line [12]: more than 67,108,864 bytes"),
+    ):
+        list(json_rows(stream, largest_list=2**26))
+
+
+def test_a_byte_that_is_not_utf_8_is_named_by_its_line(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_bytes(b"a: 1\nb: caf\xe9\n")
+    with pytest.raises(ValueError, match=r"^line 2: byte 0xe9, which is not UTF-8$"):
+        read_yaml(tmp_path / "a.yaml")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 from transformers import CONFIG_MAPPING, GPT2Config, GPT2LMHeadModel, GPTNeoXConfig
 
+from specdistill.cli import main
 from specdistill.errors import UserError
 from specdistill.methods.draft_model.create import propose_shape
 from specdistill.methods.eagle3.module import build_eagle3
@@ -27,7 +28,7 @@ from specdistill.project import ROOT
 from specdistill.recipe.load import load_recipe
 from specdistill.targets import tiny_random
 from specdistill.targets.frozen import FrozenTarget
-from tests.refusals import refused
+from tests.refusals import refused, refused_key
 from tests.targets.architectures import read_page, tiny_model
 from tests.tiny import tiny_tokenizer
 
@@ -54,6 +55,15 @@ EAGLE3 = LLAMA_8B | {"num_hidden_layers": 1, "draft_vocab_size": 32000}
 def folder(path: Path, config: dict[str, Any]) -> str:
     (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return str(path)
+
+
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling", "text_config"])
+@pytest.mark.parametrize("value", [3, "x", [1], True, {"rope_type": 3, "rope_theta": 1.0}])
+def test_a_section_of_a_config_that_is_none_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, value: Any
+) -> None:
+    assert main(["plan", f"target={folder(tmp_path, LLAMA_1B | {key: value})}"]) == 2
+    assert refused_key(capsys.readouterr().err) == "target.model"
 
 
 @pytest.fixture(scope="module")

@@ -1,24 +1,38 @@
 """Sources: every form of a row becomes a text or a conversation; what cannot be used is named."""
 
+import bz2
+import gzip
+import io
 import json
+import lzma
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from datasets import Dataset
 
+from specdistill.cli import main
 from specdistill.errors import ResourceError, UserError
 from specdistill.pico import chats, standard_library
 from specdistill.produce import sources
 from specdistill.produce.sources import Source, load_rows, normalise
 from specdistill.recipe.data_sources import source_names
 from specdistill.recipe.sections import DataConfig
-from tests.refusals import refused
+from tests.memory import at_most
+from tests.refusals import refused, refused_key
 
 Turns = list[tuple[str, str]]
+
+
+def _parquet(columns: dict[str, list[Any]]) -> bytes:
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table(columns), buffer)
+    return buffer.getvalue()
 
 
 def loaded(source: Any, cache_dir: Path | str | None = None, **settings: Any) -> list[Source]:
@@ -171,13 +185,28 @@ def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
         ("json", b"[]", "which holds no rows"),
         ("jsonl", b'{"text": "a"}\n\n{"text": "b"\n{"text": "c"}\n', r"rows.jsonl, line 3, column 13: Expecting ',' delimiter"),
         ("jsonl", b'{"text": "a"}\n["b"]\n', "rows.jsonl, line 2: a list, which is no object"),
+        ("jsonl", b'null\n{"text": "a"}\n', "rows.jsonl, line 1: a NoneType, which is no object"),
+        ("json", b'[null, {"text": "a"}]', "rows.json, row 1: a NoneType, which is no object"),
+        ("jsonl", b'{"text": "a", "x": ' + b"[" * 10_000 + b"]" * 10_000 + b"}", "rows.jsonl, line 1: more than 100 levels"),
+        ("jsonl", gzip.compress(b'{"text": "a"}', mtime=0), "rows.jsonl, line 1: byte 0x8b, which is not UTF-8"),
+        ("parquet", b"PAR1" + bytes(50) + b"PAR1", "rows.parquet, split train, which does not read as parquet"),
+        (
+            "parquet",
+            _parquet({"text": ["QQQQQQ"]}).replace(b"QQQQQQ", b"\xff\xfe\xfd\xfc\xfb\xfa"),
+            "rows.parquet, which is not UTF-8",
+        ),
+        ("parquet", _parquet({"text": [["a"]]}), "row 0: got text of type list"),
+        ("parquet", _parquet({"text": [None, None]}), "rows.parquet, whose rows are all empty"),
+        ("parquet", _parquet({"text": []}), "rows.parquet, split train, which does not read as parquet"),
+        ("parquet", _parquet({"messages": [{"role": "user"}]}), "row 0: got a conversation of type dict"),
+        ("jsonl", b'{"instruction": "a", "instances": [3]}', "row 0: got instances of type list, expected a list of objects"),
         ("json", b'[{"text": "a"},\n{"text": }]', "rows.json, line 2, column 10: Expecting value"),
         ("jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}\n', "rows.jsonl, line 2: byte 0xe9, which is not UTF-8"),
         ("json", b'[{"text":\n\n"\xe9"}]', "rows.json, line 3: byte 0xe9, which is not UTF-8"),
         ("parquet", b"text", "which does not read as parquet"),
         ("jsonl", b'{"txt": "a", "id": 1}\n', "columns txt, id, expected text, messages, .*; did you mean text"),
         ("jsonl", b'{"text": ""}\n', "whose rows are all empty"),
-        ("jsonl", b'{"text": "a"}\n{"text": 4}\n', "does not read as json|row 1: got text of type int"),
+        ("jsonl", b'{"text": "a"}\n{"text": 4}\n', "row 1: got text of type int"),
     ],
 )
 def test_files_that_cannot_be_used(tmp_path: Path, ending: str, content: bytes, message: str) -> None:
@@ -188,10 +217,51 @@ def test_files_that_cannot_be_used(tmp_path: Path, ending: str, content: bytes, 
 
 
 @pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("train.jsonl", b'null\n{"text": "a"}\n', "train.jsonl, line 1: a NoneType"),
+        ("train.jsonl", b"\n", "train.jsonl, which holds no rows"),
+        (
+            "train.jsonl.gz",
+            gzip.compress(bytes(2**20), 9, mtime=0) * 1024,
+            "train.jsonl.gz, line 1: more than 67,108,864 bytes",
+        ),
+        ("train.jsonl.gz", gzip.compress(b'{"text": "a"}', mtime=0)[:-9], "train.jsonl.gz, "),
+        ("train.jsonl.xz", b"\xfd7zXZ\0" + bytes(50), "train.jsonl.xz, "),
+        ("train.parquet", b"PAR1" + bytes(50) + b"PAR1", ", split train, which does not read as a data set"),
+        ("README.md", b"---\n: [\n---\n", ", split train, which does not read as a data set"),
+    ],
+)
+def test_folders_that_cannot_be_used(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / name).write_bytes(content)
+    with at_most(3e8), pytest.raises(UserError, match=message):
+        load_rows(str(tmp_path / "rows"), "train", cache_dir=str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("compressed", [bz2.compress, gzip.compress, lzma.compress])
+def test_a_folder_may_hold_compressed_files(tmp_path: Path, compressed: Callable[[bytes], bytes]) -> None:
+    ending = compressed.__module__.replace("gzip", "gz").replace("lzma", "xz")
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / f"train.jsonl.{ending}").write_bytes(compressed(b'{"text": "a"}\n'))
+    assert load_rows(str(tmp_path / "rows"), "train", cache_dir=str(tmp_path / "cache"))["text"] == ["a"]
+
+
+def test_a_broken_source_ends_a_command_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(b'{"text": "a"}\nnull\n')
+    keys = ["data.regenerate=null", f"data.source={tmp_path / 'rows.jsonl'}", f"data.cache_dir={tmp_path / 'cache'}"]
+    assert main(["data", "show", "recipe=pico/eagle3", *keys]) == 2
+    assert refused_key(capsys.readouterr().err) == "data.source"
+
+
+@pytest.mark.parametrize(
     ("messages", "message"),
     [
         ("hello", "a conversation of type str"),
         ([{"role": "usr", "content": "c"}], "the role 'usr'"),
+        ([{"role": ["user"], "content": "c"}], "the role ['user']"),
+        ([{"role": "user", "content": ["c"]}], "content of type list"),
+        ([{"role": "user", "content": [{"text": 3}]}], "text of type int"),
         (["system", "user", "assistant", "user", "user"], "two turns of the user in a row, numbers 3 and 4"),
         (["system", "tool", "user"], "turns tool, … that no turn of the user comes before"),
     ],
@@ -234,7 +304,7 @@ def test_a_data_set_of_the_hub_is_read_at_its_revision_and_a_file_has_none(
 ) -> None:
     asked = []
     rows = Dataset.from_list([{"text": "a"}])
-    monkeypatch.setattr(sources, "load_dataset", lambda name, *_, **options: asked.append((name, options["revision"])) or rows)
+    monkeypatch.setattr(sources, "load_dataset", lambda path, **options: asked.append((path, options["revision"])) or rows)
     loaded([{"source": "org/name", "revision": "v1.2"}, {"source": "org/name"}], tmp_path)
     assert asked == [("org/name", "v1.2"), ("org/name", None)]
     path = written(tmp_path / "rows.jsonl", [{"text": "a"}])

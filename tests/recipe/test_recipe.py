@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from recipes.pico.recipe import TargetRecipe
+from specdistill.cli import main
 from specdistill.command import print_help
 from specdistill.errors import UserError
 from specdistill.methods.recipe import Recipe
@@ -19,7 +20,7 @@ from specdistill.recipe.fields import describe
 from specdistill.recipe.load import REQUIRED, load_recipe, merged, save_recipe
 from specdistill.recipe.sections import TreeConfig
 from specdistill.training.arguments import training_arguments
-from tests.refusals import refused
+from tests.refusals import refused, refused_key
 
 COMPLETE = ["target.model=pico", "train.output_dir=runs/x"]
 EVERY_RECIPE = sorted(path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml"))
@@ -233,6 +234,47 @@ def test_a_divergence_is_a_name_or_a_weighted_sum(tmp_path: Path):
     assert recipe.loss.divergence == {"forward_kl": 0.5, "tvd": 2}
     assert reloaded(recipe, tmp_path) == recipe
     assert reloaded(recipe, tmp_path, "loss.divergence=jsd").loss.divergence == "jsd"
+
+
+@pytest.mark.parametrize(
+    ("of_file", "given", "value"),
+    [
+        ("[{name: tvd}, {name: nla}]", "{name: jsd, beta: 0.3}", {"name": "jsd", "beta": 0.3}),
+        ("{name: jsd, beta: 0.3}", "[{name: tvd, weight: 2}]", [{"name": "tvd", "weight": 2}]),
+        ("tvd", "[{name: tvd, weight: 2}]", [{"name": "tvd", "weight": 2}]),
+        ("[{name: tvd}]", "nla", "nla"),
+    ],
+)
+def test_an_override_of_another_kind_replaces_the_value_of_the_file(of_file: str, given: str, value: Any, tmp_path: Path):
+    (tmp_path / "r.yaml").write_text(f"loss: {{divergence: {of_file}}}\n", encoding="utf-8")
+    assert load(f"recipe={tmp_path / 'r.yaml'}", f"loss.divergence={given}").loss.divergence == value
+
+
+def test_an_item_of_a_list_has_no_key_of_its_own(tmp_path: Path):
+    (tmp_path / "r.yaml").write_text("data: {source: [{source: pico}]}\n", encoding="utf-8")
+    recipe = load(f"recipe={tmp_path / 'r.yaml'}", "data.source.0.weight=2")
+    with refused("data.source", "{'0': {'weight': 2}}"):
+        licensed_sources(recipe.data.source)
+
+
+@pytest.mark.parametrize(
+    ("of_file", "given", "key"),
+    [
+        ("train: {output_dir: '${'}", "method=eagle3", "train.output_dir"),
+        ("target: {model: 'x${a.b'}", "method=eagle3", "target.model"),
+        ("data: {source: [pico, '${:}']}", "method=eagle3", "data.source[1]"),
+        ("target: {model: '${target.model.b}'}", "method=eagle3", "target.model"),
+        ("target: {model: '${target.model}'}", "method=eagle3", "target.model"),
+        ("null: 3", "method=eagle3", "recipe"),
+        ("target: {model: pico}", "train.output_dir=\udcff", "train.output_dir"),  # as a byte that is no UTF-8 arrives
+    ],
+)
+def test_what_omegaconf_cannot_read_is_one_line(
+    of_file: str, given: str, key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "r.yaml").write_text(of_file, encoding="utf-8")
+    assert main(["data", "show", f"recipe={tmp_path / 'r.yaml'}", given]) == 2
+    assert refused_key(capsys.readouterr().err) == key
 
 
 def test_a_section_may_be_null_until_one_of_its_keys_is_given():

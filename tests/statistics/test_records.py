@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from specdistill.engines.server import ServerCounts
+from specdistill.errors import UserError
 from specdistill.report.build import result_rows
 from specdistill.statistics.metrics import (
     METRICS,
@@ -62,6 +63,23 @@ def test_a_file_that_is_no_records_is_refused(tmp_path, content):
         path.write_text(content)
     with refused("baseline", path):
         read_records(path, "baseline")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": "caf\xe9"}' * 1000, "after 2 records: line 3: byte 0xe9, which is not UTF-8"),
+        (b'{"suite": "s"}', "after 2 records: .* validation error"),
+        (b'{"suite": NaN}', "after 2 records: line 3: NaN, which is not a number"),
+    ],
+)
+def test_a_broken_record_is_named_in_a_few_words(tmp_path, line, message):
+    path = tmp_path / "samples.jsonl"
+    write_records(simulate(2)[:2], path)
+    path.write_bytes(path.read_bytes() + line + b"\n")
+    with pytest.raises(UserError, match=message) as caught:
+        read_records(path, "baseline")
+    assert len(str(caught.value)) < 4000
 
 
 def test_the_records_of_a_row():

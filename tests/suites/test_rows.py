@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pyarrow
@@ -17,6 +18,7 @@ import pytest
 
 from specdistill.project import ROOT
 from specdistill.suites.suite import parse
+from tests.memory import at_most
 from tests.refusals import refused
 
 DATASET, COMMIT = "someone/questions", "0" * 40
@@ -56,13 +58,32 @@ def test_the_same_rows_in_every_format(name, content):
         ("q.jsonl", jsonl(QUESTIONS), {"user": "turn"}, "q.jsonl:1 without turn"),
         ("q.jsonl", jsonl([{"turns": []}]), {"user": "turns"}, "q.jsonl:1 with messages="),
         ("q.jsonl.gz", b"no gzip", {}, "q.jsonl.gz: "),
+        ("q.jsonl.gz", gzip.compress(jsonl(QUESTIONS), mtime=0)[:-9], COLUMNS, "q.jsonl.gz: "),
+        ("q.jsonl.gz", gzip.compress(jsonl(QUESTIONS), mtime=0)[:30] + bytes(9), COLUMNS, "q.jsonl.gz: "),
+        ("q.jsonl.gz", gzip.compress(bytes(2**20), mtime=0) * 1024, {}, "q.jsonl.gz: line 1: more than 67,108,864 bytes"),
+        ("q.jsonl", jsonl(QUESTIONS) + b'{"prompt": "\xe9"}\n', COLUMNS, "q.jsonl: line 3: byte 0xe9, which is not UTF-8"),
         ("q.parquet", b"no parquet", {}, "q.parquet: "),
+        ("q.parquet", b"PAR1" + bytes(50) + b"PAR1", {}, "q.parquet: "),
+        ("q.parquet", parquet([{"prompt": "QQQQQQ"}]).replace(b"QQQQQQ", b"\xff\xfe\xfd\xfc\xfb\xfa"), {}, "q.parquet: "),
+        ("q.parquet", parquet([{"prompt": ["a"]}]), {}, "q.parquet:1 with prompt="),
+        ("q.parquet", parquet([{"prompt": None}]), {}, "q.parquet:1 with prompt="),
+        ("q.parquet", parquet([{"messages": {"role": "user"}}]), {}, "q.parquet:1 with messages="),
+        ("q.parquet", parquet(QUESTIONS)[:-60] + bytes(60), {}, "q.parquet: "),
+        ("q.parquet", parquet([]), {}, "q.parquet, which is empty"),
         ("q.jsonl", jsonl(QUESTIONS[1:]), COLUMNS, "q.jsonl, which is empty"),
     ],
 )
 def test_files_that_hold_no_prompts(name, content, columns, got):
-    with refused("eval.suite", got):
+    with at_most(3e8), refused("eval.suite", got):
         parse(name, content, columns, "PLACEHOLDER")
+
+
+def test_a_repeated_id_among_many_is_found_at_once():
+    rows = [{"prompt": "p", "id": str(number)} for number in range(20_000)]
+    start = time.process_time()
+    with refused("eval.suite", "q.jsonl with the id 19999 twice"):
+        parse("q.jsonl", jsonl([*rows, rows[-1]]), {})
+    assert time.process_time() - start < 2
 
 
 class Hub(BaseHTTPRequestHandler):

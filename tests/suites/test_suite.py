@@ -53,7 +53,7 @@ def test_what_training_will_be_judged_by_is_checked_without_a_network(tmp_path):
     changed = write_suite(tmp_path, [{"prompt": "ab"}], sha256="0" * 64)
     (tmp_path / "broken.jsonl").write_text("{")
     for name, got in (
-        (tmp_path / "broken.jsonl", "broken.jsonl:1"),
+        (tmp_path / "broken.jsonl", "broken.jsonl: line 1, column 2"),
         ("pico-shrt", "pico-shrt"),
         ("nowhere.jsonl", "nowhere.jsonl"),
         (rows, "rows.jsonl:1 with promt"),
@@ -154,7 +154,7 @@ def test_a_suite_may_name_its_sweep(tmp_path):
         ([{"promt": "a"}], ":1 with promt"),
         ([{"prompt": "a"}, {"prompt": ""}], ":2 with prompt=''"),
         ([{"messages": [{"content": "a"}]}], ":1 with messages="),
-        ([["a"]], ":1 with no object"),
+        ([["a"]], ": line 1: a list, which is no object"),
         ([{"prompt": "a", "category": "all"}], ":1 with category=all"),
         ([{"prompt": "a", "id": "x"}, {"prompt": "b", "id": "x"}], " with the id x twice"),
     ],

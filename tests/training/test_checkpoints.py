@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +38,19 @@ def remove(path: Path) -> None:
     path.unlink()
 
 
+def resized(best: str) -> Callable[[Path], None]:
+    """Makes another value the best checkpoint of a state, whose manifest fits."""
+
+    def damage(path: Path) -> None:
+        path.write_text(f'{{"best_model_checkpoint": {best}}}')
+        manifest = path.with_name("manifest.json")
+        names = json.loads(manifest.read_text())
+        names["files"][path.name] = path.stat().st_size
+        manifest.write_text(json.dumps(names))
+
+    return damage
+
+
 @pytest.mark.parametrize(
     ("damage", "name", "message"),
     [
@@ -47,6 +61,9 @@ def remove(path: Path) -> None:
         (lambda path: path.write_text("[]"), "manifest.json", "its manifest.json"),
         (lambda path: path.write_text('{"files": []}'), "manifest.json", "its manifest.json"),
         (lambda path: path.write_bytes(bytes(path.stat().st_size)), "trainer_state.json", "its trainer_state.json"),
+        (resized("[4, 6]"), "trainer_state.json", "its trainer_state.json cannot be read"),
+        (resized("16"), "trainer_state.json", "its trainer_state.json cannot be read"),
+        (resized('{"a": 1}'), "trainer_state.json", "its trainer_state.json cannot be read"),
     ],
 )
 def test_a_damaged_checkpoint_is_skipped_in_one_line(
@@ -69,6 +86,12 @@ def test_a_checkpoint_whose_best_is_damaged_is_skipped(tmp_path: Path) -> None:
     assert whole_steps(tmp_path) == [2]
     shutil.rmtree(checkpoint(tmp_path, 4))
     assert whole_steps(tmp_path) == [2]
+
+
+def test_two_that_name_each_other_the_best_are_whole(tmp_path: Path) -> None:
+    for step, best in ((2, 4), (4, 2)):
+        save(tmp_path, step, best=best)
+    assert whole_steps(tmp_path) == [4, 2]
 
 
 def test_one_that_was_skipped_is_replaced(tmp_path: Path) -> None:
