@@ -12,7 +12,7 @@ READY := $(VENV)/.ready
 export PATH := $(abspath $(BIN)):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-launches test-all lint format site bench methods smollm2 smollm2-engines engines test-engines mutants
+.PHONY: help setup demo test test-long test-launches test-all lint format site bench methods smollm2 smollm2-engines engines test-engines mutants fuzz
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -80,6 +80,12 @@ test-engines: $(READY) engines  ## drafts in those engines: same logits, same te
 
 mutants: $(READY)  ## break the library in each way of tests/mutants.json: do the quick tests notice?
 	$(BIN)/python bench/mutants.py $(ARGS)
+
+# make prints the line with its seed, by which a failure is found again.
+NUM_INPUTS ?= 20000
+SEED ?= $(shell date +%s)
+fuzz: $(READY)  ## 20,000 hostile inputs to the commands, others each time: an hour; SEED=… repeats a run
+	SPECDISTILL_FUZZ=$(NUM_INPUTS) $(PYTEST) --timeout 7200 --hypothesis-seed $(SEED) tests/fuzz $(ARGS)
 
 # The lists are whole, so nothing is left to resolve: what the packages ask for beyond them, they do not need on a CPU.
 define INSTALL

@@ -2,6 +2,7 @@
 
 import copyreg
 import difflib
+import errno
 import os
 import select
 import sys
@@ -90,6 +91,8 @@ def explain(error: Exception | KeyboardInterrupt, *, debug: bool = False) -> Exi
     if isinstance(error, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
         return ExitCode.INTERRUPTED
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # whoever looks for a file may find that out
+        error = UserError("a path", got=error.filename, expected="names that the file system takes")
     if isinstance(error, ReportedError):
         print(f"error: {str(error)[:MOST_CHARACTERS]}", file=sys.stderr)
         return ExitCode.USER_ERROR if isinstance(error, UserError) else ExitCode.RESOURCE_ERROR

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -33,7 +34,10 @@ read_config = functools.partial(files.read_config, expected="the folder of a tra
 PICKLED = "pytorch_model.bin"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
-OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "num_hidden_layers", "max_position_embeddings", "draft_vocab_size")
+OPTIONAL_SIZES = (
+    "num_key_value_heads", "head_dim", "num_hidden_layers", "max_position_embeddings", "draft_vocab_size", "target_hidden_size",
+    "num_target_layers",
+)  # fmt: skip
 # What would change a head's arithmetic without a trace in its tensors' names, and the value that heads have here.
 FIXED = {
     "hidden_act": "silu",
@@ -235,6 +239,14 @@ def shape_from_json(raw: Mapping[str, Any], key: str, *, what: str) -> dict[str,
         got = f"rotary frequencies {rope} ({one_line(str(error))[:120]})"
         raise UserError(key, got=got, expected="those of a Llama in transformers") from error
     return shape
+
+
+def stated(raw: Mapping[str, Any], name: str, kind: Any, key: str, *, expected: str) -> Any:
+    """A key's value, None where it is absent or null. Raises UserError for one of another kind than pydantic's `kind`."""
+    try:
+        return TypeAdapter(kind | None).validate_python(raw.get(name), strict=True)
+    except ValidationError as error:
+        raise UserError(key, got=f"{name} {raw[name]!r}", expected=expected) from error
 
 
 def check_settings(raw: Mapping[str, Any], fixed: Mapping[str, Any], key: str, *, what: str) -> None:

@@ -172,9 +172,11 @@ def read_tokenizer(
             generation = GenerationConfig.from_pretrained(path, **options)
         except OSError:  # a checkpoint may have none
             generation = GenerationConfig.from_model_config(config)
-    ends: set[int] = set()
-    for declared in (getattr(each, "eos_token_id", None) for each in (generation, config, tokenizer)):
-        ends.update(declared if isinstance(declared, list) else [] if declared is None else [declared])
+        ends: set[int] = set()
+        for declared in (getattr(each, "eos_token_id", None) for each in (generation, config, tokenizer)):
+            ends.update(declared if isinstance(declared, list) else [] if declared is None else [declared])
+        if wrong := [token for token in ends if type(token) is not int]:
+            raise ValueError(f"eos_token_id {wrong[0]!r}")
     return tokenizer, tuple(sorted(ends)), max_length(config.get_text_config(), tokenizer)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from transformers import PrinterCallback, TrainingArguments, set_seed
 
 from specdistill.errors import UserError
-from specdistill.files.documents import parse_yaml, read_json
+from specdistill.files.documents import parse_yaml, read_keys
 from specdistill.files.folders import alone, check_writable
 from specdistill.processes import agree, collectives, of_all
 from specdistill.project import git_revision
@@ -104,7 +104,7 @@ class TrainingRun:
         if self.arguments.should_save:
             self.writer.enter_context(alone(self.path / LOCK, "train.output_dir", self.path))
         of_all(None)
-        old = {} if self.checkpoint is None else read_json(folder / PROVENANCE)
+        old = {} if self.checkpoint is None else read_keys(folder / PROVENANCE, "train.output_dir", "an interrupted run")
         other = next((name for name, now in facts.items() if old.get(name, now) != now), None)
         if other := next(filter(None, of_all(other)), None):  # all have read it before it is written again
             got = f"{self.path}, an interrupted run with {other} {old.get(other)}"
@@ -192,13 +192,14 @@ def _obstacle(path: Path, recipe: Any) -> str | None:
         return "other files" if held - {ASIDE, LOCK} else None
     if held <= {"run", "runs", ASIDE, LOCK}:  # a record and a tracker's log: that run died before its first checkpoint
         return None
-    if _same_steps(record.read_text(encoding="utf-8")) != _same_steps(recipe_yaml(recipe)):
+    recorded = read_keys(record, "train.output_dir", "a new folder, or an interrupted run")
+    if _same_steps(recorded) != _same_steps(parse_yaml(recipe_yaml(recipe))):
         return "a run of another recipe"
     return "a finished run" if "draft" in held else None
 
 
-def _same_steps(recipe: str) -> Any:
+def _same_steps(recipe: dict[str, Any]) -> Any:
     """A recipe without the keys that share out the rows of its steps, and those that are read once it is trained."""
-    values = parse_yaml(recipe)
-    values.pop("publish", None)
-    return {**values, "train": {name: value for name, value in values["train"].items() if name not in SHARE_OUT}}
+    train = recipe.get("train")
+    steps = {name: value for name, value in train.items() if name not in SHARE_OUT} if isinstance(train, dict) else train
+    return {**recipe, "train": steps, "publish": None}

@@ -174,7 +174,7 @@ def config_from_json(raw: Mapping[str, Any], target_num_layers: int | None, key:
     target_num_layers: of the target that is at hand, for files that do not say.
     """
     raw = _flat(raw, key)
-    nested = raw.get("eagle_config") or {}
+    nested = checkpoint.stated(raw, "eagle_config", dict[str, Any], key, expected="keys") or {}
     checkpoint.check_settings(nested, FIXED, key, what=WHAT)
     num_layers = raw.get("num_target_layers") or target_num_layers
     if num_layers is None:
@@ -213,7 +213,8 @@ def _flat(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 def _aux_layers(raw: Mapping[str, Any], nested: Mapping[str, Any], num_layers: int, key: str) -> tuple[int, ...]:
     """After how many layers the head reads. Raises UserError when two places of the config do not agree."""
-    stated = {tuple(raw.get(AUX_LAYERS) or ()), tuple(layer + 1 for layer in nested.get(AUX_LAYERS) or ())} - {()}
+    own, inner = (checkpoint.stated(keys, AUX_LAYERS, list[int], key, expected="layers") or () for keys in (raw, nested))
+    stated = {tuple(own), tuple(layer + 1 for layer in inner)} - {()}
     if len(stated) > 1:
         got = f"{AUX_LAYERS} {raw[AUX_LAYERS]}, and {nested[AUX_LAYERS]} in eagle_config"
         raise UserError(key, got=got, expected="the same layers: the nested list counts one less")

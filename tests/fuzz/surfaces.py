@@ -1,0 +1,274 @@
+"""What commands read that somebody else may have written: valid files of every kind, and the commands that read them."""
+
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, chdir, contextmanager, nullcontext
+from dataclasses import dataclass
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from hypothesis import strategies as st
+
+from recipes.pico.corpus import CHAT_TEMPLATE
+from specdistill.doctor.command import DoctorOptions
+from specdistill.engines import completions, server
+from specdistill.gate.decide import GateOptions
+from specdistill.hub.command import AcquireOptions, ExportOptions, PublishOptions
+from specdistill.methods.recipe import TrainedRecipe
+from specdistill.planning.command import PlanOptions
+from specdistill.recipe.fields import leaves
+from tests.engines.server_answers import AnswerHandler, completion, counters, pages
+from tests.finished_runs import finished_run
+from tests.fuzz.hostile import (
+    RAW,
+    VALUES,
+    binary_file,
+    card_file,
+    damaged,
+    json_file,
+    jsonl_file,
+    picked,
+    safetensors_file,
+    yaml_file,
+)
+from tests.loopback_hub import loopback_hub, reading
+from tests.scripts import specdistill
+from tests.tiny import SMALL
+
+PORT = 20_000 + os.getpid() % 10_000
+ROWS = "method=eagle3 target.model=target data.cache_dir=cache data.max_length=64 data.validation_fraction=0.1 data.decontaminate=[]"
+TRAINED = f"{ROWS} data.rows=rows draft.ttt_steps=2 {' '.join(SMALL)}"
+STORED = "hidden_states.mode=hybrid hidden_states.path=features hidden_states.dtype=float32"
+TINY = "eval.num_prompts=1 eval.max_new_tokens=4 eval.repeats=1 eval.warmup=0"
+EVAL = f"eval method=eagle3 target=target draft=trained/draft suite=suite.jsonl output_dir=out {TINY}"
+SERVED = f"{EVAL} eval.server=http://127.0.0.1:{PORT} eval.server_timeout=2 eval.num_speculative_tokens=3"
+PUBLISH = "publish run=run repo=someone/half-right baseline=none dry_run=true"
+Hostile = Callable[[bytes], st.SearchStrategy[bytes]]
+
+
+@dataclass(frozen=True)
+class Surface:
+    """commands: a line each. files: those that are made hostile, one at a time: path -> strategy of contents, given the valid one.
+
+    arguments: strategy of what follows a command. around: what they run in.
+    """
+
+    commands: str
+    files: Mapping[str, Hostile] | None = None
+    arguments: st.SearchStrategy[list[str]] = st.just([])  # noqa: RUF009
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
+    weight: int = 1
+
+
+def build(folder: Path) -> None:
+    """Every valid file, in an empty folder."""
+    texts = {
+        "rows.jsonl": "".join(json.dumps({"id": n, "text": f"Row {n} says {n * 7} again."}) + "\n" for n in range(30)),
+        "chat.jsonl": "".join(json.dumps({"id": n, "messages": _chat(n)}) + "\n" for n in range(6)),
+        "suite.yaml": "name: a\nversion: '1'\nlicence: MIT\nsource: x\nsha256: null\nprompts: suite.jsonl\nsweep: {temperature: [0.5]}\n",
+        "gate.yaml": "- {metric: speedup, min: 0.5, confidence: 0.9, severity: warn}\n- {metric: lossless.greedy_identical, equals: true}\n"
+        "- {metric: mean_acceptance_length, scope: {category: a, temperature: 0.0}, max_regression: 0.1}\n",
+        "server.json": json.dumps(_answers()),
+        "card.json": json.dumps({"base_model": "someone/target", "license": "mit", "tags": ["eagle3"]}),
+        "target/README.md": "---\nlicense: mit\nbase_model: a/b\ntags: [eagle3]\nlanguage: [en]\n---\n# A target\n",
+        "chatting/chat_template.jinja": CHAT_TEMPLATE,
+        "hidden/model.safetensors.lock": "",
+    }  # fmt: skip
+    with chdir(folder):
+        finished_run(Path(), "eval.num_prompts=4")
+        shutil.copytree("target", "chatting")
+        Path("hidden").mkdir()
+        shutil.copy("target/model.safetensors", "hidden")
+        for name, text in texts.items():
+            Path(name).write_text(text)
+        _done(f"data make data.source=rows.jsonl {ROWS}")
+        shutil.move(next(Path("cache/rows").glob("*/manifest.json")).parent, "rows")
+        shutil.rmtree("cache")
+        _done(f"train {TRAINED} train.output_dir=interrupted")
+        for part in ("draft", "run"):
+            shutil.copytree(f"interrupted/{part}", f"trained/{part}")
+        shutil.rmtree("interrupted/draft")
+        shutil.copy("trained/run/recipe.yaml", "recipe.yaml")
+        _done(f"data features {TRAINED} {STORED}")
+        _done("export engine=gguf draft=run/draft target=target output_dir=gguf")
+
+
+def _done(command: str) -> None:
+    ended = specdistill(*command.split())
+    assert ended.returncode == 0, ended.stderr
+
+
+def _chat(number: int) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"What is {number}?"}, {"role": "assistant", "content": f"{number} is {number}."}]
+
+
+def _answers() -> dict[str, Any]:
+    """By path, of every kind of server: vLLM's, SGLang's, OpenAI's, and one that writes hidden states."""
+    of = {engine: completion(engine, 3, "abcd", [7, 8, 9, 10], [1, 2], 6) for engine in ("vllm", "sglang")}
+    hidden = {"kv_transfer_params": {"hidden_states_path": "hidden/model.safetensors"}, "model": "target"}
+    return {
+        **pages("sglang", "target", 3),
+        "/v1/completions": {**of["vllm"], **hidden, "choices": [{"finish_reason": "stop", **of["vllm"]["choices"][0]}]},
+        "/generate": of["sglang"],
+        "/metrics": counters("vllm", 3, 0) + counters("sglang", 3, 0),
+        "status": 200,
+    }
+
+
+def _said(name: str) -> Any:
+    """What a JSON file says; empty where this cannot read it."""
+    try:
+        return json.loads(Path(name).read_bytes())
+    except (ValueError, RecursionError):
+        return {}
+
+
+@contextmanager
+def serving() -> Iterator[None]:
+    """A server that answers as server.json says, or with all of it where that is no JSON; waits for it are short."""
+    said, whole, generated = _said("server.json"), Path("server.json").read_text(errors="replace"), [0]
+
+    class Handler(AnswerHandler):
+        def do_GET(self) -> None:
+            page = said.get(self.path, {}) if isinstance(said, dict) and said else whole
+            if self.path == "/metrics" and isinstance(page, str):
+                page = page.replace(" 0.0", f" {generated[0]}.0")
+            status = said.get("status") if isinstance(said, dict) else 200
+            self.answer(page, status if isinstance(status, int) and 200 <= status < 600 else 200)
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            generated[0] += 4
+            self.do_GET()
+
+    short = mock.patch.multiple(completions, PATIENCE=0.2, FIRST_DELAY=0.01, LONGEST_DELAY=0.01)
+    with ThreadingHTTPServer(("127.0.0.1", PORT), Handler) as made, short, mock.patch.object(server, "MAX_DELAY_SECONDS", 0.1):
+        threading.Thread(target=made.serve_forever, daemon=True).start()
+        yield
+
+
+@contextmanager
+def hub() -> Iterator[None]:
+    """A Hub with a target and a head, whose cards say what card.json does; its client does not wait between its tries."""
+    tags = ["eagle3", "base_model:someone/target"]
+    card, tagged = (
+        mock.patch.object(reading, "card_of", return_value=_said("card.json")),
+        mock.patch.object(reading, "tags_of", return_value=tags),
+    )
+    with loopback_hub(Path("../hub")) as made, made.client(Path("../../../home")), mock.patch("time.sleep"), card, tagged:  # fmt: skip
+        for name, folder in (("target", "target"), ("head-eagle3", "trained/draft")):
+            made.create(f"someone/{name}", {path.name: path.read_bytes() for path in Path(folder).iterdir()})
+        yield
+
+
+def arguments(options: Any, *without: str) -> st.SearchStrategy[list[str]]:
+    """Up to three hostile key=value of a schema."""
+    keys = [key for key, *_ in leaves(options) if not key.startswith(without)]
+    values = [*map(json.dumps, VALUES), *RAW, *(value for value in VALUES if isinstance(value, str))]
+    words = [value[:9000].replace("\0", "").replace("\ud800", "\udcff") for value in values]  # what a command line can hold
+    own = st.tuples(picked(keys), picked(words)).map("=".join)
+    odd = st.sampled_from(
+        ["", "=", "x", "=x", "a.b.c=1", "[=1", "a[0]=1", "--x", "${a}=1", ".=1", "target.=1", "\udcff=1", "é=1"]
+    )
+    return st.lists(own | odd, min_size=1, max_size=3)
+
+
+OF_MODELS = """plan target=target draft=run/draft hub=false
+    doctor draft=run/draft target=target engine=vllm decode=false
+    doctor draft=trained/draft target=target engine=vllm decode=false
+    doctor draft=run/draft target=target eval.num_prompts=1
+    doctor draft=trained/draft target=target eval.num_prompts=1
+    export draft=run/draft target=target engine=gguf output_dir=out
+    export draft=run/draft target=target engine=vllm output_dir=out
+    export draft=trained/draft target=target engine=sglang output_dir=out
+    export draft=trained/draft target=target engine=speculators output_dir=out
+    acquire method=eagle3 target=target draft=trained/draft
+    acquire method=draft_model target=target draft=run/draft"""
+OF_TARGET = ("config.json", "generation_config.json", "tokenizer_config.json")
+CONFIGS = [f"target/{name}" for name in OF_TARGET] + [
+    "run/draft/config.json",
+    "trained/draft/config.json",
+    "trained/run/history.json",
+]
+CHECKPOINT = [f"interrupted/checkpoint-2/{name}.json" for name in ("manifest", "trainer_state", "draft/config")]
+WITH_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "plan target=target hub=false": (PlanOptions, "output"),
+    "doctor draft=trained/draft decode=false": (DoctorOptions,),
+    "gate report=run/report output_dir=out": (GateOptions, "output_dir"),
+    "export draft=run/draft engine=vllm output_dir=out": (ExportOptions, "output_dir"),
+    "acquire method=eagle3 target=target draft=trained/draft": (AcquireOptions, "output"),
+    PUBLISH: (PublishOptions, "output_dir", "dry_run", "force"),
+    f"train {TRAINED} target.model=nothere": (TrainedRecipe, "target.model", "train.output_dir"),
+    "eval recipe=recipe.yaml suite=suite.jsonl draft=nothere output_dir=out": (TrainedRecipe, "eval.output_dir", "eval.draft"),
+}
+SURFACES = {
+    **{
+        f"arguments of {it.split()[0]}": Surface(it, arguments=arguments(*of), around=hub if it == PUBLISH else nullcontext)
+        for it, of in WITH_ARGUMENTS.items()
+    },
+    "recipe": Surface(
+        f"""train recipe=recipe.yaml target.model=nothere train.output_dir=out
+        train recipe=recipe.yaml target.model=target data.rows=rows train.output_dir=out {" ".join(SMALL)}
+        data show recipe=recipe.yaml data.cache_dir=cache data.source=rows.jsonl data.regenerate.num_tokens=0
+        eval recipe=recipe.yaml suite=suite.jsonl draft=nothere output_dir=out
+        export recipe=recipe.yaml dry_run=true engine=vllm output_dir=out target.model=target""",
+        {"recipe.yaml": yaml_file}, weight=2),
+    "report": Surface(
+        """gate report=run/report gates=gate.yaml output_dir=out
+        gate report=run/report gates=default output_dir=out
+        export draft=run/draft engine=vllm report=run/report output_dir=out target=target
+        eval recipe=run/run/recipe.yaml output_dir=run/report eval.draft=nothere""",
+        {"run/report/report.json": json_file, "run/report/samples.jsonl": jsonl_file}, weight=2),
+    "gate": Surface(
+        "\n".join(f"gate report=run/report gates=gate.yaml output_dir=out baseline={it}" for it in ("none", "run/report")),
+        {"gate.yaml": yaml_file}),
+    "suite": Surface(
+        """doctor draft=run/draft target=target suite=suite.yaml eval.num_prompts=1
+        eval method=eagle3 target=target draft=nothere suite=suite.yaml output_dir=out""",
+        {"suite.yaml": yaml_file, "suite.jsonl": jsonl_file}),
+    "configs": Surface(OF_MODELS, dict.fromkeys(CONFIGS, json_file), weight=2),
+    "tensors": Surface(
+        OF_MODELS,
+        {f"{name}/model.safetensors": safetensors_file for name in ("target", "run/draft", "trained/draft")}),
+    "GGUF": Surface(
+        """plan target=gguf/draft-f16.gguf hub=false
+        doctor draft=gguf
+        doctor draft=trained/draft target=gguf/draft-f16.gguf eval.num_prompts=1""",
+        {"gguf/draft-f16.gguf": binary_file}),
+    "sources": Surface(
+        f"data make {ROWS} data.source=rows.jsonl\n data show {ROWS} data.source=chat.jsonl target.model=chatting",
+        {"rows.jsonl": jsonl_file, "chat.jsonl": jsonl_file, "chatting/chat_template.jinja": damaged}),
+    "row set": Surface(
+        f"data show {ROWS} data.rows=rows\n train {TRAINED} train.output_dir=out",
+        {"rows/manifest.json": json_file, "rows/train-00000-of-00001.arrow": binary_file}),
+    "features": Surface(
+        f"data features {TRAINED} {STORED}",
+        {"features/000000-of-000001.safetensors": safetensors_file}),
+    "interrupted run": Surface(
+        f"train {TRAINED} train.output_dir=interrupted",
+        {
+            "interrupted/run/recipe.yaml": yaml_file,
+            **dict.fromkeys(["interrupted/run/provenance.json", "interrupted/run/history.json", *CHECKPOINT], json_file),
+            "interrupted/checkpoint-2/draft/model.safetensors": safetensors_file}),
+    "finished run": Surface(
+        PUBLISH,
+        {
+            "run/run/recipe.yaml": yaml_file,
+            **dict.fromkeys(["run/run/provenance.json", "run/report/report.json", "run/draft/config.json"], json_file),
+            "target/README.md": card_file}, around=hub),
+    "Hub": Surface(
+        """acquire method=eagle3 target=someone/target draft=someone/head-eagle3
+        acquire method=eagle3 target=someone/target""",
+        {"card.json": json_file, "trained/draft/config.json": json_file, "trained/draft/model.safetensors": safetensors_file}, around=hub),
+    "servers": Surface(
+        f"""{SERVED} eval.engine=vllm
+        {SERVED} eval.engine=sglang
+        data make {ROWS} data.source=rows.jsonl data.regenerate.num_tokens=20 data.regenerate.prompt_tokens=4 data.regenerate.server=[http://127.0.0.1:{PORT}]
+        data features {TRAINED} hidden_states.mode=hybrid hidden_states.path=out hidden_states.server=[http://127.0.0.1:{PORT}]""",
+        {"server.json": json_file}, around=serving),
+}  # fmt: skip

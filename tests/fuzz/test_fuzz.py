@@ -1,0 +1,85 @@
+"""Hostile inputs to every command: it ends as the contract of exit codes says, whatever it reads.
+
+`make test` tries a few, always the same ones; `make fuzz` tries many, others each time.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from specdistill.errors import ExitCode
+from specdistill.files.documents import parse_yaml
+from tests.fuzz.hostile import EDITS, edited
+from tests.fuzz.sandbox import Sandbox, broken
+from tests.fuzz.surfaces import SURFACES, build
+
+FEW = 200
+NUM_INPUTS = int(os.environ.get("SPECDISTILL_FUZZ", FEW))  # for all surfaces together
+
+
+@pytest.fixture(scope="session")
+def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
+    folder = tmp_path_factory.mktemp("fuzz")
+    (folder / "valid").mkdir()
+    build(folder / "valid")
+    return Sandbox(folder / "box", folder / "valid")
+
+
+@pytest.mark.parametrize("name", SURFACES)
+def test_a_hostile_input_is_refused_or_read(name: str, sandbox: Sandbox) -> None:
+    surface = SURFACES[name]
+    commands = [line.split() for line in surface.commands.splitlines()]
+    contents = {path: make((sandbox.valid / path).read_bytes()) for path, make in (surface.files or {}).items()}
+    files = [strategy.map(lambda content, path=path: {path: content}) for path, strategy in contents.items()]
+    share = surface.weight / sum(it.weight for it in SURFACES.values())
+
+    @settings(
+        max_examples=round(NUM_INPUTS * share),
+        deadline=None,
+        derandomize=NUM_INPUTS == FEW,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.sampled_from(commands), st.one_of(files) if files else st.just({}), surface.arguments)
+    def attempt(command: list[str], files: dict[str, bytes], arguments: list[str]) -> None:
+        ended = sandbox.run([*command, *arguments], files, surface.around)
+        if what := broken(ended):
+            # A class for each kind, so that hypothesis reports each, and shrinks it to itself.
+            raise type(what, (AssertionError,), {})(f"{' '.join([*command, *arguments])[:500]}\n{ended.err[-1000:]}")
+
+    attempt()
+
+
+# What ended a command in another way once: a file, the way to a node in it, and what was in its place.
+TRAIN, DOCTOR = SURFACES["interrupted run"].commands, "doctor draft=trained/draft target=target decode=false"
+FOUND: list[tuple[str, str, tuple[Any, ...], Any]] = [
+    (TRAIN, "interrupted/run/recipe.yaml", (), "x"),
+    (TRAIN, "interrupted/run/recipe.yaml", ("train",), None),
+    (TRAIN, "interrupted/run/provenance.json", (), []),
+    ("eval recipe=recipe.yaml suite=suite.jsonl draft=run/draft output_dir=out", "recipe.yaml", ("gate",), "x" * 300),
+    (DOCTOR.replace("trained", "run"), "target/generation_config.json", ("eos_token_id",), ["x", 0]),
+    (DOCTOR, "trained/draft/config.json", ("eagle_config",), [1]),
+    (DOCTOR, "trained/draft/config.json", ("eagle_config", "eagle_aux_hidden_state_layer_ids"), [{}]),
+]
+
+
+@pytest.mark.parametrize(("command", "path", "place", "value"), FOUND)
+def test_what_was_found_once(command: str, path: str, place: tuple[Any, ...], value: Any, sandbox: Sandbox) -> None:
+    valid = parse_yaml((sandbox.valid / path).read_bytes())
+    ended = sandbox.run(command.split(), {path: edited(valid, [(place, EDITS[0], value)])}, nullcontext)
+    assert broken(ended) is None and ended.code in (ExitCode.CHECK_FAILED, ExitCode.USER_ERROR), ended
+
+
+@pytest.mark.long  # every command once
+def test_what_is_not_hostile_is_read(sandbox: Sandbox) -> None:
+    for surface in SURFACES.values():
+        for command in surface.commands.splitlines():
+            ended = sandbox.run(command.split(), {}, surface.around)
+            assert broken(ended) is None, ended
+            refused = ("nothere", "server=", "acquire method=eagle3 target=someone/target")  # the last has to choose a draft
+            assert ended.code in (0, 1) or any(word in command for word in refused), (command, ended.err)
