@@ -150,7 +150,14 @@ class ModelFiles:
                 for file in read
                 for name, it in file.tensors.items()
             }
-        except (SafetensorsParsingError, ValueError, KeyError, TypeError, AttributeError) as error:  # a header of other JSON
+        except (
+            SafetensorsParsingError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ) as error:  # a header of other JSON
             got = f"{self.name}, whose weights cannot be read ({one_line(str(error))[:160]})"
             raise UserError(self.key, got=got, expected="whole safetensors files") from error
 

@@ -144,7 +144,8 @@ class Manifest(Record):
             raise UserError("data.rows", got=got, expected="a manifest") from error
         if manifest.version != VERSION:
             raise UserError("data.rows", got=f"{folder}, of version {manifest.version}", expected=f"{VERSION}: {MAKE}")
-        if unfit := [shard.name for shard in manifest.shards if hash_of(folder / shard.name) != shard.hash]:
+        unfit = [shard.name for shard in manifest.shards if hash_of(folder / shard.name) != shard.hash]
+        if unfit := unfit or [split for split in SPLITS if not any(it.name.startswith(split) for it in manifest.shards)]:
             got = f"{folder}, of which {', '.join(unfit)} is not there, or not as it was written"
             raise UserError("data.rows", got=got, expected=f"a whole row set: {MAKE}")
         return manifest

@@ -7,15 +7,17 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from specdistill.engines.server import ServerCounts
 from specdistill.errors import UserError
 from specdistill.files.documents import json_rows
 
 ALL = "all"
+AtLeastOne = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]  # of a speed
 STRICT = ConfigDict(extra="forbid")  # a record with an unknown key is no record of ours
 
 
@@ -69,9 +71,9 @@ class Timing:
     """
 
     __pydantic_config__ = STRICT
-    num_tokens: int
+    num_tokens: AtLeastOne
     num_rounds: int | None
-    seconds: float
+    seconds: Seconds
     prefill_seconds: float | None = None
     draft_seconds: float | None = None
     verify_seconds: float | None = None
@@ -83,8 +85,8 @@ class HFGenerate:
     """Decoding of the same prompt by transformers' `generate()`, greedy or sampled as the rest."""
 
     __pydantic_config__ = STRICT
-    num_tokens: int
-    seconds: float
+    num_tokens: AtLeastOne
+    seconds: Seconds
 
 
 @dataclass(frozen=True)

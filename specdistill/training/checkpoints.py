@@ -110,7 +110,10 @@ def damage(folder: Path, *, is_best: bool = False) -> str | None:
     """What a checkpoint, or the best one that it refers to, lacks; None: it is whole. is_best: of that one the best is not asked."""
     read = MANIFEST
     try:
-        files = read_json(folder / read)["files"]
+        manifest = read_json(folder / read)
+        files = manifest["files"]
+        if lacking := {"sharding", "processes", "rows"} - {*manifest["launch"]}:
+            return f"its {read} has no {min(lacking)}"
         for name, size in files.items():
             if (found := (folder / name).stat().st_size) != size:
                 return f"{name} has {found} of {size} bytes"

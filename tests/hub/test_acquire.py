@@ -118,6 +118,12 @@ def test_a_dry_run_fetches_no_weights(hub: Hub, acquire: Acquire) -> None:
     assert acquire.head().out == said.out
 
 
+def test_a_header_of_endless_depth_is_refused(hub: Hub, acquire: Acquire) -> None:
+    hub.commit(DRAFT, {"model.safetensors": (50_000).to_bytes(8, "little") + b"[" * 50_000})
+    said = acquire.head()
+    assert (said.code, said.key) == (2, "draft"), said.err
+
+
 @pytest.fixture
 def carried(acquire: Acquire, hub: Hub, tmp_path: Path) -> Path:
     """A cache of draft and target, as a machine without the Hub gets it."""

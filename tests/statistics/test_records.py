@@ -82,6 +82,15 @@ def test_a_broken_record_is_named_in_a_few_words(tmp_path, line, message):
     assert len(str(caught.value)) < 4000
 
 
+@pytest.mark.parametrize(("name", "value"), [("seconds", "0"), ("seconds", "1e999"), ("num_tokens", "0")])
+def test_a_record_without_a_speed_is_refused(tmp_path, name, value):
+    path, (cold,) = tmp_path / "samples.jsonl", simulate(1)
+    write_records([replace(cold, speculative=replace(cold.speculative, **{name: 123456}))], path)
+    path.write_text(path.read_text().replace("123456", value))
+    with refused("report", path):
+        read_records(path, "report")
+
+
 def test_the_records_of_a_row():
     cold = simulate(4)
     warm = [replace(record, configuration=Configuration(4, 1.0)) for record in cold]
