@@ -19,7 +19,6 @@ TESTED_ELSEWHERE = {
     "methods/chains/limits": "export/test_heads.py",
     "methods/*/method": "test_cli.py",
     "methods/chains/repairs": "doctor/test_diagnosis.py",
-    "engines/completions": "produce/test_server_backend.py",
     "pico": "produce/test_sources.py",
     "train": "train/test_eagle.py",
     "export": "export/test_export.py",
