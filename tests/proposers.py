@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
+from specdistill.decoding.lookup_first import LookupFirstProposer
 from specdistill.decoding.proposer import BatchProposer, DecodingState, Proposal, Proposer, RowByRow
 from specdistill.decoding.sampling import Sampling, draw
 from specdistill.decoding.tree import DynamicTree, StaticTree, Tree, candidates_are_drawn
 from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.draft_model.vocabulary import SharedVocabulary
-from specdistill.methods.ngram.config import LookupFirstConfig
-from specdistill.methods.ngram.first import LookupFirstProposer
 from specdistill.methods.ngram.method import NgramProposer
+from specdistill.recipe.sections import LookupFirstConfig
 from specdistill.targets.frozen import FrozenTarget
 from tests.draft_models import half_right, translated
 from tests.heads import build_head
@@ -122,11 +122,15 @@ OTHERS: dict[str, Callable[[FrozenTarget], Proposer]] = {
     "draft_model, of transformers": lambda target: DraftModelProposer(qwen()),
     "the target itself": lambda target: DraftModelProposer(target.model),
     "ngram": lambda target: NgramProposer(),
-    "ngram+eagle3": lambda target: LookupFirstProposer(proposer_of("eagle3", target), LookupFirstConfig(min=1)),
-    "ngram+tree of eagle3": lambda target: LookupFirstProposer(
-        proposer_of("eagle3", target), LookupFirstConfig(draft_tree={"branching": [2, 2]})
-    ),
+    "ngram+eagle3": lambda target: behind_lookup(proposer_of("eagle3", target), min=1),
+    "ngram+draft_model": lambda target: behind_lookup(DraftModelProposer(half_right(target)), min=1),
+    "ngram+tree of eagle3": lambda target: behind_lookup(proposer_of("eagle3", target), draft_tree={"branching": [2, 2]}),
 }
+
+
+def behind_lookup(draft: Proposer, **keys: Any) -> LookupFirstProposer:
+    config = LookupFirstConfig(**keys)
+    return LookupFirstProposer(draft, NgramProposer(config.min, config.max), config)
 
 
 def proposer_of(name: str, target: FrozenTarget) -> Proposer:

@@ -10,20 +10,18 @@ from specdistill.errors import UserError, nearest
 from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import read_config
 from specdistill.methods.load import implementation, locate, method_of
+from specdistill.recipe.sections import LookupFirstConfig
 from specdistill.repositories import split_revision
 
 KEY = "drafts"
 NESTED = ("transformer_layer_config", "model", "text_config")  # where some layouts have a decoder's sizes
-LOOKUP_FIRST = "ngram+"  # before a draft: n-gram lookup where that finds something, else this draft
 UNTRAINED = [name for name, method in METHODS.items() if not method.is_trained]  # named in place of a folder
 
 
 @dataclass(frozen=True)
 class Candidate:
     """One draft. draft: its folder or Hub id as given; folder: of its files; revision: a Hub commit; num_layers, hidden_size: of its
-    decoder, by its config.json. looks_up_first: it drafts where an n-gram lookup finds nothing (see specdistill.methods.ngram.first).
-
-    All of these but the last are None for a method without a draft.
+    decoder, by its config.json; all of these are None for a method without a draft. lookup_first: what stands in front of the draft.
     """
 
     name: str
@@ -33,38 +31,43 @@ class Candidate:
     revision: str | None = None
     num_layers: int | None = None
     hidden_size: int | None = None
-    looks_up_first: bool = False
+    lookup_first: LookupFirstConfig | None = None
 
 
-def find_candidates(entries: Sequence[str]) -> list[Candidate]:
-    """Candidates with unique names, from folders, Hub ids (org/name or org/name@revision) and methods without a draft (`ngram`); the
-    draft of `ngram+<folder or Hub id>` drafts where an n-gram lookup finds nothing.
+def find_candidates(entries: Sequence[str], lookups: Sequence[LookupFirstConfig | None] = ()) -> list[Candidate]:
+    """Candidates with unique names, from folders, Hub ids (org/name or org/name@revision) and methods without a draft (`ngram`).
 
-    Raises UserError for fewer than two, for a folder without a draft, and for two that are the same or of one name; ResourceError
-    when the Hub fails.
+    lookups: what stands in front of each; (): nothing. A candidate behind one has its method and `+` in front of its name.
+
+    Raises UserError for fewer than two, for a folder without a draft, for two that are the same or of one name, and for a lookup in front
+    of another; ResourceError when the Hub fails.
     """
     if len(entries) < 2:
         raise UserError(KEY, got=f"{len(entries)} of them", expected="two or more: drafts=[a,b]")
-    prefixes = [LOOKUP_FIRST * (entry.startswith(LOOKUP_FIRST) and not Path(entry).is_dir()) for entry in entries]
-    drafts = [entry.removeprefix(prefix) for entry, prefix in zip(entries, prefixes, strict=True)]
-    folders = [None if entry in UNTRAINED else _locate(draft) for entry, draft in zip(entries, drafts, strict=True)]
+    lookups = lookups or [None] * len(entries)
+    for entry, lookup in zip(entries, lookups, strict=True):
+        if lookup and entry in UNTRAINED:
+            got = f"a lookup in front of {entry}, which is one itself"
+            raise UserError("lookup_first_each", got=got, expected="null for it, and a section for each draft behind a lookup")
+    folders = [None if entry in UNTRAINED else _locate(entry) for entry in entries]
     for one, two in itertools.combinations(range(len(entries)), 2):
         first, second = folders[one], folders[two]
         same = first.resolve() == second.resolve() if first and second else entries[one] == entries[two]
-        if same and prefixes[one] == prefixes[two]:
+        if same and lookups[one] == lookups[two]:
             got = f"{entries[one]} and {entries[two]}, which are the same draft"
             raise UserError(KEY, got=got, expected="different candidates")
-    return [_candidate(*parts) for parts in zip(_names(prefixes, drafts), drafts, folders, map(bool, prefixes), strict=True)]
+    prefixes = [f"{lookup.method}+" if lookup else "" for lookup in lookups]
+    return [_candidate(*parts) for parts in zip(_names(prefixes, entries), entries, folders, lookups, strict=True)]
 
 
-def _candidate(name: str, entry: str, folder: Path | None, looks_up_first: bool) -> Candidate:
+def _candidate(name: str, entry: str, folder: Path | None, lookup_first: LookupFirstConfig | None) -> Candidate:
     if folder is None:
         return Candidate(name, entry)
     method = method_of(folder, key=KEY)
     config, revision = read_config(folder, KEY), None if Path(entry).is_dir() else folder.name
     nested = next((config[part] for part in NESTED if isinstance(config.get(part), dict)), config)
     num_layers = implementation(method).num_layers(nested)
-    return Candidate(name, method, entry, folder, revision, num_layers, nested.get("hidden_size"), looks_up_first)
+    return Candidate(name, method, entry, folder, revision, num_layers, nested.get("hidden_size"), lookup_first)
 
 
 def _locate(entry: str) -> Path:

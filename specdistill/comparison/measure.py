@@ -8,16 +8,14 @@ from typing import Any
 
 from specdistill.comparison.candidates import Candidate, find_candidates
 from specdistill.comparison.compare import Measured
-from specdistill.comparison.options import CommonOptions, check_lookup_first, settings_of_each
+from specdistill.comparison.options import CommonOptions, lookups_of_each, settings_of_each
 from specdistill.decoding.proposer import Proposer
-from specdistill.decoding.transformers_models import check_reads_trees
 from specdistill.measurement.configurations import MeasurementPlan, Settings
 from specdistill.measurement.hardware import fit_threads, resources_used
 from specdistill.measurement.losslessness import greedy_check, sampling_test
 from specdistill.measurement.measure import measure_together, prompt_records, round_costs
 from specdistill.measurement.measured import MeasuredConfiguration, draft_report
 from specdistill.methods.load import describe_draft, load_proposer
-from specdistill.methods.ngram.first import LookupFirstProposer
 from specdistill.methods.recipe import options_by_method
 from specdistill.report.files import digest
 from specdistill.suites.suite import Prompt, Suite, load_suite, tokenize
@@ -37,13 +35,11 @@ class LoadedCandidate:
 
 def measure_candidates(options: CommonOptions) -> list[Measured]:
     """Raises UserError for what is wrong with any of them, before anything is measured."""
-    candidates, suite = find_candidates(options.drafts), load_suite(options.suite, options.target.model)
-    settings = settings_of_each(options, len(candidates))
-    check_lookup_first(options, candidates, settings)
+    settings = settings_of_each(options, len(options.drafts))
+    candidates = find_candidates(options.drafts, lookups_of_each(options, settings))
+    suite = load_suite(options.suite, options.target.model)
     target = FrozenTarget.load(**vars(options.target))
     fit_threads(target)
-    if options.lookup_first.draft_tree:
-        check_reads_trees(target)
     loaded = _loaded(options, candidates, settings, target)
     limits: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "num_prompts": options.num_prompts}
     prompts = tokenize(suite, target.tokenizer, max_length=target.max_length, **limits)
@@ -56,9 +52,8 @@ def _loaded(
     loaded = []
     drafting = options_by_method(options, [candidate.method for candidate in candidates])
     for candidate, own, keys in zip(candidates, settings, drafting, strict=True):
-        proposer = load_proposer(candidate.method, candidate.folder, target, key="drafts", **keys)
-        if candidate.looks_up_first:
-            proposer = LookupFirstProposer(proposer, options.lookup_first)
+        own_keys = {"key": "drafts", "lookup_first": candidate.lookup_first, **keys}
+        proposer = load_proposer(candidate.method, candidate.folder, target, **own_keys)
         history = read_history(candidate.folder, key="drafts") if candidate.folder else None
         loaded.append(LoadedCandidate(candidate, own, proposer, history))
     return loaded
@@ -75,8 +70,7 @@ def _measured(
             records = prompt_records(suite.name, settings.configuration, target, proposer, own)
             result = MeasuredConfiguration(records, greedy_check(target, proposer, own, settings), took)
             test = sampling_test(target, proposer, prompts, settings, num_draws=num_draws)
-            # After an n-gram lookup, how many tokens a round drafts depends on what was found: no round is a shorter one of another.
-            costs = [] if entry.candidate.looks_up_first else round_costs(target, proposer, prompts, settings)
+            costs = round_costs(target, proposer, prompts, settings)
             results.append((result, {"sampling_test": test, "costs": costs, "took": took}))
     measured = []
     for entry, (result, found) in zip(loaded, results, strict=True):

@@ -6,39 +6,35 @@ from typing import Any
 
 from pydantic import create_model
 
-from specdistill.comparison.candidates import LOOKUP_FIRST, Candidate
 from specdistill.decoding.tree import tree_shape
 from specdistill.errors import UserError
 from specdistill.measurement.configurations import Settings
-from specdistill.methods.ngram.config import LookupFirstConfig
 from specdistill.methods.recipe import eval_keys_of_methods
 from specdistill.recipe.fields import AtLeastOne, ReadWhen, option, section
-from specdistill.recipe.sections import A_CHAIN, MeasurementConfig, TargetConfig, TreeConfig
+from specdistill.recipe.sections import A_CHAIN, LookupFirstConfig, MeasurementConfig, TargetConfig, TreeConfig
 
 SAME_K = ReadWhen(
     "without num_speculative_tokens_each, and without a tree or as the depth of that",
     lambda it: not it.num_speculative_tokens_each and A_CHAIN.holds(it),
 )
+FOR_EACH = ReadWhen("without lookup_first, which is that of all", lambda it: it.lookup_first is None)
 CHAINS = ReadWhen("without a tree", lambda it: it.tree is None)
-LOOKED_UP_FIRST = ReadWhen(
-    "with a candidate ngram+<draft>", lambda it: any(draft.startswith(LOOKUP_FIRST) for draft in it.drafts)
-)
 
 
 class CommonOptions(MeasurementConfig):
     target: TargetConfig = section(TargetConfig)
-    drafts: list[str] = option(
-        ...,
-        "two or more: draft folders, Hub ids (org/name, org/name@revision), the word ngram, or ngram+<folder or Hub id> for a draft that "
-        "drafts where an n-gram lookup finds nothing",
-    )
+    drafts: list[str] = option(..., "two or more: draft folders, Hub ids (org/name, org/name@revision), or the word ngram")
     num_speculative_tokens: int = option(4, "K, draft tokens per round", ge=1, read_when=SAME_K)
-    lookup_first: LookupFirstConfig = option(LookupFirstConfig(), "how ngram+<draft> drafts", read_when=LOOKED_UP_FIRST)
     num_speculative_tokens_each: list[AtLeastOne] = option(
         [], "K of each draft, in their order; []: num_speculative_tokens is that of all", read_when=CHAINS
     )
     trees_each: list[TreeConfig | None] = option(
         [], "a tree for each draft, in their order, null for a chain of its K; []: chains", read_when=CHAINS
+    )
+    lookup_first_each: list[LookupFirstConfig | None] = option(
+        [],
+        "a lookup in front of each draft, in their order, null for none; []: lookup_first is that of all",
+        read_when=FOR_EACH,
     )
     output_dir: str = option(..., "where the comparison and the reports go")
 
@@ -47,17 +43,18 @@ KEYS_OF_METHODS: dict[str, Any] = dict(eval_keys_of_methods())
 CompareOptions: type[CommonOptions] = create_model("CompareOptions", __base__=CommonOptions, **KEYS_OF_METHODS)
 
 
-def check_lookup_first(options: CommonOptions, candidates: Sequence[Candidate], settings: Sequence[Settings]) -> None:
-    """Raises UserError for a draft that would draft more than K where the n-gram lookup finds nothing, or a tree of a compiled target."""
-    first = options.lookup_first
-    if first.draft_tree and options.compile:
-        got = "true with lookup_first.draft_tree"
-        raise UserError("compile", got=got, expected="false: one shape is compiled, that of a chain")
-    for entry, chosen in zip(candidates, settings, strict=True):
-        if entry.looks_up_first and first.levels > chosen.num_speculative_tokens:
-            key, of_tree = ("draft_tree", "a tree of depth ") if first.draft_tree else ("draft_tokens", "")
-            got = f"{of_tree}{first.levels} with K = {chosen.num_speculative_tokens}"
-            raise UserError(f"lookup_first.{key}", got=got, expected="at most K of the candidate ngram+<draft>")
+def lookups_of_each(options: CommonOptions, settings: Sequence[Settings]) -> list[LookupFirstConfig | None]:
+    """What stands in front of each draft. Raises UserError for another number of these than of drafts, and for one that does not fit."""
+    lookups = options.lookup_first_each or [options.lookup_first] * len(settings)
+    if len(lookups) != len(settings):
+        raise UserError("lookup_first_each", got=f"{len(lookups)} of them", expected=f"{len(settings)}, one for each draft")
+    for lookup, own in zip(lookups, settings, strict=True):
+        if lookup and own.tree:
+            got = "a lookup in front of a draft with a tree of trees_each"
+            raise UserError("lookup_first_each", got=got, expected="draft_tree of the lookup")
+        if lookup:
+            lookup.check(options, own.num_speculative_tokens)
+    return lookups
 
 
 def settings_of_each(options: CommonOptions, count: int) -> list[Settings]:

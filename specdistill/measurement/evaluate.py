@@ -155,7 +155,8 @@ def load_pair(recipe: Recipe) -> tuple[FrozenTarget, Proposer, str | None]:
     draft = recipe.eval.draft or str(own) if trained else None
     target = FrozenTarget.load(**vars(recipe.target))
     fit_threads(target)
-    return target, load_proposer(recipe.method, draft, target, **recipe.proposer_options()), draft
+    proposer = load_proposer(recipe.method, draft, target, lookup_first=recipe.eval.lookup_first, **recipe.proposer_options())
+    return target, proposer, draft
 
 
 def plan_all(config: EvalConfig, suite: Suite, target: FrozenTarget) -> list[MeasurementPlan]:

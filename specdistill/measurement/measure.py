@@ -20,6 +20,7 @@ import torch
 
 from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.decoder import Decoder, Generation, Round
+from specdistill.decoding.lookup_first import LookupFirstProposer
 from specdistill.decoding.proposer import Proposer
 from specdistill.measurement.configurations import MeasurementPlan, Settings
 from specdistill.measurement.hardware import frozen_garbage_collector
@@ -152,8 +153,12 @@ def measure_together(
 
 
 def round_costs(target: FrozenTarget, proposer: Proposer, prompts: Sequence[Prompt], settings: Settings) -> list[RoundCost]:
-    """What a round costs at every K' up to K, timed on a few prompts, the lengths one right after the other; of chains only."""
-    if settings.tree:
+    """What a round costs at every K' up to K, timed on a few prompts, the lengths one right after the other.
+
+    Of chains only, and not behind a lookup: how many tokens a round drafts then depends on what was found, so that none is a shorter
+    one of another.
+    """
+    if settings.tree or isinstance(proposer, LookupFirstProposer):
         return []
     settings = replace(settings, max_new_tokens=min(settings.max_new_tokens, COST_TOKENS))
     decoder = decoder_for(target, settings, proposer)

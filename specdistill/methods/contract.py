@@ -41,6 +41,7 @@ class Implementation:
     Args:
         load_proposer: (folder or None, target, key=, **options) -> what decodes with the draft. `key` is the recipe key that errors
             name, `options` are the method's own (see `Recipe.proposer_options`).
+        lookup: (fewest, most tokens that agree) -> the proposer that stands in front of a draft; None for a method that reads the target.
         has_tensors: names of a folder's tensors -> whether they are this method's, beyond doubt.
         is_named: (config.json, names of tensors) -> whether a folder calls itself this method's.
         create: (recipe, target, rows of training data) -> the draft before its first step, in float32 on the target's device. Raises
@@ -67,6 +68,7 @@ class Implementation:
     """
 
     load_proposer: Callable[..., Proposer]
+    lookup: Callable[[int, int], Proposer] | None = None
     has_tensors: Callable[[Set[str]], bool] = lambda names: False
     is_named: Callable[[Mapping[str, Any], Set[str]], bool] = lambda config, names: False
     create: Callable[[Any, FrozenTarget, Dataset], Draft] | None = None

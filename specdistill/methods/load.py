@@ -13,13 +13,16 @@ from typing import Any
 
 from datasets import Dataset
 
+from specdistill.decoding.lookup_first import LookupFirstProposer
 from specdistill.decoding.proposer import Proposer
+from specdistill.decoding.transformers_models import check_reads_trees
 from specdistill.errors import UserError, one_line
 from specdistill.files.documents import read_json
 from specdistill.methods import METHODS, method_named
 from specdistill.methods.checkpoint import PICKLED, read_config, unpickled
 from specdistill.methods.contract import Draft, Implementation
 from specdistill.methods.target_record import check_target
+from specdistill.recipe.sections import LookupFirstConfig
 from specdistill.repositories import fetch, resolve, split_revision
 from specdistill.targets.files import INDEX, SINGLE, Shards
 from specdistill.targets.frozen import FrozenTarget
@@ -55,9 +58,16 @@ def create_draft(recipe: Any, target: FrozenTarget, rows: Dataset) -> Draft:
 
 
 def load_proposer(
-    method: str, draft: Path | str | None, target: FrozenTarget, *, key: str = "eval.draft", **options: Any
+    method: str,
+    draft: Path | str | None,
+    target: FrozenTarget,
+    *,
+    key: str = "eval.draft",
+    lookup_first: LookupFirstConfig | None = None,
+    **options: Any,
 ) -> Proposer:
-    """The proposer of a method; `options` are the method's own, as `Recipe.proposer_options` gives them.
+    """The proposer of a method, behind a lookup if there is to be one; `options` are the method's own, as `Recipe.proposer_options`
+    gives them.
 
     The draft is a folder or a Hub id, in any layout that is read, None for a method that is not trained; `key` is the key that it
     came from, which errors name.
@@ -66,12 +76,22 @@ def load_proposer(
     load = implementation(method).load_proposer
     if not METHODS[method].is_trained:
         return load(None, target, key=key, **options)
+    if lookup_first:
+        return _behind(lookup_first, load_proposer(method, draft, target, key=key, **options), target)
     folder = locate(str(draft), key=key)
     if (found := method_of(folder, key=key)) != method:
         raise UserError(key, got=f"{draft}, which holds a draft of method {found}", expected=f"one of method {method}")
     if target.files is not None:
         check_target(folder, target.files, key, **options)
     return load(folder, target, key=key, **options)
+
+
+def _behind(lookup_first: LookupFirstConfig, draft: Proposer, target: FrozenTarget) -> Proposer:
+    if lookup_first.draft_tree:
+        check_reads_trees(target)
+    lookup = implementation(lookup_first.method).lookup
+    assert lookup is not None, lookup_first.method
+    return LookupFirstProposer(draft, lookup(lookup_first.min, lookup_first.max), lookup_first)
 
 
 def implementation(method: str) -> Implementation:

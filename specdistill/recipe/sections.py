@@ -1,7 +1,7 @@
 """Sections that recipes of every method share. Units and limits are in each key's help."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -33,6 +33,11 @@ SAMPLED = ReadWhen(
 )
 A_CHAIN = ReadWhen(
     "without eval.tree, or as the depth of that", lambda it: it.tree is None or it.num_speculative_tokens == it.tree.levels
+)
+CHAINS = ReadWhen("without lookup_first.draft_tree", lambda it: it.draft_tree is None)
+LOOKED_UP = ReadWhen(
+    "with eval.engine=specdistill and without eval.tree: the draft's tree is eval.lookup_first.draft_tree",
+    lambda it: IN_PROCESS.holds(it) and it.tree is None and not getattr(it, "sweep", SweepConfig()).tree,
 )
 LONE_CHAINS = ReadWhen(
     "with eval.engine=specdistill, eval.batch_size=1 and no eval.tree: one shape is compiled",
@@ -204,6 +209,49 @@ class TreeConfig(Section):
         return self.depth or len(self.branching or ())
 
 
+def check_lengths(section: str, shortest: int, longest: int) -> None:
+    if shortest > longest:
+        raise UserError(f"{section}.min", got=shortest, expected=f"at most {section}.max, which is {longest}")
+
+
+class LookupFirstConfig(Section):
+    """A lookup in front of a draft (see specdistill.decoding.lookup_first)."""
+
+    method: Literal["ngram"] = option("ngram", "how what followed is looked up, as the method of that name does")
+    min: int = option(2, "fewest tokens that must agree for what followed them to be drafted", ge=1)
+    max: int = option(5, "most tokens compared; the longest agreement counts", ge=1)
+    draft_tokens: int = option(
+        2, "draft tokens of the draft, where nothing is found; a lookup gives num_speculative_tokens", ge=1, read_when=CHAINS
+    )
+    draft_tree: TreeConfig | None = option(None, "a tree of the draft in place of draft_tokens; null: a chain of these")
+
+    @property
+    def levels(self) -> int:
+        """Draft steps per round in which the draft drafts."""
+        return self.draft_tree.levels if self.draft_tree else self.draft_tokens
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """As a report's `settings.drafting` states it, and as `eval.lookup_first` takes it."""
+        unread = "draft_tokens" if self.draft_tree else "draft_tree"
+        return self.model_dump(exclude={unread}, exclude_none=True)
+
+    def check(self, settings: "MeasurementConfig", k: int) -> None:
+        """Raises UserError where it cannot stand in front of a draft that is measured so, with K = k."""
+        key = f"{settings.SECTION}lookup_first"
+        check_lengths(key, self.min, self.max)
+        if self.levels > k:
+            name, shape = ("draft_tree", "a tree of depth ") if self.draft_tree else ("draft_tokens", "")
+            raise UserError(
+                f"{key}.{name}", got=f"{shape}{self.levels} with K = {k}", expected="at most K, which a lookup gives"
+            )
+        if self.draft_tree and (settings.batch_size > 1 or settings.compile):
+            name, value, only = ("compile", "true", "false") if settings.compile else ("batch_size", settings.batch_size, "1")
+            raise UserError(
+                f"{settings.SECTION}{name}", got=f"{value} with {key}.draft_tree", expected=f"{only}, or {key}.draft_tokens"
+            )
+
+
 class SweepConfig(Section):
     num_speculative_tokens: list[AtLeastOne] = option([], "other K to measure, one axis at a time around eval's own settings")
     temperature: list[NonNegative] = option([], "other temperatures to measure")
@@ -216,7 +264,12 @@ class SweepConfig(Section):
 
 
 class MeasurementConfig(Section):
-    """How prompts are decoded to measure a draft, whatever the command."""
+    """How prompts are decoded to measure a draft, whatever the command.
+
+    SECTION: in front of its keys in errors.
+    """
+
+    SECTION: ClassVar[str] = ""
 
     suite: str | None = option(
         None,
@@ -224,6 +277,9 @@ class MeasurementConfig(Section):
     )
     num_speculative_tokens: int = option(4, "K, draft tokens per round", ge=1, read_when=A_CHAIN)
     tree: TreeConfig | None = option(None, "draft a token tree, whose depth is K, in place of a chain", read_when=IN_PROCESS)
+    lookup_first: LookupFirstConfig | None = option(
+        None, "look the last tokens up first, and let the draft draft where that finds nothing", read_when=LOOKED_UP
+    )
     temperature: float = option(0.0, "0 is greedy", ge=0)
     top_p: float = option(1.0, "nucleus kept, for the target and the draft alike", ge=0.01, le=1, read_when=SAMPLED)
     top_k: int = option(0, "tokens kept; 0 keeps all", ge=0, read_when=SAMPLED)
@@ -240,9 +296,17 @@ class MeasurementConfig(Section):
     sampling_draws: int = option(400, "draws of the test that sampling is lossless; 0 skips it", ge=0, read_when=IN_PROCESS)
     seed: int = option(0, "sampling and bootstrap seed", ge=0)
 
+    @model_validator(mode="after")
+    def _lookups_fit(self) -> "MeasurementConfig":
+        if self.lookup_first:
+            self.lookup_first.check(self, self.num_speculative_tokens)
+        return self
+
 
 class EvalConfig(MeasurementConfig):
     """How a draft is measured; methods add the keys that only they read."""
+
+    SECTION = "eval."
 
     engine: Annotated[str, one_of(lambda: ["specdistill", *engines_with("client")])] = option(
         "specdistill", "what decodes: this package, or an inference engine, which is started here or runs already (eval.server)"

@@ -245,7 +245,7 @@ def since(report: Mapping[str, Any]) -> str:
 
 
 def looks_up_first(report: Report) -> bool:
-    """Whether the draft drafted only where an n-gram lookup found nothing, so that the numbers are not the draft's own."""
+    """Whether the draft drafted only where a lookup found nothing, so that the numbers are not the draft's own."""
     return "lookup_first" in report["settings"].get("drafting", {})
 
 
@@ -256,10 +256,17 @@ def settings_line(report: Report) -> str:
     size, together = settings["batch_size"], "batches of {}" if _is_specdistill(report) else "{} requests in flight"
     batches = together.format(size) if size > 1 else ""
     own = dict(settings.get("drafting", {}))
-    shape = own.pop("draft_tree", None)
-    drafting = f"drafting: {', '.join(filter(None, (_listed(own), tree(shape))))}" if own else ""
+    lookup = _lookup_first(own.pop("lookup_first", None))
+    drafting = "; ".join(filter(None, (f"drafting: {_listed(own)}" if own else "", lookup)))
     compiled = "compiled" if settings.get("compile") else ""
     return " · ".join(filter(None, (shared_settings(report), engine, tree(settings["tree"]), batches, compiled, drafting)))
+
+
+def _lookup_first(settings: Mapping[str, Any] | None) -> str:
+    if not settings:
+        return ""
+    behind = tree(settings["draft_tree"]) if "draft_tree" in settings else f"a chain of {settings['draft_tokens']}"
+    return f"{settings['method']} lookup of {settings['min']} to {settings['max']} tokens first, behind it {behind}"
 
 
 def shared_settings(*reports: Report) -> str:

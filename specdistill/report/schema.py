@@ -162,6 +162,14 @@ class HardwareDocument(Document, total=False):
     cpu_threads: Annotated[AtLeastOne, about("threads that torch computes with")]
 
 
+class LookupFirstDocument(Document):
+    method: Literal["ngram"]
+    min: Annotated[AtLeastOne, about("fewest tokens that agree")]
+    max: Annotated[AtLeastOne, about("most tokens compared")]
+    draft_tokens: NotRequired[Annotated[AtLeastOne, about("of the draft's chain, where nothing is found")]]
+    draft_tree: NotRequired[TreeDocument]
+
+
 class SettingsDocument(Document):
     num_speculative_tokens: Annotated[AtLeastOne, about("K")]
     temperature: Annotated[NonNegative, about("0 is greedy")]
@@ -172,7 +180,7 @@ class SettingsDocument(Document):
     draft_sampling: NotRequired[Literal["greedy", "probabilistic"]]
     drafting: NotRequired[
         Annotated[
-            dict[str, bool | float | str | list[Any] | TreeDocument],
+            dict[str, bool | float | str | list[Any] | TreeDocument | LookupFirstDocument],
             about("the proposer's own settings, by name; {} for a head; absent: a server does not say"),
         ]
     ]

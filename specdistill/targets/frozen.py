@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache, PreTrainedModel
 
 from specdistill.errors import UserError
@@ -53,6 +54,16 @@ class Features:
         aux = zip(*(part.aux for part in parts), strict=True)
         return cls(
             tuple(torch.cat(of_layer, dim=1) for of_layer in aux), torch.cat([part.last_hidden for part in parts], dim=1)
+        )
+
+    @classmethod
+    def padded(cls, rows: Sequence["Features"]) -> "Features":
+        """Of B rows of their own lengths, each [1, T, D], in one batch as long as the longest."""
+        aux = zip(*(row.aux for row in rows), strict=True)
+        batched = partial(pad_sequence, batch_first=True)
+        return cls(
+            tuple(batched([feature[0] for feature in of_layer]) for of_layer in aux),
+            batched([row.last_hidden[0] for row in rows]),
         )
 
     def stacked(self) -> Tensor:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from specdistill.comparison.candidates import find_candidates
 from specdistill.errors import ResourceError, UserError
 from specdistill.methods.load import method_of
+from specdistill.recipe.sections import LookupFirstConfig
 from specdistill.targets.frozen import FrozenTarget
 from tests.heads import build_head, save_head
 from tests.refusals import refused
@@ -53,19 +54,15 @@ def test_each_kind_is_recognised(runs: Path) -> None:
     assert (found[0].draft, found[0].folder, found[0].revision) == (str(draft), draft, None)
 
 
-def test_a_look_up_may_stand_in_front_of_a_draft(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    draft = str(runs / "eagle3" / "draft")
-    alone, together = find_candidates([draft, f"ngram+{draft}"])
+def test_a_lookup_may_stand_in_front_of_a_draft(runs: Path) -> None:
+    draft, lookup = str(runs / "eagle3" / "draft"), LookupFirstConfig()
+    alone, together = find_candidates([draft, draft], [None, lookup])
     assert (alone.name, together.name) == ("draft", "ngram+draft")
-    assert (alone.looks_up_first, together.looks_up_first) == (False, True)
     assert (together.draft, together.folder, together.method) == (draft, runs / "eagle3" / "draft", "eagle3")
-    with refused("drafts", f"ngram+{draft} and ngram+{draft}"):
-        find_candidates([f"ngram+{draft}", f"ngram+{draft}"])
-    with refused("drafts", "nowhere"):
-        find_candidates(["ngram+nowhere", "ngram"])
-    shutil.copytree(draft, tmp_path / "ngram+mine")  # a folder of that name is a folder
-    monkeypatch.chdir(tmp_path)
-    assert not find_candidates(["ngram+mine", "ngram"])[0].looks_up_first
+    with refused("drafts", f"{draft} and {draft}"):
+        find_candidates([draft, draft], [lookup, LookupFirstConfig()])
+    with refused("lookup_first_each", "a lookup in front of ngram"):
+        find_candidates([draft, "ngram"], [None, lookup])
 
 
 def test_tensors_decide_not_what_the_config_calls_itself(runs: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tests.scripts import load_script
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 eval_compare = load_script("eval/compare.py")
-TREE, TOKENS = "lookup_first.draft_tree", "lookup_first.draft_tokens"
+FIRST, TREE, TOKENS = "lookup_first", "lookup_first.draft_tree", "lookup_first.draft_tokens"
 HISTORY = {
     "seconds": 7.5,
     "steps": 4,
@@ -115,36 +115,37 @@ def test_options_of_one_method_go_to_its_candidates(arguments, tmp_path):
 
 
 def test_a_draft_is_compared_with_itself_behind_an_ngram_lookup(arguments, tmp_path):
-    keys = ["drafts=[run/draft,ngram+run/draft,ngram]", "num_speculative_tokens_each=[2,4,4]", "max_new_tokens=16"]
-    assert command(*arguments, *keys, "lookup_first.min=1", "lookup_first.draft_tokens=1") == ExitCode.DONE
+    keys = ["drafts=[run/draft,run/draft,ngram]", "num_speculative_tokens_each=[2,4,4]", "max_new_tokens=16"]
+    assert command(*arguments, *keys, f"{FIRST}_each=[null,{{min: 1, draft_tokens: 1}},null]") == ExitCode.DONE
     folder = tmp_path / "out" / "ngram+draft"
     report, rounds = read(folder)
-    assert report["settings"]["drafting"] == {"lookup_first": [1, 5], "draft_tokens": 1}
+    assert report["settings"]["drafting"] == {FIRST: {"method": "ngram", "min": 1, "max": 5, "draft_tokens": 1}}
     assert report["draft"]["model"] == "run/draft"
     row, theory = report["results"][0], report["theory"]  # of K = 0 and K alone, and at the cost of what a round drafts
     a_round = row["draft_ms"] * row["num_draft_tokens"] / row["num_drafts"]
     assert theory["c"] * theory["K"] * row["baseline_step_ms"] == pytest.approx(a_round)
     assert [(point["k"], point["draft_passes"]) for point in theory["curve"]] == [(0, 0), (4, 0)]
     assert {len(entry["drafted"]) for entry in rounds} == {1, 4}  # the draft's, and the n-gram lookup's
-    assert "drafting: lookup first \\[1, 5\\], draft tokens 1" in (folder / "report.md").read_text()
+    assert "ngram lookup of 1 to 5 tokens first, behind it a chain of 1" in (folder / "report.md").read_text()
 
 
 def test_a_draft_drafts_a_tree_behind_an_ngram_lookup(arguments, tmp_path):
-    keys = ["drafts=[run/draft,ngram+run/draft]", "num_speculative_tokens_each=[2,4]", "max_new_tokens=16"]
-    assert command(*arguments, *keys, "lookup_first.min=1", f"{TREE}={{branching: [2,2]}}") == ExitCode.DONE
+    keys = ["drafts=[run/draft,run/draft]", "num_speculative_tokens_each=[2,4]", "max_new_tokens=16"]
+    assert command(*arguments, *keys, f"{FIRST}_each=[null,{{min: 1, draft_tree: {{branching: [2,2]}}}}]") == ExitCode.DONE
     folder = tmp_path / "out" / "ngram+draft"
     report, rounds = read(folder)
-    assert report["settings"]["drafting"]["draft_tree"] == {"branching": [2, 2]} and report["settings"]["tree"] is None
+    drafting = report["settings"]["drafting"][FIRST]
+    assert drafting["draft_tree"] == {"branching": [2, 2]} and report["settings"]["tree"] is None
     assert report["lossless"]["greedy_identical"]
     assert {entry.get("num_off_path", 0) for entry in rounds} == {0, 4}  # of an n-gram lookup's chain, and of 6 nodes 2 deep
-    assert "drafting: lookup first \\[1, 5\\], tree with branching 2, 2" in (folder / "report.md").read_text()
+    assert "ngram lookup of 1 to 5 tokens first, behind it tree with branching 2, 2" in (folder / "report.md").read_text()
 
 
 def test_a_target_that_reads_no_trees_says_so_before_anything_is_measured(arguments, tmp_path, capsys):
     tiny_model("qwen3_next").save_pretrained(tmp_path / "recurrent")
     tiny_tokenizer().save_pretrained(tmp_path / "recurrent")
-    keys = [f"target={tmp_path / 'recurrent'}", "drafts=[ngram+small,ngram]"]
-    assert command(*arguments, *keys, "lookup_first.draft_tree={branching: [2]}") == ExitCode.USER_ERROR
+    keys = [f"target={tmp_path / 'recurrent'}", "drafts=[small,ngram]"]
+    assert command(*arguments, *keys, f"{FIRST}_each=[{{draft_tree: {{branching: [2]}}}},null]") == ExitCode.USER_ERROR
     assert refused_key((printed := capsys.readouterr()).err) == "tree" and "Measuring" not in printed.err
     assert not (tmp_path / "out").exists()
 
@@ -233,15 +234,20 @@ def test_a_draft_that_changes_the_text_is_exit_code_one(arguments, tmp_path, mon
         (["drafts=[small,ngram]", "trees_each=[null,{branching: [2]}]"], "tree", "a tree for NgramProposer"),
         (["drafts=[run/draft,small]", "ngram.max=5"], "ngram", "min=1 max=5 lookup='sequence' with method eagle3 and"),
         (["drafts=[run/draft,ngram]", "confidence_threshold=0.5"], "confidence_threshold", "0.5 with method eagle3 and ngram"),
-        (["drafts=[small,ngram]", "lookup_first.min=3"], "lookup_first.min", "3"),
-        (["drafts=[ngram+small,ngram]", "lookup_first.min=9"], "lookup_first.min", "9"),
-        (["drafts=[ngram+small,ngram]", "batch_size=2"], "batch_size", "more than 1 with"),
-        (["drafts=[ngram+small,ngram]", "trees_each=[{branching: [2,2]},null]"], "tree", "a tree for LookupFirst"),
-        (["drafts=[ngram+small,ngram]", f"{TREE}={{branching: [2,1,1,1,1]}}"], TREE, "a tree of depth 5 with K = 4"),
-        (["drafts=[ngram+small,ngram]", f"{TREE}={{branching: [2]}}", f"{TOKENS}=1"], TOKENS, "1"),
-        (["drafts=[ngram+small,ngram]", f"{TREE}={{branching: [2]}}", "compile=true"], "compile", f"true with {TREE}"),
-        (["drafts=[ngram+small,ngram]", f"{TREE}={{budget: 4}}"], "tree.depth", "nothing"),
-        (["drafts=[ngram+small,ngram]", f"{TOKENS}=5"], TOKENS, "5 with K = 4"),
+        (["drafts=[small,ngram]", "lookup_first.min=3"], f"{FIRST}_each", "a lookup in front of ngram"),
+        (["drafts=[small,run/draft]", "lookup_first.min=9"], "lookup_first.min", "9"),
+        (["drafts=[small,run/draft]", f"{TREE}={{branching: [2]}}", "batch_size=2"], "batch_size", "2 with lookup_first"),
+        (
+            ["drafts=[small,ngram]", "trees_each=[{branching: [2,2]},null]", f"{FIRST}_each=[{{}},null]"],
+            *(f"{FIRST}_each", "a lookup in front of a draft with a tree"),
+        ),
+        (["drafts=[small,run/draft]", f"{TREE}={{branching: [2,1,1,1,1]}}"], TREE, "a tree of depth 5 with K = 4"),
+        (["drafts=[small,run/draft]", f"{TREE}={{branching: [2]}}", f"{TOKENS}=1"], TOKENS, "1"),
+        (["drafts=[small,run/draft]", f"{TREE}={{branching: [2]}}", "compile=true"], "compile", "true with"),
+        (["drafts=[small,run/draft]", f"{TREE}={{budget: 4}}"], "tree.depth", "nothing"),
+        (["drafts=[small,run/draft]", f"{TOKENS}=5"], TOKENS, "5 with K = 4"),
+        (["drafts=[small,run/draft]", f"{FIRST}_each=[null]"], f"{FIRST}_each", "1 of them"),
+        (["drafts=[small,run/draft]", f"{TOKENS}=1", f"{FIRST}_each=[null,{{}}]"], f"{FIRST}_each", "[null,"),
         (["drafts=[small,ngram]", "draft=small"], "draft", "an unknown key"),
     ],
 )

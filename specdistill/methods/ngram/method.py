@@ -100,4 +100,4 @@ def planned(target: sizes.Described, given: sizes.Described | None, settings: di
     return sizes.PlannedDraft(sizes.ParameterCounts(0, 0, 0), None, target.text.vocab_size, note, PUBLISHED)
 
 
-METHOD = Implementation(load_proposer=load_proposer, planned=planned, num_layers=lambda config: None)
+METHOD = Implementation(load_proposer=load_proposer, lookup=NgramProposer, planned=planned, num_layers=lambda config: None)

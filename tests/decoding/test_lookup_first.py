@@ -6,17 +6,17 @@ import pytest
 import torch
 
 from specdistill.decoding.decoder import Decoder
+from specdistill.decoding.lookup_first import LookupFirstProposer
 from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.decoding.sampling import GREEDY, Sampling
 from specdistill.decoding.tree import DynamicTree
 from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.eagle3.module import build_eagle3
-from specdistill.methods.ngram.config import LookupFirstConfig
-from specdistill.methods.ngram.first import LookupFirstProposer
 from specdistill.methods.ngram.method import NgramProposer
+from specdistill.recipe.sections import LookupFirstConfig
 from specdistill.targets.frozen import FrozenTarget
-from tests.proposers import tiny_target
+from tests.proposers import behind_lookup, tiny_target
 from tests.refusals import refused
 
 PROMPT = [5, 9, 5, 9, 6, 5, 9]
@@ -45,7 +45,7 @@ def test_the_draft_drafts_where_nothing_is_found_as_if_it_had_read_every_round(
     target: FrozenTarget, shape: dict[str, Any]
 ) -> None:
     head, config = HeadProposer(build_eagle3(target)), LookupFirstConfig(min=2, max=3, **shape)
-    watched, lookup = Watched(head, config), NgramProposer(2, 3)
+    watched, lookup = Watched(head, NgramProposer(2, 3), config), NgramProposer(2, 3)
     Decoder(target, watched).generate(PROMPT, max_new_tokens=60, num_speculative_tokens=4)
     followed = {True: 0, False: 0}  # whether a round of a lookup came before the draft's
     looked_up = False
@@ -70,7 +70,7 @@ def test_the_draft_drafts_where_nothing_is_found_as_if_it_had_read_every_round(
 
 def test_a_draft_model_catches_up_as_well(target: FrozenTarget) -> None:
     plain = Decoder(target).generate(PROMPT, max_new_tokens=40)
-    proposer = LookupFirstProposer(DraftModelProposer(target.model), LookupFirstConfig(draft_tokens=3))
+    proposer = behind_lookup(DraftModelProposer(target.model), draft_tokens=3)
     run = Decoder(target, proposer).generate(PROMPT, max_new_tokens=40, num_speculative_tokens=5)
     assert run.token_ids == plain.token_ids
     own = [entry for entry in run.rounds if len(entry.drafted) == 3]
@@ -79,21 +79,20 @@ def test_a_draft_model_catches_up_as_well(target: FrozenTarget) -> None:
 
 def test_it_says_what_it_is(target: FrozenTarget) -> None:
     head = HeadProposer(build_eagle3(target, draft_vocabulary=torch.arange(0, target.vocab_size, 3)))
-    proposer = LookupFirstProposer(head, LookupFirstConfig(min=3, max=4, draft_tokens=2))
+    proposer = behind_lookup(head, min=3, max=4, draft_tokens=2)
     assert proposer.vocabulary is None and (proposer.num_parameters, proposer.aux_layers) == (
         head.num_parameters,
         head.aux_layers,
     )
-    assert proposer.settings == {"lookup_first": [3, 4], "draft_tokens": 2}
+    assert proposer.settings == {"lookup_first": {"method": "ngram", "min": 3, "max": 4, "draft_tokens": 2}}
     assert [proposer.passes(k) for k in (1, 2, 6)] == [1, 2, 0]
     assert proposer.draws(Sampling(1.0), None) and not proposer.draws(GREEDY, None)
-    grown = LookupFirstProposer(head, LookupFirstConfig(draft_tree={"budget": 4, "depth": 3, "top_k": 2}))
-    assert grown.settings == {"lookup_first": [2, 5], "draft_tree": {"budget": 4, "depth": 3, "top_k": 2}}
+    grown = behind_lookup(head, draft_tree={"budget": 4, "depth": 3, "top_k": 2})
+    tree = {"budget": 4, "depth": 3, "top_k": 2}
+    assert grown.settings == {"lookup_first": {"method": "ngram", "min": 2, "max": 5, "draft_tree": tree}}
     assert [grown.passes(k) for k in (3, 6)] == [3, 0]
     assert not grown.draws(Sampling(1.0), None)  # the best tokens
-    with refused("lookup_first.draft_tree", "a tree of a draft that drafts chains only"):
-        LookupFirstProposer(NgramProposer(), LookupFirstConfig(draft_tree={"branching": [2]}))
-    with refused("batch_size"):
-        proposer.batched()
-    with refused("lookup_first.min", "6"):
-        LookupFirstConfig(min=6)
+    with refused("eval.lookup_first.draft_tree", "a tree of a draft that drafts chains only"):
+        behind_lookup(NgramProposer(), draft_tree={"branching": [2]})
+    with refused("eval.batch_size"):
+        grown.batched()

@@ -1,0 +1,117 @@
+"""A lookup in front of a draft: where the last tokens occurred before, what followed them is drafted; elsewhere the draft drafts.
+
+A cascade: a small head copies badly, and a lookup does nothing else and costs no forward pass, so each drafts what it is better at
+(SuffixDecoding, arXiv 2411.04975, has EAGLE behind its suffix tree in the same way). An agreement of one token says less than the draft
+does: by default the lookup asks for two and more.
+
+Its output is the target's, whichever drafts. What was looked up is certain (one-hot), and whether it is used depends on committed tokens
+alone, so above temperature 0 each round is verified by the rule of the one that drafted, and every token follows the target's distribution.
+
+Shapes: B rows, F freshly committed positions, D target hidden size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from specdistill.decoding.proposer import (
+    BatchProposer,
+    BatchState,
+    DecodingState,
+    Proposal,
+    Proposer,
+    TreeProposer,
+)
+from specdistill.decoding.sampling import Generators, Random, Sampling
+from specdistill.decoding.tree import TreeShape, tree_shape
+from specdistill.errors import UserError
+from specdistill.recipe.sections import LookupFirstConfig
+from specdistill.targets.frozen import Features
+
+
+class LookupFirstProposer:
+    """A chain of K tokens that were looked up, or a chain or a tree of the draft's own size.
+
+    lookup: a proposer that reads tokens alone. Raises UserError for a tree of a draft that drafts chains only.
+    """
+
+    vocabulary: None = None  # a lookup proposes any token
+
+    def __init__(self, draft: Proposer, lookup: Proposer, config: LookupFirstConfig) -> None:
+        self.tree = tree_shape(**vars(config.draft_tree)) if config.draft_tree else None
+        if self.tree and not isinstance(draft, TreeProposer):
+            got = "a tree of a draft that drafts chains only"
+            raise UserError("eval.lookup_first.draft_tree", got=got, expected="null")
+        self.draft, self.lookup = draft, lookup
+        self.levels = config.levels
+        self.aux_layers, self.depends_on_width = draft.aux_layers, draft.depends_on_width
+        self.num_parameters, self.num_bytes = draft.num_parameters, draft.num_bytes
+        self.settings: dict[str, Any] = {**draft.settings, "lookup_first": config.described}
+        self._unread: list[Features] = []  # of positions that were committed since the draft drafted last
+
+    def draws(self, sampling: Sampling, tree: TreeShape | None) -> bool:
+        return self.draft.draws(sampling, self.tree)
+
+    def passes(self, k: int) -> int:
+        """None in a round of a lookup, which alone goes further than the draft may."""
+        return self.draft.passes(k) if k <= self.levels else 0
+
+    def begin(self, max_length: int) -> None:
+        self.draft.begin(max_length)
+        self.lookup.begin(max_length)
+        self._unread = []
+
+    def propose(self, state: DecodingState, k: int, sampling: Sampling, generator: Random) -> Proposal:
+        assert state.fresh is not None
+        found = self.lookup.propose(state, k, sampling, generator)
+        if found.tokens:
+            # A copy: a compiled target's next pass may write over its features.
+            self._unread.append(Features.joined([state.fresh]))
+            return found
+        fresh, self._unread = Features.joined([*self._unread, state.fresh]), []
+        read, levels = replace(state, fresh=fresh), min(k, self.levels)
+        if self.tree is None:
+            return self.draft.propose(read, levels, sampling, generator)
+        assert isinstance(self.draft, TreeProposer)
+        return self.draft.propose_tree(read, self.tree.cut(levels), sampling, generator)
+
+    def batched(self) -> BatchProposer:
+        if self.tree:
+            raise UserError("eval.batch_size", got="more than 1 with eval.lookup_first.draft_tree", expected="1")
+        return LookupFirstBatch(self)
+
+
+class LookupFirstBatch:
+    """`LookupFirstProposer` for B sequences. The draft runs in a round in which a row needs it, for all rows: they share its passes."""
+
+    def __init__(self, proposer: LookupFirstProposer) -> None:
+        self.draft, self.lookup = proposer.draft.batched(), proposer.lookup.batched()
+        self.levels = proposer.levels
+        self._unread: list[list[Features]] = []  # of each row
+
+    def begin(self, max_lengths: Sequence[int]) -> None:
+        self.draft.begin(max_lengths)
+        self.lookup.begin(max_lengths)
+        self._unread = [[] for _ in max_lengths]
+
+    def propose(self, state: BatchState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
+        found = self.lookup.propose(state, k, sampling, generators)
+        for row, (unread, count) in enumerate(zip(self._unread, state.num_fresh, strict=True)):
+            unread.append(state.fresh.rows([row]).first(count))
+        if all(proposal.tokens for proposal in found):
+            return found
+        rows, self._unread = [Features.joined(unread) for unread in self._unread], [[] for _ in self._unread]
+        read = replace(state, fresh=Features.padded(rows), num_fresh=[row.last_hidden.shape[1] for row in rows])
+        # A row whose tokens were looked up draws none of its own numbers for the draft's.
+        drawn = [
+            torch.Generator() if proposal.tokens else generator for proposal, generator in zip(found, generators, strict=True)
+        ]
+        drafted = self.draft.propose(read, min(k, self.levels), sampling, drawn)
+        return [looked_up if looked_up.tokens else own for looked_up, own in zip(found, drafted, strict=True)]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self.draft.keep(rows)
+        self.lookup.keep(rows)
+        self._unread = [self._unread[row] for row in rows]
