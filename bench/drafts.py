@@ -8,7 +8,6 @@ from typing import Any
 
 import yaml
 
-from specdistill.comparison.candidates import LOOKUP_FIRST
 from specdistill.comparison.compare import is_lossless
 from specdistill.errors import ExitCode, UserError
 from specdistill.methods import METHODS
@@ -84,7 +83,7 @@ def _line(candidate: Mapping[str, Any]) -> list[str]:
     report, training = candidate["report"], candidate["training"]
     row = report["results"][0]
     return [
-        f"`{LOOKUP_FIRST if looks_up_first(report) else ''}{report['draft']['method']}`",
+        f"`{drafts_by(report)}`",
         ", ".join(
             filter(None, [f"{number(row['mean_acceptance_length'])}{between(row, 'mean_acceptance_length')}", per_round(row)])
         ),
@@ -96,6 +95,12 @@ def _line(candidate: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def drafts_by(report: Mapping[str, Any]) -> str:
+    """The method, after the lookup that stands in front of it."""
+    lookup = report["settings"].get("drafting", {}).get("lookup_first")
+    return "+".join(filter(None, (lookup and lookup["method"], report["draft"]["method"])))
+
+
 def reports(comparison: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Each candidate's report by its name, in the order of the drafts."""
     return {candidate["name"]: candidate["report"] for candidate in comparison["candidates"]}
@@ -103,12 +108,11 @@ def reports(comparison: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def drafts_what(report: dict[str, Any]) -> str:
     """What a round drafts, in a sentence, where it is a tree or behind an n-gram lookup; else empty."""
-    method, settings = report["draft"]["method"], report["settings"]
-    if looks_up_first(report):
-        drafting, k = settings["drafting"], settings["num_speculative_tokens"]
-        behind = tree(drafting.get("draft_tree")) or f"chain of {drafting['draft_tokens']}"
+    method, settings = drafts_by(report), report["settings"]
+    if lookup := settings.get("drafting", {}).get("lookup_first"):
+        behind = tree(lookup.get("draft_tree")) or f"chain of {lookup['draft_tokens']}"
         return (
-            f"`{LOOKUP_FIRST}{method}` looks up {k} tokens where the last {drafting['lookup_first'][0]} or more occurred before; "
+            f"`{method}` looks up {settings['num_speculative_tokens']} tokens where the last {lookup['min']} or more occurred before; "
             f"elsewhere its draft drafts a {behind}."
         )
     return f"`{method}` drafts a {tree(settings['tree'])}, whose depth is its K." if settings["tree"] else ""

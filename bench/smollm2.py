@@ -24,7 +24,7 @@ import sys
 import textwrap
 import urllib.request
 import zipfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -34,7 +34,6 @@ import yaml
 
 from bench.drafts import best_draft, caption, drafts_what, methods_table, reports, specdistill, train
 from specdistill.command import run
-from specdistill.comparison.candidates import LOOKUP_FIRST
 from specdistill.comparison.pages import by_category, settings
 from specdistill.errors import ExitCode, ResourceError, UserError
 from specdistill.methods.load import draft_hash, method_of
@@ -76,10 +75,11 @@ SMALL = [
 
 @dataclass(frozen=True)
 class Shape:
-    """What a round drafts: a chain of K tokens, or a tree, whose depth K then is."""
+    """What a round drafts: a chain of K tokens, or a tree, whose depth K then is. lookup_first: keys of what stands in front of it."""
 
     k: int
     tree: dict[str, int] | None = None
+    lookup_first: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -146,18 +146,16 @@ def main(options: Options) -> ExitCode:
     # K of each draft by its curve over K: acceptance by position, and rounds timed at every K; for the best of them a tree, if one is
     # faster. Then all of them on other prompts, and the best at temperature 1
     largest = Shape(measured.num_speculative_tokens)
-    choice = compare(place / "choice", dict.fromkeys(drafts, largest), phases["choice"])
+    choice = compare(place / "choice", [(draft, largest) for draft in drafts], phases["choice"])
     shapes = dict(zip(drafts, (Shape(fastest_k(report)) for report in reports(choice).values()), strict=True))
     _, promising = best_draft(choice)
-    together = LOOKUP_FIRST + promising
     fastest = fastest_shape(promising, shapes[promising].k, place / "trees", phases["choice"])
-    behind = {"lookup_first.draft_tree": json.dumps(fastest.tree)} if fastest.tree else {"lookup_first.draft_tokens": fastest.k}
-    shapes |= {promising: fastest, together: Shape(max(fastest.k, shapes["ngram"].k))}
-    compared = compare(place, shapes, phases["greedy"] | behind)
+    behind = {"draft_tree": fastest.tree} if fastest.tree else {"draft_tokens": fastest.k}
+    together = (promising, Shape(max(fastest.k, shapes["ngram"].k), lookup_first=behind))
+    shapes[promising] = fastest
+    compared = compare(place, [*shapes.items(), together], phases["greedy"])
     best, draft = best_draft(compared)
-    sampled = compare(
-        place / "sampled", {each: shapes[each] for each in (draft, "ngram", together)}, phases["sampled"] | behind
-    )
+    sampled = compare(place / "sampled", [*((each, shapes[each]) for each in (draft, "ngram")), together], phases["sampled"])
 
     shown = page(compared, sampled)
     print(shown, flush=True)
@@ -324,18 +322,19 @@ def phases_of(measured: Any) -> dict[str, dict[str, Any]]:
     }
 
 
-def compare(folder: Path, shapes: Mapping[str, Shape], phase: dict[str, Any]) -> dict[str, Any]:
-    """`specdistill compare` of the drafts that `shapes` names, into a folder, where the same has not been measured there."""
-    trees = json.dumps([shape.tree for shape in shapes.values()])
+def compare(folder: Path, shapes: Sequence[tuple[str, Shape]], phase: dict[str, Any]) -> dict[str, Any]:
+    """`specdistill compare` of drafts, each in its shape, into a folder, where the same has not been measured there."""
+    trees, lookups = ([getattr(shape, name) for _, shape in shapes] for name in ("tree", "lookup_first"))
     arguments = [
         *MEASURED_FOR,
-        f"drafts=[{','.join(shapes)}]",
-        f"num_speculative_tokens_each=[{','.join(str(shape.k) for shape in shapes.values())}]",
-        *([f"trees_each={trees}"] if any(shape.tree for shape in shapes.values()) else []),
+        f"drafts=[{','.join(draft for draft, _ in shapes)}]",
+        f"num_speculative_tokens_each=[{','.join(str(shape.k) for _, shape in shapes)}]",
+        *([f"trees_each={json.dumps(trees)}"] if any(trees) else []),
+        *([f"lookup_first_each={json.dumps(lookups)}"] if any(lookups) else []),
         f"output_dir={folder}",
         *(f"{key}={value}" for key, value in phase.items()),
     ]
-    once(folder, {draft.removeprefix(LOOKUP_FIRST) for draft in shapes} - {"ngram"}, "compare", arguments)
+    once(folder, {draft for draft, _ in shapes} - {"ngram"}, "compare", arguments)
     comparison: dict[str, Any] = json.loads((folder / "comparison.json").read_text(encoding="utf-8"))
     return comparison
 

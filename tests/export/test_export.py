@@ -202,7 +202,7 @@ def test_vllm_samples_as_the_measurement_did(folder: Path, tmp_path: Path) -> No
         "{",
         json.dumps({}),
         json.dumps({**report(), "results": []}),
-        json.dumps(report(drafting={"lookup_first": [2, 5], "draft_tokens": 2})),
+        json.dumps(report(drafting={"lookup_first": {"method": "ngram", "min": 2, "max": 5, "draft_tokens": 2}})),
         json.dumps(report("eagle")),
     ],
 )
