@@ -51,7 +51,9 @@ def test_drafts_are_those_of_the_comparison_with_their_k(head: Path) -> None:
         {"name": name, "report": {"draft": {"model": model}, "settings": {"num_speculative_tokens": k}}}
         for name, model, k in (("draft", str(head), 2), ("ngram", None, 4), ("ngram+draft", str(head), 4))
     ]
-    candidates[-1]["report"]["settings"]["drafting"] = {"lookup_first": {"method": "ngram", "min": 2, "max": 5, "draft_tokens": 2}}
+    candidates[-1]["report"]["settings"]["drafting"] = {
+        "lookup_first": {"method": "ngram", "min": 2, "max": 5, "draft_tokens": 2}
+    }
     Path("runs/smollm2/comparison.json").write_text(json.dumps({"candidates": candidates}), encoding="utf-8")
     assert chosen(Options()) == [Draft(head, "eagle3", 2)]
     assert chosen(Options(num_speculative_tokens=[5])) == [Draft(head, "eagle3", 5)]

@@ -99,6 +99,21 @@ def test_trees_are_measured_and_reported(measured, tmp_path):
     assert all(len(entry["drafted"]) + entry["num_off_path"] == 6 for sample in samples for entry in sample["rounds"])
 
 
+def test_a_draft_is_measured_behind_a_lookup(measured, tmp_path):
+    """Alone and in batches, sampled too: the main configuration, a sweep, the test of sampling, and the gate's verdict."""
+    draft = tmp_path / "draft"
+    tiny_target_model(num_layers=1).save_pretrained(draft)
+    tiny_tokenizer().save_pretrained(draft)
+    lookup = "eval.lookup_first={min: 1, draft_tokens: 1}"
+    more = ["eval.temperature=1", "eval.top_k=3", "eval.sweep.batch_size=[2]", "eval.sampling_draws=100"]
+    report, samples = measured("method=draft_model", f"draft={draft}", lookup, "eval.num_speculative_tokens=3", *more)
+    assert report["settings"]["drafting"]["lookup_first"] == {"method": "ngram", "min": 1, "max": 5, "draft_tokens": 1}
+    assert report["lossless"]["greedy_identical"] and report["lossless"]["sampling_test"]["p_value"] > 1e-3
+    assert report["gate"]["verdict"] == "passed"
+    assert {len(entry["drafted"]) for sample in samples for entry in sample["rounds"]} == {1, 3}
+    assert [sample["text"] for sample in samples[:4]] == [sample["text"] for sample in samples[4:]]
+
+
 @pytest.mark.long  # torch traces six graphs
 def test_the_targets_passes_are_compiled(measured, tmp_path, monkeypatch):
     """With the draft and without, in the test of sampling, and for every K whose cost is timed; traced as for the compiler."""
@@ -165,6 +180,10 @@ def test_a_run_is_judged_against_a_baseline_and_its_own_budget(measured, keys, g
         (["method=eagle3"], "eval.draft", "null"),
         (["target=./nowhere"], "target.model", "./nowhere"),
         (["eval.suite=null"], "eval.suite", "nothing with target"),
+        (["eval.lookup_first={}"], "eval.lookup_first", "a lookup in front of method ngram"),
+        (["method=eagle3", "eval.lookup_first={draft_tokens: 9}"], "eval.lookup_first.draft_tokens", "9 with K = 4"),
+        (["method=eagle3", "eval.lookup_first={min: 4, max: 2}"], "eval.lookup_first.min", "4"),
+        (["method=eagle3", "eval.lookup_first={}", "eval.engine=vllm"], "eval.lookup_first", '{"method"'),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(keys, tmp_path, capsys, more, key, got):
