@@ -56,7 +56,7 @@ class Serving:
     name: what the engine calls the method.
     layout: of an exported draft; None: nothing is exported for it.
     loaders: how it loads a folder; the first whose `inner` key is None or in config.json is taken.
-    options: config.json of a draft -> what else its server is started with.
+    options: config.json of a draft, or a method's settings -> what else its server is started with.
     """
 
     name: str = ""
@@ -69,11 +69,13 @@ class Serving:
 class Served:
     """What a command that serves is made of. method: None serves the target without a draft.
 
-    serving: how the engine is given the method's drafts. in_target: it takes the draft from the target's checkpoint, which `output` is.
+    serving: how the engine is given the method's drafts. in_target: the draft has no folder of its own, but is in the target's checkpoint,
+    which `output` is, or needs no file.
 
     target: the name an engine is given, None where it is not known.
     samples: whether the draft was measured with drafts that are drawn, not greedy.
-    config: the config.json that was written, empty for a GGUF file. files: the names in `output`, which need not be on this machine.
+    config: the config.json that was written, empty for a GGUF file; the settings of a method without a draft. files: the names in `output`,
+    which need not be on this machine.
     """
 
     method: str | None

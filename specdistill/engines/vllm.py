@@ -34,10 +34,11 @@ PER_POSITION = "spec_decode_num_accepted_tokens_per_pos_total"
 
 
 def served_config(served: Served) -> dict[str, Any]:
-    """The speculative config; a draft that is in the target's checkpoint has no folder of its own."""
+    """The speculative config."""
     folder = {} if served.in_target else {"model": str(served.output)}
     sampled = {"draft_sample_method": "probabilistic"} if served.samples else {}
-    return {"method": served.serving.name, **folder, "num_speculative_tokens": served.num_tokens, **sampled}
+    of_method = {"method": served.serving.name, **served.serving.options(served.config)}
+    return {**of_method, **folder, "num_speculative_tokens": served.num_tokens, **sampled}
 
 
 def arguments(served: Served) -> list[str]:

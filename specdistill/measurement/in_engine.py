@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from specdistill.engines.engine import Served
 from specdistill.engines.server import Completion
 from specdistill.errors import UserError
 from specdistill.export import export
@@ -29,6 +30,7 @@ from specdistill.measurement.servers import (
     measure_running,
     measure_started,
 )
+from specdistill.methods import METHODS
 from specdistill.methods.load import describe_draft, locate
 from specdistill.methods.recipe import Recipe
 from specdistill.methods.target_record import check_target
@@ -88,8 +90,9 @@ def measure_in_engine(
         max_length = min(max_length, speculative.identity.max_length or max_length)
     else:
         check_startable(config.engine, recipe.method)
-        draft = draft or str(Path(recipe.train["output_dir"]) / "draft")
-        check_target(source := locate(draft), files, "eval.draft")
+        if METHODS[recipe.method].is_trained:
+            draft = draft or str(Path(recipe.train["output_dir"]) / "draft")
+            check_target(locate(draft), files, "eval.draft")
     task = ServerTask.of(config, suite, tokenizer, max_length)
     print_power_analysis(power_analysis(len(task.prompts), suite.name, prior))
 
@@ -101,8 +104,7 @@ def measure_in_engine(
         machine: dict[str, Any] = {"device": "server", "name": config.server}
     else:
         empty_own(folder, "eval.output_dir")
-        k = config.num_speculative_tokens
-        served = export(source, config.engine, folder / "draft", files, num_speculative_tokens=k)
+        served = _served(recipe, draft, folder / "draft", files)
         measurement = measure_started(task, config, target, served, folder)
         of_target |= {"dtype": target.dtype, "weights": files.identity.weights}
         of_draft = describe_draft(draft, served.method or recipe.method)
@@ -112,6 +114,17 @@ def measure_in_engine(
     report, records = engine_report(task, measurement, target=of_target, draft=of_draft, hardware=machine)
     add_quality(report, records, suite, special_tokens=tokenizer.all_special_tokens, run_code=config.run_code)
     return report, records
+
+
+def _served(recipe: Recipe, draft: str | None, folder: Path, files: TargetFiles) -> Served:
+    """What the engine is started with: the draft as it is exported into a folder, or the settings of a method without one."""
+    engine, k = recipe.eval.engine, recipe.eval.num_speculative_tokens
+    if draft is not None:
+        return export(locate(draft), engine, folder, files, num_speculative_tokens=k)
+    ((_, settings),) = recipe.proposer_options().items()
+    serving = METHODS[recipe.method].serving()[engine]
+    output, config = Path(files.name), vars(settings)
+    return Served(recipe.method, output, files.name, k, samples=False, config=config, serving=serving, in_target=True)
 
 
 def engine_report(

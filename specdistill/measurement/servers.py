@@ -134,12 +134,13 @@ class ServerTask:
 
 
 def check_startable(engine: str, method: str) -> None:
-    """Raises UserError for an engine that cannot be started here, and for a method without a draft that it could load."""
+    """Raises UserError for an engine that cannot be started here, and for a method that it does not serve."""
     if ENGINES[engine].program is None:
         raise UserError("eval.server", got="null", expected=f"the address of a running {engine} server")
-    if not METHODS[method].is_trained:
+    able = METHODS[method].serving()
+    if engine not in able:
         got = f"{method} with eval.engine={engine}"
-        raise UserError("method", got=got, expected="a method with a draft to serve, or a running server in eval.server")
+        raise UserError("method", got=got, expected=f"a method that {engine} serves, or eval.engine={' or '.join(able)}")
 
 
 @dataclass

@@ -6,14 +6,23 @@ from pydantic import model_validator
 
 from specdistill.errors import UserError
 from specdistill.methods.recipe import Recipe
-from specdistill.recipe.fields import Section, option, section
-from specdistill.recipe.sections import IN_PROCESS, EvalConfig, check_lengths
+from specdistill.recipe.fields import ReadWhen, Section, option, section
+from specdistill.recipe.sections import NOT_RUNNING, STARTED, EvalConfig, check_lengths
+
+OWN_RULE = ReadWhen("with rule=specdistill", lambda it: it.rule == "specdistill")
+SEVERAL_LENGTHS = ReadWhen("without rule=llama.cpp, which compares max tokens", lambda it: it.rule != "llama.cpp")
 
 
 class NgramConfig(Section):
-    min: int = option(1, "fewest tokens that must agree", ge=1)
-    max: int = option(3, "most tokens compared; the longest agreement counts", ge=1)
-    lookup: Literal["sequence", "prompt"] = option("sequence", "where they are looked up: prompt and output, or the prompt")
+    rule: Literal["specdistill", "vllm", "llama.cpp"] = option(
+        "specdistill",
+        "the latest occurrence, repeated past the end; vllm: the first, up to the end; llama.cpp: its ngram-simple",
+    )
+    min: int = option(1, "fewest tokens that must agree", ge=1, read_when=SEVERAL_LENGTHS)
+    max: int = option(3, "most tokens compared, the longest agreement counts; of llama.cpp's rule as many as it compares", ge=1)
+    lookup: Literal["sequence", "prompt"] = option(
+        "sequence", "where they are looked up: prompt and output, or the prompt", read_when=OWN_RULE
+    )
 
     @model_validator(mode="after")
     def _has_lengths(self) -> "NgramConfig":
@@ -22,10 +31,14 @@ class NgramConfig(Section):
 
 
 class NgramEvalConfig(EvalConfig):
-    ngram: NgramConfig = option(NgramConfig(), "how n-grams are looked up", read_when=IN_PROCESS)
+    ngram: NgramConfig = option(NgramConfig(), "how n-grams are looked up", read_when=NOT_RUNNING)
 
     @model_validator(mode="after")
     def _can_be_proposed(self) -> "NgramEvalConfig":
+        if STARTED.holds(self):  # an engine has a rule of its own
+            for name, own in (("rule", ("specdistill", self.engine)), ("lookup", ("sequence",))):
+                if (value := getattr(self.ngram, name)) not in own:
+                    raise UserError(f"eval.ngram.{name}", got=f"{value} with eval.engine={self.engine}", expected=own[-1])
         if self.tree or self.sweep.tree:
             raise UserError("eval.tree", got="a tree with method ngram", expected="no such key: it drafts chains only")
         if self.lookup_first:

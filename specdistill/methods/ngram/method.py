@@ -8,6 +8,11 @@ The longest n-gram that is found decides, since more agreement says more about w
 surroundings are most like the present ones. With x_0 .. x_{T-1} the sequence and x_s the token after that occurrence, draft token i is
 x_{s + i}. An occurrence near the end has only p = T - s tokens after it: the sequence seems to repeat with period p, and the draft
 repeats it further, x_{s + i mod p}. So every match gives as many tokens as were asked for, and no older occurrence has to be kept.
+
+Engines have rules of their own, which `rule` names, so that what they will accept can be measured here. vLLM's takes the first occurrence,
+and what follows it up to the end of the text. llama.cpp's `ngram-simple` compares n = max tokens, the last of which has just been sampled
+and is never drafted; it takes the latest occurrence that does not begin the text, if n tokens or more follow it, in a text of more than
+n + K + 1 tokens.
 """
 
 from dataclasses import dataclass, field
@@ -38,7 +43,7 @@ PUBLISHED = sizes.PublishedFigures(
 class NgramProposer:
     """Draft tokens are certain (one-hot) at any temperature, so verification needs no distribution of theirs.
 
-    min_ngram, max_ngram: tokens of the n-grams that are looked up.
+    min_ngram, max_ngram: tokens of the n-grams that are looked up; llama.cpp's rule takes the latter for both.
     lookup: `sequence` finds n-grams of prompt and output, `prompt` those of the prompt alone; what followed them may reach into the output.
         The prompt is what stands before the last token at the first proposal after `begin`.
     """
@@ -46,17 +51,25 @@ class NgramProposer:
     min_ngram: int = 1
     max_ngram: int = 3
     lookup: str = "sequence"
+    rule: str = "specdistill"
     vocabulary: None = None
     depends_on_width: bool = False
     aux_layers: tuple[int, ...] = ()
     num_parameters: int = 0
     num_bytes: int = 0
-    _after: dict[tuple[int, ...], int] = field(default_factory=dict)  # n-gram -> index of the token after its last occurrence
+    _after: dict[tuple[int, ...], int] = field(
+        default_factory=dict
+    )  # n-gram -> index of the token after the occurrence that counts
     _indexed: int = 0  # tokens at the beginning of the sequence whose n-grams are in it
+
+    def __post_init__(self) -> None:
+        if self.rule == "llama.cpp":
+            self.min_ngram = self.max_ngram
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {"min": self.min_ngram, "max": self.max_ngram, "lookup": self.lookup}
+        own = {"lookup": self.lookup} if self.rule == "specdistill" else {"rule": self.rule}
+        return {"min": self.min_ngram, "max": self.max_ngram, **own}
 
     def draws(self, sampling: Sampling, tree: StaticTree | DynamicTree | None) -> bool:
         return False
@@ -75,23 +88,34 @@ class NgramProposer:
         for n in range(min(self.max_ngram, len(text)), self.min_ngram - 1, -1):
             start = self._after.get(tuple(text[-n:]))
             if start is not None:
-                period = len(text) - start
-                return Proposal([text[start + i % period] for i in range(k)])
+                return Proposal(self._continued(text, start, k))
         return Proposal([])
+
+    def _continued(self, text: list[int], start: int, k: int) -> list[int]:
+        """Up to k tokens that continue the text as it went on at `start`."""
+        if self.rule == "vllm":
+            return text[start : start + k]
+        if self.rule == "llama.cpp":
+            found = text[start : min(start + k, len(text) - 1)]
+            return found if len(found) >= self.max_ngram and len(text) > self.max_ngram + k + 2 else []
+        period = len(text) - start
+        return [text[start + i % period] for i in range(k)]
 
     def batched(self) -> BatchProposer:
         return RowByRow(self)
 
     def _index(self, text: list[int]) -> None:
         """Take in the n-grams that end before the last token: nothing has followed that one yet."""
-        for end in range(self._indexed + 1, len(text)):
-            for n in range(self.min_ngram, min(self.max_ngram, end) + 1):
-                self._after[tuple(text[end - n : end])] = end
-        self._indexed = len(text) - 1
+        left_out = 1 if self.rule == "llama.cpp" else 0  # tokens at both ends
+        for end in range(self._indexed + 1, len(text) - left_out):
+            for n in range(self.min_ngram, min(self.max_ngram, end - left_out) + 1):
+                ngram = tuple(text[end - n : end])
+                self._after[ngram] = self._after.get(ngram, end) if self.rule == "vllm" else end
+        self._indexed = len(text) - left_out - 1
 
 
 def load_proposer(folder: Path | None, target: FrozenTarget, *, key: str, ngram: NgramConfig = DEFAULTS) -> Proposer:
-    return NgramProposer(ngram.min, ngram.max, ngram.lookup)
+    return NgramProposer(ngram.min, ngram.max, ngram.lookup, ngram.rule)
 
 
 def planned(target: sizes.Described, given: sizes.Described | None, settings: dict[str, Any]) -> sizes.PlannedDraft:

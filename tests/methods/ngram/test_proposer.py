@@ -137,3 +137,45 @@ def test_settings_that_cannot_work_name_their_key(method: str, options: list[str
     arguments = [f"method={method}", "target.model=pico", "train.output_dir=runs"]
     with refused(f"eval.ngram{key}", got):
         load_recipe(Recipe, arguments + [f"eval.ngram.{option}" for option in options])
+
+
+def as_vllm(text: list[int], shortest: int, longest: int, k: int) -> list[int]:
+    """Of the longest n-gram that is found the first occurrence, and what follows it."""
+    for n in range(longest, shortest - 1, -1):
+        for start in range(len(text) - n):
+            if text[start : start + n] == text[-n:]:
+                return text[start + n : start + n + k]
+    return []
+
+
+def as_llama_cpp(text: list[int], size_n: int, size_m: int) -> list[int]:
+    """`common_ngram_simple_draft` of llama.cpp, line by line."""
+    tokens, sampled = text[:-1], text[-1]
+    cur_len = len(tokens)
+    if cur_len <= size_n + size_m + 1:
+        return []
+    pattern, match_pos = [*tokens[cur_len - size_n + 1 :], sampled], 0
+    for j in range(cur_len - size_n - 1, 0, -1):
+        if tokens[j : j + size_n] == pattern:
+            match_pos = j
+            break
+    if match_pos == 0:
+        return []
+    copy_max = min(size_m, cur_len - (match_pos + size_n))
+    return [] if copy_max < size_n else tokens[match_pos + size_n : match_pos + size_n + copy_max]
+
+
+def test_the_rules_of_engines_draft_what_they_draft() -> None:
+    draw, found = random.Random(0), {"vllm": 0, "llama.cpp": 0}
+    for _ in range(100):
+        n, k, text = draw.randint(1, 3), draw.randint(1, 5), [draw.randrange(4) for _ in range(draw.randint(1, 10))]
+        proposers = {rule: NgramProposer(1, n, rule=rule) for rule in found}
+        for proposer in proposers.values():
+            proposer.begin(100)
+        for _ in range(12):
+            expected = {"vllm": as_vllm(text, 1, n, k), "llama.cpp": as_llama_cpp(text, n, k)}
+            for rule, proposer in proposers.items():
+                assert propose(proposer, text, k) == expected[rule]
+                found[rule] += bool(expected[rule])
+            text += [draw.randrange(4) for _ in range(draw.randint(1, 3))]
+    assert min(found.values()) > 300
