@@ -20,6 +20,7 @@ from specdistill.engines.start import started
 from specdistill.errors import ExitCode, ResourceError
 from specdistill.export import export
 from specdistill.methods.load import load_proposer
+from specdistill.methods.ngram.config import NgramConfig
 from specdistill.project import PICO, ROOT
 from specdistill.report.files import read_report
 from specdistill.suites.suite import load_suite, tokenize
@@ -34,15 +35,17 @@ NUM_PROMPTS, NEW_TOKENS, LOADS = 8, 48, (1, 4)
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def command(draft: Path, folder: Path) -> list[str]:
+def command(draft: Path | None, folder: Path) -> list[str]:
+    """draft: of EAGLE-3; None: n-gram lookup."""
     engine = f"{environment('vllm') / 'bin' / 'vllm'} serve --enforce-eager --block-size 32"
-    given = ["target=pico", "method=eagle3", f"draft={draft}", "suite=pico", "gate=server", f"output_dir={folder}"]
+    given = ["target=pico", *(["method=eagle3", f"draft={draft}"] if draft else ["method=ngram", "eval.ngram.min=2"])]
+    given += ["suite=pico", "gate=server", f"output_dir={folder}"]
     given += ["eval.engine=vllm", f"eval.engine_command={engine}", f"eval.num_speculative_tokens={K}", "eval.repeats=1"]
     given += [f"eval.num_prompts={NUM_PROMPTS}", f"eval.max_new_tokens={NEW_TOKENS}", f"eval.sweep.concurrency={[*LOADS]}"]
     return [sys.executable, "-m", "specdistill", "eval", *given]
 
 
-def evaluating(draft: Path, folder: Path) -> "subprocess.Popen[str]":
+def evaluating(draft: Path | None, folder: Path) -> "subprocess.Popen[str]":
     surroundings = {**os.environ, **QUIET_VLLM, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(command(draft, folder), env=surroundings, cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
@@ -75,15 +78,19 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-@pytest.fixture(scope="module")
-def measured(trained: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def evaluated(draft: Path | None, folder: Path) -> Path:
     """The folder of the report. Its speed is not what is tested here, so the gate may say either."""
-    folder, before = tmp_path_factory.mktemp("measured") / "report", set(SHARED_MEMORY.glob("*"))
-    with evaluating(trained("EAGLE-3.1"), folder) as side:
+    before = set(SHARED_MEMORY.glob("*"))
+    with evaluating(draft, folder) as side:
         printed = side.communicate()[1]
     assert side.returncode in (ExitCode.DONE, ExitCode.CHECK_FAILED, ExitCode.INCONCLUSIVE), printed[-4000:]
     assert set(SHARED_MEMORY.glob("*")) <= before
     return folder
+
+
+@pytest.fixture(scope="module")
+def measured(trained: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return evaluated(trained("EAGLE-3.1"), tmp_path_factory.mktemp("measured") / "report")
 
 
 def test_one_command_measures_what_we_count(measured: Path, pico: FrozenTarget, trained: Callable[[str], Path]) -> None:
@@ -106,6 +113,22 @@ def test_one_command_measures_what_we_count(measured: Path, pico: FrozenTarget, 
         assert counts == (here.counts.num_drafts, here.counts.num_draft_tokens, here.counts.accepted_per_position)
     assert [sample.token_ids for sample in together] == [sample.token_ids for sample in alone]
     assert [sample.counts for sample in together] == [sample.counts for sample in alone]
+
+
+def test_vllms_own_lookup_accepts_what_its_rule_does_here(pico: FrozenTarget, tmp_path: Path) -> None:
+    report, samples = read_report(evaluated(None, tmp_path / "report"))
+    assert report["lossless"]["greedy_identical"] and report["draft"] == {"model": None, "revision": None, "method": "ngram"}
+    prompts = tokenize(load_suite("pico"), pico.tokenizer, max_new_tokens=NEW_TOKENS, max_length=512, num_prompts=NUM_PROMPTS)
+    proposer = load_proposer("ngram", None, pico, ngram=NgramConfig(rule="vllm", min=2))
+    for prompt, sample in zip(prompts, samples, strict=False):
+        (here,) = generate_here(
+            pico, proposer, [prompt.token_ids], max_new_tokens=len(sample.token_ids), num_speculative_tokens=K
+        )
+        assert sample.token_ids == here.token_ids and sample.counts is not None
+        assert (sample.counts.num_drafts, sample.counts.num_accepted_tokens) == (
+            here.counts.num_drafts,
+            sum(here.counts.accepted_per_position),
+        )
 
 
 def test_speed_is_measured_at_both_loads(measured: Path) -> None:
