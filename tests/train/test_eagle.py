@@ -65,7 +65,7 @@ def test_a_gguf_file_is_trained_for_measured_examined_and_judged(tmp_path: Path,
     assert train(tmp_path, run, f"target.model={target}", *generated, *measured, *gate).returncode == 0
     assert evaluate(f"recipe={run / 'run' / 'recipe.yaml'}") == 0
     report = json.loads((run / "report" / "report.json").read_text())
-    assert report["gate"]["passed"] and report["target"]["model"] == str(target)
+    assert report["gate"]["passed"] and report["target"]["model"] == target.name
     capsys.readouterr()
     assert main(["data", "show", f"recipe={run / 'run' / 'recipe.yaml'}"]) == 0
     assert "<|user|>\nWrite " in capsys.readouterr().out
