@@ -12,7 +12,7 @@ READY := $(VENV)/.ready
 export PATH := $(abspath $(BIN)):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-launches test-all lint format site bench methods smollm2 smollm2-engines engines test-engines mutants fuzz
+.PHONY: help setup demo test test-long test-launches test-all lint format site bench methods smollm2 smollm2-engines engines test-engines mutants kills fuzz
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -80,6 +80,9 @@ test-engines: $(READY) engines  ## drafts in those engines: same logits, same te
 
 mutants: $(READY)  ## break the library in each way of tests/mutants.json: do the quick tests notice?
 	$(BIN)/python bench/mutants.py $(ARGS)
+
+kills: $(READY)  ## kill export, publish, data and train a hundred times each, at random moments (make test-long: twenty times)
+	SPECDISTILL_KILLS=100 $(PYTEST) -m long -k kills tests/test_kills.py tests/produce/test_command.py $(ARGS)
 
 # make prints the line with its seed, by which a failure is found again.
 NUM_INPUTS ?= 20000

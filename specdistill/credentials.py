@@ -5,6 +5,7 @@ Tokens of the Hub are huggingface_hub's alone: it reads HF_TOKEN or what `hf aut
 
 import os
 import re
+from typing import Any
 
 from specdistill.errors import UserError
 
@@ -15,6 +16,19 @@ FEWEST_CHARACTERS = 8  # of a variable that is looked for; a shorter one, as EMP
 HUB_TOKEN = re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{20,}")
 # user:password@ in an address of any kind, user@ in one of the web, where it is a token.
 PASSWORD = re.compile(r"://[^/?#\s@:]+:[^/?#\s@]+@|https?://[^/?#\s@]+@")
+
+# In what may be published: the folders of an absolute path, which may hold spaces, and a server's host.
+FOLDERS = re.compile(r"""(?:^|(?<=[\s=\[({,"':]))(?:~[\w.-]*|\.\.)?/(?!/)(?:(?:[^/\s,"'\])}]| (?![-/~]))+/)*(?=[^/\s])""")
+HOST = re.compile(r"(?<=://)[^/\s:]+(?=:\d)")
+
+
+def without_places(node: Any) -> Any:
+    """JSON as others may read it: of a path on this machine the last part, of a server no host."""
+    if isinstance(node, dict):
+        return {name: without_places(value) for name, value in node.items()}
+    if isinstance(node, list):
+        return [without_places(value) for value in node]
+    return HOST.sub("HOST", FOLDERS.sub("", node)) if isinstance(node, str) else node
 
 
 def secret_in(text: str) -> str | None:

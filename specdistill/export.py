@@ -11,7 +11,7 @@ from specdistill.engines import ENGINES
 from specdistill.engines.engine import Engine, Served
 from specdistill.errors import UserError, nearest
 from specdistill.files.documents import read_json
-from specdistill.files.folders import check_new
+from specdistill.files.folders import check_new, new_folder
 from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import read_config
 from specdistill.methods.load import create_draft, implementation, method_of
@@ -69,21 +69,22 @@ def export(
     num_tokens = num_speculative_tokens or settings.get("num_speculative_tokens", DEFAULT_NUM_TOKENS)
     write, options = implementation(method).export, {"dtype": dtype} if dtype else {}
     assert write is not None, method
-    write(draft, engine, given.layout, output_dir, target, num_tokens, **options)
-    if not types:  # a GGUF file was written with it
-        copy_record(draft, output_dir)
-    served = Served(
-        method=method,
-        output=output_dir,
-        target=target.name if target else None,
-        num_tokens=num_tokens,
-        samples=samples_drafts(settings),
-        config={} if types else read_config(output_dir, "output_dir"),
-        files=tuple(sorted(path.name for path in output_dir.iterdir())),
-        serving=given,
-        in_target=METHODS[method].in_target,
-    )
-    (output_dir / "SERVE.md").write_text(serve_md(to, served, measured), encoding="utf-8")
+    with new_folder(output_dir) as folder:
+        write(draft, engine, given.layout, folder, target, num_tokens, **options)
+        if not types:  # a GGUF file was written with it
+            copy_record(draft, folder)
+        served = Served(
+            method=method,
+            output=output_dir,
+            target=target.name if target else None,
+            num_tokens=num_tokens,
+            samples=samples_drafts(settings),
+            config={} if types else read_config(folder, "output_dir"),
+            files=tuple(sorted(path.name for path in folder.iterdir())),
+            serving=given,
+            in_target=METHODS[method].in_target,
+        )
+        (folder / "SERVE.md").write_text(serve_md(to, served, measured), encoding="utf-8")
     return served
 
 

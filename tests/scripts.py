@@ -12,7 +12,6 @@ from specdistill.cli import main
 from specdistill.command import run
 from specdistill.methods.recipe import Recipe
 from specdistill.project import ROOT
-from tests.launches import environment
 
 REPORT_FILES = ["junit.xml", "report.html", "report.json", "report.md", "samples.jsonl"]  # that eval/run.py leaves
 
@@ -28,12 +27,6 @@ def specdistill(*arguments: str) -> subprocess.CompletedProcess[str]:
     finally:
         sys.argv = given
     return subprocess.CompletedProcess(["specdistill", *arguments], code, out.getvalue(), err.getvalue())
-
-
-def start_specdistill(*arguments: str) -> subprocess.Popen[bytes]:
-    """`specdistill` with these arguments in a process of its own, which can be killed; what it prints is lost."""
-    line = [sys.executable, "-m", "specdistill", *arguments]
-    return subprocess.Popen(line, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def load_script(path: str) -> Any:

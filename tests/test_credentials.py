@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from specdistill.cli import VERBS, main
-from specdistill.credentials import secret_in
+from specdistill.credentials import secret_in, without_places
 from tests.refusals import refused_key
 
 TOKEN = "hf_" + "abCD12" * 6
@@ -36,6 +36,28 @@ def test_what_is_a_secret(text: str, kind: str | None, monkeypatch: pytest.Monke
     monkeypatch.setenv("SPECDISTILL_SERVER_KEYS", "http://127.0.0.1:8000 the-key-of-a-server")
     found = secret_in(text)
     assert found is None if kind is None else found is not None and kind in found and text not in found
+
+
+@pytest.mark.parametrize(
+    ("text", "public"),
+    [
+        ("/home/ada lovelace/run/", "run/"),
+        ("~ada/target", "target"),
+        ("../../home/ada/target", "target"),
+        (
+            "data.source=[/home/ada/my chats.jsonl,~/more.jsonl,org/name@v1]",
+            "data.source=[my chats.jsonl,more.jsonl,org/name@v1]",
+        ),
+        ('/opt/vllm serve /home/ada/t --config \'{"model": "/tmp/d/draft"}\'', 'vllm serve t --config \'{"model": "draft"}\''),
+        ("http://gpu-7.corp:8000/v1", "http://HOST:8000/v1"),
+        *(
+            (text, text)
+            for text in ("org/name", "runs/mine", "https://huggingface.co/datasets/org/name", "4 / 2 = 2", "<b>1</b>")
+        ),
+    ],
+)
+def test_no_place_of_a_machine_is_in_what_others_read(text: str, public: str) -> None:
+    assert without_places({"a": [text, 1, None]}) == {"a": [public, 1, None]}
 
 
 WORDS = ("target={}", "{}", "{}=1", "train.hub_token={}", "recipe={}")

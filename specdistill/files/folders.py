@@ -46,19 +46,23 @@ def check_new(output: Path, key: str = "output_dir") -> None:
 
 
 @contextmanager
-def new_folder(output: Path, key: str = "output_dir") -> Iterator[Path]:
+def new_folder(output: Path, key: str = "output_dir", *, replaces: bool = False) -> Iterator[Path]:
     """A folder to write in, which takes its name once all is written; nothing is left behind otherwise.
 
-    Raises UserError when the output exists, and while another process writes it; ResourceError when writing fails.
+    replaces: what is there is this package's, and removed first. Raises UserError when the output exists otherwise, and while another
+    process writes it; ResourceError when writing fails.
     """
-    check_new(output, key)
+    if not replaces:
+        check_new(output, key)
     partial = output.with_name(f".{output.name}.partial")
     try:
         partial.mkdir(parents=True, exist_ok=True)
         with _locked(partial, os.O_RDONLY, key, output):
             try:
-                for left in partial.iterdir():  # by a process that was killed
-                    shutil.rmtree(left) if left.is_dir() else left.unlink()
+                if replaces and output.exists():
+                    output.rename(partial / output.name)  # at once: a half of it would look like a whole one
+                for left in partial.iterdir():  # by a process that was killed, too
+                    left.unlink() if left.is_symlink() or left.is_file() else shutil.rmtree(left)
                 yield partial
                 partial.rename(output)
             finally:

@@ -84,7 +84,7 @@ def acquire(
     _announce(needed, output or Path(constants.HF_HUB_CACHE))
     if not dry_run:
         for each, names in needed:
-            each.fetch(names)
+            each.fetch(names, verify=output is not None)
         if output:
             write_hashes(output)
             say(f"for a machine without the Hub: {output}, read there with HF_HUB_CACHE={output.name} HF_HUB_OFFLINE=1")

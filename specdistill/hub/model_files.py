@@ -61,6 +61,8 @@ class ModelFiles:
             return cls(key, name, Path(place), _sizes(Path(place)))
         shown = f"{name}@{revision}" if revision else name
         with hub_errors(key, shown, expected=expected):
+            if cache and (cache / f"models--{place.replace('/', '--')}" / "refs" / (revision or "main")).exists():
+                revision = HfApi().model_info(place, revision=revision).sha  # by its commit: a ref is never moved
             folder = Path(snapshot_download(place, revision=revision, cache_dir=cache, allow_patterns=list(SMALL)))
             if constants.is_offline_mode():
                 return cls(key, shown, folder, _sizes(folder))
@@ -96,13 +98,14 @@ class ModelFiles:
     def missing(self, files: Sequence[str]) -> list[str]:
         return [file for file in files if not (self.folder / file).is_file()]
 
-    def fetch(self, files: Sequence[str]) -> Path:
-        """The folder, once these files are in it; when one was missing, compared with the checksums that the Hub lists.
+    def fetch(self, files: Sequence[str], *, verify: bool = False) -> Path:
+        """The folder, once these files are in it; when one was missing, or to `verify`, compared with the checksums that the Hub lists.
 
         Raises ResourceError where they stay damaged, and when the Hub or its cache fails.
         """
         if missing := self.missing(files):
             self._download(missing)
+        if missing or verify:
             self.verify()
         return self.folder
 

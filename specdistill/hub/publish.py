@@ -1,26 +1,27 @@
 """A finished run released on the Hub: the draft as it was measured, the evidence for it, exports for engines, and the card."""
 
+import json
 import shlex
-import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants
 from huggingface_hub.hf_api import RepoFile
 
-from specdistill.credentials import check_no_secret
+from specdistill.credentials import check_no_secret, without_places
 from specdistill.engines import ENGINES
 from specdistill.engines.engine import Engine, Served, Serving
 from specdistill.engines.loader import check_loader, loader_of
 from specdistill.errors import UserError
 from specdistill.export import export, samples_drafts
+from specdistill.files.documents import read_json, read_keys
 from specdistill.files.folders import new_folder
 from specdistill.hub.card import CardContents, model_card
 from specdistill.hub.command import PublishOptions
-from specdistill.hub.evidence import DRAFT, PROVENANCE, RECIPE, Release, check_finished, read_release
+from specdistill.hub.evidence import DRAFT, FINISHED, PROVENANCE, RECIPE, Release, check_finished, read_release
 from specdistill.hub.licenses import CARD, TEXTS, Licensed, forbidden, license_of_draft, licensed_data, licensed_model
 from specdistill.hub.releases import last_release, tag_message, to_measure_again, what_changed
 from specdistill.hub.repository import (
@@ -41,7 +42,7 @@ from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import link, read_config
 from specdistill.methods.load import draft_files, implementation
 from specdistill.methods.recipe import Recipe
-from specdistill.recipe.load import RUNS_NOTHING, load_recipe
+from specdistill.recipe.load import RUNS_NOTHING, load_recipe, recipe_yaml
 from specdistill.recipe.sections import PublishConfig
 from specdistill.report.files import SAMPLES, write_report
 from specdistill.report.phrases import size
@@ -120,11 +121,9 @@ def publish_run(options: PublishOptions) -> Publication:
         changes=what_changed(release, last) if last else "",
     )
     folder = Path(options.output_dir or run / STAGED)
-    if options.output_dir is None and folder.exists():
-        if not (folder / Path(PROVENANCE).name).is_file():
-            raise UserError("output_dir", got=f"null, and {folder} holds no earlier release", expected="a new folder")
-        shutil.rmtree(folder)
-    stage(contents, target, config.exports, folder)
+    if options.output_dir is None and folder.exists() and not (folder / Path(PROVENANCE).name).is_file():
+        raise UserError("output_dir", got=f"null, and {folder} holds no earlier release", expected="a new folder")
+    stage(contents, target, config.exports, folder, replaces=options.output_dir is None)
     changes = difference(folder, there.files)
     if options.dry_run:
         return Publication(name, tag, refusals, folder, changes)
@@ -135,7 +134,7 @@ def publish_run(options: PublishOptions) -> Publication:
 
 def is_released(run: Path, files: Mapping[str, RepoFile]) -> bool:
     """Whether a commit with these files is the release of this run: of this draft, this training and this measurement."""
-    own = {path.name: path for path in (*draft_files(run / DRAFT), run / RECIPE, run / PROVENANCE)}
+    own = {path.name: path for path in (*draft_files(run / DRAFT), run / PROVENANCE)}
     samples = {f"{REPORT}/{SAMPLES}": run / REPORT / SAMPLES}
     return all(path.is_file() and is_same(path, files.get(name)) for name, path in {**own, **samples}.items())
 
@@ -170,22 +169,23 @@ def made_from(recipe: Recipe, target: TargetFiles, base_model: str | None) -> li
     return [*parts, *(licensed_data(data.source) if data else [])]
 
 
-def stage(of: CardContents, target: TargetFiles, exports: Sequence[str], output: Path) -> None:
+def stage(of: CardContents, target: TargetFiles, exports: Sequence[str], output: Path, *, replaces: bool) -> None:
     """Write the folder of a release; the draft's files are linked, not read.
 
-    Raises UserError for what is in its place, for a link among the draft's files and for an export that cannot be, ResourceError when the
-    disk fails.
+    Raises UserError for what is in its place, for a link out of the run and for an export that cannot be, ResourceError when the disk
+    fails.
     """
     release, draft = of.release, of.release.run / DRAFT
     Shards.open(draft, "run").check()
-    if linked := next((path for path in release.draft if path.is_symlink()), None):
-        raise UserError("run", got=f"{linked}, a link", expected="a file: what a link leads to would be published")
+    refuse_links([path for part in (DRAFT, "run", REPORT) for path in (release.run / part).iterdir()], release.run)
     if exports and METHODS[release.method].in_target:
         expected = "none: engines load such a draft in a copy of its target, which is exported where it is served"
         raise UserError("exports", got=", ".join(exports), expected=expected)
-    with new_folder(output) as folder:
-        for path in (*release.draft, release.run / RECIPE, release.run / PROVENANCE):
+    with new_folder(output, replaces=replaces) as folder:
+        for path in (*release.draft, release.run / PROVENANCE):
             link(path, folder / path.name)
+        recipe = read_keys(release.run / RECIPE, "run", FINISHED)
+        (folder / Path(RECIPE).name).write_text(recipe_yaml(recipe, public=True), encoding="utf-8")
         write_report(folder / REPORT, release.report, release.records)
         exported = {}
         for engine in exports:
@@ -193,6 +193,8 @@ def stage(of: CardContents, target: TargetFiles, exports: Sequence[str], output:
                 draft, engine, folder / engine, target, num_speculative_tokens=release.num_speculative_tokens
             )
             (folder / engine / "SERVE.md").unlink()  # with names of this machine; the card says how to serve it
+            if (config := folder / engine / "config.json").is_file():
+                config.write_text(json.dumps(without_places(read_json(config)), indent=2) + "\n", encoding="utf-8")
         pass_on_terms(of.parts, target, folder)
         (folder / CARD).write_text(str(model_card(of, serving_of(of, exported))), encoding="utf-8")
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
@@ -208,12 +210,17 @@ def pass_on_terms(parts: Sequence[Licensed], target: TargetFiles, folder: Path) 
     if terms := dict.fromkeys(part.terms.notice for part in parts if part.terms):
         (folder / NOTICE).write_text("".join(f"{notice}\n" for notice in terms), encoding="utf-8")
     texts = target.fetch(*TEXTS)
-    home = texts.parents[1] if texts.parent.name == "snapshots" else texts
-    for path in sorted(path for pattern in TEXTS for path in texts.glob(pattern) if path.is_file()):
-        if not path.resolve().is_relative_to(home.resolve()):
-            raise UserError("target", got=f"{path}, a link", expected="a file: what a link leads to would be published")
+    found = sorted(path for pattern in TEXTS for path in texts.glob(pattern) if path.is_file())
+    refuse_links(found, texts.parents[1] if texts.parent.name == "snapshots" else texts, "target")
+    for path in found:
         (folder / LICENSES).mkdir(exist_ok=True)
         link(path, folder / LICENSES / path.name)
+
+
+def refuse_links(paths: Iterable[Path], home: Path, key: str = "run") -> None:
+    """Raises UserError for the first that is a link out of the folder `home`, or lies behind one."""
+    if out := next((path for path in paths if not path.resolve().is_relative_to(home.resolve())), None):
+        raise UserError(key, got=f"{out}, a link", expected="a file: what a link leads to would be published")
 
 
 def serving_of(of: CardContents, exported: Mapping[str, Served]) -> list[tuple[str, str]]:

@@ -4,11 +4,13 @@ Speculation must not change what the target generates, so greedy answers score t
 difference of their scores must be about 0. Rows with a `reference` are scored by exact match, rows with a `test` by running the
 program, and all rows by the metric that the suite's header names (`quality`).
 
-Generated programs run in a process of their own with limits on time, memory and file size. The limits contain accidents, not malice: a
-program can read files and use the network as its user can. Nothing is run unless `eval.run_code=true`.
+Generated programs run in a process of their own with limits on time, memory and file size, and read no other's environment. This contains
+accidents, not malice: a program can read files and use the network as its user can, and what it starts in another session outlives it.
+Nothing is run unless `eval.run_code=true`.
 """
 
 import codeop
+import ctypes
 import os
 import re
 import secrets
@@ -42,9 +44,15 @@ MEMORY_BYTES = 2**30
 FILE_BYTES = 2**20
 
 # The child sets its own limits before it reads the program, which cannot raise them again. What it was given first it writes into a pipe
-# once the program has run to its end: no exit code can say that.
+# once the program has run to its end: no exit code can say that. On Linux it enters a Landlock domain (in which only making devices is
+# forbidden): from there /proc does not show the environments of processes outside. And it gives up root's capabilities, by which it would.
 LIMITED = f"""
-import os, resource, sys
+import ctypes, os, resource, sys
+if sys.platform == "linux":
+    libc = ctypes.CDLL(None)
+    libc.prctl(38, 1, 0, 0, 0)
+    libc.syscall(446, libc.syscall(444, (ctypes.c_uint64 * 1)(1 << 6), ctypes.c_size_t(8), 0), 0)
+    libc.capset((ctypes.c_uint32 * 2)(0x20080522), (ctypes.c_uint32 * 6)())
 for limit, most in ((resource.RLIMIT_AS, {MEMORY_BYTES}), (resource.RLIMIT_FSIZE, {FILE_BYTES}), (resource.RLIMIT_CORE, 0)):
     resource.setrlimit(limit, (most, most))
 nonce, _, program = sys.stdin.read().partition("\\n")
@@ -199,6 +207,8 @@ def program(prompt: str | None, text: str) -> str:
 
 def passes(program: str, seconds: float = SECONDS) -> bool:
     """Whether a program runs to its last line, in time and without an error. Its child processes are ended with it."""
+    if sys.platform == "linux":  # PR_SET_DUMPABLE, for kernels without Landlock; it stays, as what a program has started may
+        ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
     nonce, (reading, writing) = secrets.token_hex(16), os.pipe()
     os.set_blocking(reading, False)
     with tempfile.TemporaryDirectory() as folder, open(reading, "rb") as verdict, open(writing, "wb"):

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from specdistill.engines.engine import HeadExport, Layout
 from specdistill.errors import UserError, one_line
-from specdistill.files.folders import new_folder
 from specdistill.methods.layers import HeadShape, Rotary
 from specdistill.targets import files
 from specdistill.targets.files import EMBEDDING, INDEX, SINGLE, Shards, TargetFiles, needed
@@ -64,13 +63,11 @@ def write_draft(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, T
 
 
 def write_head(output: Path, layout: Layout, head: HeadExport, tensors: dict[str, Tensor]) -> None:
-    """Write a head in an engine's layout, with the target's embedding where that repeats it. Raises as `new_folder` and `needed`."""
+    """Write a head in an engine's layout, with the target's embedding where that repeats it. Raises as `needed`."""
     if layout.needs_target:
         embedding = needed(head.target, layout.needs_target).tensor(EMBEDDING)
         tensors = {EMBEDDING: embedding.to(stored_dtype(tensors.values())), **tensors}
-    described = layout.config(head)
-    with new_folder(output) as partial:
-        write_draft(partial, described, tensors)
+    write_draft(output, layout.config(head), tensors)
 
 
 def read_tensors(folder: Path, key: str) -> dict[str, Tensor]:

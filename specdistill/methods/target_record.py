@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from specdistill.credentials import without_places
 from specdistill.errors import UserError
 from specdistill.methods.checkpoint import read_config
 from specdistill.methods.contract import Draft, Implementation
@@ -82,5 +83,5 @@ def _write(folder: Path, identity: TargetIdentity | None) -> None:
     path = folder / "config.json"
     config: dict[str, Any] = {name: value for name, value in read_config(folder, "draft").items() if name != SECTION}
     if identity is not None:
-        config[SECTION] = {"target": dataclasses.asdict(identity)}
+        config[SECTION] = {"target": without_places(dataclasses.asdict(identity))}
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

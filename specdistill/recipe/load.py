@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails, PydanticUndefined
 
-from specdistill.credentials import check_no_secret
+from specdistill.credentials import check_no_secret, without_places
 from specdistill.errors import UserError, nearest, one_line
 from specdistill.files.documents import check_yaml, decoded
 from specdistill.project import RECIPES, find_yaml
@@ -146,9 +146,10 @@ def validate(schema: type[S], values: Mapping[str, Any], prefix: str = "") -> S:
     return made
 
 
-def recipe_yaml(recipe: Section) -> str:
-    """A resolved recipe as YAML, every key in its place; `load_recipe` reads it back equal."""
-    return OmegaConf.to_yaml(OmegaConf.create(recipe.model_dump()))
+def recipe_yaml(recipe: Section | dict[str, Any], *, public: bool = False) -> str:
+    """A resolved recipe as YAML, every key in its place; `load_recipe` reads it back equal. public: without places of this machine."""
+    values = recipe if isinstance(recipe, dict) else recipe.model_dump()
+    return OmegaConf.to_yaml(OmegaConf.create(without_places(values) if public else values))
 
 
 def save_recipe(recipe: Section, path: Path) -> None:

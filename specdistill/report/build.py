@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from specdistill import __version__
+from specdistill.credentials import without_places
 from specdistill.engines import ENGINES
 from specdistill.statistics.intervals import estimates, macro_interval
 from specdistill.statistics.metrics import (
@@ -29,6 +30,7 @@ from specdistill.statistics.sample_size import PRECISION_METRICS, half_width
 from specdistill.statistics.theory import RoundCost, alpha_from_acceptance_length, best_point, speedup_curve
 from specdistill.suites.suite import Suite
 
+NAMING = ("engine", "suite", "target", "draft", "not_measured")  # parts that name files and servers of the machine
 PREDICTED = ("overhead_factor", "predicted_speedup", "prediction_gap")
 WITHOUT_INTERVAL = ("draft_ms", "verify_ms", "baseline_step_ms", *PREDICTED, "decode_speedup")
 ACCEPTANCE = ("mean_acceptance_length", "acceptance_rate")
@@ -80,6 +82,7 @@ def build_report(
         "gate": {"verdict": None, "passed": False, "rules": []},
         "not_measured": absent,
     }
+    report |= without_places({name: report[name] for name in NAMING})
     return {**report, "findings": [{"name": name, "message": message} for name, message in findings(report).items()]}
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from transformers import PrinterCallback, TrainingArguments, set_seed
 
+from specdistill.credentials import without_places
 from specdistill.errors import UserError
 from specdistill.files.documents import parse_yaml, read_keys
 from specdistill.files.folders import alone, check_writable
@@ -100,19 +101,21 @@ class TrainingRun:
         Raises UserError when the facts are not those of the run that is resumed, and where machines that share no folder keep no
         checkpoints of their own.
         """
-        folder, aside = self.path / "run", self.path / ASIDE / "run"
+        folder, aside, facts = self.path / "run", self.path / ASIDE / "run", without_places(facts)
         if self.arguments.should_save:
             self.writer.enter_context(alone(self.path / LOCK, "train.output_dir", self.path))
         of_all(None)
-        old = {} if self.checkpoint is None else read_keys(folder / PROVENANCE, "train.output_dir", "an interrupted run")
+        old = without_places(
+            read_keys(folder / PROVENANCE, "train.output_dir", "an interrupted run") if self.checkpoint else {}
+        )
         other = next((name for name, now in facts.items() if old.get(name, now) != now), None)
         if other := next(filter(None, of_all(other)), None):  # all have read it before it is written again
             got = f"{self.path}, an interrupted run with {other} {old.get(other)}"
             raise UserError("train.output_dir", got=got, expected=f"a new folder, or {other} {facts[other]}")
         provenance = {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "recipe": hashlib.sha256(recipe_yaml(self.recipe).encode()).hexdigest(),
-            "command": sys.argv,
+            "recipe": hashlib.sha256(recipe_yaml(self.recipe, public=True).encode()).hexdigest(),
+            "command": without_places(sys.argv),
             "python": sys.version.split()[0],
             "packages": {name: version(name) for name in PACKAGES},
             "git_revision": git_revision(),

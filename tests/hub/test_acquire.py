@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, snapshot_download
 
 from specdistill.cli import main
 from tests.hub.conftest import files_of
@@ -146,6 +146,35 @@ def test_a_cache_is_filled_and_read_without_the_hub(carried: Path, acquire: Acqu
     assert (said.code, hub.requests) == (0, []), said.err
     folder = Path(said.out.strip())
     assert folder == carried / f"models--someone--Tiny-4L-EAGLE3/snapshots/{hub.tags(DRAFT)['v1']}"
+
+
+def test_a_cache_that_others_fill_keeps_its_refs_and_its_blobs(hub: Hub, acquire: Acquire, tmp_path: Path) -> None:
+    """As huggingface_hub fills it. A later commit is found in it by its hash."""
+    pair = tmp_path / "pair"
+    with hub.client(tmp_path / "other"):
+        for name in (TARGET, DRAFT):
+            snapshot_download(name, cache_dir=pair)
+    before = {path: path.read_bytes() for path in pair.rglob("*") if path.is_file()}
+    times = {path: path.stat().st_mtime_ns for path in before}
+    config = json.loads(hub.files(DRAFT)["config.json"].read_text())
+    commit = hub.commit(DRAFT, {"config.json": json.dumps({**config, "_another": 1}).encode()})
+    said = acquire.head(f"output={pair}")
+    assert said.code == 0 and said.out.endswith(f"/{commit}\n"), said.err
+    assert {path: path.stat().st_mtime_ns for path in before} == times
+    assert {path: path.read_bytes() for path in before} == before
+    assert acquire.head(f"revision={commit}", cache=pair).out == said.out
+
+
+def test_a_damaged_blob_of_a_cache_is_told_and_does_not_become_what_its_list_says(
+    hub: Hub, acquire: Acquire, carried: Path
+) -> None:
+    (weights,) = carried.glob("models--*EAGLE3/snapshots/*/model.safetensors")
+    content = weights.read_bytes()
+    weights.resolve().write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    said = acquire.head("revision=v1", f"output={carried}")
+    assert said.code == 0 and "not what the Hub lists, so fetched again: model.safetensors" in said.err
+    assert weights.read_bytes() == content
+    assert acquire.head("revision=v1", cache=carried).code == 0
 
 
 def test_a_cache_that_is_not_what_its_list_says_is_refused(carried: Path, acquire: Acquire) -> None:

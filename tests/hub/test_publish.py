@@ -12,15 +12,19 @@ import pytest
 from huggingface_hub import ModelCard
 
 from specdistill.cli import main
+from specdistill.credentials import without_places
 from specdistill.export import export
+from specdistill.files.documents import read_yaml
 from specdistill.hub import repository as released
 from specdistill.hub.repository import is_same
-from specdistill.report.files import read_report
+from specdistill.report.files import digest, read_report
 from tests.finished_runs import edit_recipe, edit_report, remake
 from tests.hub.conftest import NAME, contents
 from tests.loopback_hub import Fault, Hub, loopback_hub
 from tests.loopback_hub.store import Repository
 from tests.refusals import refused_key
+from tests.scripts import specdistill
+from tests.tiny import SMALL, write_inputs
 
 pytestmark = pytest.mark.xdist_group("measured run")  # one worker measures
 DRAFT = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
@@ -59,7 +63,7 @@ def test_a_release_is_one_commit_with_everything_and_a_tag_on_it(hub: Hub, run: 
     there = contents(hub, "v1")
     assert there.keys() == RELEASE | {".gitattributes"}
     assert {name: there[name] for name in DRAFT} == {name: (run / "draft" / name).read_bytes() for name in DRAFT}
-    assert there["recipe.yaml"] == (run / "run/recipe.yaml").read_bytes()
+    assert there["provenance.json"] == (run / "run/provenance.json").read_bytes()
     assert there["report/samples.jsonl"] == (run / "report/samples.jsonl").read_bytes()
     report, _ = read_report(run / "report")
     assert json.loads(there["report/report.json"])["results"] == report["results"]
@@ -139,7 +143,8 @@ def test_a_recipe_says_what_the_command_does_not(lfs: Hub, run: Path) -> None:
 def test_a_run_that_ran_somebodys_code_is_published_without_running_it(lfs: Hub, run: Path) -> None:
     edit_recipe(run, {"trust_remote_code: false": "trust_remote_code: true", "run_code: false": "run_code: true"})
     assert publish(run, "dry_run=true") == 0
-    assert (run / "release/recipe.yaml").read_bytes() == (run / "run/recipe.yaml").read_bytes()
+    recipe = read_yaml(run / "run/recipe.yaml")
+    assert recipe["target"]["trust_remote_code"] and read_yaml(run / "release/recipe.yaml") == without_places(recipe)
 
 
 def test_a_target_in_a_folder_may_be_one_of_the_hub(lfs: Hub, run: Path, measured: Path, capsys) -> None:
@@ -331,13 +336,51 @@ def test_a_run_that_is_not_measured(lfs: Hub, run: Path, capsys: pytest.CaptureF
     assert f"run: got {run}, which has no draft" in refused(capsys, 2, run)
 
 
-def test_a_link_is_not_followed_to_what_it_leads_to(lfs: Hub, run: Path, tmp_path: Path, capsys) -> None:
-    secret = tmp_path / "secret"
-    secret.write_bytes((run / "draft/tokenizer_config.json").read_bytes())
-    (run / "draft/tokenizer_config.json").unlink()
-    (run / "draft/tokenizer_config.json").symlink_to(secret)
-    assert "tokenizer_config.json" in refused(capsys, 2, run)
-    assert NAME not in lfs.repositories
+@pytest.mark.parametrize(
+    "name",
+    ["draft/tokenizer_config.json", "draft/notes.txt", "run/provenance.json", "run/recipe.yaml", "report/report.json", "draft"],
+)
+def test_a_link_out_of_the_run_is_refused_by_name(lfs: Hub, run: Path, tmp_path: Path, capsys, name: str) -> None:
+    """notes.txt: of the files next to a draft, which an export copies."""
+    if (run / name).exists():
+        (run / name).rename(tmp_path / "elsewhere")
+    else:
+        (tmp_path / "elsewhere").write_text("private")
+    (run / name).symlink_to(tmp_path / "elsewhere")
+    said = refused(capsys, 2, run, "exports=[vllm]")
+    assert refused_key(said) == "run" and f"{run / name}" in said
+    assert NAME not in lfs.repositories and not (run / "release").exists()
+
+
+def test_a_link_within_the_run_is_published(lfs: Hub, run: Path) -> None:
+    (run / "draft/config.json").rename(run / "config.json")
+    (run / "draft/config.json").symlink_to("../config.json")
+    assert publish(run) == 0 and contents(lfs, "v1")["config.json"] == (run / "config.json").read_bytes()
+
+
+@pytest.mark.long  # trains and measures
+def test_no_place_of_a_machine_is_published(lfs: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a run that was trained, measured and released in the home of somebody whose name is nowhere else."""
+    home = tmp_path / "home" / "ada lovelace"
+    home.mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("USER", "ada lovelace")
+    monkeypatch.setattr("socket.gethostname", lambda: "adas-machine")
+    run, keys = home / "run", write_inputs(home)
+    (home / "suite.jsonl").write_text("".join(json.dumps({"id": f"{n}", "prompt": f"Row {n} says "}) + "\n" for n in range(2)))
+    keys += [f"eval.suite={home / 'suite.jsonl'}", "eval.max_new_tokens=4", "eval.repeats=1", "eval.warmup=0"]
+    keys += ["method=eagle3", "draft.ttt_steps=2", *SMALL, f"train.output_dir={run}"]
+    for verb in ("train", "eval"):
+        assert specdistill(verb, *keys).returncode in (0, 1, 4)
+    assert publish(run, "exports=[vllm]", "force=a trial") == 0
+    private = (str(tmp_path), str(Path.home()), "lovelace", "adas-machine")
+    read = {name: content.decode("latin-1") for name, content in contents(lfs, "v1").items()}
+    assert [(name, word) for name, text in read.items() for word in private if word in text] == []
+    provenance = json.loads(read["provenance.json"])
+    assert "target.model=model" in provenance["command"] and provenance["target"] == "model"
+    assert provenance["recipe"] == hashlib.sha256(read["recipe.yaml"].encode()).hexdigest()
+    report, records = read_report(run / "release" / "report")
+    assert report["digest"] == digest(report, records) and report["suite"]["source"] == "suite.jsonl"
 
 
 def test_a_public_repository_is_no_place_for_what_is_private(lfs: Hub, run: Path, capsys) -> None:

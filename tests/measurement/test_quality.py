@@ -1,10 +1,15 @@
+import ctypes
 import fcntl
 import gzip
 import json
+import os
+import shutil
 import subprocess
+import sys
 import time
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import evaluate
 import numpy as np
@@ -14,10 +19,12 @@ from scipy import stats
 
 from specdistill.gate.decide import Evidence, decide
 from specdistill.gate.rules import Rule
+from specdistill.measurement import quality
 from specdistill.measurement.quality import add_quality, is_match, is_python_so_far, paired, passes, program
 from specdistill.project import METRICS, SUITES
 from specdistill.report.files import validate
 from specdistill.suites.suite import SuiteRow, load_suite, parse
+from tests.processes import fork
 from tests.refusals import refused
 from tests.simulated import SUITE, simulate, simulated_report
 
@@ -114,6 +121,46 @@ def test_what_a_program_starts_ends_with_it(tmp_path, monkeypatch, ends):
     assert passes(f"{start}{wait}", seconds=LONG) == ends
     with lock.open() as file:
         wait_for(lambda: is_free(file))
+
+
+# Of every process that is not the program's own, whatever file of /proc tells it.
+READ_SECRETS = """
+import glob, os
+def read(path):
+    try:
+        return open(path, "rb").read()
+    except OSError:
+        return b""
+assert not any(read(f"/proc/{os.getppid()}/{name}") for name in ("environ", "mem", "auxv"))
+assert not [path for path in glob.glob("/proc/[0-9]*/environ") if read(path) and f"/{os.getpid()}/" not in path]
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+@pytest.mark.parametrize("user", [0, 65534], ids=["root", "nobody"])
+@pytest.mark.parametrize("landlock", [True, False], ids=["", "without Landlock"])
+def test_no_program_reads_the_environment_of_other_processes(tmp_path, user, landlock, monkeypatch):
+    if user != os.getuid() != 0:
+        pytest.skip("only root becomes another user")
+    system = shutil.which("python3", path=os.defpath)
+    if user and not (system and Path(system).resolve().is_relative_to("/usr")):
+        pytest.skip("no interpreter that every user may run")
+    if not landlock:  # as on a kernel that does not have it: root's programs read nothing because they are root's no longer
+        monkeypatch.setattr(quality, "LIMITED", quality.LIMITED.replace("libc.syscall(446", "(lambda *_: 0)(446"))
+    program = READ_SECRETS if landlock else READ_SECRETS.rpartition("assert")[0]
+
+    def work():
+        if user:
+            os.setgroups([])
+            os.setresgid(user, user, user)
+            os.setresuid(user, user, user)
+            ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # as of a process that had this user from its start
+            sys.executable = system
+        sys.exit(0 if passes(program, LONG) else 1)
+
+    process = fork(work)
+    process.join()
+    assert process.exitcode == 0
 
 
 def wait_for(condition):

@@ -1,24 +1,23 @@
 """`specdistill data` as a user runs it: in shards, killed, on a full disk, by servers without the target's weights and in process."""
 
 import json
-import random
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 
 from recipes.pico.corpus import CHAT_TEMPLATE
 from specdistill.rows.row_set import MANIFEST
+from tests.kills import survive
 from tests.launches import environment
 from tests.produce.openai_server import Behaviour, running
 from tests.produce.row_sets import chat, contents
 from tests.refusals import refused_key
-from tests.scripts import specdistill, start_specdistill
+from tests.scripts import specdistill
 from tests.tiny import input_keys, tiny_target_model, tiny_tokenizer
 
 WAYS = pytest.mark.parametrize("by_server", [True, False])
@@ -89,37 +88,17 @@ def test_shards_are_made_apart_and_merged(by_server: bool, folder: Path, tmp_pat
 
 @pytest.mark.long
 @WAYS
-def test_ten_kills_give_the_same_rows(by_server: bool, folder: Path, tmp_path: Path) -> None:
-    """At random moments, at most five of a row set, each once more of it was there than before."""
-    moments, kills = random.Random(0), 0
-    with server(by_server, seconds=0.01) as way:
-        expected = whole(folder, tmp_path / "whole", way)
-        for trial in range(20):
-            cache = tmp_path / f"cut-{trial}"
-            for _ in range(5):
-                before = size(cache)
-                with start_specdistill(*line(folder, cache, way)) as process:
-                    while size(cache) <= before and process.poll() is None:
-                        time.sleep(0.01)
-                    time.sleep(moments.uniform(0, 0.5))
-                    if process.poll() is None:
-                        process.send_signal(signal.SIGKILL)
-                        kills += 1
-            assert whole(folder, cache, way) == expected
-            if kills >= 10:
-                return
-    raise AssertionError(f"only {kills} kills came in time")
+def test_kills_give_the_same_rows(by_server: bool, folder: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    (cache / "thesis.tex").write_text("mine")
 
+    def rows() -> dict[str, bytes]:
+        return {name: content for path in cache.glob(f"rows/*/{MANIFEST}") for name, content in contents(path.parent).items()}
 
-def size(cache: Path) -> int:
-    """Bytes of what was generated so far."""
-    found = 0
-    for path in cache.glob("rows/*.blocks/block-*.jsonl"):
-        try:
-            found += path.stat().st_size
-        except FileNotFoundError:  # its block was completed
-            continue
-    return found + 10**9 * len(list(cache.glob("rows/*.blocks/*.arrow")))
+    with server(by_server) as way:
+        survive(line(folder, cache, way, num_tokens=600), cache, rows)
+    assert all(len(Dataset.from_file(str(path))) for path in cache.glob("rows/*/*.arrow"))
 
 
 FULL = """

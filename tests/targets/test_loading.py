@@ -32,6 +32,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gguf") / "pico"
+    folder.mkdir()
     write_gguf(PICO, folder, "f32")
     return next(folder.glob("*.gguf"))
 

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from specdistill.engines.engine import Layout
 from specdistill.errors import UserError, nearest
-from specdistill.files.folders import new_folder
 from specdistill.methods.checkpoint import check_finite, check_tensors, link, read_config, read_tensors
 from specdistill.methods.draft_model.gguf import write_gguf
 from specdistill.methods.draft_model.vocabulary import describe_difference
@@ -130,13 +129,11 @@ def export(
         write_gguf(folder, output, dtype)
         return
     read_tensors(folder, "draft")
-    with new_folder(output) as partial:
-        for path in sorted(folder.iterdir()):
-            if path.is_file() and not path.name.startswith(".") and path.suffix != ".py":
-                (link if path.suffix in (".safetensors", ".bin") else shutil.copy2)(path, partial / path.name)
-        config.pop("auto_map", None)  # code of its own, which an engine that runs the target's would run too
-        rewritten = json.dumps(with_both_spellings(config), indent=2) + "\n"
-        (partial / "config.json").write_text(rewritten, encoding="utf-8")
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and not path.name.startswith(".") and path.suffix != ".py":
+            (link if path.suffix in (".safetensors", ".bin") else shutil.copy2)(path, output / path.name)
+    config.pop("auto_map", None)  # code of its own, which an engine that runs the target's would run too
+    (output / "config.json").write_text(json.dumps(with_both_spellings(config), indent=2) + "\n", encoding="utf-8")
 
 
 def with_both_spellings(config: dict[str, Any]) -> dict[str, Any]:

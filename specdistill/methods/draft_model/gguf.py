@@ -16,7 +16,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdistill.errors import UserError
 from specdistill.files.documents import read_json
-from specdistill.files.folders import new_folder
 from specdistill.methods.checkpoint import check_tensors, read_tensors
 from specdistill.methods.draft_model.layers import is_plain_llama
 from specdistill.methods.target_record import as_keys, recorded_target
@@ -44,7 +43,7 @@ PRE_TOKENIZERS = {
 
 
 def write_gguf(folder: Path, output: Path, dtype: str) -> None:
-    """Write `draft-<dtype>.gguf` into a new folder. Raises UserError, before that, for a model or a tokenizer of another kind."""
+    """Write `draft-<dtype>.gguf` into a folder. Raises UserError, before that, for a model or a tokenizer of another kind."""
     model, tokenizer = read_without_weights(folder, key="draft", name=str(folder))
     config = model.config
     if not is_plain_llama(model) or config.rope_parameters.get("rope_type", "default") not in ROPES:
@@ -56,17 +55,16 @@ def write_gguf(folder: Path, output: Path, dtype: str) -> None:
     check_tensors(model.state_dict(), tensors, folder, "draft", what="a Llama", optional=tied)
     for name in tied & tensors.keys():
         del tensors[name]
-    with new_folder(output) as partial:
-        writer = gguf.GGUFWriter(partial / f"draft-{dtype}.gguf", "llama")
-        _add_sizes(writer, config, folder.name, dtype)
-        _add_tokenizer(writer, folder, tokenizer, config.vocab_size, pre_tokenizer)
-        _add_weights(writer, config, tensors, dtype)
-        for name, value in record.items():
-            writer.add_string(name, value)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+    writer = gguf.GGUFWriter(output / f"draft-{dtype}.gguf", "llama")
+    _add_sizes(writer, config, folder.name, dtype)
+    _add_tokenizer(writer, folder, tokenizer, config.vocab_size, pre_tokenizer)
+    _add_weights(writer, config, tensors, dtype)
+    for name, value in record.items():
+        writer.add_string(name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def _add_sizes(writer: gguf.GGUFWriter, config: Any, name: str, dtype: str) -> None:

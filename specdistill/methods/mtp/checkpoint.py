@@ -22,7 +22,6 @@ from torch import Tensor
 from specdistill.engines.engine import Layout
 from specdistill.errors import UserError
 from specdistill.files.documents import read_json
-from specdistill.files.folders import new_folder
 from specdistill.methods.checkpoint import check_tensors, link, read_config, read_tensors, write_draft
 from specdistill.methods.mtp import tensor_names
 from specdistill.methods.mtp.module import MtpDraft
@@ -214,20 +213,18 @@ def export(
 def merge_mtp_weights(draft: Path, target: Path, output: Path) -> None:
     """Write `output`: the checkpoint in the folder `target` with the layer in the folder `draft` (see `save_mtp`).
 
-    Raises UserError when the output exists, the draft is for another target, its tensors are not those that the checkpoint
-    already has, or the checkpoint is quantized or disagrees with its index; ResourceError when writing fails. Nothing is left
-    behind then.
+    Raises UserError, before anything is written, when the draft is for another target, its tensors are not those that the checkpoint
+    already has, or the checkpoint is quantized or disagrees with its index.
     """
     checkpoint = Shards.open(target, "target.model")
     checkpoint.check()
     config, draft_config = read_config(checkpoint.folder, checkpoint.key), read_config(draft, "draft")
     merged = _tensors(draft, draft_config, checkpoint, config)
     text, depth = config.get("text_config") or config, depth_key(draft_config["text_config"]["model_type"])
-    with new_folder(output) as partial:
-        _write(checkpoint, merged, partial)
-        if text.get(depth) != 1:
-            text[depth] = 1
-            (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    _write(checkpoint, merged, output)
+    if text.get(depth) != 1:
+        text[depth] = 1
+        (output / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _tensors(draft: Path, draft_config: dict[str, Any], checkpoint: Shards, config: dict[str, Any]) -> dict[str, Tensor]:
