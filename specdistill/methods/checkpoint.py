@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -236,14 +235,6 @@ def shape_from_json(raw: Mapping[str, Any], key: str, *, what: str) -> dict[str,
         got = f"rotary frequencies {rope} ({one_line(str(error))[:120]})"
         raise UserError(key, got=got, expected="those of a Llama in transformers") from error
     return shape
-
-
-def stated(raw: Mapping[str, Any], name: str, kind: Any, key: str, *, expected: str) -> Any:
-    """A key's value, None where it is absent or null. Raises UserError for one of another kind than pydantic's `kind`."""
-    try:
-        return TypeAdapter(kind | None).validate_python(raw.get(name), strict=True)
-    except ValidationError as error:
-        raise UserError(key, got=f"{name} {raw[name]!r}", expected=expected) from error
 
 
 def check_settings(raw: Mapping[str, Any], fixed: Mapping[str, Any], key: str, *, what: str) -> None:

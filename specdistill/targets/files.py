@@ -2,7 +2,7 @@
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cached_property
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -25,6 +26,13 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 # What turns text into token ids. Templates, defaults and the names of special tokens stand in other files.
 TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
+# Of keys of config.json that nobody else checks before they are read.
+KINDS = {
+    "architectures": list[str],
+    "layer_types": list[str],
+    "rope_parameters": dict[str, Any],
+    "rope_scaling": dict[str, Any],
+}
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
@@ -128,10 +136,18 @@ def read_config(folder: Path, key: str, expected: str = "a checkpoint with its c
         raise UserError(key, got=f"{path}: {error}", expected="JSON") from error
     if not isinstance(config, dict):
         raise UserError(key, got=f"{path}, which holds no keys", expected=expected)
-    for name in ("rope_parameters", "rope_scaling"):
-        if not isinstance(config.get(name) or {}, dict):
-            raise UserError(key, got=f"{path} with {name} {config[name]!r}", expected="a section with keys of its own")
+    for name, kind in KINDS.items():
+        stated(config, name, kind, key)
     return config
+
+
+def stated(config: Mapping[str, Any], name: str, kind: Any, key: str) -> Any:
+    """A key's value, None where it is absent or null. Raises UserError for one of another kind than pydantic's `kind`."""
+    try:
+        return TypeAdapter(kind | None).validate_python(config.get(name), strict=True)
+    except ValidationError as error:
+        expected = error.errors()[0]["msg"].removeprefix("Input should be ")
+        raise UserError(key, got=f"a config.json with {name} {config[name]!r}", expected=expected) from error
 
 
 def _names(path: Path, key: str) -> list[str]:

@@ -22,7 +22,7 @@ from specdistill.engines.loader import AUX_LAYERS, engine_aux_layers
 from specdistill.errors import UserError
 from specdistill.methods import checkpoint
 from specdistill.methods.eagle3.module import Eagle3Config, Eagle3Draft
-from specdistill.targets.files import EMBEDDING, HEAD, TargetFiles, needed
+from specdistill.targets.files import EMBEDDING, HEAD, TargetFiles, needed, stated
 from specdistill.targets.frozen import FrozenTarget
 
 WHAT = "an EAGLE-3 head"
@@ -174,7 +174,7 @@ def config_from_json(raw: Mapping[str, Any], target_num_layers: int | None, key:
     target_num_layers: of the target that is at hand, for files that do not say.
     """
     raw = _flat(raw, key)
-    nested = checkpoint.stated(raw, "eagle_config", dict[str, Any], key, expected="keys") or {}
+    nested = stated(raw, "eagle_config", dict[str, Any], key) or {}
     checkpoint.check_settings(nested, FIXED, key, what=WHAT)
     num_layers = raw.get("num_target_layers") or target_num_layers
     if num_layers is None:
@@ -213,12 +213,12 @@ def _flat(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 def _aux_layers(raw: Mapping[str, Any], nested: Mapping[str, Any], num_layers: int, key: str) -> tuple[int, ...]:
     """After how many layers the head reads. Raises UserError when two places of the config do not agree."""
-    own, inner = (checkpoint.stated(keys, AUX_LAYERS, list[int], key, expected="layers") or () for keys in (raw, nested))
-    stated = {tuple(own), tuple(layer + 1 for layer in inner)} - {()}
-    if len(stated) > 1:
+    own, inner = (stated(keys, AUX_LAYERS, list[int], key) or () for keys in (raw, nested))
+    places = {tuple(own), tuple(layer + 1 for layer in inner)} - {()}
+    if len(places) > 1:
         got = f"{AUX_LAYERS} {raw[AUX_LAYERS]}, and {nested[AUX_LAYERS]} in eagle_config"
         raise UserError(key, got=got, expected="the same layers: the nested list counts one less")
-    (layers,) = stated or {tuple(engine_aux_layers(num_layers))}
+    (layers,) = places or {tuple(engine_aux_layers(num_layers))}
     count = raw.get("num_aux_hidden_states")
     if count is not None and count != len(layers):
         raise UserError(key, got=f"num_aux_hidden_states {count} and the layers {list(layers)}", expected=f"{len(layers)}")
