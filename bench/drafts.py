@@ -17,7 +17,7 @@ from specdistill.report.phrases import (
     between,
     counted,
     duration,
-    looks_up_first,
+    lookup_first,
     number,
     per_round,
     percent,
@@ -121,6 +121,7 @@ def drafts_what(report: dict[str, Any]) -> str:
 def best_draft(comparison: dict[str, Any]) -> tuple[str, str]:
     """(name, folder) of the fastest that drafts on its own and is no n-gram lookup."""
     models = {
-        name: None if looks_up_first(report) else report["draft"]["model"] for name, report in reports(comparison).items()
+        name: None if lookup_first(report["settings"]) else report["draft"]["model"]
+        for name, report in reports(comparison).items()
     }
     return next((entry["name"], models[entry["name"]]) for entry in comparison["ranking"] if models[entry["name"]])

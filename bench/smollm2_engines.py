@@ -33,7 +33,7 @@ from specdistill.export import export
 from specdistill.measurement.hardware import hardware
 from specdistill.methods.load import load_proposer, method_of
 from specdistill.recipe.fields import Section, option
-from specdistill.report.phrases import between, looks_up_first, number, signed, times
+from specdistill.report.phrases import between, lookup_first, number, signed, times
 from specdistill.report.text import plain, table, write_between
 from specdistill.statistics.intervals import estimates
 from specdistill.suites.suite import Prompt, load_suite, tokenize
@@ -120,7 +120,7 @@ def chosen(options: Options) -> list[Draft]:
         given = {
             each["draft"]["model"]: each["settings"]["num_speculative_tokens"]
             for each in compared
-            if each["draft"]["model"] and not looks_up_first(each)
+            if each["draft"]["model"] and not lookup_first(each["settings"])
         }
         folders, ks = list(given), options.num_speculative_tokens or list(given.values())
     else:

@@ -13,6 +13,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData, constants
 
 from specdistill import __version__
 from specdistill.errors import one_line
+from specdistill.export import BEHIND_A_LOOKUP
 from specdistill.files.documents import read_yaml
 from specdistill.hub.evidence import Release
 from specdistill.hub.licenses import DATA, Licensed, front_matter
@@ -221,6 +222,8 @@ def _limits(release: Release) -> Iterator[str]:
         f"Languages and subjects: those of the suite {plain(suite['name'])} ({plain(suite['source'])}; licence "
         f"{plain(suite['licence'])}){kinds}; others were not measured."
     )
+    if lookup := phrases.lookup_first(report["settings"]):
+        yield f"Measured behind a lookup: {plain(lookup)}. {BEHIND_A_LOOKUP}"
     yield from map(plain, release.notes)
     dtype = report["target"].get("dtype")
     yield plain(f"Hardware: {report['hardware']['name']}{f', with the target in {dtype}' if dtype else ''}.")

@@ -189,9 +189,7 @@ def stage(of: CardContents, target: TargetFiles, exports: Sequence[str], output:
         write_report(folder / REPORT, release.report, release.records)
         exported = {}
         for engine in exports:
-            exported[engine] = export(
-                draft, engine, folder / engine, target, num_speculative_tokens=release.num_speculative_tokens
-            )
+            exported[engine] = export(draft, engine, folder / engine, target, num_speculative_tokens=release.draft_tokens)
             (folder / engine / "SERVE.md").unlink()  # with names of this machine; the card says how to serve it
             if (config := folder / engine / "config.json").is_file():
                 config.write_text(json.dumps(without_places(read_json(config)), indent=2) + "\n", encoding="utf-8")
@@ -230,7 +228,7 @@ def serving_of(of: CardContents, exported: Mapping[str, Served]) -> list[tuple[s
         method=release.method,
         output=Path(of.repository),
         target=of.base_model,
-        num_tokens=release.num_speculative_tokens,
+        num_tokens=release.draft_tokens,
         samples=samples_drafts(release.report["settings"]),
         config=read_config(release.run / DRAFT, "run"),
     )

@@ -84,7 +84,9 @@ def to_measure_again(release: Release, last: LastRelease) -> str | None:
         return None
     output = release.run / MEASURED_AGAIN
     keys = {"recipe": release.run / RUN_RECIPE, "draft": f"{last.repository}@{last.tag}", "output_dir": output}
-    keys["eval.num_speculative_tokens"] = release.num_speculative_tokens  # which the file of the recipe may not say
+    keys["eval.num_speculative_tokens"] = release.report["settings"][
+        "num_speculative_tokens"
+    ]  # which the file of the recipe may not say
     words = [shlex.quote(f"{name}={value}") for name, value in keys.items()]
     words += map(shlex.quote, consent(read_keys(release.run / RUN_RECIPE, "run", "a run with its recipe")))
     return f"specdistill eval {' '.join(words)}, then publish with baseline={shlex.quote(str(output))}"

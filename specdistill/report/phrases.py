@@ -244,9 +244,20 @@ def since(report: Mapping[str, Any]) -> str:
     return f"{intro}, {len(directions)} numbers prompt by prompt: {counts}."
 
 
-def looks_up_first(report: Report) -> bool:
-    """Whether the draft drafted only where a lookup found nothing, so that the numbers are not the draft's own."""
-    return "lookup_first" in report["settings"].get("drafting", {})
+def lookup_first(settings: Mapping[str, Any]) -> str:
+    """What stood in front of the draft, so that the numbers are not the draft's own; empty for nothing."""
+    if not (lookup := settings.get("drafting", {}).get("lookup_first")):
+        return ""
+    behind = tree(lookup["draft_tree"]) if "draft_tree" in lookup else f"a chain of {lookup['draft_tokens']}"
+    return f"{lookup['method']} lookup of {lookup['min']} to {lookup['max']} tokens first, behind it {behind}"
+
+
+def draft_tokens(settings: Mapping[str, Any]) -> int:
+    """Tokens of a chain, or levels of a tree, that the draft drafts in a round that is its own."""
+    lookup = settings.get("drafting", {}).get("lookup_first", {})
+    shape = lookup.get("draft_tree", {})
+    levels = shape.get("depth") or len(shape.get("branching", ()))
+    return int(lookup.get("draft_tokens") or levels or settings["num_speculative_tokens"])
 
 
 def settings_line(report: Report) -> str:
@@ -256,17 +267,10 @@ def settings_line(report: Report) -> str:
     size, together = settings["batch_size"], "batches of {}" if _is_specdistill(report) else "{} requests in flight"
     batches = together.format(size) if size > 1 else ""
     own = dict(settings.get("drafting", {}))
-    lookup = _lookup_first(own.pop("lookup_first", None))
-    drafting = "; ".join(filter(None, (f"drafting: {_listed(own)}" if own else "", lookup)))
+    own.pop("lookup_first", None)
+    drafting = "; ".join(filter(None, (f"drafting: {_listed(own)}" if own else "", lookup_first(settings))))
     compiled = "compiled" if settings.get("compile") else ""
     return " · ".join(filter(None, (shared_settings(report), engine, tree(settings["tree"]), batches, compiled, drafting)))
-
-
-def _lookup_first(settings: Mapping[str, Any] | None) -> str:
-    if not settings:
-        return ""
-    behind = tree(settings["draft_tree"]) if "draft_tree" in settings else f"a chain of {settings['draft_tokens']}"
-    return f"{settings['method']} lookup of {settings['min']} to {settings['max']} tokens first, behind it {behind}"
 
 
 def shared_settings(*reports: Report) -> str:

@@ -232,7 +232,7 @@ def test_a_draft_that_changes_the_text_is_exit_code_one(arguments, tmp_path, mon
         ),
         (["drafts=[small,ngram]", "trees_each=[null]"], "trees_each", "1 of them"),
         (["drafts=[small,ngram]", "trees_each=[null,{branching: [2]}]"], "tree", "a tree for NgramProposer"),
-        (["drafts=[run/draft,small]", "ngram.max=5"], "ngram", "min=1 max=5 lookup='sequence' with method eagle3 and"),
+        (["drafts=[run/draft,small]", "ngram.max=5"], "ngram", "rule='specdistill' min=1 max=5 lookup='sequence' with"),
         (["drafts=[run/draft,ngram]", "confidence_threshold=0.5"], "confidence_threshold", "0.5 with method eagle3 and ngram"),
         (["drafts=[small,ngram]", "lookup_first.min=3"], f"{FIRST}_each", "a lookup in front of ngram"),
         (["drafts=[small,run/draft]", "lookup_first.min=9"], "lookup_first.min", "9"),

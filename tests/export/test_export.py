@@ -189,6 +189,21 @@ def test_an_engines_report_says_the_fastest_k_for_each_load(folder: Path, tmp_pa
     assert "| 16 | none (K = 2 loses least) | 0.90× | 90 | 100 |" in text
 
 
+@pytest.mark.parametrize(
+    ("shape", "k", "shown"),
+    [({"draft_tokens": 2}, 2, "a chain of 2"), ({"draft_tree": {"branching": [2, 2, 1]}}, 3, "tree with")],
+)
+def test_behind_a_lookup_the_draft_is_served_with_its_own_k(
+    shape: dict[str, Any], k: int, shown: str, folder: Path, tmp_path: Path
+) -> None:
+    lookup = {"method": "ngram", "min": 2, "max": 5, **shape}
+    (tmp_path / "report.json").write_text(json.dumps(report(drafting={"lookup_first": lookup}, num_speculative_tokens=6)))
+    export(folder / "run" / "draft", "vllm", tmp_path / "out", report=tmp_path / "report.json")
+    command, text = served(tmp_path / "out")
+    assert json.loads(command[4])["num_speculative_tokens"] == k
+    assert f"behind a lookup (ngram lookup of 2 to 5 tokens first, behind it {shown}" in text and "the draft alone" in text
+
+
 def test_vllm_samples_as_the_measurement_did(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text(json.dumps(report(temperature=0.8, draft_sampling="probabilistic")))
     export(folder / "run" / "draft", "vllm", tmp_path / "out", report=tmp_path / "report.json")
@@ -202,7 +217,6 @@ def test_vllm_samples_as_the_measurement_did(folder: Path, tmp_path: Path) -> No
         "{",
         json.dumps({}),
         json.dumps({**report(), "results": []}),
-        json.dumps(report(drafting={"lookup_first": {"method": "ngram", "min": 2, "max": 5, "draft_tokens": 2}})),
         json.dumps(report("eagle")),
     ],
 )

@@ -193,7 +193,9 @@ def check_refused(capsys, folder, code, fact, *arguments):
 def test_what_is_no_such_server_is_refused(speculative, plain, tmp_path, capsys):
     vllm, good, other = "eval.engine=vllm", f"eval.server={speculative().address}", plain().address
     for key, *arguments in (
-        ("method", vllm),
+        ("method", "eval.engine=sglang"),
+        ("eval.ngram.rule", vllm, "eval.ngram.rule=llama.cpp"),
+        ("eval.ngram.lookup", vllm, "eval.ngram.lookup=prompt"),
         ("eval.engine_command", vllm, good, "eval.engine_command=vllm serve"),
         ("eval.baseline_server", vllm, "eval.baseline_server=http://a"),
         ("eval.sweep.num_speculative_tokens", vllm, good, "eval.sweep.num_speculative_tokens=[2]"),

@@ -7,8 +7,9 @@ from pydantic import model_validator
 from specdistill.errors import UserError
 from specdistill.methods.recipe import Recipe
 from specdistill.recipe.fields import ReadWhen, Section, option, section
-from specdistill.recipe.sections import NOT_RUNNING, STARTED, EvalConfig, check_lengths
+from specdistill.recipe.sections import STARTED, EvalConfig, check_lengths
 
+NO_SERVER = ReadWhen("without eval.server: a server looks up as it was started", lambda it: getattr(it, "server", None) is None)
 OWN_RULE = ReadWhen("with rule=specdistill", lambda it: it.rule == "specdistill")
 SEVERAL_LENGTHS = ReadWhen("without rule=llama.cpp, which compares max tokens", lambda it: it.rule != "llama.cpp")
 
@@ -31,7 +32,7 @@ class NgramConfig(Section):
 
 
 class NgramEvalConfig(EvalConfig):
-    ngram: NgramConfig = option(NgramConfig(), "how n-grams are looked up", read_when=NOT_RUNNING)
+    ngram: NgramConfig = option(NgramConfig(), "how n-grams are looked up", read_when=NO_SERVER)
 
     @model_validator(mode="after")
     def _can_be_proposed(self) -> "NgramEvalConfig":
