@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specdistill.errors import ExitCode
-from specdistill.files.documents import parse_yaml
+from specdistill.files.documents import read_json, read_yaml
 from tests.fuzz.hostile import EDITS, edited
 from tests.fuzz.sandbox import Sandbox, broken
 from tests.fuzz.surfaces import SURFACES, build
@@ -73,7 +73,7 @@ FOUND: list[tuple[str, str, tuple[Any, ...], Any]] = [
 
 @pytest.mark.parametrize(("command", "path", "place", "value"), FOUND)
 def test_what_was_found_once(command: str, path: str, place: tuple[Any, ...], value: Any, sandbox: Sandbox) -> None:
-    valid = parse_yaml((sandbox.valid / path).read_bytes())
+    valid = (read_json if path.endswith(".json") else read_yaml)(sandbox.valid / path)
     ended = sandbox.run(command.split(), {path: edited(valid, [(place, EDITS[0], value)])}, nullcontext)
     assert broken(ended) is None and ended.code != ExitCode.RESOURCE_ERROR, ended
 
