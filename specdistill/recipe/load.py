@@ -250,7 +250,7 @@ def _schema_at(schema: type[Section], place: list[Any]) -> type[Section]:
 
 def _spelled(place: list[Any]) -> str:
     """('eval', 'tree', 0, 'budget') -> eval.tree[0].budget"""
-    return re.sub(r"\.\[", "[", ".".join(f"[{part}]" if isinstance(part, int) else part for part in place))
+    return re.sub(r"\.\[", "[", ".".join(f"[{part}]" if isinstance(part, int) else str(part) for part in place))
 
 
 def _check_read(values: Section, prefix: str) -> None:
