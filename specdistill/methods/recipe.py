@@ -63,8 +63,9 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _has_an_output_folder(self) -> "Recipe":
-        if self.train.get("output_dir") is None:
-            raise UserError("train.output_dir", got="nothing", expected="a value (the folder of the run)")
+        if not isinstance(folder := self.train.get("output_dir"), str):
+            got = "nothing" if folder is None else repr(folder)
+            raise UserError("train.output_dir", got=got, expected="a value (the folder of the run)")
         return self
 
 

@@ -65,6 +65,7 @@ FOUND: list[tuple[str, str, tuple[Any, ...], Any]] = [
     (SURFACES["row set"].commands.splitlines()[0], "rows/manifest.json", ("shards",), []),
     ("eval recipe=recipe.yaml suite=suite.jsonl draft=run/draft output_dir=out", "recipe.yaml", ("gate",), "x" * 300),
     ("data show recipe=recipe.yaml", "recipe.yaml", (), {0.5: "x"}),
+    ("eval recipe=recipe.yaml suite=suite.jsonl", "recipe.yaml", ("train", "output_dir"), True),
     (DOCTOR.replace("trained", "run"), "target/generation_config.json", ("eos_token_id",), ["x", 0]),
     ("plan target=target draft=run/draft hub=false", "run/draft/config.json", ("architectures",), 2),
     (DOCTOR, "trained/draft/config.json", ("eagle_config",), [1]),
