@@ -121,9 +121,8 @@ def _served(recipe: Recipe, draft: str | None, folder: Path, files: TargetFiles)
     engine, k = recipe.eval.engine, recipe.eval.num_speculative_tokens
     if draft is not None:
         return export(locate(draft), engine, folder, files, num_speculative_tokens=k)
-    ((_, settings),) = recipe.proposer_options().items()
     serving = METHODS[recipe.method].serving()[engine]
-    output, config = Path(files.name), vars(settings)
+    output, config = Path(files.name), vars(getattr(recipe.eval, recipe.method))
     return Served(recipe.method, output, files.name, k, samples=False, config=config, serving=serving, in_target=True)
 
 

@@ -45,6 +45,16 @@ def evaluate(folder, draft, engine, *arguments):
     return evaluate_pico(folder, "method=eagle3", f"draft={draft}", command, *settings, *arguments, gate=GATE)
 
 
+def test_an_engine_is_started_with_its_own_lookup(tmp_path):
+    command = f"eval.engine_command={shlex.join([sys.executable, str(PROGRAM), 'vllm'])}"
+    keys = ["eval.engine=vllm", "eval.ngram.max=4", "eval.max_new_tokens=4", "eval.num_prompts=2", "eval.repeats=1"]
+    evaluate_pico(tmp_path / "report", "method=ngram", command, *keys, "eval.warmup=0", gate=GATE)
+    engine = read_report(tmp_path / "report")[0]["engine"]
+    (config,) = (json.loads(word) for word in shlex.split(engine["command"]) if word.startswith("{"))
+    assert config == {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
+    assert "speculative" not in engine["baseline_command"]
+
+
 @pytest.mark.long  # an engine for each K
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_every_k_is_measured_at_every_load(draft, tmp_path, engine):
