@@ -54,6 +54,7 @@ def test_an_interrupted_command_is_one_line(monkeypatch: pytest.MonkeyPatch, cap
         ("plan", "target.model: got nothing"),
         ("plan target=pico suite=pico", "suite: got an unknown key"),
         ("plan target=nowhere/at/all", "target.model: got nowhere/at/all"),
+        ("plan target=pico training.batch_size=2147483648", "training.batch_size: got 2147483648 rows of 2048 tokens"),
         ("plan target=pico output=no/such/plan.json", "output: got no/such/plan.json"),
         ("acquire target=pico", "method: got nothing"),
         ("acquire target=pico method=eagle4", "method: got 'eagle4'"),

@@ -137,12 +137,12 @@ def check_yaml(text: str) -> None:
 
 def read_json(path: Path, *, allow_nan: bool = False) -> Any:
     """The value of a JSON file. Raises OSError and ValueError."""
-    return parse_json(_read(path, LARGEST_JSON), allow_nan=allow_nan)
+    return parse_json(read_text(path, LARGEST_JSON), allow_nan=allow_nan)
 
 
 def read_yaml(path: Path) -> Any:
     """The value of a YAML file. Raises OSError and ValueError."""
-    return parse_yaml(_read(path, LARGEST_YAML))
+    return parse_yaml(read_text(path))
 
 
 def read_keys(path: Path, key: str, expected: str) -> dict[str, Any]:
@@ -158,14 +158,15 @@ def read_keys(path: Path, key: str, expected: str) -> dict[str, Any]:
 
 def head_of(path: Path) -> dict[str, Any]:
     """The YAML keys that a Markdown file, such as a model card, begins with, if it does. Raises OSError and ValueError."""
-    head = HEAD.match(_read(path, LARGEST_JSON))
+    head = HEAD.match(read_text(path, LARGEST_JSON))
     keys = parse_yaml(head[1]) if head else None
     if keys is not None and not isinstance(keys, dict):
         raise ValueError("a head without keys")
     return keys or {}
 
 
-def _read(path: Path, most: int) -> str:
+def read_text(path: Path, most: int = LARGEST_YAML) -> str:
+    """What a file in UTF-8 says. Raises OSError, and ValueError for more than `most` bytes."""
     with path.open("rb") as file:
         content = file.read(most + 1)
     if len(content) > most:

@@ -160,6 +160,7 @@ class ModelFiles:
             TypeError,
             AttributeError,
             RecursionError,
+            RuntimeError,  # of negative sizes
         ) as error:  # a header of other JSON
             got = f"{self.name}, whose weights cannot be read ({one_line(str(error))[:160]})"
             raise UserError(self.key, got=got, expected="whole safetensors files") from error
@@ -192,7 +193,8 @@ def write_hashes(cache: Path) -> None:
 
 def check_hashes(cache: Path) -> None:
     """Raises ResourceError for the files of a cache that are not what its list says, and where they are missing."""
-    listed = dict(line.split("  ", 1)[::-1] for line in (cache / HASHES).read_text(encoding="utf-8").splitlines())
+    lines = (cache / HASHES).read_text(encoding="utf-8", errors="replace").splitlines()
+    listed = {name: sha256 for sha256, _, name in (line.partition("  ") for line in lines)}
     here = [name for name in listed if (cache / name).is_file()]
     found = dict(zip(here, file_hashes((cache / name).resolve() for name in here), strict=True))
     if wrong := [name for name, sha256 in listed.items() if found.get(name) != sha256]:

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from pydantic import model_validator
 from rich import box
 from rich.table import Table
 from rich.text import Text
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 JSON = "--json"
 SHOWN_DRAFTS = 3
+LARGEST_BATCH = 2**22  # tokens, of which the longest context known has a quarter
 COLUMNS = ("method", "size", "to train it", "accepted, AL", "speedup")
 
 
@@ -53,6 +55,13 @@ class ServingOptions(Section):
 class PlannedTraining(Section):
     batch_size: int = option(4, "rows of a micro-batch on one device", ge=1)
     max_length: int = option(2048, "tokens of a row; at most what the target has", ge=8)
+
+    @model_validator(mode="after")
+    def _fits_a_device(self) -> "PlannedTraining":
+        if self.batch_size * self.max_length > LARGEST_BATCH:
+            got = f"{self.batch_size} rows of {self.max_length} tokens"
+            raise UserError("training.batch_size", got=got, expected=f"a micro-batch of at most {LARGEST_BATCH:,} tokens")
+        return self
 
 
 class PlanOptions(Section):

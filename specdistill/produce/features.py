@@ -149,6 +149,8 @@ def _read(path: Path, ids: list[int], server: Server) -> Tensor:
     """The hidden states [L, layers, D] that a server has written for a prompt; its files are removed, and no others."""
     try:
         lock = path.with_name(f"{path.name}.lock")
+        if lock.exists() and not lock.is_file():  # to open a pipe waits for who writes
+            raise ValueError(f"{lock}, which is no file")
         with lock.open() as held:
             deadline = time.monotonic() + server.timeout
             while True:

@@ -17,11 +17,12 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
 from specdistill.credentials import check_no_secret, without_places
 from specdistill.errors import UserError, nearest, one_line
-from specdistill.files.documents import check_yaml, decoded
+from specdistill.files.documents import check_yaml, read_text
 from specdistill.project import RECIPES, find_yaml
 from specdistill.recipe.fields import Section, default_of, kind_of, leaves, read_when_of, section_of, shown
 
@@ -158,7 +159,7 @@ def save_recipe(recipe: Section, path: Path) -> None:
 
 def _read_yaml(path: Path) -> DictConfig:
     try:
-        check_no_secret("recipe", text := decoded(path.read_bytes()))  # first, because an error of YAML quotes the line
+        check_no_secret("recipe", text := read_text(path))  # first, because an error of YAML quotes the line
         check_yaml(text)
         config = OmegaConf.load(io.StringIO(text))
     except (yaml.YAMLError, ValueError, OSError) as error:
@@ -196,8 +197,7 @@ def _user_error(schema: type[Section], chosen: type[Section], detail: ErrorDetai
     key = prefix + _spelled(place)
     if kind == "extra_forbidden":
         return _unknown(schema, chosen, place, value, prefix)
-    last = max(index for index, part in enumerate(place) if isinstance(part, str))
-    field = _schema_at(chosen, place[:last]).model_fields[str(place[last])]
+    field = _field_at(chosen, place)
     if kind == "missing":
         while inner := section_of(field.annotation):  # a section that has a required key
             name, field = next((name, entry) for name, entry in inner.model_fields.items() if entry.is_required())
@@ -213,7 +213,8 @@ def _user_error(schema: type[Section], chosen: type[Section], detail: ErrorDetai
         return UserError(key, got=f"keys below it ({', '.join(map(str, value))})", expected=kind_of(field))
     is_number = {"ge", "gt", "le", "lt", "multiple_of"} & detail.get("ctx", {}).keys()
     got = str(value) if is_number else f"{value!r} ({'null' if value is None else type(value).__name__})"
-    return UserError(key, got=got, expected=kind_of(field))
+    is_in_mapping = kind_of(field) == "mapping" and kind != "dict_type"
+    return UserError(key, got=got, expected=detail["msg"].removeprefix("Input should be ") if is_in_mapping else kind_of(field))
 
 
 def _unknown(schema: type[Section], chosen: type[Section], place: list[Any], value: Any, prefix: str) -> UserError:
@@ -230,22 +231,26 @@ def _unknown(schema: type[Section], chosen: type[Section], place: list[Any], val
         mine = next((variant for variant, other in variants.items() if other is chosen), "this one")
         expected = f"no such key: only {' and '.join(readers)} reads it"
         return UserError(key, got=f"{value!r} with method {mine}", expected=expected)
-    known = sorted(_schema_at(chosen, place[:-1]).model_fields)
+    section = _section_in(_field_at(chosen, place[:-1])) if place[:-1] else chosen
+    known = sorted(section.model_fields if section else ())
     close = nearest(name, known)
     elsewhere = {row[0].rpartition(".")[2]: row[0] for row in leaves(chosen)}
     near = f"{key.removesuffix(name)}{close}" if close else elsewhere.get(name)
     return UserError(key, got="an unknown key", expected=f"one of {', '.join(known)}" if known else "no keys", nearest=near)
 
 
-def _schema_at(schema: type[Section], place: list[Any]) -> type[Section]:
-    """The section at a place, in another one or in a list of them."""
-    for part in place:
-        if isinstance(part, str):
-            hint = schema.model_fields[part].annotation
-            inner = section_of(hint) or section_of(get_args(hint)[0])
-            assert inner is not None, place
-            schema = inner
-    return schema
+def _field_at(schema: type[Section], place: list[Any]) -> FieldInfo:
+    """The field at a place, in sections and in lists of them; of a key in a mapping, the mapping's."""
+    names = iter(part for part in place if isinstance(part, str))
+    field = schema.model_fields[next(names)]
+    while (inner := _section_in(field)) and (name := next(names, None)):
+        field = inner.model_fields[name]
+    return field
+
+
+def _section_in(field: FieldInfo) -> type[Section] | None:
+    """The section that a field is, or has a list of."""
+    return section_of(field.annotation) or next(map(section_of, get_args(field.annotation)), None)
 
 
 def _spelled(place: list[Any]) -> str:

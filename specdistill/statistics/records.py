@@ -104,7 +104,7 @@ class PromptRecord:
     configuration: Configuration
     id: str
     category: str
-    num_prompt_tokens: int
+    num_prompt_tokens: AtLeastOne
     prompt: str
     text: str
     first_token: int | None

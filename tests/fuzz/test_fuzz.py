@@ -6,6 +6,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import pytest
@@ -20,6 +21,12 @@ from tests.fuzz.surfaces import SURFACES, build
 
 FEW = 200
 NUM_INPUTS = int(os.environ.get("SPECDISTILL_FUZZ", FEW))  # for all surfaces together
+
+
+@cache
+def of_kind(what: str) -> type[AssertionError]:
+    """A class for each kind of end, so that hypothesis reports each, and shrinks it to itself."""
+    return type(what, (AssertionError,), {})
 
 
 @pytest.fixture(scope="session")
@@ -49,8 +56,7 @@ def test_a_hostile_input_is_refused_or_read(name: str, sandbox: Sandbox) -> None
     def attempt(command: list[str], files: dict[str, bytes], arguments: list[str]) -> None:
         ended = sandbox.run([*command, *arguments], files, surface.around)
         if what := broken(ended):
-            # A class for each kind, so that hypothesis reports each, and shrinks it to itself.
-            raise type(what, (AssertionError,), {})(f"{' '.join([*command, *arguments])[:500]}\n{ended.err[-1000:]}")
+            raise of_kind(what)(f"{' '.join([*command, *arguments])[:500]}\n{ended.err[-1000:]}")
 
     attempt()
 
@@ -65,6 +71,7 @@ FOUND: list[tuple[str, str, tuple[Any, ...], Any]] = [
     (SURFACES["row set"].commands.splitlines()[0], "rows/manifest.json", ("shards",), []),
     ("eval recipe=recipe.yaml suite=suite.jsonl draft=run/draft output_dir=out", "recipe.yaml", ("gate",), "x" * 300),
     ("data show recipe=recipe.yaml", "recipe.yaml", (), {0.5: "x"}),
+    ("data show recipe=recipe.yaml", "recipe.yaml", ("data", "columns"), {"text": 5}),
     ("eval recipe=recipe.yaml suite=suite.jsonl", "recipe.yaml", ("train", "output_dir"), True),
     (DOCTOR.replace("trained", "run"), "target/generation_config.json", ("eos_token_id",), ["x", 0]),
     ("plan target=target draft=run/draft hub=false", "run/draft/config.json", ("architectures",), 2),

@@ -186,6 +186,8 @@ def test_a_cache_that_is_not_what_its_list_says_is_refused(carried: Path, acquir
         assert (said.code, said.out) == (3, "")
         assert f"does not hold what its SHA256SUMS lists: {weights.relative_to(carried)}; copy the folder" in said.error
         weights.unlink(missing_ok=True)
+    (carried / "SHA256SUMS").write_bytes(b"\xff")
+    assert acquire.head("revision=v1", cache=carried).code == 3
 
 
 def test_a_folder_of_other_files_is_not_filled(acquire: Acquire, hub: Hub, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ Servers, in vLLM's format, make what our own pass makes.
 
 import errno
 import fcntl
+import os
 import shutil
 from pathlib import Path
 from typing import IO, Any
@@ -185,11 +186,16 @@ def test_a_server_of_something_else_is_one_line(target: FrozenTarget, tmp_path: 
                 by_servers(target, (1,), [address], TIMEOUT)(ROWS[:1])
     somebodys = tmp_path / "model.safetensors"
     save_file({"hidden_states": torch.zeros(1), "token_ids": torch.tensor([1])}, somebodys)
-    (tmp_path / "model.safetensors.lock").touch()
+    lock = tmp_path / "model.safetensors.lock"
+    lock.touch()
     naming = Behaviour(models=("served",), more=lambda _: {"kv_transfer_params": {"hidden_states_path": str(somebodys)}})
     with openai_server.running(naming) as server, pytest.raises(ResourceError, match="not the hidden states of its prompt"):
         by_servers(target, (1,), [server.address], TIMEOUT)(ROWS[:1])
-    assert somebodys.exists() and (tmp_path / "model.safetensors.lock").exists()
+    assert somebodys.exists() and lock.exists()
+    lock.unlink()
+    os.mkfifo(lock)
+    with openai_server.running(naming) as server, pytest.raises(ResourceError, match="which is no file"):
+        by_servers(target, (1,), [server.address], TIMEOUT)(ROWS[:1])
     with running(target, [4], None) as plain, pytest.raises(ResourceError, match="start it with ExampleHiddenStatesConnector"):
         by_servers(target, (), [plain], TIMEOUT)(ROWS[:1])
     with pytest.raises(ResourceError, match="does not answer"):

@@ -75,8 +75,9 @@ def test_a_damaged_shard_a_broken_manifest_and_no_folder_are_named(tmp_path: Pat
         opened(config)
     shard.write_bytes(whole)
     manifest = json.loads((folder / MANIFEST).read_text())
-    for broken in ({**manifest, "version": 0}, {**manifest, "fit": None}):
-        (folder / MANIFEST).write_text(json.dumps(broken))
+    elsewhere = [{**manifest["shards"][0], "name": "/dev/zero"}]
+    for broken in ({**manifest, "version": 0}, {**manifest, "fit": None}, {**manifest, "shards": elsewhere}, "\udcff"):
+        (folder / MANIFEST).write_text(broken if isinstance(broken, str) else json.dumps(broken), errors="surrogateescape")
         with refused("data.rows", folder):
             opened(config)
     with refused("data.rows", tmp_path / "nowhere"):

@@ -70,6 +70,10 @@ def test_a_file_that_is_no_records_is_refused(tmp_path, content):
     [
         (b'{"text": "caf\xe9"}' * 1000, "after 2 records: line 3: byte 0xe9, which is not UTF-8"),
         (b'{"suite": "s"}', "after 2 records: .* validation error"),
+        (
+            b'{"num_prompt_tokens": -1}',
+            "after 2 records: (?s:.*)num_prompt_tokens\\s+Input should be greater than or equal to 1",
+        ),
         (b'{"suite": NaN}', "after 2 records: line 3: NaN, which is not a number"),
     ],
 )
