@@ -73,6 +73,7 @@ class Served:
     which `output` is, or needs no file.
 
     target: the name an engine is given, None where it is not known.
+    num_tokens: K, per round. lookup_first: the `LookupFirstConfig` of what stands in front of the draft, None for nothing.
     samples: whether the draft was measured with drafts that are drawn, not greedy.
     config: the config.json that was written, empty for a GGUF file; the settings of a method without a draft. files: the names in `output`,
     which need not be on this machine.
@@ -87,6 +88,7 @@ class Served:
     files: tuple[str, ...] = ()
     serving: Serving = Serving()
     in_target: bool = False
+    lookup_first: Any = None
 
     @property
     def quoted_output(self) -> str:
@@ -121,6 +123,22 @@ class Program:
 
 
 @dataclass(frozen=True)
+class FrontLookup:
+    """How an engine looks tokens up in front of a draft, of which it drafts chains; its program reads `Served.lookup_first`.
+
+    note: what serving so needs and does, for SERVE.md and cards. limit: a `LookupFirstConfig` -> the first key of it that the engine cannot
+    express; empty for none.
+    """
+
+    note: str
+    limit: Callable[[Any], str] = lambda lookup: ""
+
+    def lacks(self, lookup: Any) -> str:
+        """As `limit`, of trees too."""
+        return "draft_tree" if lookup.draft_tree else self.limit(lookup)
+
+
+@dataclass(frozen=True)
 class Engine:
     """One inference engine.
 
@@ -130,7 +148,7 @@ class Engine:
     program: of its server, None where that is not started here.
     loader_version: whose loaders the doctor checks drafts against; empty where none were read.
     client: of its server, None where that is not measured. counts_past_end: whether it counts draft tokens that it accepts past the end of
-    a completion.
+    a completion. lookup: in front of a draft, None where it has none.
     """
 
     name: str
@@ -144,3 +162,12 @@ class Engine:
     loader_version: str = ""
     client: Client | None = None
     counts_past_end: bool = False
+    lookup: FrontLookup | None = None
+
+    def drafting(self, k: int, lookup: Any) -> tuple[int, Any]:
+        """Draft tokens per round, and the lookup in front of the draft, with which it is started in place of what was measured: without a
+        lookup that it cannot express, and then with the draft's own number.
+        """
+        if lookup is None or (self.lookup and not self.lookup.lacks(lookup)):
+            return k, lookup
+        return lookup.levels, None

@@ -5,6 +5,7 @@ The report says what a server does not show. When a server fails after the first
 
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -120,7 +121,8 @@ def _served(recipe: Recipe, draft: str | None, folder: Path, files: TargetFiles)
     """What the engine is started with: the draft as it is exported into a folder, or the settings of a method without one."""
     engine, k = recipe.eval.engine, recipe.eval.num_speculative_tokens
     if draft is not None:
-        return export(locate(draft), engine, folder, files, num_speculative_tokens=k)
+        served = export(locate(draft), engine, folder, files, num_speculative_tokens=k)
+        return replace(served, lookup_first=recipe.eval.lookup_first)
     serving = METHODS[recipe.method].serving()[engine]
     output, config = Path(files.name), vars(getattr(recipe.eval, recipe.method))
     return Served(recipe.method, output, files.name, k, samples=False, config=config, serving=serving, in_target=True)

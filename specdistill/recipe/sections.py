@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from specdistill.engines import engines_with
+from specdistill.engines import ENGINES, engines_with
 from specdistill.engines.server import MOST_IN_FLIGHT
 from specdistill.errors import UserError
 from specdistill.recipe.fields import AtLeastOne, NonNegative, ReadWhen, Section, one_of, option, section, shown
@@ -36,8 +36,13 @@ A_CHAIN = ReadWhen(
 )
 CHAINS = ReadWhen("without lookup_first.draft_tree", lambda it: it.draft_tree is None)
 LOOKED_UP = ReadWhen(
-    "with eval.engine=specdistill and without eval.tree: the draft's tree is eval.lookup_first.draft_tree",
-    lambda it: IN_PROCESS.holds(it) and it.tree is None and not getattr(it, "sweep", SweepConfig()).tree,
+    f"with eval.engine={' or '.join(['specdistill', *engines_with('lookup')])} and without eval.server or eval.tree: the draft's tree is "
+    "eval.lookup_first.draft_tree",
+    lambda it: (
+        (IN_PROCESS.holds(it) or (STARTED.holds(it) and it.engine in engines_with("lookup")))
+        and it.tree is None
+        and not getattr(it, "sweep", SweepConfig()).tree
+    ),
 )
 LONE_CHAINS = ReadWhen(
     "with eval.engine=specdistill, eval.batch_size=1 and no eval.tree: one shape is compiled",
@@ -245,6 +250,11 @@ class LookupFirstConfig(Section):
             raise UserError(
                 f"{key}.{name}", got=f"{shape}{self.levels} with K = {k}", expected="at most K, which a lookup gives"
             )
+        engine = getattr(settings, "engine", "specdistill")
+        front = ENGINES[engine].lookup if engine in ENGINES else None
+        if front and (lacking := front.lacks(self)):
+            got = f"{shown(getattr(self, lacking))} with eval.engine={engine}"
+            raise UserError(f"{key}.{lacking}", got=got, expected="another, or eval.engine=specdistill")
         if self.draft_tree and (settings.batch_size > 1 or settings.compile):
             name, value, only = ("compile", "true", "false") if settings.compile else ("batch_size", settings.batch_size, "1")
             raise UserError(
