@@ -1,6 +1,6 @@
 """Export a draft for an engine: its folder in the engine's layout, and SERVE.md: how to serve it, and which acceptance to expect."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,14 @@ from specdistill.methods.checkpoint import read_config
 from specdistill.methods.load import create_draft, implementation, method_of
 from specdistill.methods.recipe import Recipe, TrainedRecipe
 from specdistill.methods.target_record import check_target, copy_record, save_draft
-from specdistill.report.phrases import between, draft_tokens, failed_rules, lookup_first, times, tree, verdict
+from specdistill.recipe.sections import LookupFirstConfig
+from specdistill.report.phrases import between, failed_rules, lookup_first, times, tree, verdict
 from specdistill.report.tables import by_load
 from specdistill.report.text import cells, plain, table
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 
-BEHIND_A_LOOKUP = (
-    "These commands start the draft alone, which accepts less. llama.cpp (`--spec-type ngram-simple,…`) and TensorRT-LLM (`use_sa_spec`) "
-    "have lookups with rules of their own; vLLM and SGLang have none in front of a draft."
-)
+DRAFT_ALONE = "The commands for {} start the draft alone, which accepts less."
 DEFAULT_NUM_TOKENS = 3  # drafted per round, where no report says how many were measured
 
 
@@ -70,7 +68,8 @@ def export(
         check_target(draft, target, "draft")
     measured = find_report(draft, report, method)
     settings = measured["settings"] if measured else {}
-    num_tokens = num_speculative_tokens or (draft_tokens(settings) if settings else DEFAULT_NUM_TOKENS)
+    num_tokens, lookup = to.drafting(settings.get("num_speculative_tokens", DEFAULT_NUM_TOKENS), measured_lookup(settings))
+    num_tokens = num_speculative_tokens or num_tokens
     write, options = implementation(method).export, {"dtype": dtype} if dtype else {}
     assert write is not None, method
     with new_folder(output_dir) as folder:
@@ -87,6 +86,7 @@ def export(
             files=tuple(sorted(path.name for path in folder.iterdir())),
             serving=given,
             in_target=METHODS[method].in_target,
+            lookup_first=lookup,
         )
         (folder / "SERVE.md").write_text(serve_md(to, served, measured), encoding="utf-8")
     return served
@@ -95,6 +95,12 @@ def export(
 def samples_drafts(settings: Mapping[str, Any]) -> bool:
     """Whether a report with these settings was measured with drafts that are drawn, not greedy."""
     return bool(settings.get("temperature", 0) > 0 and settings.get("draft_sampling", "greedy") != "greedy")
+
+
+def measured_lookup(settings: Mapping[str, Any]) -> LookupFirstConfig | None:
+    """What stood in front of the draft in a measurement with these settings. Raises ValueError for what is no lookup."""
+    lookup = settings.get("drafting", {}).get("lookup_first")
+    return LookupFirstConfig.model_validate(lookup) if lookup else None
 
 
 def write_untrained(recipe: Recipe, folder: Path) -> None:
@@ -117,7 +123,7 @@ def serve_md(engine: Engine, served: Served, report: Mapping[str, Any] | None) -
     sections = [
         f"""# How to serve this draft
 
-{caveats(report)}Method {served.method}, written by specdistill {specdistill.__version__} for {engine.title} ({engine.versions}).
+{caveats(report, engine)}Method {served.method}, written by specdistill {specdistill.__version__} for {engine.title} ({engine.versions}).
 Paths and names are those of the machine it was written on{"" if served.target else "; TARGET stands for the draft's target"}.
 
 ```bash
@@ -132,8 +138,10 @@ Paths and names are those of the machine it was written on{"" if served.target e
     return "\n\n".join(filter(None, sections)) + "\n"
 
 
-def caveats(report: Mapping[str, Any] | None) -> str:
-    """What speaks against serving the draft: a gate that it did not pass, and a speed below that of plain decoding. Empty for nothing."""
+def caveats(report: Mapping[str, Any] | None, engine: Engine) -> str:
+    """What speaks against serving the draft: a gate that it did not pass, and a speed below that of plain decoding; and what the engine
+    does about a lookup in front of it. Empty for nothing.
+    """
     found, row = [], report["results"][0] if report else {}
     if report and "gate" in report and (judged := verdict(report)) not in ("Passed", "Not judged"):
         found.append(plain(f"Its gate: {judged}. {failed_rules(report)}"))
@@ -141,8 +149,15 @@ def caveats(report: Mapping[str, Any] | None) -> str:
         speed = f"{times(row['speedup'])} its speed{between(row, 'speedup')}"
         found.append(plain(f"It was slower than plain decoding where it was measured: {speed}."))
     if report and (lookup := lookup_first(report["settings"])):
-        found.append(f"It was measured behind a lookup ({lookup}). {BEHIND_A_LOOKUP}")
+        found.append(f"It was measured behind a lookup ({lookup}). {of_lookup([engine], measured_lookup(report['settings']))}")
     return f"**Before you serve it.** {' '.join(found)}\n\n" if found else ""
+
+
+def of_lookup(engines: Iterable[Engine], lookup: LookupFirstConfig | None) -> str:
+    """What engines need for a lookup in front of a draft, and which ones are started without."""
+    fronts = {engine.title: engine.front(lookup) for engine in engines}
+    alone = " and ".join(title for title, front in fronts.items() if not front)
+    return " ".join([*(front.note for front in fronts.values() if front), *([DRAFT_ALONE.format(alone)] if alone else [])])
 
 
 def expectation(report: Mapping[str, Any] | None) -> str:
@@ -181,7 +196,7 @@ def find_report(draft: Path, report: Path | None, method: str) -> dict[str, Any]
     try:
         read: dict[str, Any] = read_json(path)
         measured = read["draft"]["method"]
-        _ = caveats(read), expectation(read)
+        _ = caveats(read, ENGINES["vllm"]), expectation(read)
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise UserError("report", got=f"{path} ({error or type(error).__name__})", expected=expected) from error
     if measured != method:

@@ -107,30 +107,34 @@ class Served:
 class Program:
     """What starts an engine's server.
 
-    command: as users type it. arguments: what they add for a target and its draft. measured: options that measuring needs, also of the
-    target alone; measured_draft: of one with a draft.
+    command: as users type it. arguments: what they add for a target and its draft; variables: what they set in the environment for it.
+    measured: options that measuring needs, also of the target alone; measured_draft: of one with a draft.
     """
 
     command: str
     arguments: Callable[[Served], list[str]]
     measured: tuple[str, ...]
     measured_draft: tuple[str, ...] = ()
+    variables: Callable[[Served], dict[str, str]] = lambda served: {}
 
     def shell(self, served: Served) -> str:
-        """The command with its arguments, a line for each option."""
+        """The command with its variables and arguments, a line for each variable and option."""
         words = [shlex.quote(word) for word in self.arguments(served)]
-        return " ".join([self.command, *(f"\\\n    {word}" if word.startswith("--") else word for word in words)])
+        options = (f"\\\n    {word}" if word.startswith("--") else word for word in words)
+        surroundings = (f"{name}={shlex.quote(value)} \\\n" for name, value in self.variables(served).items())
+        return "".join([*surroundings, " ".join([self.command, *options])])
 
 
 @dataclass(frozen=True)
 class FrontLookup:
     """How an engine looks tokens up in front of a draft, of which it drafts chains; its program reads `Served.lookup_first`.
 
-    note: what serving so needs and does, for SERVE.md and cards. limit: a `LookupFirstConfig` -> the first key of it that the engine cannot
-    express; empty for none.
+    note: what serving so needs and does, for SERVE.md and cards. mark: what is in the log of a server that does. limit: a
+    `LookupFirstConfig` -> the first key of it that the engine cannot express; empty for none.
     """
 
     note: str
+    mark: str = ""
     limit: Callable[[Any], str] = lambda lookup: ""
 
     def lacks(self, lookup: Any) -> str:
@@ -164,10 +168,12 @@ class Engine:
     counts_past_end: bool = False
     lookup: FrontLookup | None = None
 
+    def front(self, lookup: Any) -> FrontLookup | None:
+        """How it has a lookup in front of a draft; None where it cannot express that, and for no lookup."""
+        return self.lookup if self.lookup and lookup and not self.lookup.lacks(lookup) else None
+
     def drafting(self, k: int, lookup: Any) -> tuple[int, Any]:
-        """Draft tokens per round, and the lookup in front of the draft, with which it is started in place of what was measured: without a
-        lookup that it cannot express, and then with the draft's own number.
+        """Draft tokens per round, and the lookup in front of the draft, with which it is started in place of what was measured: the draft
+        alone, with its own number, where it cannot express the lookup.
         """
-        if lookup is None or (self.lookup and not self.lookup.lacks(lookup)):
-            return k, lookup
-        return lookup.levels, None
+        return (k, lookup) if lookup is None or self.front(lookup) else (lookup.levels, None)

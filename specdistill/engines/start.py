@@ -1,14 +1,16 @@
 """An engine's server that is started here, and ended whatever happens to either side: `guard.py` stands between the two."""
 
+import os
 import re
 import shutil
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 from specdistill.engines.guard import end_session
 from specdistill.engines.server import Server
@@ -24,10 +26,12 @@ EXCEPTION = re.compile(r"\b[A-Z]\w*(Error|Exception): .+")
 
 
 @contextmanager
-def started(command: Sequence[str], log: Path, *, key: str) -> Iterator[str]:
+def started(
+    command: Sequence[str], log: Path, *, key: str, variables: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[str]:
     """The address of a server that a command starts, once it answers.
 
-    log: where the engine's output goes. key: of the recipe, that names the command.
+    log: where the engine's output goes. key: of the recipe, that names the command. variables: added to the environment.
 
     Raises UserError when there is no such program, ResourceError when the engine ends or does not answer. The last lines of its log are
     shown when it is left by a ResourceError.
@@ -43,6 +47,7 @@ def started(command: Sequence[str], log: Path, *, key: str) -> Iterator[str]:
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            env={**os.environ, **variables},
         )
     address = f"http://{HOST}:{port}"
     try:

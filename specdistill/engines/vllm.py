@@ -13,7 +13,7 @@ speculators, read in the sources of 0.9, writes folders for vLLM that hold embed
 import json
 from typing import Any
 
-from specdistill.engines.engine import Engine, Program, Served
+from specdistill.engines.engine import Engine, FrontLookup, Program, Served
 from specdistill.engines.server import (
     PLAIN_SAMPLING,
     Client,
@@ -30,13 +30,15 @@ from specdistill.engines.server import (
 )
 
 DRAFTING = ("metrics", "speculative_decoding")  # where an answer counts
+LOOKUP_VARIABLE = "SPECDISTILL_LOOKUP_FIRST"  # of the environment, which vLLM's processes inherit
+LOOKUP_MARK = "specdistill looks up first:"  # in the log of one that does
 PER_POSITION = "spec_decode_num_accepted_tokens_per_pos_total"
 
 
 def served_config(served: Served) -> dict[str, Any]:
     """The speculative config."""
     folder = {} if served.in_target else {"model": str(served.output)}
-    sampled = {"draft_sample_method": "probabilistic"} if served.samples else {}
+    sampled = {"draft_sample_method": "probabilistic"} if served.samples and not served.lookup_first else {}
     of_method = {"method": served.serving.name, **served.serving.options(served.config)}
     return {**of_method, **folder, "num_speculative_tokens": served.num_tokens, **sampled}
 
@@ -45,12 +47,21 @@ def arguments(served: Served) -> list[str]:
     if served.method is None:
         return [served.target_name]
     model = str(served.output) if served.in_target else served.target_name
-    return [model, "--speculative-config", json.dumps(served_config(served))]
+    looked_up = ["--no-async-scheduling"] if served.lookup_first else []
+    return [model, "--speculative-config", json.dumps(served_config(served)), *looked_up]
+
+
+def variables(served: Served) -> dict[str, str]:
+    if served.method is None or served.lookup_first is None:
+        return {}
+    lookup = {**served.lookup_first.described, "draft_tokens": min(served.lookup_first.levels, served.num_tokens)}
+    return {LOOKUP_VARIABLE: json.dumps(lookup), "VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 
 PROGRAM = Program(
     "vllm serve",
     arguments,
+    variables=variables,
     measured=("--no-enable-prefix-caching",),
     measured_draft=("--per-request-spec-decode-metrics", "summary"),
 )
@@ -66,10 +77,13 @@ FLAGS = {
 
 def snippet(served: Served) -> str:
     model = str(served.output) if served.in_target else served.target_name
-    return f"""from vllm import LLM, SamplingParams
+    given = variables(served)
+    surroundings = f"import os\n\nos.environ |= {given!r}\n\n" if given else ""
+    options = "async_scheduling=False, " if given else ""
+    return f"""{surroundings}from vllm import LLM, SamplingParams
 
 if __name__ == "__main__":
-    llm = LLM({model!r}, speculative_config={served_config(served)!r}, disable_log_stats=False)
+    llm = LLM({model!r}, speculative_config={served_config(served)!r}, {options}disable_log_stats=False)
     (output,) = llm.generate("def main():", SamplingParams(temperature=0, max_tokens=64))
     print(output.outputs[0].text)
     counted = {{metric.name: metric for metric in llm.get_metrics() if "spec_decode" in metric.name}}
@@ -142,6 +156,17 @@ VLLM = Engine(
         counts_hint=f"start vLLM with {' '.join(PROGRAM.measured_draft)}",
     ),
     counts_past_end=True,
+    lookup=FrontLookup(
+        note=(
+            f"vLLM looks up by a plugin that `{LOOKUP_VARIABLE}` configures: install specdistill where vLLM is, "
+            "`pip install 'specdistill[vllm]'`, or the variable is ignored; vLLM's log says \""
+            + LOOKUP_MARK
+            + '" once it looks up. '
+            "Its draft tokens are greedy."
+        ),
+        limit=lambda lookup: "" if lookup.method == "ngram" else "method",
+        mark=LOOKUP_MARK,
+    ),
 )
 
 SPECULATORS = Engine(

@@ -12,8 +12,9 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, constants
 
 from specdistill import __version__
+from specdistill.engines import ENGINES
 from specdistill.errors import one_line
-from specdistill.export import BEHIND_A_LOOKUP
+from specdistill.export import measured_lookup, of_lookup
 from specdistill.files.documents import read_yaml
 from specdistill.hub.evidence import Release
 from specdistill.hub.licenses import DATA, Licensed, front_matter
@@ -223,7 +224,8 @@ def _limits(release: Release) -> Iterator[str]:
         f"{plain(suite['licence'])}){kinds}; others were not measured."
     )
     if lookup := phrases.lookup_first(report["settings"]):
-        yield f"Measured behind a lookup: {plain(lookup)}. {BEHIND_A_LOOKUP}"
+        engines = [ENGINES[name] for name in METHODS[release.method].serving() if ENGINES[name].serve_command]
+        yield f"Measured behind a lookup: {plain(lookup)}. {of_lookup(engines, measured_lookup(report['settings']))}"
     yield from map(plain, release.notes)
     dtype = report["target"].get("dtype")
     yield plain(f"Hardware: {report['hardware']['name']}{f', with the target in {dtype}' if dtype else ''}.")

@@ -19,7 +19,6 @@ from specdistill.methods.load import draft_files, draft_hash
 from specdistill.methods.recipe import Recipe
 from specdistill.methods.target_record import recorded_target
 from specdistill.project import git_revision
-from specdistill.report import phrases
 from specdistill.report.files import digest, read_report
 from specdistill.statistics.records import PromptRecord
 from specdistill.targets.files import TargetFiles
@@ -53,11 +52,6 @@ class Release:
     @property
     def method(self) -> str:
         return str(self.report["draft"]["method"])
-
-    @property
-    def draft_tokens(self) -> int:
-        """Of the draft itself in a round, for engines that serve it."""
-        return phrases.draft_tokens(self.report["settings"])
 
 
 def check_finished(run: Path) -> None:

@@ -16,7 +16,7 @@ from specdistill.engines import ENGINES
 from specdistill.engines.engine import Engine, Served, Serving
 from specdistill.engines.loader import check_loader, loader_of
 from specdistill.errors import UserError
-from specdistill.export import export, samples_drafts
+from specdistill.export import export, measured_lookup, samples_drafts
 from specdistill.files.documents import read_json, read_keys
 from specdistill.files.folders import new_folder
 from specdistill.hub.card import CardContents, model_card
@@ -187,9 +187,10 @@ def stage(of: CardContents, target: TargetFiles, exports: Sequence[str], output:
         recipe = read_keys(release.run / RECIPE, "run", FINISHED)
         (folder / Path(RECIPE).name).write_text(recipe_yaml(recipe, public=True), encoding="utf-8")
         write_report(folder / REPORT, release.report, release.records)
-        exported = {}
+        exported, settings = {}, release.report["settings"]
         for engine in exports:
-            exported[engine] = export(draft, engine, folder / engine, target, num_speculative_tokens=release.draft_tokens)
+            k, _ = ENGINES[engine].drafting(settings["num_speculative_tokens"], measured_lookup(settings))
+            exported[engine] = export(draft, engine, folder / engine, target, num_speculative_tokens=k)
             (folder / engine / "SERVE.md").unlink()  # with names of this machine; the card says how to serve it
             if (config := folder / engine / "config.json").is_file():
                 config.write_text(json.dumps(without_places(read_json(config)), indent=2) + "\n", encoding="utf-8")
@@ -223,14 +224,15 @@ def refuse_links(paths: Iterable[Path], home: Path, key: str = "run") -> None:
 
 def serving_of(of: CardContents, exported: Mapping[str, Served]) -> list[tuple[str, str]]:
     """(engine's title, commands) for each engine that can be given the draft."""
-    release = of.release
+    release, settings = of.release, of.release.report["settings"]
     served = Served(
         method=release.method,
         output=Path(of.repository),
         target=of.base_model,
-        num_tokens=release.draft_tokens,
-        samples=samples_drafts(release.report["settings"]),
+        num_tokens=settings["num_speculative_tokens"],
+        samples=samples_drafts(settings),
         config=read_config(release.run / DRAFT, "run"),
+        lookup_first=measured_lookup(settings),
     )
     return list(serving_lines(served, release.run / DRAFT, exported, repository=of.repository, tag=of.tag))
 
@@ -265,12 +267,16 @@ def serving_lines(
         engine = ENGINES[name]
         if engine.serve_command is None:
             continue
+        k, lookup = engine.drafting(served.num_tokens, served.lookup_first)
         if name in exports:
-            exported = replace(exports[name], output=Path(local) / name, target=served.target)
+            exported = replace(
+                exports[name], output=Path(local) / name, target=served.target, num_tokens=k, lookup_first=lookup
+            )
             fetch = f"hf download {repository} --revision {tag} --local-dir {local} --include {shlex.quote(f'{name}/*')}"
             yield engine.title, f"{fetch}\n{engine.serve_command(exported)}"
         elif loads_as_is(engine, served.method, draft):
-            yield engine.title, engine.serve_command(replace(served, serving=serving, in_target=row.in_target))
+            as_it_is = replace(served, serving=serving, in_target=row.in_target, num_tokens=k, lookup_first=lookup)
+            yield engine.title, engine.serve_command(as_it_is)
 
 
 def restore_release(repository: str | None, tag: str, *, dry_run: bool = False) -> None:

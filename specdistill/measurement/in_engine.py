@@ -155,7 +155,7 @@ def engine_report(
             "transformers": version("transformers"),
             measurement.engine["name"]: measurement.engine["version"],
         },
-        settings=settings.described,
+        settings={**settings.described, **({"drafting": {"lookup_first": task.lookup_first}} if task.lookup_first else {})},
         suite=task.suite,
         results=[row for made in rows.values() for row in made],
         context=[],

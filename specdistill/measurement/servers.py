@@ -8,7 +8,7 @@ Those that are started here run one after the other, the one without a draft fir
 import os
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,9 @@ def _same_model(name: str, wanted: str) -> bool:
 
 @dataclass(frozen=True)
 class ServerTask:
-    """What is asked of servers: every K at every load. settings: of the main configuration, whose batch size is its load."""
+    """What is asked of servers: every K at every load. settings: of the main configuration, whose batch size is its load. lookup_first: in
+    front of the draft.
+    """
 
     suite: Suite
     prompts: Sequence[Prompt]
@@ -113,6 +115,7 @@ class ServerTask:
     settings: Settings
     ks: Sequence[int]
     loads: Sequence[int]
+    lookup_first: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls, config: EvalConfig, suite: Suite, tokenizer: Any, max_length: int) -> "ServerTask":
@@ -124,7 +127,8 @@ class ServerTask:
         if max(loads) > len(prompts):
             got = f"{max(loads)} for {len(prompts)} prompts"
             raise UserError("eval.concurrency", got=got, expected="at most as many as there are prompts")
-        return cls(suite, prompts, tokenizer, replace(Settings.of(config), batch_size=config.concurrency), [*ks], [*loads])
+        settings, lookup = replace(Settings.of(config), batch_size=config.concurrency), config.lookup_first
+        return cls(suite, prompts, tokenizer, settings, [*ks], [*loads], lookup.described if lookup else None)
 
     @property
     def configurations(self) -> list[Settings]:
@@ -200,22 +204,36 @@ def measure_started(
     served: the recipe's draft, exported. logs: the folder of what the engine prints.
     """
     key, commands = "eval.engine_command", {k: start_command(config, target, served, k) for k in (0, *task.ks)}
-    shown = {"command": shlex.join(commands[task.ks[0]]), "baseline_command": shlex.join(commands[0])}
+    program = ENGINES[config.engine].program
+    assert program is not None, config.engine
+    variables = {k: program.variables(replace(served, num_tokens=k)) if k else {} for k in commands}
+    named = [f"{name}={shlex.quote(value)}" for name, value in variables[task.ks[0]].items()]
+    shown = {"command": " ".join([*named, shlex.join(commands[task.ks[0]])]), "baseline_command": shlex.join(commands[0])}
     measurement = ServerMeasurement({"name": config.engine, **shown}, has_baseline=True)
     # Multi-token prediction is served in the draft's own folder.
     names = (target.model, str(served.output), resolve(target.model))
     try:
         for k in commands:
             log = logs / (f"k{k}.log" if k else "plain.log")
-            with started(commands[k], log, key=key) as address:
+            with started(commands[k], log, key=key, variables=variables[k]) as address:
                 peer = connect(config.engine, address, key, names, config.server_timeout)
                 if peer.k != k:
                     drafts = f"{config.engine} drafts {peer.k} tokens per round, not {k}"
                     raise ResourceError(drafts, next_step=f"look at {log}")
+                if k and served.lookup_first:
+                    check_looks_up(config.engine, log)
                 measurement.ask([peer], task)
     except ReportedError as error:
         measurement.failure = error
     return measurement
+
+
+def check_looks_up(engine: str, log: Path) -> None:
+    """Raises ResourceError for a server that has ignored that it should look tokens up first."""
+    lookup = ENGINES[engine].lookup
+    assert lookup is not None, engine
+    if lookup.mark not in log.read_text(encoding="utf-8", errors="replace"):
+        raise ResourceError(f"{engine} looks nothing up in front of the draft: {log} does not say so", next_step=lookup.note)
 
 
 def start_command(config: EvalConfig, target: TargetConfig, served: Served, k: int) -> list[str]:

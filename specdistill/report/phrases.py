@@ -252,14 +252,6 @@ def lookup_first(settings: Mapping[str, Any]) -> str:
     return f"{lookup['method']} lookup of {lookup['min']} to {lookup['max']} tokens first, behind it {behind}"
 
 
-def draft_tokens(settings: Mapping[str, Any]) -> int:
-    """Tokens of a chain, or levels of a tree, that the draft drafts in a round that is its own."""
-    lookup = settings.get("drafting", {}).get("lookup_first", {})
-    shape = lookup.get("draft_tree", {})
-    levels = shape.get("depth") or len(shape.get("branching", ()))
-    return int(lookup.get("draft_tokens") or levels or settings["num_speculative_tokens"])
-
-
 def settings_line(report: Report) -> str:
     """The settings in short: those that a comparison shares, the engine, and how drafts are proposed."""
     settings = report["settings"]

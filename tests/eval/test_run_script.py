@@ -183,7 +183,17 @@ def test_a_run_is_judged_against_a_baseline_and_its_own_budget(measured, keys, g
         (["eval.lookup_first={}"], "eval.lookup_first", "a lookup in front of method ngram"),
         (["method=eagle3", "eval.lookup_first={draft_tokens: 9}"], "eval.lookup_first.draft_tokens", "9 with K = 4"),
         (["method=eagle3", "eval.lookup_first={min: 4, max: 2}"], "eval.lookup_first.min", "4"),
-        (["method=eagle3", "eval.lookup_first={}", "eval.engine=vllm"], "eval.lookup_first", '{"method"'),
+        (["method=eagle3", "eval.lookup_first={}", "eval.engine=sglang"], "eval.lookup_first", '{"method"'),
+        (
+            ["method=eagle3", "eval.lookup_first={}", "eval.engine=vllm", "eval.server=http://x"],
+            "eval.lookup_first",
+            '{"method"',
+        ),
+        (
+            ["method=eagle3", "eval.lookup_first={draft_tree: {branching: [2]}}", "eval.engine=vllm"],
+            "eval.lookup_first.draft_tree",
+            '{"budget": null, "depth": null, "top_k": null, "branching": [2]} with eval.engine=vllm',
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(keys, tmp_path, capsys, more, key, got):

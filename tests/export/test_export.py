@@ -190,18 +190,37 @@ def test_an_engines_report_says_the_fastest_k_for_each_load(folder: Path, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("shape", "k", "shown"),
-    [({"draft_tokens": 2}, 2, "a chain of 2"), ({"draft_tree": {"branching": [2, 2, 1]}}, 3, "tree with")],
+    ("engine", "shape", "k", "shown"),
+    [
+        ("sglang", {"draft_tokens": 2}, 2, "a chain of 2"),
+        ("vllm", {"draft_tree": {"branching": [2, 2, 1]}}, 3, "tree with"),
+    ],
 )
-def test_behind_a_lookup_the_draft_is_served_with_its_own_k(
-    shape: dict[str, Any], k: int, shown: str, folder: Path, tmp_path: Path
+def test_an_engine_without_such_a_lookup_serves_the_draft_with_its_own_k(
+    engine: str, shape: dict[str, Any], k: int, shown: str, folder: Path, tmp_path: Path
 ) -> None:
-    lookup = {"method": "ngram", "min": 2, "max": 5, **shape}
-    (tmp_path / "report.json").write_text(json.dumps(report(drafting={"lookup_first": lookup}, num_speculative_tokens=6)))
-    export(folder / "run" / "draft", "vllm", tmp_path / "out", report=tmp_path / "report.json")
-    command, text = served(tmp_path / "out")
-    assert json.loads(command[4])["num_speculative_tokens"] == k
+    command, text = exported_behind_a_lookup(engine, shape, folder, tmp_path)
+    num = json.loads(command[4])["num_speculative_tokens"] if engine == "vllm" else int(command[8])
+    assert num == k and "SPECDISTILL" not in text
     assert f"behind a lookup (ngram lookup of 2 to 5 tokens first, behind it {shown}" in text and "the draft alone" in text
+
+
+def exported_behind_a_lookup(engine: str, shape: dict[str, Any], folder: Path, tmp_path: Path) -> tuple[list[str], str]:
+    lookup = {"method": "ngram", "min": 2, "max": 5, **shape}
+    settings = {"drafting": {"lookup_first": lookup}, "num_speculative_tokens": 6, "temperature": 0.8}
+    (tmp_path / "report.json").write_text(json.dumps(report(**settings, draft_sampling="probabilistic")))
+    export(folder / "run" / "draft", engine, tmp_path / "out", report=tmp_path / "report.json")
+    return served(tmp_path / "out")
+
+
+def test_vllm_looks_up_in_front_of_the_draft_by_its_plugin(folder: Path, tmp_path: Path) -> None:
+    command, text = exported_behind_a_lookup("vllm", {"draft_tokens": 2}, folder, tmp_path)
+    lookup = {"method": "ngram", "min": 2, "max": 5, "draft_tokens": 2}
+    assert command[:2] == [f"SPECDISTILL_LOOKUP_FIRST={json.dumps(lookup)}", "VLLM_USE_V2_MODEL_RUNNER=0"]
+    config = json.loads(command[command.index("--speculative-config") + 1])
+    assert config["num_speculative_tokens"] == 6 and "draft_sample_method" not in config  # which the plugin refuses
+    assert "--no-async-scheduling" in command and "async_scheduling=False" in text
+    assert "pip install 'specdistill[vllm]'" in text and "the draft alone" not in text
 
 
 def test_vllm_samples_as_the_measurement_did(folder: Path, tmp_path: Path) -> None:

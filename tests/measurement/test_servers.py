@@ -55,6 +55,30 @@ def test_an_engine_is_started_with_its_own_lookup(tmp_path):
     assert "speculative" not in engine["baseline_command"]
 
 
+LOOKED_UP = ("eval.lookup_first={draft_tokens: 2}", "eval.num_speculative_tokens=3", "eval.repeats=1", "eval.warmup=0")
+
+
+def test_an_engine_is_started_with_a_lookup_in_front_of_a_draft(draft, tmp_path):
+    evaluate(tmp_path / "report", draft, "vllm", *LOOKED_UP)
+    report = read_report(tmp_path / "report")[0]
+    lookup = {"method": "ngram", "min": 2, "max": 5, "draft_tokens": 2}
+    assert report["settings"]["drafting"] == {"lookup_first": lookup}
+    variable, runner, *words = shlex.split(report["engine"]["command"])
+    assert variable == f"SPECDISTILL_LOOKUP_FIRST={json.dumps(lookup)}" and runner == "VLLM_USE_V2_MODEL_RUNNER=0"
+    assert (
+        "--no-async-scheduling" in words
+        and json.loads(words[words.index("--speculative-config") + 1])["num_speculative_tokens"] == 3
+    )
+    assert "LOOKUP" not in report["engine"]["baseline_command"] and "async" not in report["engine"]["baseline_command"]
+
+
+def test_an_engine_that_ignores_its_lookup_is_not_measured(draft, tmp_path, capsys):
+    command = f"eval.engine_command={shlex.join([sys.executable, str(PROGRAM), 'vllm', '--deaf'])}"
+    assert evaluate(tmp_path / "report", draft, "vllm", *LOOKED_UP, command) == ExitCode.RESOURCE_ERROR
+    assert "vllm looks nothing up in front of the draft" in capsys.readouterr().err
+    assert not (tmp_path / "report" / "report.json").exists()
+
+
 @pytest.mark.long  # an engine for each K
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_every_k_is_measured_at_every_load(draft, tmp_path, engine):

@@ -1,0 +1,127 @@
+"""The plugin in a real vLLM, on a CPU in float32: a lookup in front of a head accepts what it accepts in our decoder, prompt by prompt."""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bench.counting import Counts, generate_here, total
+from bench.engines import QUIET_VLLM
+from specdistill import __version__
+from specdistill.engines.start import started
+from specdistill.engines.vllm import LOOKUP_VARIABLE
+from specdistill.errors import ExitCode, ResourceError
+from specdistill.methods.load import load_proposer
+from specdistill.project import PICO, ROOT
+from specdistill.recipe.sections import LookupFirstConfig
+from specdistill.report.files import read_report
+from specdistill.suites.suite import load_suite, tokenize
+from specdistill.targets.frozen import FrozenTarget
+from tests.with_engines.environments import environment
+
+pytestmark = [pytest.mark.long, pytest.mark.engines]  # vLLM in its own environment
+
+SUITE, NUM_PROMPTS, NEW_TOKENS, LOADS, K = "pico-edit", 8, 48, (1, 4), 6
+LOOKUP = LookupFirstConfig(min=2, max=5, draft_tokens=3)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The value of PYTHONPATH with which specdistill is found as if pip had installed it."""
+    folder = tmp_path_factory.mktemp("site")
+    information = folder / f"specdistill-{__version__}.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: specdistill\nVersion: {__version__}\n")
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    lines = [f"[{group}]\n{name} = {value}\n" for group, entries in groups.items() for name, value in entries.items()]
+    (information / "entry_points.txt").write_text("".join(lines))
+    return f"{folder}{os.pathsep}{ROOT}"
+
+
+def evaluated(method: str, draft: Path, folder: Path, python_path: str, *more: str) -> "subprocess.CompletedProcess[str]":
+    engine = f"env PYTHONPATH={python_path} {environment('vllm') / 'bin' / 'vllm'} serve --enforce-eager --block-size 32"
+    keys = ["target=pico", f"method={method}", f"draft={draft}", f"suite={SUITE}", "gate=server", f"output_dir={folder}"]
+    keys += ["eval.engine=vllm", f"eval.engine_command={engine}", f"eval.num_speculative_tokens={K}", "eval.repeats=1"]
+    keys += [f"eval.num_prompts={NUM_PROMPTS}", f"eval.max_new_tokens={NEW_TOKENS}", "eval.warmup=1", *more]
+    surroundings = {**os.environ, **QUIET_VLLM, "PYTHONPATH": str(ROOT)}
+    line = [sys.executable, "-m", "specdistill", "eval", *keys]
+    return subprocess.run(line, env=surroundings, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+BEHIND = f"eval.lookup_first={LOOKUP.model_dump_json(exclude_none=True)}"
+
+
+@pytest.mark.parametrize(("method", "name"), [("eagle3", "EAGLE-3.1"), ("draft_model", "draft model")])
+def test_a_lookup_in_front_of_a_draft_accepts_what_it_does_here(
+    method: str, name: str, installed: str, trained: Callable[[str], Path], pico: FrozenTarget, tmp_path: Path
+) -> None:
+    """One request at a time and four at once; every counter is ours, and the output is plain vLLM's."""
+    draft = trained(name)
+    done = evaluated(method, draft, tmp_path / "report", installed, BEHIND, f"eval.sweep.concurrency={[*LOADS]}")
+    assert done.returncode in (ExitCode.DONE, ExitCode.CHECK_FAILED, ExitCode.INCONCLUSIVE), done.stderr[-4000:]
+    report, samples = read_report(tmp_path / "report")
+    assert report["lossless"]["greedy_identical"] and report["lossless"]["prompts_checked"] == NUM_PROMPTS
+    assert report["settings"]["drafting"] == {"lookup_first": LOOKUP.described}
+    prompts = tokenize(load_suite(SUITE), pico.tokenizer, max_new_tokens=NEW_TOKENS, max_length=512, num_prompts=NUM_PROMPTS)
+    alone, behind = load_proposer(method, draft, pico), load_proposer(method, draft, pico, lookup_first=LOOKUP)
+    head, cascade = [], []
+    for prompt, *both in zip(prompts, samples[:NUM_PROMPTS], samples[NUM_PROMPTS:], strict=True):
+        limits = {"max_new_tokens": len(both[0].token_ids), "num_speculative_tokens": K}
+        (here,) = generate_here(pico, behind, [prompt.token_ids], **limits)
+        cascade.append(here)
+        head += generate_here(pico, alone, [prompt.token_ids], **limits | {"num_speculative_tokens": LOOKUP.draft_tokens})
+        for there in both:
+            assert there.token_ids == here.token_ids and there.counts is not None
+            counts = (there.counts.num_drafts, there.counts.num_draft_tokens, padded(there.counts.accepted_per_position))
+            assert Counts(*counts) == here.counts
+    assert total(cascade).mean_acceptance_length > total(head).mean_acceptance_length
+    assert total(cascade).accepted_per_position[-1] > 0  # further than the draft goes
+
+
+def padded(accepted: tuple[int, ...]) -> tuple[int, ...]:
+    return (*accepted, *[0] * (K - len(accepted)))
+
+
+def test_without_the_plugin_nothing_is_measured(trained: Callable[[str], Path], tmp_path: Path) -> None:
+    done = evaluated("eagle3", trained("EAGLE-3.1"), tmp_path / "report", "", BEHIND)
+    assert done.returncode == ExitCode.RESOURCE_ERROR
+    assert "looks nothing up" in done.stderr and "specdistill[vllm]" in done.stderr
+    assert not (tmp_path / "report" / "report.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("variables", "options", "said"),
+    [
+        ({"VLLM_USE_V2_MODEL_RUNNER": "1"}, (), "vLLM's model runner V2"),
+        ({"VLLM_USE_V2_MODEL_RUNNER": "0"}, ("--async-scheduling",), "asynchronous scheduling"),
+    ],
+)
+def test_a_vllm_that_cannot_look_up_does_not_start(
+    variables: dict[str, str],
+    options: tuple[str, ...],
+    said: str,
+    installed: str,
+    trained: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    given = {**QUIET_VLLM, **variables, "PYTHONPATH": installed, LOOKUP_VARIABLE: LOOKUP.model_dump_json(exclude_none=True)}
+    config = {"method": "eagle3", "model": str(trained("EAGLE-3.1")), "num_speculative_tokens": K}
+    line = [
+        "env",
+        *(f"{name}={value}" for name, value in given.items()),
+        str(environment("vllm") / "bin" / "vllm"),
+        "serve",
+        str(PICO),
+    ]
+    line += ["--dtype", "float32", "--max-model-len", "512", "--enforce-eager", "--block-size", "32", *options]
+    line += ["--speculative-config", json.dumps(config)]
+    with (
+        pytest.raises(ResourceError, match=f"{LOOKUP_VARIABLE}: got {said}"),
+        started(line, tmp_path / "log", key="eval.engine_command"),
+    ):
+        pytest.fail("it started")
