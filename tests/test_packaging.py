@@ -102,7 +102,8 @@ def pins() -> dict[str, str]:
 
 
 def declared() -> list[Requirement]:
-    extras = PYPROJECT["project"]["optional-dependencies"].values()
+    """All but those of an engine's environment, which has pins of its own."""
+    extras = [needs for name, needs in PYPROJECT["project"]["optional-dependencies"].items() if name != "vllm"]
     groups = [PYPROJECT["build-system"]["requires"], PYPROJECT["project"]["dependencies"], *extras]
     return [Requirement(line) for group in groups for line in group]
 
