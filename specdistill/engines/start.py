@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 
 from specdistill.engines.guard import end_session
 from specdistill.engines.server import Server
@@ -26,12 +25,11 @@ EXCEPTION = re.compile(r"\b[A-Z]\w*(Error|Exception): .+")
 
 
 @contextmanager
-def started(
-    command: Sequence[str], log: Path, *, key: str, variables: Mapping[str, str] = MappingProxyType({})
-) -> Iterator[str]:
+def started(command: Sequence[str], log: Path, *, key: str, variables: Mapping[str, str] | None = None) -> Iterator[str]:
     """The address of a server that a command starts, once it answers.
 
-    log: where the engine's output goes. key: of the recipe, that names the command. variables: added to the environment.
+    log: where the engine's output goes. key: of the recipe, that names the command. variables: added to the environment, which holds no
+    others of ours.
 
     Raises UserError when there is no such program, ResourceError when the engine ends or does not answer. The last lines of its log are
     shown when it is left by a ResourceError.
@@ -40,6 +38,7 @@ def started(
     if program is None:
         raise UserError(key, got=command[0], expected="a program on the PATH, or the path of one, that starts the engine")
     port = str(free_port())
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("SPECDISTILL_")}
     with log.open("wb") as output:
         guard = subprocess.Popen(
             [sys.executable, "-P", GUARD, str(GRACE_SECONDS), program, *command[1:], "--host", HOST, "--port", port],
@@ -47,7 +46,7 @@ def started(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, **variables},
+            env={**inherited, **(variables or {})},
         )
     address = f"http://{HOST}:{port}"
     try:

@@ -157,13 +157,8 @@ VLLM = Engine(
     ),
     counts_past_end=True,
     lookup=FrontLookup(
-        note=(
-            f"vLLM looks up by a plugin that `{LOOKUP_VARIABLE}` configures: install specdistill where vLLM is, "
-            "`pip install 'specdistill[vllm]'`, or the variable is ignored; vLLM's log says \""
-            + LOOKUP_MARK
-            + '" once it looks up. '
-            "Its draft tokens are greedy."
-        ),
+        note=f"vLLM does so by a plugin: install specdistill where vLLM is (`pip install 'specdistill[vllm]'`), or it ignores "
+        f"`{LOOKUP_VARIABLE}`. When it looks up, its log says `{LOOKUP_MARK}`. Draft tokens are greedy.",
         limit=lambda lookup: "" if lookup.method == "ngram" else "method",
         mark=LOOKUP_MARK,
     ),

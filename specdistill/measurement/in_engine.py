@@ -113,6 +113,8 @@ def measure_in_engine(
         machine = {name: found[name] for name in ("device", "name", "count", "memory_bytes")}  # threads are the engine's own
 
     report, records = engine_report(task, measurement, target=of_target, draft=of_draft, hardware=machine)
+    if config.lookup_first:
+        report["settings"]["drafting"] = {"lookup_first": config.lookup_first.described}
     add_quality(report, records, suite, special_tokens=tokenizer.all_special_tokens, run_code=config.run_code)
     return report, records
 
@@ -155,7 +157,7 @@ def engine_report(
             "transformers": version("transformers"),
             measurement.engine["name"]: measurement.engine["version"],
         },
-        settings={**settings.described, **({"drafting": {"lookup_first": task.lookup_first}} if task.lookup_first else {})},
+        settings=settings.described,
         suite=task.suite,
         results=[row for made in rows.values() for row in made],
         context=[],

@@ -8,7 +8,7 @@ Those that are started here run one after the other, the one without a draft fir
 import os
 import shlex
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -105,9 +105,7 @@ def _same_model(name: str, wanted: str) -> bool:
 
 @dataclass(frozen=True)
 class ServerTask:
-    """What is asked of servers: every K at every load. settings: of the main configuration, whose batch size is its load. lookup_first: in
-    front of the draft.
-    """
+    """What is asked of servers: every K at every load. settings: of the main configuration, whose batch size is its load."""
 
     suite: Suite
     prompts: Sequence[Prompt]
@@ -115,7 +113,6 @@ class ServerTask:
     settings: Settings
     ks: Sequence[int]
     loads: Sequence[int]
-    lookup_first: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls, config: EvalConfig, suite: Suite, tokenizer: Any, max_length: int) -> "ServerTask":
@@ -127,8 +124,7 @@ class ServerTask:
         if max(loads) > len(prompts):
             got = f"{max(loads)} for {len(prompts)} prompts"
             raise UserError("eval.concurrency", got=got, expected="at most as many as there are prompts")
-        settings, lookup = replace(Settings.of(config), batch_size=config.concurrency), config.lookup_first
-        return cls(suite, prompts, tokenizer, settings, [*ks], [*loads], lookup.described if lookup else None)
+        return cls(suite, prompts, tokenizer, replace(Settings.of(config), batch_size=config.concurrency), [*ks], [*loads])
 
     @property
     def configurations(self) -> list[Settings]:
@@ -220,20 +216,14 @@ def measure_started(
                 if peer.k != k:
                     drafts = f"{config.engine} drafts {peer.k} tokens per round, not {k}"
                     raise ResourceError(drafts, next_step=f"look at {log}")
-                if k and served.lookup_first:
-                    check_looks_up(config.engine, log)
+                front = ENGINES[config.engine].front(served.lookup_first) if k else None
+                if front and front.mark not in log.read_text(encoding="utf-8", errors="replace"):
+                    ignored = f"{config.engine} looks nothing up in front of the draft: {log} does not say so"
+                    raise ResourceError(ignored, next_step=front.note)
                 measurement.ask([peer], task)
     except ReportedError as error:
         measurement.failure = error
     return measurement
-
-
-def check_looks_up(engine: str, log: Path) -> None:
-    """Raises ResourceError for a server that has ignored that it should look tokens up first."""
-    lookup = ENGINES[engine].lookup
-    assert lookup is not None, engine
-    if lookup.mark not in log.read_text(encoding="utf-8", errors="replace"):
-        raise ResourceError(f"{engine} looks nothing up in front of the draft: {log} does not say so", next_step=lookup.note)
 
 
 def start_command(config: EvalConfig, target: TargetConfig, served: Served, k: int) -> list[str]:

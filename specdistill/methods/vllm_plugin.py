@@ -8,7 +8,8 @@ vLLM calls `register` in each of its processes. It does nothing unless the envir
 - The scheduler verifies and counts what each row was given, so vLLM's counters are those of the cascade.
 - vLLM verifies greedy drafts as certain ones (one-hot), at any temperature. Looked-up tokens are certain, too, so its output is the
   target's. For drafts that are drawn (`draft_sample_method: probabilistic`) it keeps distributions, which would be those of other tokens.
-- The next tokens have to be known when a row is looked up, so scheduling is not asynchronous.
+- The next tokens have to be known when a row is looked up, so scheduling is not asynchronous. Ranks of data parallelism take as many steps
+  with the draft as one another, which one without requests would not know.
 """
 
 import copy
@@ -18,10 +19,8 @@ from collections.abc import Callable, Iterator
 from functools import cache, wraps
 from typing import Any
 
-from pydantic import ValidationError
-
 from specdistill.engines.vllm import LOOKUP_MARK, LOOKUP_VARIABLE, VLLM
-from specdistill.errors import UserError, one_line
+from specdistill.errors import UserError
 from specdistill.files.documents import parse_json
 from specdistill.methods.ngram.lookup import NgramLookup
 from specdistill.recipe.sections import LookupFirstConfig, check_lengths
@@ -54,10 +53,7 @@ def parameters(given: str) -> LookupFirstConfig:
     try:
         config = LookupFirstConfig.model_validate(parse_json(given.encode()))
     except ValueError as error:
-        why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
-        raise UserError(
-            LOOKUP_VARIABLE, got=given, expected=f"the keys of eval.lookup_first as JSON ({one_line(str(why))})"
-        ) from error
+        raise UserError(LOOKUP_VARIABLE, got=f"{given} ({error})", expected="the keys of eval.lookup_first as JSON") from error
     check_lengths(LOOKUP_VARIABLE, config.min, config.max)
     assert VLLM.lookup is not None
     if lacking := VLLM.lookup.lacks(config):
@@ -77,21 +73,15 @@ def check(vllm_config: Any, config: LookupFirstConfig) -> None:
     if draft is None:
         raise UserError(LOOKUP_VARIABLE, got="vLLM without a draft", expected="--speculative-config, or no such variable")
     k = draft.num_speculative_tokens
+    one_by_one = f"{', '.join(DRAFTS)}, not in parallel"
     for is_refused, got, expected in (
         (vllm_config.use_v2_model_runner, "vLLM's model runner V2", "V1: VLLM_USE_V2_MODEL_RUNNER=0"),
         (vllm_config.scheduler_config.async_scheduling, "asynchronous scheduling", "--no-async-scheduling"),
-        (
-            draft.method not in DRAFTS or draft.parallel_drafting,
-            f"method {draft.method}",
-            f"{', '.join(DRAFTS)}, not in parallel",
-        ),
+        (vllm_config.parallel_config.data_parallel_size > 1, "data parallelism", "a server for each device"),
+        (draft.method not in DRAFTS or draft.parallel_drafting, f"method {draft.method}", one_by_one),
         (draft.draft_sample_method != "greedy", f"draft_sample_method {draft.draft_sample_method}", "greedy"),
         (draft.disable_padded_drafter_batch, "disable_padded_drafter_batch", "false"),
-        (
-            config.levels > k,
-            f"draft_tokens {config.levels} with num_speculative_tokens {k}",
-            "at most as many, which a lookup gives",
-        ),
+        (config.levels > k, f"draft_tokens {config.levels} with num_speculative_tokens {k}", "at most as many"),
     ):
         if is_refused:
             raise UserError(LOOKUP_VARIABLE, got=got, expected=expected)
@@ -123,18 +113,18 @@ def looked_up_first(propose: Callable[..., Any], config: LookupFirstConfig) -> C
 def looked_up(runner: Any, sampled: list[list[int]], k: int, config: LookupFirstConfig) -> Iterator[list[int]]:
     """Up to k tokens for each row, none where nothing is found and for a prompt that is not read to its end.
 
-    sampled: of each row in this round, which its text does not hold yet; what is no token of the vocabulary was rejected. A request keeps
+    sampled: of each row in this round, which its text does not hold yet; what is no token of the vocabulary was rejected. A request carries
     its index, which ends with it.
     """
     batch = runner.input_batch
-    for row, (request, tokens) in enumerate(zip(batch.req_ids, sampled, strict=True)):
-        length, state = int(batch.num_tokens_no_spec[row]), vars(runner.requests[request])
+    for row, (name, tokens) in enumerate(zip(batch.req_ids, sampled, strict=True)):
+        request, length = runner.requests[name], int(batch.num_tokens_no_spec[row])
         if runner.discard_request_mask.np[row]:
             yield []
             continue
-        text, lookup = state.get(LOOKUP_MARK, ([], None))
+        text, lookup = getattr(request, "specdistill", ([], None))
         if lookup is None or len(text) > length:  # a text may be taken back
-            text, lookup = state[LOOKUP_MARK] = [], NgramLookup(config.min, config.max)
+            text, lookup = request.specdistill = [], NgramLookup(config.min, config.max)
         text += batch.token_ids_cpu[row, len(text) : length].tolist()
         text += [token for token in tokens if 0 <= token < batch.vocab_size]
         yield lookup.find(text, k)

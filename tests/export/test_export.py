@@ -10,6 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from specdistill.cli import main
+from specdistill.engines import ENGINES
 from specdistill.export import caveats, expectation, export
 from specdistill.methods.eagle3.checkpoint import load_eagle3
 from specdistill.methods.load import method_of
@@ -56,7 +57,7 @@ def test_what_a_report_says_is_text_alone_in_how_to_serve_it() -> None:
         measured = renamed(report(), name) | {"engine": {"name": "vllm", "version": name}}
         failed = {"metric": name, "severity": "fail", "passed": False, "verdict": "failed"}
         measured["gate"] = {"verdict": "failed", "passed": False, "rules": [failed]}
-        pages.append(Page(caveats(measured) + expectation(measured)))
+        pages.append(Page(caveats(measured, ENGINES["vllm"]) + expectation(measured)))
     friendly, hostile = pages
     assert hostile.elements == friendly.elements and hostile.references == []
 

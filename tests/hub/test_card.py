@@ -1,5 +1,6 @@
 """The model card of a head on a target of the Hub: what is in its metadata, and what a reader is told."""
 
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -71,6 +72,16 @@ def test_what_a_reader_is_told(published: CardContents) -> None:
     ):
         assert fact in text
     assert "TARGET" not in text
+
+
+def test_who_serves_a_lookup_in_front_of_it(published: CardContents) -> None:
+    """vLLM, which needs the plugin for it; the others are given the draft alone."""
+    lookup = {"method": "ngram", "min": 2, "max": 5, "draft_tokens": 2}
+    settings = {**published.release.report["settings"], "drafting": {"lookup_first": lookup}}
+    text = str(model_card(with_report(published, settings=settings)))
+    assert "2 to 5 tokens first" in text and "specdistill[vllm]" in text
+    (alone,) = re.findall(r"The commands for (.*) start the draft alone", text)
+    assert "SGLang" in alone and "llama.cpp" in alone and "vLLM" not in alone.replace("served by vLLM", "")
 
 
 def test_what_the_evidence_lacks(published: CardContents) -> None:

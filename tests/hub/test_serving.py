@@ -1,5 +1,6 @@
 """Which engines a published draft is for, and by which command; judged by the doctor's loaders."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from specdistill.export import export
 from specdistill.hub.publish import loads_as_is, serving_lines
 from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import read_config
+from specdistill.recipe.sections import LookupFirstConfig
 from specdistill.targets.frozen import FrozenTarget
 from tests.heads import head_of, save_head
 from tests.tiny import tiny_target_model, tiny_tokenizer
@@ -57,4 +59,8 @@ def test_each_engine_is_told_how(tmp_path: Path) -> None:
     fetch, _, convert, _ = lines["llama.cpp"].splitlines()
     assert fetch == "hf download org/draft --revision v2 --local-dir draft --include 'gguf/*'"
     assert "convert_hf_to_gguf.py draft/gguf --target-model-dir org/target" in convert
+    lookup = LookupFirstConfig(draft_tokens=2)
+    behind = dict(serving_lines(replace(served, lookup_first=lookup), draft, exports, repository="org/draft", tag="v2"))
+    assert behind["vLLM"].startswith("SPECDISTILL_LOOKUP_FIRST=") and '"num_speculative_tokens": 4' in behind["vLLM"]
+    assert "--speculative-num-steps 2" in behind["SGLang"] and "--spec-draft-n-max 2" in behind["llama.cpp"]
     assert lines.keys() == {"vLLM", "SGLang", "llama.cpp"} and str(tmp_path) not in str(lines)

@@ -72,6 +72,12 @@ def test_an_engine_is_started_with_a_lookup_in_front_of_a_draft(draft, tmp_path)
     assert "LOOKUP" not in report["engine"]["baseline_command"] and "async" not in report["engine"]["baseline_command"]
 
 
+def test_a_lookup_that_was_not_asked_for_is_not_measured(draft, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECDISTILL_LOOKUP_FIRST", "{}")
+    evaluate(tmp_path / "report", draft, "vllm", "eval.repeats=1", "eval.warmup=0")
+    assert "looks up first" not in (tmp_path / "report" / "engine" / "k4.log").read_text()
+
+
 def test_an_engine_that_ignores_its_lookup_is_not_measured(draft, tmp_path, capsys):
     command = f"eval.engine_command={shlex.join([sys.executable, str(PROGRAM), 'vllm', '--deaf'])}"
     assert evaluate(tmp_path / "report", draft, "vllm", *LOOKED_UP, command) == ExitCode.RESOURCE_ERROR

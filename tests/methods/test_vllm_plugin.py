@@ -60,8 +60,10 @@ def test_a_vllm_that_it_does_not_know(version: str) -> None:
 def vllm_config(**draft: Any) -> SimpleNamespace:
     plain = {"method": "eagle3", "parallel_drafting": False, "draft_sample_method": "greedy", "num_speculative_tokens": 4}
     speculative = SimpleNamespace(**{**plain, "disable_padded_drafter_batch": False, **draft})
-    scheduler = SimpleNamespace(async_scheduling=False)
-    return SimpleNamespace(speculative_config=speculative, scheduler_config=scheduler, use_v2_model_runner=False)
+    scheduler, parallel = SimpleNamespace(async_scheduling=False), SimpleNamespace(data_parallel_size=1)
+    return SimpleNamespace(
+        speculative_config=speculative, scheduler_config=scheduler, parallel_config=parallel, use_v2_model_runner=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,16 +82,20 @@ def test_a_vllm_that_was_started_otherwise(draft: dict[str, Any], got: str) -> N
         check(vllm_config(**draft), CONFIG)
 
 
-def test_a_vllm_that_has_no_draft_or_another_runner_or_scheduler() -> None:
-    without, other, ahead = vllm_config(), vllm_config(), vllm_config()
-    without.speculative_config, other.use_v2_model_runner, ahead.scheduler_config.async_scheduling = None, True, True
-    for config, got in (
-        (without, "vLLM without a draft"),
-        (other, "vLLM's model runner V2"),
-        (ahead, "asynchronous scheduling"),
-    ):
-        with refused(LOOKUP_VARIABLE, got):
-            check(config, CONFIG)
+@pytest.mark.parametrize(
+    ("section", "name", "value", "got"),
+    [
+        ("", "speculative_config", None, "vLLM without a draft"),
+        ("", "use_v2_model_runner", True, "vLLM's model runner V2"),
+        ("scheduler_config", "async_scheduling", True, "asynchronous scheduling"),
+        ("parallel_config", "data_parallel_size", 2, "data parallelism"),
+    ],
+)
+def test_a_vllm_without_a_draft_or_of_another_shape(section: str, name: str, value: Any, got: str) -> None:
+    config = vllm_config()
+    setattr(getattr(config, section) if section else config, name, value)
+    with refused(LOOKUP_VARIABLE, got):
+        check(config, CONFIG)
 
 
 class Runner:

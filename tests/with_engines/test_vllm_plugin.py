@@ -7,6 +7,7 @@ import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,31 +96,21 @@ def test_without_the_plugin_nothing_is_measured(trained: Callable[[str], Path], 
 
 
 @pytest.mark.parametrize(
-    ("variables", "options", "said"),
+    ("changes", "said"),
     [
-        ({"VLLM_USE_V2_MODEL_RUNNER": "1"}, (), "vLLM's model runner V2"),
-        ({"VLLM_USE_V2_MODEL_RUNNER": "0"}, ("--async-scheduling",), "asynchronous scheduling"),
+        ({"draft_sample_method": "probabilistic"}, "draft_sample_method probabilistic"),
+        ({"num_speculative_tokens": 2}, "draft_tokens 3 with num_speculative_tokens 2"),
     ],
 )
 def test_a_vllm_that_cannot_look_up_does_not_start(
-    variables: dict[str, str],
-    options: tuple[str, ...],
-    said: str,
-    installed: str,
-    trained: Callable[[str], Path],
-    tmp_path: Path,
+    changes: dict[str, Any], said: str, installed: str, trained: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    given = {**QUIET_VLLM, **variables, "PYTHONPATH": installed, LOOKUP_VARIABLE: LOOKUP.model_dump_json(exclude_none=True)}
-    config = {"method": "eagle3", "model": str(trained("EAGLE-3.1")), "num_speculative_tokens": K}
-    line = [
-        "env",
-        *(f"{name}={value}" for name, value in given.items()),
-        str(environment("vllm") / "bin" / "vllm"),
-        "serve",
-        str(PICO),
-    ]
-    line += ["--dtype", "float32", "--max-model-len", "512", "--enforce-eager", "--block-size", "32", *options]
-    line += ["--speculative-config", json.dumps(config)]
+    """This build has no model runner V2, and schedules synchronously whatever it is told."""
+    given = {**QUIET_VLLM, "PYTHONPATH": installed, LOOKUP_VARIABLE: LOOKUP.model_dump_json(exclude_none=True)}
+    config = {"method": "eagle3", "model": str(trained("EAGLE-3.1")), "num_speculative_tokens": K, **changes}
+    words = [str(environment("vllm") / "bin" / "vllm"), "serve", str(PICO), "--speculative-config", json.dumps(config)]
+    words += ["--dtype", "float32", "--max-model-len", "512", "--enforce-eager", "--block-size", "32"]
+    line = ["env", *(f"{name}={value}" for name, value in given.items()), *words]
     with (
         pytest.raises(ResourceError, match=f"{LOOKUP_VARIABLE}: got {said}"),
         started(line, tmp_path / "log", key="eval.engine_command"),
