@@ -221,6 +221,8 @@ def test_vllm_looks_up_in_front_of_the_draft_by_its_plugin(folder: Path, tmp_pat
     config = json.loads(command[command.index("--speculative-config") + 1])
     assert config["num_speculative_tokens"] == 6 and "draft_sample_method" not in config  # which the plugin refuses
     assert "--no-async-scheduling" in command and "async_scheduling=False" in text
+    export(folder / "run" / "draft", "vllm", tmp_path / "one", report=tmp_path / "report.json", num_speculative_tokens=1)
+    assert json.loads(served(tmp_path / "one")[0][0].partition("=")[2])["draft_tokens"] == 1
     assert "pip install 'specdistill[vllm]'" in text and "the draft alone" not in text
 
 

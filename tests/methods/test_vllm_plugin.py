@@ -128,12 +128,15 @@ def test_each_row_has_what_follows_its_text_or_what_the_draft_drafts() -> None:
     assert proposed(runner, round_, torch.tensor([[3, -1], [8, -1], [3, -1]])) == [[4, 5, 6, 1], [91, 91], [92, 92]]
     assert (runner.asked, round_.num_spec_tokens_to_schedule) == (2, 4)
     runner.commit([[3], [8], []])
+    _, index = runner.requests["a"].specdistill
     # Two tokens were accepted, a padded one was not; the other row now repeats, and the repetition is continued.
     assert proposed(runner, round_, torch.tensor([[4, 100], [9, 8], [3, -1]])) == [[5, 6, 1, 2], [9, 8, 9, 8], [92, 92]]
     runner.commit([[4], [9, 8], []])
     # A load at which vLLM schedules fewer tokens.
     round_.num_spec_tokens_to_schedule = 1
     assert proposed(runner, round_, torch.tensor([[50, -1], [9, -1], [3, -1]])) == [[90], [8], [92]]
+    assert runner.requests["a"].specdistill == ([*first, 3, 4, 50], index)  # each token was read once
+    assert runner.requests["a"].specdistill[1] is index
 
 
 def test_a_text_that_is_taken_back_is_read_again() -> None:
