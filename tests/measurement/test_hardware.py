@@ -53,6 +53,15 @@ def test_threads_spin_briefly_unless_a_user_says_otherwise(
     assert os.environ.get("GOMP_SPINCOUNT") == spins
 
 
+def test_a_vllm_that_loads_our_plugin_spins_as_it_did(monkeypatch: pytest.MonkeyPatch):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    monkeypatch.setitem(sys.modules, "vllm", sys)
+    importlib.reload(specdistill)
+    assert "GOMP_SPINCOUNT" not in os.environ
+
+
 @pytest.mark.long  # a process that loads torch
 @pytest.mark.parametrize(("given", "spins"), [({}, "10000"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "0")])
 def test_libgomp_takes_these_settings_when_torch_loads(given: dict[str, str], spins: str):
