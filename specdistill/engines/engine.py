@@ -103,12 +103,21 @@ class Served:
         return self.target or "TARGET"
 
 
+def of_recipe(target: Any, config: Any, longest: int) -> list[str]:
+    """What a recipe's sections `target` and `eval` say of how an engine is started, in the words that vLLM and SGLang share."""
+    words = ["--dtype", target.dtype]
+    words += ["--revision", target.revision] if target.revision else []
+    words += ["--tensor-parallel-size", str(config.tensor_parallel)] if config.tensor_parallel else []
+    return [*words, "--trust-remote-code"] if target.trust_remote_code else words
+
+
 @dataclass(frozen=True)
 class Program:
     """What starts an engine's server.
 
     command: as users type it. arguments: what they add for a target and its draft; variables: what they set in the environment for it.
     measured: options that measuring needs, also of the target alone; measured_draft: of one with a draft.
+    settings: (a recipe's target, its eval, tokens of the longest sequence) -> options.
     """
 
     command: str
@@ -116,6 +125,7 @@ class Program:
     measured: tuple[str, ...]
     measured_draft: tuple[str, ...] = ()
     variables: Callable[[Served], dict[str, str]] = lambda served: {}
+    settings: Callable[[Any, Any, int], list[str]] = of_recipe
 
     def shell(self, served: Served) -> str:
         """The command with its variables and arguments, a line for each variable and option."""
@@ -153,6 +163,7 @@ class Engine:
     loader_version: whose loaders the doctor checks drafts against; empty where none were read.
     client: of its server, None where that is not measured. counts_past_end: whether it counts draft tokens that it accepts past the end of
     a completion. lookup: in front of a draft, None where it has none.
+    layouts: the engine whose name its drafts' layouts go by, where that is not its own.
     """
 
     name: str
@@ -167,6 +178,7 @@ class Engine:
     client: Client | None = None
     counts_past_end: bool = False
     lookup: FrontLookup | None = None
+    layouts: str = ""
 
     def front(self, lookup: Any) -> FrontLookup | None:
         """How it has a lookup in front of a draft; None where it cannot express that, and for no lookup."""

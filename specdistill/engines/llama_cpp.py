@@ -2,32 +2,170 @@
 
 It has a converter of its own for EAGLE-3, which reads vLLM's folder and does not know the norms of EAGLE-3.1; a draft model is written as
 one GGUF file here.
+
+`--spec-type` is a list. Lookups draft first, whatever its order; where they find nothing, the draft does. `ngram-simple` compares exactly
+size-n tokens, and drafts only where at least as many follow.
+
+An answer holds the sums over its rounds. Streamed, with `timings_per_token`, each token comes with the sums so far, which grow at the first
+token of a round: so the rounds are counted one by one. Tokens that end inside a character are sent with those that complete it. The
+page of counters prints six digits.
 """
 
 import shlex
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
-from specdistill.engines.engine import Engine, Served
+from specdistill.engines.engine import Engine, FrontLookup, Program, Served
+from specdistill.engines.server import (
+    Client,
+    CompletionAnswer,
+    CompletionRequest,
+    Count,
+    Counters,
+    JsonAnswer,
+    Positive,
+    Response,
+    Server,
+    ServerIdentity,
+    at,
+)
+from specdistill.errors import ResourceError
+
+NGRAM_SIMPLE = "ngram-simple"
+PER_POSITION = "spec_decode_num_accepted_tokens_per_pos_total"
+CONTEXT_STEP = 256  # it rounds the context of a slot up to a multiple of these tokens
+FILES = ("model", "model_draft")  # keys of eval.llama_cpp that `Served` has
+EVENT = b"data: "
+
+
+def speculation(served: Served, draft: str) -> list[str]:
+    """The options that say how it drafts, K tokens per round. draft: the file, or what stands for it in a shell."""
+    types, options, k = [], [], served.num_tokens
+    has_draft, lookup = served.serving.name != NGRAM_SIMPLE, served.lookup_first
+    if not has_draft or lookup:
+        compared = lookup.max if lookup else served.config["max"]
+        types += [NGRAM_SIMPLE]
+        options += ["--spec-ngram-simple-size-n", str(compared), "--spec-ngram-simple-size-m", str(k)]
+    if has_draft:
+        types += [served.serving.name]
+        options += ["--spec-draft-n-max", str(min(lookup.levels, k) if lookup else k)]
+    return [*(["-md", draft] if has_draft else []), "--spec-type", ",".join(types), *options]
+
+
+def arguments(served: Served) -> list[str]:
+    """target and output: GGUF files."""
+    return ["-m", served.target_name, *(speculation(served, str(served.output)) if served.method else [])]
+
+
+def settings(target: Any, config: Any, longest: int) -> list[str]:
+    """A slot for each request in flight, with room for a sequence, and what eval.llama_cpp says. A GGUF file has a dtype of its own."""
+    given = {name: value for name, value in vars(config.llama_cpp).items() if value is not None and name not in FILES}
+    parallel = given.get("parallel", max([config.concurrency, *config.sweep.concurrency]))
+    room = -(-(longest + 2) // CONTEXT_STEP) * CONTEXT_STEP  # it leaves two tokens of a context free
+    options = {"parallel": parallel, "ctx_size": parallel * room, **given}
+    return [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
 def serve_command(served: Served) -> str:
-    target, num = served.quoted_target, served.num_tokens
+    target = served.quoted_target
     commands = [f"python convert_hf_to_gguf.py {target} --outtype f16 --outfile target.gguf"]
     file = next((name for name in served.files if name.endswith(".gguf")), None)
     if file is None:
         source = f"{served.quoted_output} --target-model-dir {target}"
         commands += [f"python convert_hf_to_gguf.py {source} --outtype f16 --outfile draft.gguf"]
-    draft = shlex.quote(str(served.output / file)) if file else "draft.gguf"
-    return "\n".join(
-        [*commands, f"llama-server -m target.gguf -md {draft} --spec-type {served.serving.name} --spec-draft-n-max {num}"]
+    draft = str(served.output / file) if file else "draft.gguf"
+    return "\n".join([*commands, f"llama-server -m target.gguf {shlex.join(speculation(served, draft))}"])
+
+
+class Props(JsonAnswer):
+    version: str = at("build_info")
+    path: str = at("model_path")
+    alias: str = at("model_alias")
+    max_length: Positive = at("default_generation_settings", "n_ctx")
+
+
+class Slots(JsonAnswer):
+    drafts: bool = at("slots", 0, "speculative")
+
+
+class Event(JsonAnswer):
+    """A part of an answer, with the sums so far."""
+
+    content: str
+    tokens: list[Count]
+    stop: bool
+    num_tokens: Count = at("timings", "predicted_n")
+    num_draft_tokens: Count = at("timings", "draft_n", default=0)
+    num_accepted_tokens: Count = at("timings", "draft_n_accepted", default=0)
+
+
+BEFORE = Event.model_construct(num_tokens=0, num_draft_tokens=0, num_accepted_tokens=0)
+
+
+def describe_server(server: Server, counters: Counters) -> ServerIdentity:
+    """It says how far it drafts when it has accepted something."""
+    props, response = server.json("/props", Props), server.ask("/slots", hint="start llama-server without --no-slots")
+    slots = response._replace(content=b'{"slots": %b}' % response.content).json(Slots)
+    positions = sum(PER_POSITION in name for name in counters)
+    return ServerIdentity(
+        version=props.version,
+        models=(props.alias, props.path),
+        max_length=props.max_length,
+        num_speculative_tokens=positions or None,
+        hides_k=slots.drafts and not positions,
     )
 
 
+def request_body(request: CompletionRequest) -> dict[str, Any]:
+    """The samplers in vLLM's order; others that llama.cpp has are left out."""
+    sampling = {name: getattr(request, name) for name in ("temperature", "top_p", "top_k", "seed")}
+    return {
+        "prompt": list(request.prompt_ids),
+        "n_predict": request.max_new_tokens,
+        "samplers": ["temperature", "top_k", "top_p"],
+        **sampling,
+        "cache_prompt": False,
+        **dict.fromkeys(("stream", "timings_per_token", "return_tokens"), True),
+    }
+
+
+def parse(response: Response, k: int) -> CompletionAnswer:
+    """A streamed answer. Rounds that no token was sent between were rejected but for the last; of that what the completion does not hold
+    is not counted. token_ids: None where some were not sent.
+    """
+    parts = [line.removeprefix(EVENT) for line in response.content.splitlines() if line.startswith(EVENT)]
+    events = [response._replace(content=part).json(Event) for part in parts]
+    if not events or not events[-1].stop:
+        raise ResourceError(f"{response.url} broke off its answer", next_step="look at the server's log")
+    accepted, begun, last = [], 0, events[-1]
+    for before, now in pairwise([BEFORE, *events]):
+        if drafted := now.num_draft_tokens - before.num_draft_tokens:
+            accepted += [0] * (-(-drafted // max(k, 1)) - 1) + [now.num_accepted_tokens - before.num_accepted_tokens]
+            begun = before.num_tokens
+    accepted[-1:] = [min(count, last.num_tokens - begun) for count in accepted[-1:]]
+    ids = [token for event in events for token in event.tokens]
+    return CompletionAnswer(
+        text="".join(event.content for event in events),
+        num_tokens=last.num_tokens,
+        token_ids=ids if len(ids) == last.num_tokens else None,
+        num_drafts=len(accepted),
+        num_draft_tokens=last.num_draft_tokens,
+        num_accepted_tokens=sum(accepted),
+        histogram=[accepted.count(count) for count in range(max([k, *accepted]) + 1)],
+    )
+
+
+def limit(lookup: Any) -> str:
+    """It compares as many tokens as it is told, not fewer."""
+    return "method" if lookup.method != "ngram" else "min" if lookup.min != lookup.max else ""
+
+
 LLAMA_CPP = Engine(
-    name="gguf",
+    name="llama.cpp",
     title="llama.cpp",
     versions="as in llama-cpp-python 0.3.36",
-    serve_command=serve_command,
-    counters="`llama-server` logs drafted and accepted tokens.",
+    counters="`llama-server` logs drafted and accepted tokens; with `--metrics`, `/metrics` has them by position.",
     flags={
         "several GPUs": "`--split-mode layer --tensor-split 1,1`",
         "layers on the GPU": "`--gpu-layers 99`; of the draft: `--spec-draft-ngl 99`",
@@ -38,4 +176,22 @@ LLAMA_CPP = Engine(
             "`--cache-type-k q8_0 --cache-type-v q8_0`; of the draft: `--spec-draft-type-k q8_0 --spec-draft-type-v q8_0`"
         ),
     },
+    program=Program("llama-server", arguments, measured=("--metrics",), settings=settings),
+    client=Client(
+        prefix="llamacpp",
+        hint="start llama-server with --metrics",
+        describe=describe_server,
+        path="/completion",
+        body=request_body,
+        parse=parse,
+        counts_hint="use the K that the server drafts with",
+        generated="tokens_predicted_total",
+        rounding=1e-5,
+    ),
+    lookup=FrontLookup(
+        note=f"llama.cpp looks up by `{NGRAM_SIMPLE}`, a rule of its own: it drafts only where as many tokens follow as agree.",
+        limit=limit,
+    ),
+    layouts="gguf",
 )
+GGUF = replace(LLAMA_CPP, name="gguf", serve_command=serve_command, program=None, client=None, layouts="")

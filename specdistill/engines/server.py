@@ -34,7 +34,6 @@ SEE_LOG, NOT_THIS = "look at the server's log", "is it this engine's server?"
 POLL_SECONDS = 0.01
 MAX_DELAY_SECONDS = 10.0
 MOST_IN_FLIGHT = 512  # requests to one server
-GENERATED = "generation_tokens_total"
 # A line of a Prometheus page: name{label="…",…} value, and when it was taken.
 SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?")
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -192,13 +191,15 @@ def asking(number: int, *servers: Server) -> Iterator[ThreadPoolExecutor]:
 class ServerIdentity:
     """What a server says of itself. `models`: the names and the folder of what it serves, the name to ask for first.
 
-    num_speculative_tokens: K; None for a server that does not draft. max_length: tokens of a sequence; None where it does not say.
+    num_speculative_tokens: K; None for a server that does not draft, or does not say how far (hides_k).
+    max_length: tokens of a sequence; None where it does not say.
     """
 
     version: str
     models: tuple[str, ...]
     max_length: int | None
     num_speculative_tokens: int | None
+    hides_k: bool = False
 
 
 # Sampling from the model's own distribution, in the words that vLLM and SGLang share; -1 keeps all tokens. What a request leaves out a
@@ -278,8 +279,10 @@ class Client:
 
     prefix: of the names on its page of counters, `/metrics`; hint: how to start a server that has it.
     describe: (server, counters) -> what it says of itself.
-    path, body, answer: where a request is posted, as which JSON, and what comes back; counts_hint: how to start a server that counts in it.
+    path, body: where a request is posted, as which JSON; parse: (response, K) -> what came back.
+    counts_hint: how to start a server that counts in it.
     gauges: names on the page of counters -> names of the engine's own averages.
+    generated: the counter of generated tokens, which is true to a share `rounding` of itself.
     """
 
     prefix: str
@@ -287,9 +290,11 @@ class Client:
     describe: Callable[[Server, Counters], ServerIdentity]
     path: str
     body: Callable[[CompletionRequest], dict[str, Any]]
-    answer: type[CompletionAnswer]
+    parse: Callable[[Response, int], CompletionAnswer]
     counts_hint: str
     gauges: Mapping[str, str] = field(default_factory=dict)
+    generated: str = "generation_tokens_total"
+    rounding: float = 0.0
 
     def identify(self, server: Server) -> ServerIdentity:
         return self.describe(server, self.read(server))
@@ -297,7 +302,7 @@ class Client:
     def complete(self, server: Server, request: CompletionRequest, k: int) -> Completion:
         """A completion by a server that drafts `k` tokens per round, 0 without a draft. Several threads may ask at once."""
         response = server.ask(self.path, self.body(request), hint=SEE_LOG)
-        answer = response.json(self.answer)
+        answer = self.parse(response, k)
         if (counts := answer.counts(k)) is None:
             what = f"{response.url} does not say what it accepted, or what cannot be ({one_line(repr(answer))[-400:]})"
             raise ResourceError(what, next_step=self.counts_hint)
@@ -309,8 +314,8 @@ class Client:
         for name, labels, value in server.samples(self.hint):
             if name.startswith(f"{self.prefix}:"):
                 counters[name.removeprefix(f"{self.prefix}:") + labels.get("position", "")] += value
-        if not 0 <= counters.get(GENERATED, math.nan) < math.inf:
-            missing = f"{server.address}/metrics has no {self.prefix}:{GENERATED}"
+        if not 0 <= counters.get(self.generated, math.nan) < math.inf:
+            missing = f"{server.address}/metrics has no {self.prefix}:{self.generated}"
             raise ResourceError(missing, next_step=f"{self.hint}, or name the engine that serves")
         return dict(counters)
 
@@ -322,7 +327,11 @@ class Client:
     def check_alone(self, server: Server, before: Counters, num_tokens: int) -> None:
         """Raises ResourceError unless the server generated `num_tokens` since `before`, ours, and no others."""
         deadline = time.monotonic() + MAX_DELAY_SECONDS
-        while (counted := int(self.read(server)[GENERATED] - before[GENERATED])) != num_tokens:
+        while True:
+            after = self.read(server)[self.generated]
+            counted, unknown = int(after - before[self.generated]), int(self.rounding * after)
+            if abs(counted - num_tokens) <= unknown:
+                return
             if counted > num_tokens:
                 got = f"{server.address} served others too: it generated {counted} tokens, of which {num_tokens} are ours"
                 raise ResourceError(got, next_step="measure a server that nobody else uses")

@@ -107,7 +107,7 @@ SGLANG = Engine(
         describe=describe_server,
         path="/generate",
         body=request_body,
-        answer=Generated,
+        parse=lambda response, k: response.json(Generated),
         counts_hint="use a version of SGLang that counts what it accepts",
         gauges=GAUGES,
     ),

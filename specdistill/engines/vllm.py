@@ -152,7 +152,7 @@ VLLM = Engine(
         describe=describe_server,
         path="/v1/completions",
         body=request_body,
-        answer=Completed,
+        parse=lambda response, k: response.json(Completed),
         counts_hint=f"start vLLM with {' '.join(PROGRAM.measured_draft)}",
     ),
     counts_past_end=True,

@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from specdistill.engines import ENGINES
 from specdistill.engines.engine import Served
 from specdistill.engines.server import Completion
 from specdistill.errors import UserError
 from specdistill.export import export
 from specdistill.files.folders import empty_own
 from specdistill.measurement.configurations import Settings
+from specdistill.measurement.gguf_files import target_file, with_files
 from specdistill.measurement.hardware import hardware
 from specdistill.measurement.losslessness import first_difference
 from specdistill.measurement.quality import add_quality
@@ -26,10 +28,10 @@ from specdistill.measurement.servers import (
     ServerMeasurement,
     ServerTask,
     check_draft,
-    check_startable,
     connect_pair,
     measure_running,
     measure_started,
+    startable,
 )
 from specdistill.methods import METHODS
 from specdistill.methods.load import describe_draft, locate
@@ -90,7 +92,8 @@ def measure_in_engine(
         speculative, baseline = connect_pair(config, (target.model, files.name))
         max_length = min(max_length, speculative.identity.max_length or max_length)
     else:
-        check_startable(config.engine, recipe.method)
+        startable(config.engine, recipe.method)
+        in_gguf = target_file(config.llama_cpp, files, tokenizer) if config.engine == "llama.cpp" else None
         if METHODS[recipe.method].is_trained:
             draft = draft or str(Path(recipe.train["output_dir"]) / "draft")
             check_target(locate(draft), files, "eval.draft")
@@ -106,9 +109,12 @@ def measure_in_engine(
     else:
         empty_own(folder, "eval.output_dir")
         served = _served(recipe, draft, folder / "draft", files)
-        measurement = measure_started(task, config, target, served, folder)
         of_target |= {"dtype": target.dtype, "weights": files.identity.weights}
+        if in_gguf:
+            served = with_files(served, config.llama_cpp, in_gguf.path)
+            of_target |= {"dtype": in_gguf.dtype, "weights": in_gguf.weights}
         of_draft = describe_draft(draft, served.method or recipe.method)
+        measurement = measure_started(task, config, target, served, folder)
         found = hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         machine = {name: found[name] for name in ("device", "name", "count", "memory_bytes")}  # threads are the engine's own
 
@@ -123,9 +129,9 @@ def _served(recipe: Recipe, draft: str | None, folder: Path, files: TargetFiles)
     """What the engine is started with: the draft as it is exported into a folder, or the settings of a method without one."""
     engine, k = recipe.eval.engine, recipe.eval.num_speculative_tokens
     if draft is not None:
-        served = export(locate(draft), engine, folder, files, num_speculative_tokens=k)
+        served = export(locate(draft), ENGINES[engine].layouts or engine, folder, files, num_speculative_tokens=k)
         return replace(served, lookup_first=recipe.eval.lookup_first)
-    serving = METHODS[recipe.method].serving()[engine]
+    serving = startable(engine, recipe.method)
     output, config = Path(files.name), vars(getattr(recipe.eval, recipe.method))
     return Served(recipe.method, output, files.name, k, samples=False, config=config, serving=serving, in_target=True)
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from specdistill.engines import ENGINES
-from specdistill.engines.engine import Served
+from specdistill.engines import ENGINES, engines_with
+from specdistill.engines.engine import Served, Serving
 from specdistill.engines.server import Client, Completion, CompletionRequest, Server, ServerIdentity, asking
 from specdistill.engines.start import started
 from specdistill.errors import ReportedError, ResourceError, UserError
@@ -24,7 +24,6 @@ from specdistill.methods.load import locate
 from specdistill.methods.target_record import check_target
 from specdistill.progress import progress
 from specdistill.recipe.sections import EvalConfig, TargetConfig
-from specdistill.repositories import resolve
 from specdistill.suites.suite import Prompt, Suite, evenly, tokenize
 from specdistill.targets.files import TargetFiles
 
@@ -40,11 +39,12 @@ class ConnectedServer:
     client: Client
     server: Server
     identity: ServerIdentity
+    wanted_k: int = 0
 
     @property
     def k(self) -> int:
-        """Draft tokens per round; 0 without a draft."""
-        return self.identity.num_speculative_tokens or 0
+        """Draft tokens per round, where the server does not say as many as it should; 0 without a draft."""
+        return self.wanted_k if self.identity.hides_k else self.identity.num_speculative_tokens or 0
 
     def complete(self, prompt: Prompt, settings: Settings, seed: int) -> Completion:
         model, sampling = self.identity.models[0], vars(settings.sampling)
@@ -61,8 +61,9 @@ def check_draft(draft: str | None, method: str, target: TargetFiles) -> None:
         check_target(locate(draft, patterns=("config.json",)), target, "eval.draft")
 
 
-def connect(engine: str, address: str, key: str, target: Sequence[str], timeout: float) -> ConnectedServer:
+def connect(engine: str, address: str, key: str, target: Sequence[str], timeout: float, k: int) -> ConnectedServer:
     """A running server. target: the names that its model may have, a folder or Hub id last. key: of the recipe, that led to it.
+    k: draft tokens that it should draft per round.
 
     Raises UserError when it serves another model, ResourceError when it does not answer.
     """
@@ -72,7 +73,7 @@ def connect(engine: str, address: str, key: str, target: Sequence[str], timeout:
     if not any(_same_model(name, wanted) for name in identity.models for wanted in target):
         got = f"{address}, which serves {identity.models[0]}"
         raise UserError(key, got=got, expected=f"a server of {target[-1]} (or --served-model-name {target[0]})")
-    return ConnectedServer(engine, client, server, identity)
+    return ConnectedServer(engine, client, server, identity, k)
 
 
 def connect_pair(config: EvalConfig, target: Sequence[str]) -> tuple[ConnectedServer, ConnectedServer | None]:
@@ -82,14 +83,14 @@ def connect_pair(config: EvalConfig, target: Sequence[str]) -> tuple[ConnectedSe
     """
     assert config.server is not None
     engine, address, k = config.engine, config.server, config.num_speculative_tokens
-    speculative = connect(engine, address, "eval.server", target, config.server_timeout)
+    speculative = connect(engine, address, "eval.server", target, config.server_timeout, k)
     if not speculative.k:
         raise UserError("eval.server", got=f"{address}, which does not draft", expected="a server started with a draft")
     if speculative.k != k:
         raise UserError("eval.num_speculative_tokens", got=k, expected=f"{speculative.k}, as the server at {address} drafts")
     if config.baseline_server is None:
         return speculative, None
-    baseline = connect(engine, config.baseline_server, "eval.baseline_server", target, config.server_timeout)
+    baseline = connect(engine, config.baseline_server, "eval.baseline_server", target, config.server_timeout, k)
     if baseline.k:
         got = f"{config.baseline_server}, which drafts"
         raise UserError("eval.baseline_server", got=got, expected="a server started without a draft")
@@ -127,20 +128,29 @@ class ServerTask:
         return cls(suite, prompts, tokenizer, replace(Settings.of(config), batch_size=config.concurrency), [*ks], [*loads])
 
     @property
+    def longest(self) -> int:
+        """Tokens of a prompt and its completion, at most."""
+        return max(len(prompt.token_ids) for prompt in self.prompts) + self.settings.max_new_tokens
+
+    @property
     def configurations(self) -> list[Settings]:
         """The main one first."""
         grid = [replace(self.settings, num_speculative_tokens=k, batch_size=load) for load in self.loads for k in self.ks]
         return [self.settings, *(settings for settings in grid if settings != self.settings)]
 
 
-def check_startable(engine: str, method: str) -> None:
-    """Raises UserError for an engine that cannot be started here, and for a method that it does not serve."""
+def startable(engine: str, method: str) -> Serving:
+    """How an engine that is started here is given drafts of a method. Raises UserError for an engine that cannot be, and for a method that
+    it does not serve.
+    """
     if ENGINES[engine].program is None:
         raise UserError("eval.server", got="null", expected=f"the address of a running {engine} server")
-    able = METHODS[method].serving()
+    given = METHODS[method].serving()
+    able = {name: given[key] for name in engines_with("program") if (key := ENGINES[name].layouts or name) in given}
     if engine not in able:
         got = f"{method} with eval.engine={engine}"
         raise UserError("method", got=got, expected=f"a method that {engine} serves, or eval.engine={' or '.join(able)}")
+    return able[engine]
 
 
 @dataclass
@@ -199,7 +209,7 @@ def measure_started(
 
     served: the recipe's draft, exported. logs: the folder of what the engine prints.
     """
-    key, commands = "eval.engine_command", {k: start_command(config, target, served, k) for k in (0, *task.ks)}
+    key, commands = "eval.engine_command", {k: start_command(config, target, served, k, task.longest) for k in (0, *task.ks)}
     program = ENGINES[config.engine].program
     assert program is not None, config.engine
     variables = {k: program.variables(replace(served, num_tokens=k)) if k else {} for k in commands}
@@ -207,12 +217,12 @@ def measure_started(
     shown = {"command": " ".join([*named, shlex.join(commands[task.ks[0]])]), "baseline_command": shlex.join(commands[0])}
     measurement = ServerMeasurement({"name": config.engine, **shown}, has_baseline=True)
     # Multi-token prediction is served in the draft's own folder.
-    names = (target.model, str(served.output), resolve(target.model))
+    names = (target.model, str(served.output), served.target_name)
     try:
         for k in commands:
             log = logs / (f"k{k}.log" if k else "plain.log")
             with started(commands[k], log, key=key, variables=variables[k]) as address:
-                peer = connect(config.engine, address, key, names, config.server_timeout)
+                peer = connect(config.engine, address, key, names, config.server_timeout, k)
                 if peer.k != k:
                     drafts = f"{config.engine} drafts {peer.k} tokens per round, not {k}"
                     raise ResourceError(drafts, next_step=f"look at {log}")
@@ -226,17 +236,13 @@ def measure_started(
     return measurement
 
 
-def start_command(config: EvalConfig, target: TargetConfig, served: Served, k: int) -> list[str]:
-    """What starts the engine that serves with K draft tokens per round; 0: without the draft."""
+def start_command(config: EvalConfig, target: TargetConfig, served: Served, k: int, longest: int) -> list[str]:
+    """What starts the engine that serves with K draft tokens per round, 0: without the draft. longest: tokens of a sequence."""
     program = ENGINES[config.engine].program
     assert program is not None, config.engine
     words = shlex.split(config.engine_command or program.command)
     words += program.arguments(replace(served, num_tokens=k) if k else replace(served, method=None))
-    words += ["--dtype", target.dtype]
-    words += ["--revision", target.revision] if target.revision else []
-    words += ["--tensor-parallel-size", str(config.tensor_parallel)] if config.tensor_parallel else []
-    words += ["--trust-remote-code"] if target.trust_remote_code else []
-    return [*words, *program.measured, *(program.measured_draft if k else ())]
+    return [*words, *program.settings(target, config, longest), *program.measured, *(program.measured_draft if k else ())]
 
 
 def complete_all(peer: ConnectedServer, prompts: Sequence[Prompt], settings: Settings, load: int) -> Iterator[Completion]:

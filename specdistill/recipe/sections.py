@@ -9,12 +9,17 @@ from specdistill.engines import ENGINES, engines_with
 from specdistill.engines.server import MOST_IN_FLIGHT
 from specdistill.errors import UserError
 from specdistill.recipe.fields import AtLeastOne, NonNegative, ReadWhen, Section, one_of, option, section, shown
+from specdistill.recipe.llama_cpp import LlamaCppConfig
 
 # Commands that measure have some of the keys of `eval:` and not others: without an engine they decode in this process.
 BY_SERVER = ReadWhen(f"with eval.engine={' or '.join(engines_with('client'))}", lambda it: it.engine != "specdistill")
 STARTED = ReadWhen(
     f"with eval.engine={' or '.join(engines_with('program'))} and no eval.server",
     lambda it: it.engine != "specdistill" and it.server is None,
+)
+LLAMA_CPP = ReadWhen("with eval.engine=llama.cpp and no eval.server", lambda it: STARTED.holds(it) and it.engine == "llama.cpp")
+SEVERAL_GPUS = ReadWhen(
+    "with eval.engine=vllm or sglang and no eval.server", lambda it: STARTED.holds(it) and it.engine in ("vllm", "sglang")
 )
 RUNNING = ReadWhen("with eval.server", lambda it: it.server is not None)
 NOT_RUNNING = ReadWhen("without eval.server: a server drafts as it was started", lambda it: it.server is None)
@@ -36,8 +41,8 @@ A_CHAIN = ReadWhen(
 )
 CHAINS = ReadWhen("without lookup_first.draft_tree", lambda it: it.draft_tree is None)
 LOOKED_UP = ReadWhen(
-    f"with eval.engine={' or '.join(['specdistill', *engines_with('lookup')])} and without eval.server or eval.tree: the draft's tree is "
-    "eval.lookup_first.draft_tree",
+    f"with eval.engine={' or '.join(['specdistill', *(name for name in engines_with('lookup') if name in engines_with('program'))])} "
+    "and without eval.server or eval.tree: the draft's tree is eval.lookup_first.draft_tree",
     lambda it: (
         (IN_PROCESS.holds(it) or (STARTED.holds(it) and it.engine in engines_with("lookup")))
         and it.tree is None
@@ -326,7 +331,10 @@ class EvalConfig(MeasurementConfig):
         "command that starts the engine, and options, e.g. 'vllm serve --max-num-seqs 64'; null: its own; no file sets it alone",
         read_when=STARTED,
     )
-    tensor_parallel: int | None = option(None, "GPUs of an engine that is started here; null: one", ge=1, read_when=STARTED)
+    tensor_parallel: int | None = option(
+        None, "GPUs of an engine that is started here; null: one", ge=1, read_when=SEVERAL_GPUS
+    )
+    llama_cpp: LlamaCppConfig = option(LlamaCppConfig(), "files and options of llama.cpp's server", read_when=LLAMA_CPP)
     server: str | None = option(
         None, "address of a running server that drafts, e.g. http://127.0.0.1:8000; null: start one", read_when=BY_SERVER
     )

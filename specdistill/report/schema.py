@@ -129,7 +129,7 @@ class MeasurementDocument(Document):
 class TargetDocument(Document, total=False):
     model: Required[Annotated[str, about("pico, a folder or a Hub id")]]
     revision: Required[Annotated[str | None, about("of a Hub id")]]
-    dtype: Annotated[str, about("of the weights")]
+    dtype: Annotated[str, about("of the weights; of a GGUF file in llama.cpp its file type")]
     weights: Annotated[str, about("sha256 of the files' sha256, an adapter's among them; absent for servers that ran already")]
     parameters: Annotated[Count, about("count")]
 
@@ -205,7 +205,7 @@ class GaugesDocument(Document, total=False):
 class EngineDocument(Document, total=False):
     """What decoded."""
 
-    name: Required[Literal["specdistill", "vllm", "sglang"]]
+    name: Required[Literal["specdistill", "vllm", "sglang", "llama.cpp"]]
     version: Required[Annotated[str, about("of the engine, as it reports it")]]
     server: Annotated[str, about("address of the server with the draft")]
     baseline_server: Annotated[str | None, about("address of the server without a draft; null: none")]

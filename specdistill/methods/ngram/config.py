@@ -37,7 +37,9 @@ class NgramEvalConfig(EvalConfig):
     @model_validator(mode="after")
     def _can_be_proposed(self) -> "NgramEvalConfig":
         if STARTED.holds(self):  # an engine has a rule of its own
-            for name, own in (("rule", ("specdistill", self.engine)), ("lookup", ("sequence",))):
+            # llama.cpp has no fewest tokens that must agree.
+            rules = ("llama.cpp",) if self.engine == "llama.cpp" else ("specdistill", self.engine)
+            for name, own in (("rule", rules), ("lookup", ("sequence",))):
                 if (value := getattr(self.ngram, name)) not in own:
                     raise UserError(f"eval.ngram.{name}", got=f"{value} with eval.engine={self.engine}", expected=own[-1])
         if self.tree or self.sweep.tree:
