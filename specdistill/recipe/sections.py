@@ -224,6 +224,14 @@ def check_lengths(section: str, shortest: int, longest: int) -> None:
         raise UserError(f"{section}.min", got=shortest, expected=f"at most {section}.max, which is {longest}")
 
 
+def check_llama_cpp(section: str, longest: int, k: int) -> None:
+    """Its lookup drafts only where as many tokens follow as were compared."""
+    if longest > k:
+        raise UserError(
+            f"{section}.max", got=f"{longest} with eval.engine=llama.cpp", expected=f"at most K, {k}, or it drafts nothing"
+        )
+
+
 class LookupFirstConfig(Section):
     """A lookup in front of a draft (see specdistill.decoding.lookup_first)."""
 
@@ -365,6 +373,17 @@ class EvalConfig(MeasurementConfig):
         gt=0,
         read_when=SOME_PROMPTS,
     )
+
+    @property
+    def smallest_k(self) -> int:
+        """Of all that are measured."""
+        return min([self.num_speculative_tokens, *self.sweep.num_speculative_tokens])
+
+    @model_validator(mode="after")
+    def _llama_cpp_looks_up_as_far_as_it_drafts(self) -> "EvalConfig":
+        if self.lookup_first and self.engine == "llama.cpp":
+            check_llama_cpp("eval.lookup_first", self.lookup_first.max, self.smallest_k)
+        return self
 
     @model_validator(mode="after")
     def _trees_are_decoded_alone(self) -> "EvalConfig":

@@ -1,7 +1,8 @@
-"""A program that is started as vLLM's or SGLang's server is, and answers as they do, at once: it knows no model.
+"""A program that is started as the server of vLLM, SGLang or llama.cpp is, and answers as they do, at once: it knows no model.
 
     python engine_program.py vllm MODEL [--speculative-config '{…}'] … --port PORT
     python engine_program.py sglang --model-path MODEL [--speculative-num-steps K …] … --port PORT
+    python engine_program.py llama.cpp -m MODEL [--spec-draft-n-max K …] … --port PORT
 
 A step of an answer takes 4 ms. With drafts it costs a tenth more for each draft token, yields K + 1 tokens and one in alternation, and
 takes as many times longer as the tokens of all requests in flight outnumber 8. It starts a process that outlives it and does not heed
@@ -16,18 +17,18 @@ import threading
 import time
 from http.server import ThreadingHTTPServer
 
-from server_answers import AnswerHandler, completion, counters, pages  # the module next to this one
+from server_answers import AnswerHandler, completion, counters, pages, stream  # the module next to this one
 
 STEP_SECONDS, FREE_TOKENS = 0.004, 8
 OPTIONS = {"--enable-metrics", "--disable-radix-cache", "--no-enable-prefix-caching", "--trust-remote-code", "--broken"}
-OPTIONS |= {"--no-async-scheduling", "--deaf"}
+OPTIONS |= {"--no-async-scheduling", "--deaf", "--metrics", "--no-spec-draft-backend-sampling"}
 
 
 def main(engine, *words):
     options, positional, words = {}, [], list(words)
     while words:
         word = words.pop(0)
-        if word.startswith("--"):
+        if word.startswith("-"):
             options[word] = True if word in OPTIONS else words.pop(0)
         else:
             positional.append(word)
@@ -42,8 +43,9 @@ def main(engine, *words):
         print("specdistill looks up first: …", file=sys.stderr)
     child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
     subprocess.Popen([sys.executable, "-c", child, *sys.argv[1:]])
+    k = options.get("--spec-ngram-simple-size-m", options.get("--spec-draft-n-max", k))
     State.k = int(options.get("--speculative-num-steps", k))
-    State.engine, State.model = engine, options.get("--model-path") or positional[0]
+    State.engine, State.model = engine, options.get("--model-path") or options.get("-m") or positional[0]
     State.counts = "--per-request-spec-decode-metrics" in options or engine == "sglang"
     ThreadingHTTPServer(("127.0.0.1", int(options["--port"])), Handler).serve_forever()
 
@@ -61,7 +63,7 @@ class Handler(AnswerHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         prompt = body.get("prompt") or body["input_ids"]
-        number = body.get("max_tokens") or body["sampling_params"]["max_new_tokens"]
+        number = body.get("max_tokens") or body.get("n_predict") or body["sampling_params"]["max_new_tokens"]
         tokens, accepted = [(sum(prompt) + 7 * index) % 1000 + 5 for index in range(number)], []
         with State.lock:
             State.in_flight += 1
@@ -74,7 +76,11 @@ class Handler(AnswerHandler):
         with State.lock:
             State.in_flight -= 1
             State.generated += number
-        self.answer(completion(State.engine, State.k, "", tokens, accepted, State.k * len(accepted), counts=State.counts))
+        if State.engine == "llama.cpp":
+            content = stream(State.k, "", tokens, accepted)
+        else:
+            content = completion(State.engine, State.k, "", tokens, accepted, State.k * len(accepted), counts=State.counts)
+        self.answer(content)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from specdistill.engines.llama_cpp import LLAMA_CPP
 from specdistill.engines.server import CompletionRequest, Response, Server, ServerCounts
 from specdistill.engines.sglang import SGLANG
 from specdistill.engines.vllm import VLLM
 from specdistill.errors import ResourceError
+from tests.engines.server_answers import pages
 
 HERE = Path(__file__).parent
 REQUEST = CompletionRequest("pico", [1], 32, 0.0, 1.0, 0, 0)
@@ -95,3 +97,51 @@ def test_sglang_counts_drafts_in_its_answers_under_two_sets_of_names(names, answ
         SGLANG.client.complete(server, REQUEST, 3)
     server = answering(generate=repeat({"text": "ab", "meta_info": {"completion_tokens": 12}}))
     assert SGLANG.client.complete(server, REQUEST, 3).counts == ServerCounts((), 0, 0, 0, ())
+
+
+def events(*sums):
+    """An answer of llama.cpp: (tokens, draft tokens, accepted) so far, and the tokens that are sent then."""
+    found = [
+        {
+            "content": "a",
+            "tokens": sent,
+            "stop": False,
+            "timings": {"predicted_n": n, "draft_n": drafted, "draft_n_accepted": kept},
+        }
+        for n, drafted, kept, sent in sums
+    ]
+    return "".join(
+        f"data: {json.dumps(event)}\n\n" for event in [*found, {**found[-1], "content": "", "tokens": [], "stop": True}]
+    )
+
+
+def test_llama_cpps_rounds_are_counted_as_its_stream_shows_them(answering):
+    """llama_cpp_answer.txt was recorded; the server's page then said 7 drafts, and 5 / 3 / 1 accepted by position."""
+    complete, recorded = LLAMA_CPP.client.complete, (HERE / "llama_cpp_answer.txt").read_text()
+    stopped = events((1, 0, 0, [5]), (2, 3, 3, [6]), (3, 3, 3, [7]))
+    # The token of a rejected draft is the first half of a character.
+    unsent = events((1, 0, 0, [5]), (3, 6, 2, [7]), (4, 6, 2, [8]), (5, 6, 2, [9]))
+    broken = recorded[: recorded.rindex("data: ")]
+    too_far = events((1, 0, 0, [5]), *((number, 4, 4, [6]) for number in range(2, 8)))
+    server = answering(completion=iter([recorded, recorded, stopped, unsent, broken, too_far]))
+    found = complete(server, REQUEST, 3)
+    assert found.text.startswith("\n            if len(args) >= 2:\n") and found.num_tokens == len(found.counts.token_ids) == 24
+    assert found.counts == ServerCounts(found.counts.token_ids, 7, 19, 9, (5, 3, 1))
+    assert complete(server, REQUEST, 0).counts == ServerCounts(found.counts.token_ids, 0, 0, 0, ())
+    assert complete(server, REQUEST, 3).counts == ServerCounts((5, 6, 7), 1, 3, 2, (1, 1, 0))  # the last is past the end
+    assert complete(server, REQUEST, 3).counts == ServerCounts((), 2, 6, 2, (1, 1, 0))
+    for why in ("broke off", "what cannot be"):
+        with pytest.raises(ResourceError, match=why):
+            complete(server, REQUEST, 3)
+
+
+def test_llama_cpp_says_how_far_it_drafts_once_it_has(answering):
+    page = "llamacpp:tokens_predicted_total 1.23457e+06\n"
+    drafted = page + "".join(f'llamacpp:spec_decode_num_accepted_tokens_per_pos_total{{position="{k}"}} 0\n' for k in range(3))
+    own, slots = pages("llama.cpp", "t.gguf", 3), [[{"speculative": True}], [{"speculative": True}], [{"speculative": False}]]
+    server = answering(metrics=iter([page, drafted, page, page, page]), props=repeat(own["/props"]), slots=iter(slots))
+    found = [LLAMA_CPP.client.identify(server) for _ in slots]
+    assert [(it.num_speculative_tokens, it.hides_k) for it in found] == [(None, True), (3, False), (None, False)]
+    assert (found[0].models, found[0].max_length) == (("t.gguf", "t.gguf"), 512)
+    before = LLAMA_CPP.client.read(server)
+    LLAMA_CPP.client.check_alone(server, before, 4)  # its page rounds to six digits

@@ -144,7 +144,7 @@ def test_an_engine_is_started_on_as_many_gpus_as_the_recipe_says(name: str, gpus
     serving = METHODS[recipe.method].serving()[engine]
     served = Served(recipe.method, Path("draft"), "T", 3, samples=False, config={}, serving=serving)
     for k in (0, 3):
-        words = start_command(recipe.eval, recipe.target, served, k)
+        words = start_command(recipe.eval, recipe.target, served, k, 640)
         assert words[words.index("--tensor-parallel-size") + 1] == str(gpus)
     alone = load_recipe(Recipe, [f"recipe={name}", "target.model=pico", "target.revision=null", "eval.tensor_parallel=null"])
-    assert "--tensor-parallel-size" not in start_command(alone.eval, alone.target, served, 3)
+    assert "--tensor-parallel-size" not in start_command(alone.eval, alone.target, served, 3, 640)

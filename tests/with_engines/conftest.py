@@ -6,9 +6,12 @@ from pathlib import Path
 import pytest
 
 from bench.counting import ignore_stop_tokens
+from bench.llama_cpp import SOURCE, convert
+from specdistill.project import PICO
 from specdistill.suites.suite import load_suite, tokenize
 from specdistill.targets.frozen import FrozenTarget
 from tests.scripts import specdistill
+from tests.with_engines.environments import environment
 
 NUM_TOKENS, K = 48, 4  # generated for each prompt, and drafted a round
 CHOSEN = ("draft.fc_norm=false", "draft.norm_output=false", "draft.aux_layers=[3,7,12]", "draft.vocab_size=700")
@@ -58,3 +61,22 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return run / "draft"
 
     return draft
+
+
+@pytest.fixture(scope="session")
+def to_gguf(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A checkpoint as a GGUF file in float32."""
+    for name in ("llama.cpp", "vllm"):
+        environment(name)
+    script = (Path(__file__).with_name("convert_to_gguf.py"), SOURCE)
+
+    def converted(checkpoint: Path, *options: str | Path) -> Path:
+        output = tmp_path_factory.mktemp("gguf") / f"{checkpoint.name}.gguf"
+        return convert(checkpoint, output, *options, "--outtype", "f32", script=script)
+
+    return converted
+
+
+@pytest.fixture(scope="session")
+def target_file(to_gguf: Callable[..., Path]) -> Path:
+    return to_gguf(PICO)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.llama_cpp import KINDS, SOURCE, WITHOUT_DRAFT, AsLlamaCpp, complete, convert
+from bench.llama_cpp import KINDS, WITHOUT_DRAFT, AsLlamaCpp, complete
 from specdistill.decoding.decoder import Decoder
 from specdistill.export import export
 from specdistill.methods.load import load_proposer
@@ -14,32 +14,12 @@ from specdistill.suites.suite import load_suite, tokenize
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from tests.with_engines.conftest import NUM_TOKENS, K
-from tests.with_engines.environments import environment
 
 pytestmark = [pytest.mark.long, pytest.mark.engines]  # llama.cpp in its own environment
 
 # Keys and values, which are kept in float16 otherwise.
 IN_FLOAT32 = ("-ctk", "f32", "-ctv", "f32", "--spec-draft-type-k", "f32", "--spec-draft-type-v", "f32")
 LIMITS = {"max_new_tokens": NUM_TOKENS, "num_threads": 1}
-
-
-@pytest.fixture(scope="module")
-def to_gguf(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A checkpoint as a GGUF file in float32."""
-    for name in ("llama.cpp", "vllm"):
-        environment(name)
-    folder, script = tmp_path_factory.mktemp("gguf"), (Path(__file__).with_name("convert_to_gguf.py"), SOURCE)
-
-    def converted(checkpoint: Path, *options: str | Path) -> Path:
-        output = folder / f"{checkpoint.name}.gguf"
-        return convert(checkpoint, output, *options, "--outtype", "f32", script=script)
-
-    return converted
-
-
-@pytest.fixture(scope="module")
-def target_file(to_gguf: Callable[..., Path]) -> Path:
-    return to_gguf(PICO)
 
 
 @pytest.mark.parametrize("name", ["draft model", "EAGLE-3, chosen layers"])

@@ -7,7 +7,7 @@ from pydantic import model_validator
 from specdistill.errors import UserError
 from specdistill.methods.recipe import Recipe
 from specdistill.recipe.fields import ReadWhen, Section, option, section
-from specdistill.recipe.sections import STARTED, EvalConfig, check_lengths
+from specdistill.recipe.sections import LLAMA_CPP, STARTED, EvalConfig, check_lengths, check_llama_cpp
 
 NO_SERVER = ReadWhen("without eval.server: a server looks up as it was started", lambda it: getattr(it, "server", None) is None)
 OWN_RULE = ReadWhen("with rule=specdistill", lambda it: it.rule == "specdistill")
@@ -42,6 +42,8 @@ class NgramEvalConfig(EvalConfig):
             for name, own in (("rule", rules), ("lookup", ("sequence",))):
                 if (value := getattr(self.ngram, name)) not in own:
                     raise UserError(f"eval.ngram.{name}", got=f"{value} with eval.engine={self.engine}", expected=own[-1])
+            if LLAMA_CPP.holds(self):
+                check_llama_cpp("eval.ngram", self.ngram.max, self.smallest_k)
         if self.tree or self.sweep.tree:
             raise UserError("eval.tree", got="a tree with method ngram", expected="no such key: it drafts chains only")
         if self.lookup_first:
