@@ -54,12 +54,12 @@ def test_its_server_is_started_and_counted(lone, files, tmp_path, monkeypatch):
     command, plain = (shlex.split(report["engine"][name]) for name in ("command", "baseline_command"))
     common = ["--parallel", "4", "--ctx-size", "2048", "--threads", "2", "--device", "none", "--cache-type-k", "f32"]
     common += [] if lone else ["--spec-draft-ngl", "0"]
-    assert sorted(plain[3:]) == sorted(["-m", str(files[1]), *common, "--metrics"])
+    assert sorted(plain[3:]) == sorted(["-m", files[1].name, *common, "--metrics"])
     drafting = "--spec-type ngram-simple --spec-ngram-simple-size-n 3 --spec-ngram-simple-size-m 3"
     if not lone:
         lookup = "--spec-type ngram-simple,draft-eagle3 --spec-ngram-simple-size-n 2 --spec-ngram-simple-size-m 3"
-        drafting = f"-md {files[1]} {lookup} --spec-draft-n-max 1 --no-spec-draft-backend-sampling"
-    assert f" -m {files[1]} {drafting} --parallel" in shlex.join(command)
+        drafting = f"-md {files[1].name} {lookup} --spec-draft-n-max 1 --no-spec-draft-backend-sampling"
+    assert f" -m {files[1].name} {drafting} --parallel" in shlex.join(command)
     assert report["lossless"]["greedy_identical"] and report["engine"]["name"] == "llama.cpp"
     assert report["target"]["dtype"] == "MOSTLY_F16" and report["target"]["weights"] == combined(file_hashes([files[1]]))
     # After the prompt's own token, 3 tokens of a draft are accepted and none in alternation: 4 + 1 + 4 + 1 + 1 of 4 tokens.
