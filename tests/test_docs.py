@@ -60,9 +60,9 @@ def test_commands_take_the_keys_that_they_are_given() -> None:
 
 
 def test_recipe_keys_exist() -> None:
-    known = keys_of("train") | {"data.regenerate", "eval.sweep", "eval.ngram", "draft.lora"}
+    known = keys_of("train") | {"data.regenerate", "eval.sweep", "eval.ngram", "eval.llama_cpp", "draft.lora"}
     key = re.compile(rf"(?<![\w./-])((?:{'|'.join(SECTIONS)})\.[a-z_]+(?:\.[a-z_]+)*)(?![\w/(-])")
-    files = (".py", ".md", ".yaml", ".json", ".jsonl")
+    files = (".py", ".md", ".yaml", ".json", ".jsonl", ".gguf")
     for page in OF_TODAY:
         named = key.findall(without_examples(page))
         assert [key for key in named if key not in known and not key.endswith(files)] == [], page
