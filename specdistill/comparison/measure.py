@@ -42,7 +42,7 @@ def measure_candidates(options: CommonOptions) -> list[Measured]:
     fit_threads(target)
     loaded = _loaded(options, candidates, settings, target)
     limits: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "num_prompts": options.num_prompts}
-    prompts = tokenize(suite, target.tokenizer, max_length=target.max_length, **limits)
+    prompts = tokenize(suite, target.tokenizer, max_length=target.max_length, vocab_size=target.vocab_size, **limits)
     return _measured(target, loaded, suite, prompts, num_draws=options.sampling_draws)
 
 

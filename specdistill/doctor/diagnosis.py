@@ -313,7 +313,12 @@ def prompts_of(draft: Path, suite: str | None, target: FrozenTarget, num_prompts
     if suite is None and draft.resolve().name == "draft" and recipe.is_file():
         suite = read_keys(recipe, "draft", "a run with its recipe")["eval"]["suite"]
     rows = load_suite(suite or DEFAULT_SUITE)
-    limits = {"max_new_tokens": NUM_TOKENS, "max_length": target.max_length, "num_prompts": num_prompts}
+    limits = {
+        "max_new_tokens": NUM_TOKENS,
+        "max_length": target.max_length,
+        "vocab_size": target.vocab_size,
+        "num_prompts": num_prompts,
+    }
     return [prompt.token_ids for prompt in tokenize(rows, target.tokenizer, **limits)]
 
 

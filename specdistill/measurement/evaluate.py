@@ -163,10 +163,11 @@ def plan_all(config: EvalConfig, suite: Suite, target: FrozenTarget) -> list[Mea
     """The configurations to measure, the one that the report is about first."""
     axes = suite.sweep.model_copy(update={name: values for name, values in vars(config.sweep).items() if values})
     room = {"max_new_tokens": config.max_new_tokens, "max_length": target.max_length}
-    prompts = tokenize(suite, target.tokenizer, num_prompts=config.num_prompts, **room)
+    tokens = partial(tokenize, suite, target.tokenizer, vocab_size=target.vocab_size, **room)
+    prompts = tokens(num_prompts=config.num_prompts)
     further = []
     if config.max_minutes:
-        further = [prompt for prompt in tokenize(suite, target.tokenizer, **room) if prompt not in prompts]
+        further = [prompt for prompt in tokens() if prompt not in prompts]
         if not further:
             expected = f"eval.num_prompts below the {len(prompts)} of {suite.name}, so that there are more to measure"
             raise UserError("eval.max_minutes", got=config.max_minutes, expected=expected)

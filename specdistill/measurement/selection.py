@@ -21,7 +21,7 @@ def decoded_acceptance_length(recipe: TrainedRecipe, target: FrozenTarget) -> Ca
         return None
     limit = recipe.selection.max_new_tokens
     suite = load_suite(recipe.selection.suite, recipe.target.model)
-    room = {"max_new_tokens": limit, "max_length": target.max_length}
+    room = {"max_new_tokens": limit, "max_length": target.max_length, "vocab_size": target.vocab_size}
     prompts = tokenize(suite, target.tokenizer, num_prompts=recipe.selection.num_prompts, **room)
     tree = tree_shape(**vars(recipe.eval.tree)) if recipe.eval.tree else None
 

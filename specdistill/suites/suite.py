@@ -130,14 +130,24 @@ def check_suite(name: str | None, *, key: str = "eval.suite") -> None:
 
 
 def tokenize(
-    suite: Suite, tokenizer: Any, *, max_new_tokens: int, max_length: int, num_prompts: int | None = None
+    suite: Suite,
+    tokenizer: Any,
+    *,
+    max_new_tokens: int,
+    max_length: int,
+    vocab_size: int | None = None,
+    num_prompts: int | None = None,
 ) -> list[Prompt]:
     """The suite's prompts, or `num_prompts` of them spread evenly over the categories, as the target's tokens.
 
-    max_length: the target's context. Raises UserError for a prompt that leaves no room for `max_new_tokens`.
+    max_length: the target's context. vocab_size: of the target's embedding; None where a server holds it. Raises UserError for a prompt
+    that leaves no room for `max_new_tokens`, or has a token that the target does not know.
     """
     prompts = [_tokenize(row, tokenizer) for row in _some(suite.rows, num_prompts)]
     for prompt in prompts:
+        if vocab_size is not None and (unknown := next((token for token in prompt.token_ids if token >= vocab_size), None)):
+            got = f"{tokenizer.convert_ids_to_tokens(unknown)!r} in prompt {prompt.id}, token {unknown} of its tokenizer"
+            raise UserError("target.model", got=got, expected=f"a tokenizer of the model, which has {vocab_size} tokens")
         if not prompt.token_ids:
             raise UserError("eval.suite", got=f"prompt {prompt.id} of {suite.name}, which has no tokens", expected="some text")
         length = len(prompt.token_ids)

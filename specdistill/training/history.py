@@ -8,9 +8,10 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import matplotlib
+from pydantic import Field, TypeAdapter, ValidationError
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 matplotlib.use("Agg")
@@ -20,6 +21,7 @@ from specdistill.errors import UserError
 from specdistill.files.documents import read_json
 from specdistill.progress import SECONDS
 
+Count = Annotated[int, Field(ge=0, lt=2**53)]
 HISTORY = Path("run") / "history.json"  # in a run's folder
 SHOWN = {
     "loss": "loss",
@@ -37,7 +39,7 @@ class History:
 
     seconds: float | None
     steps: int
-    log: list[dict[str, Any]]
+    log: list[dict[str, Count | float]]
     best_step: int | None = None
 
     def summary(self) -> dict[str, Any]:
@@ -60,6 +62,9 @@ class History:
         return {"steps": step, **found} if found else None
 
 
+validated = TypeAdapter(History).validate_python  # of what else the file holds, as those of 0.1 do, nothing is read
+
+
 def read_history(draft_folder: Path, *, key: str) -> History | None:
     """The history of the run that trained `<run>/draft`; None for a draft elsewhere, or of a run without one.
 
@@ -70,10 +75,13 @@ def read_history(draft_folder: Path, *, key: str) -> History | None:
     if folder.name != "draft" or not path.is_file():
         return None
     try:
-        values = read_json(path, allow_nan=True)
-        return History(**{name: value for name, value in values.items() if name != "fp8"})  # which those of 0.1 hold
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(key, got=f"{path} ({error})", expected="seconds, steps and log, as training saves them") from error
+        return validated(read_json(path, allow_nan=True))
+    except ValidationError as error:
+        first = error.errors()[0]
+        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    except (OSError, ValueError) as error:
+        why = str(error)
+    raise UserError(key, got=f"{path} ({why})", expected="seconds, steps and log, as training saves them")
 
 
 def save_history(state: TrainerState, folder: Path, *, resumed: bool, has_best: bool = False) -> None:

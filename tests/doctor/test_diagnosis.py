@@ -230,3 +230,15 @@ def test_the_verb(folder: Path, run_of: Callable[[str], Path], tmp_path: Path, c
     wrong = mutated(run_of("eagle3"), says(norm_output=True), tmp_path / "run")
     assert main(["doctor", f"draft={wrong / 'draft'}", *common]) == 1
     assert "2 problems" in capsys.readouterr().out
+
+
+def test_a_tokenizer_with_more_tokens_than_the_target_is_refused(
+    folder: Path, run_of: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(folder / "target", tmp_path / "target")
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["def"])
+    tokenizer.save_pretrained(tmp_path / "target")
+    draft, suite = run_of("eagle3") / "draft", folder / "prompts.jsonl"
+    assert main(["doctor", f"draft={draft}", f"target={tmp_path / 'target'}", f"suite={suite}"]) == 2
+    assert "target.model: got 'def' in prompt 1, token" in capsys.readouterr().err

@@ -257,10 +257,15 @@ def test_bad_input_is_one_line_and_leaves_nothing(arguments, tmp_path, capsys, m
     assert not (tmp_path / "out").exists()
 
 
-def test_a_history_that_cannot_be_read_is_said_before_anything_is_measured(arguments, work, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    "written", ["{", '{"seconds": 1, "steps": 2, "log": null}', '{"seconds": 1, "steps": 2, "log": [{"epoch": "x"}]}']
+)
+def test_a_history_that_cannot_be_read_is_said_before_anything_is_measured(
+    arguments, work, tmp_path, capsys, monkeypatch, written
+):
     monkeypatch.setattr(measure, "measure_together", None)
     path = work / "run" / "run" / "history.json"
-    path.write_text("{")
+    path.write_text(written)
     try:
         assert command(*arguments, "drafts=[run/draft,ngram]") == ExitCode.USER_ERROR
     finally:

@@ -87,6 +87,17 @@ def test_a_prompt_that_leaves_no_room_is_refused(tmp_path):
         prompts(path, max_new_tokens=57)
 
 
+def test_a_prompt_with_a_token_that_the_target_does_not_know_is_refused(tmp_path):
+    """As of a tokenizer that was given a token more than its model."""
+    path = write_jsonl(tmp_path / "s.jsonl", [{"prompt": "a b"}])
+    tokenizer = tiny_tokenizer()
+    num_known = len(tokenizer)
+    tokenizer.add_tokens([" "])
+    with refused("target.model", f"' ' in prompt 1, token {num_known} of its tokenizer"):
+        prompts(path, tokenizer, vocab_size=num_known)
+    assert len(prompts(path, tokenizer, vocab_size=num_known + 1)) == 1
+
+
 def cut(path, lengths, tokenizer=None, **options):
     room = {"max_new_tokens": 8, "max_length": 256, **options}
     return cut_prompts(load_suite(str(path)), tokenizer or tiny_tokenizer(), lengths, **room)
