@@ -1,6 +1,7 @@
 """Export a draft for an engine: its folder in the engine's layout, and SERVE.md: how to serve it, and which acceptance to expect."""
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from specdistill.methods.load import create_draft, implementation, method_of
 from specdistill.methods.recipe import Recipe, TrainedRecipe
 from specdistill.methods.target_record import check_target, copy_record, save_draft
 from specdistill.recipe.sections import LookupFirstConfig
+from specdistill.report.draft_lengths import DraftLength, by_length, draft_lengths
 from specdistill.report.phrases import between, failed_rules, lookup_first, times, tree, verdict
 from specdistill.report.tables import by_load
 from specdistill.report.text import cells, plain, table
@@ -70,6 +72,7 @@ def export(
     settings = measured["settings"] if measured else {}
     num_tokens, lookup = to.drafting(settings.get("num_speculative_tokens", DEFAULT_NUM_TOKENS), measured_lookup(settings))
     num_tokens = num_speculative_tokens or num_tokens
+    lengths = () if num_speculative_tokens else draft_lengths(measured)
     write, options = implementation(method).export, {"dtype": dtype} if dtype else {}
     assert write is not None, method
     with new_folder(output_dir) as folder:
@@ -80,16 +83,38 @@ def export(
             method=method,
             output=output_dir,
             target=target.name if target else None,
-            num_tokens=num_tokens,
             samples=samples_drafts(settings),
             config={} if types else read_config(folder, "output_dir"),
             files=tuple(sorted(path.name for path in folder.iterdir())),
             serving=given,
             in_target=METHODS[method].in_target,
             lookup_first=lookup,
+            **length_options(measured if lengths else None, num_tokens),
+            **fit_options(target, measured),
         )
         (folder / "SERVE.md").write_text(serve_md(to, served, measured), encoding="utf-8")
     return served
+
+
+def length_options(report: Mapping[str, Any] | None, num_tokens: int) -> dict[str, Any]:
+    """What `Served` has of the draft lengths in a report. num_tokens: K where it has none, or where no draft is faster."""
+    found = {length.batch_size: length.k for length in draft_lengths(report)}
+    best = found[report["results"][0]["batch_size"]] if report and found else None
+    return {"num_tokens": best or num_tokens, "lengths": tuple(found.items()) if len(set(found.values())) > 1 else ()}
+
+
+def fit_options(target: TargetFiles | None, report: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What `Served` has of a target and of how it was measured, as far as that is known."""
+    config = target.text_config if target else {}
+    command, stated = (report or {}).get("engine", {}).get("command", ""), (report or {}).get("target", {}).get("dtype")
+    gpus = re.search(r"--(?:tensor-parallel-size|tp-size) (\d+)", command)
+    known = {
+        "revision": target.commit if target else None,
+        "max_length": config.get("max_position_embeddings"),
+        "dtype": stated or config.get("dtype") or config.get("torch_dtype"),
+        "num_gpus": int(gpus[1]) if gpus else None,
+    }
+    return {name: value for name, value in known.items() if value}
 
 
 def samples_drafts(settings: Mapping[str, Any]) -> bool:
@@ -120,6 +145,7 @@ def write_untrained(recipe: Recipe, folder: Path) -> None:
 def serve_md(engine: Engine, served: Served, report: Mapping[str, Any] | None) -> str:
     """The whole file. `report`: a report.json of the draft, if there is one."""
     assert engine.serve_command is not None
+    fitting = {"length": served.max_length, "total": 4 * served.max_length, "dtype": served.dtype}
     sections = [
         f"""# How to serve this draft
 
@@ -129,13 +155,25 @@ Paths and names are those of the machine it was written on{"" if served.target e
 ```bash
 {engine.serve_command(served)}
 ```""",
-        table(("what else is set", "how"), engine.flags.items()),
+        table(("what else is set", "how"), ((name, how.format(**fitting)) for name, how in engine.flags.items())),
         f"In Python:\n\n```python\n{engine.snippet(served)}\n```" if engine.snippet else "",
         f"## What to expect\n\n{expectation(report)}",
-        cells(by_load(report)) if report and report.get("engine", {}).get("name") in ENGINES else "",
+        cells(by_load(report))
+        if report and report.get("engine", {}).get("name") in ENGINES
+        else lengths_md(draft_lengths(report)),
         engine.counters,
     ]
     return "\n\n".join(filter(None, sections)) + "\n"
+
+
+def lengths_md(lengths: Sequence[DraftLength]) -> str:
+    """The draft tokens that pay at each load; empty without a sweep."""
+    if not lengths:
+        return ""
+    return f"""{cells(by_length(lengths))}
+
+0: plain decoding is faster. vLLM and SGLang (EAGLE heads) are started with this table, other engines with the load of the report's own
+settings."""
 
 
 def caveats(report: Mapping[str, Any] | None, engine: Engine) -> str:
@@ -196,7 +234,7 @@ def find_report(draft: Path, report: Path | None, method: str) -> dict[str, Any]
     try:
         read: dict[str, Any] = read_json(path)
         measured = read["draft"]["method"]
-        _ = caveats(read, ENGINES["vllm"]), expectation(read)
+        _ = caveats(read, ENGINES["vllm"]), expectation(read), draft_lengths(read)
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise UserError("report", got=f"{path} ({error or type(error).__name__})", expected=expected) from error
     if measured != method:

@@ -72,8 +72,10 @@ class Served:
     serving: how the engine is given the method's drafts. in_target: the draft has no folder of its own, but is in the target's checkpoint,
     which `output` is, or needs no file.
 
-    target: the name an engine is given, None where it is not known.
-    num_tokens: K, per round. lookup_first: the `LookupFirstConfig` of what stands in front of the draft, None for nothing.
+    target: the name an engine is given, None where it is not known. revision, draft_revision: of Hub ids, commits or tags.
+    num_tokens: K. lengths: (sequences at once, K) from each such number on, where K changes with it.
+    lookup_first: the `LookupFirstConfig` of what stands in front of the draft, None for nothing.
+    max_length: tokens of a sequence that the target has room for. dtype: of its weights. num_gpus: that share it.
     samples: whether the draft was measured with drafts that are drawn, not greedy.
     config: the config.json that was written, empty for a GGUF file; the settings of a method without a draft. files: the names in `output`,
     which need not be on this machine.
@@ -89,6 +91,27 @@ class Served:
     serving: Serving = Serving()
     in_target: bool = False
     lookup_first: Any = None
+    revision: str | None = None
+    draft_revision: str | None = None
+    lengths: tuple[tuple[int, int], ...] = ()
+    max_length: int = 8192
+    dtype: str = "bfloat16"
+    num_gpus: int = 1
+
+    @property
+    def model(self) -> str:
+        """What an engine loads as the target."""
+        return str(self.output) if self.method is not None and self.in_target else self.target_name
+
+    @property
+    def pinned(self) -> str | None:
+        """The revision of `model`."""
+        return self.draft_revision if self.model != self.target_name else self.revision
+
+    @property
+    def most_tokens(self) -> int:
+        """Draft tokens per round, at most, for an engine that takes `lengths`."""
+        return max((k for _, k in self.lengths), default=self.num_tokens)
 
     @property
     def quoted_output(self) -> str:
@@ -99,6 +122,12 @@ class Served:
         return shlex.quote(self.target_name)
 
     @property
+    def fetched_target(self) -> str:
+        """For a shell, where a program takes a folder: the target, downloaded where its revision is pinned."""
+        fetch = f'"$(hf download {self.quoted_target} --revision {self.revision})"'
+        return fetch if self.revision else self.quoted_target
+
+    @property
     def target_name(self) -> str:
         return self.target or "TARGET"
 
@@ -106,7 +135,6 @@ class Served:
 def of_recipe(target: Any, config: Any, longest: int) -> list[str]:
     """What a recipe's sections `target` and `eval` say of how an engine is started, in the words that vLLM and SGLang share."""
     words = ["--dtype", target.dtype]
-    words += ["--revision", target.revision] if target.revision else []
     words += ["--tensor-parallel-size", str(config.tensor_parallel)] if config.tensor_parallel else []
     return [*words, "--trust-remote-code"] if target.trust_remote_code else words
 
@@ -158,7 +186,8 @@ class Engine:
 
     name: in commands and recipes; title: in prose. versions: those whose sources its facts were read in.
     serve_command: lines for a shell; None: drafts are checked for it, not exported. counters: where a running engine says what it accepts.
-    flags: what else is set when it is started, and how. snippet: serving in Python.
+    flags: what else is set when it is started, and how, with {length}, {total} (of four sequences) and {dtype}, which fit a target.
+    snippet: serving in Python.
     program: of its server, None where that is not started here.
     loader_version: whose loaders the doctor checks drafts against; empty where none were read.
     client: of its server, None where that is not measured. counts_past_end: whether it counts draft tokens that it accepts past the end of

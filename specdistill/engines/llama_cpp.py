@@ -72,7 +72,7 @@ def settings(target: Any, config: Any, longest: int) -> list[str]:
 
 
 def serve_command(served: Served) -> str:
-    target = served.quoted_target
+    target = served.fetched_target
     commands = [f"python convert_hf_to_gguf.py {target} --outtype f16 --outfile target.gguf"]
     file = next((name for name in served.files if name.endswith(".gguf")), None)
     if file is None:
@@ -177,7 +177,7 @@ LLAMA_CPP = Engine(
         "layers on the GPU": "`--gpu-layers 99`; of the draft: `--spec-draft-ngl 99`",
         "device of the draft": "`--spec-draft-device CUDA1`",
         "threads": "`--threads 8`; of the draft: `--spec-draft-threads 8`",
-        "requests at once, tokens of all together": "`--parallel 4`, `--ctx-size 32768`",
+        "requests at once, tokens of all together": "`--parallel 4`, `--ctx-size {total}`",
         "type of keys and values": (
             "`--cache-type-k q8_0 --cache-type-v q8_0`; of the draft: `--spec-draft-type-k q8_0 --spec-draft-type-v q8_0`"
         ),

@@ -10,9 +10,13 @@ from specdistill.engines.engine import Engine, Served
 
 
 def serve_command(served: Served) -> str:
-    names = f"base_model_path={served.target or 'TARGET'!r}, ea_model_path={str(served.output)!r}"
+    target = (
+        f"snapshot_download({served.target!r}, revision={served.revision!r})" if served.revision else repr(served.target_name)
+    )
+    names = f"base_model_path={target}, ea_model_path={str(served.output)!r}"
+    fetch = "from huggingface_hub import snapshot_download; " if served.revision else ""
     code = f"EaModel.from_pretrained({served.serving.name}, {names}, depth={served.num_tokens})"
-    return f"python -c {shlex.quote(f'from eagle.model.ea_model import EaModel; model = {code}')}"
+    return f"python -c {shlex.quote(f'{fetch}from eagle.model.ea_model import EaModel; model = {code}')}"
 
 
 SAFEAILAB = Engine(

@@ -3,9 +3,13 @@
 - Auxiliary layers count one less than here, in `eagle_config`.
 - `fc` of EAGLE-1 always has a bias. A true `bias` in config.json is taken for one of the attention, too, so no file has it.
 - Tensors that are unknown or missing are no error.
+- `speculative_adaptive`, read in adaptive_spec_params.py: K by the number of sequences at once, and within that by the average of what was
+  accepted, over the K that its slot has. `speculative_num_steps` must be one of them.
 - Drafts are counted in each answer's `meta_info`, under names that changed between versions.
 """
 
+import json
+import shlex
 from typing import Any
 
 from pydantic import AliasChoices, AliasPath, Field
@@ -29,28 +33,63 @@ from specdistill.engines.vllm import sampling_parameters
 GAUGES = {"sglang:spec_accept_length": "mean_acceptance_length", "sglang:spec_accept_rate": "acceptance_rate"}
 
 
+ADAPTIVE = ("EAGLE", "EAGLE3")  # algorithms that it changes the draft length of
+LENGTHS_FILE = "draft_lengths.json"
+
+
+def server_options(served: Served) -> dict[str, Any]:
+    """By their names in `Engine`; those of the command line have dashes."""
+    drafts, changes = served.method is not None, served.serving.name in ADAPTIVE and bool(served.lengths)
+    k, folder = served.most_tokens if changes else served.num_tokens, drafts and not served.in_target
+    options = {
+        "model_path": served.model,
+        "revision": served.pinned,
+        "tp_size": served.num_gpus if served.num_gpus > 1 else None,
+    }
+    drafting = {
+        "speculative_algorithm": served.serving.name,
+        "speculative_num_steps": k,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": k + 1,
+        "speculative_draft_model_path": str(served.output) if folder else None,
+        "speculative_draft_model_revision": served.draft_revision if folder else None,
+        "speculative_adaptive": changes or None,
+        "speculative_adaptive_config": LENGTHS_FILE if changes else None,
+        **served.serving.options(served.config),
+    }
+    return {name: value for name, value in {**options, **(drafting if drafts else {})}.items() if value is not None}
+
+
 def arguments(served: Served) -> list[str]:
-    options: dict[str, Any] = {"model_path": served.target_name}
-    if served.method is not None:
-        options |= {
-            "speculative_algorithm": served.serving.name,
-            "speculative_num_steps": served.num_tokens,
-            "speculative_eagle_topk": 1,
-            "speculative_num_draft_tokens": served.num_tokens + 1,
-            "model_path" if served.in_target else "speculative_draft_model_path": str(served.output),
-            **served.serving.options(served.config),
-        }
-    return [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    named = {f"--{name.replace('_', '-')}": value for name, value in server_options(served).items()}
+    return [word for name, value in named.items() for word in ([name] if value is True else [name, str(value)])]
+
+
+def serve_command(served: Served) -> str:
+    """Above the command, where K changes: its file, a slot for each number of sequences at once, from that on, with one K."""
+    command, slots = PROGRAM.shell(served), {str(size): {"candidate_steps": [k]} for size, k in served.lengths}
+    changes = "speculative_adaptive" in server_options(served)
+    return f"echo {shlex.quote(json.dumps(slots))} > {LENGTHS_FILE}\n{command}" if changes else command
+
+
+def snippet(served: Served) -> str:
+    options = ", ".join(f"{name}={value!r}" for name, value in server_options(served).items())
+    return f"""import sglang
+
+if __name__ == "__main__":
+    llm = sglang.Engine({options})
+    output = llm.generate("def main():", {{"temperature": 0, "max_new_tokens": 64}})
+    print(output["text"], output["meta_info"])"""
 
 
 PROGRAM = Program("python -m sglang.launch_server", arguments, measured=("--enable-metrics", "--disable-radix-cache"))
 FLAGS = {
     "several GPUs": "`--tp-size 2`",
     "share of the GPU's memory": "`--mem-fraction-static 0.8`",
-    "requests at once, tokens of a sequence": "`--max-running-requests 256`, `--context-length 8192`",
+    "requests at once, tokens of a sequence": "`--max-running-requests 256`, `--context-length {length}`",
     "chunked prefill": "`--chunked-prefill-size 8192` tokens a step; -1: off",
     "eager, without CUDA graphs": "`--disable-cuda-graph`",
-    "weights' dtype": "`--dtype bfloat16`",
+    "weights' dtype": "`--dtype {dtype}`",
 }
 
 
@@ -96,9 +135,10 @@ SGLANG = Engine(
     name="sglang",
     title="SGLang",
     versions="0.5.23",
-    serve_command=PROGRAM.shell,
+    serve_command=serve_command,
     counters="Its log says `accept len`, `/server_info` says `avg_spec_accept_length`.",
     flags=FLAGS,
+    snippet=snippet,
     program=PROGRAM,
     loader_version="0.5.23",
     client=Client(

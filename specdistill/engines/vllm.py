@@ -11,6 +11,7 @@ speculators, read in the sources of 0.9, writes folders for vLLM that hold embed
 """
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from specdistill.engines.engine import Engine, FrontLookup, Program, Served
@@ -40,15 +41,24 @@ def served_config(served: Served) -> dict[str, Any]:
     folder = {} if served.in_target else {"model": str(served.output)}
     sampled = {"draft_sample_method": "probabilistic"} if served.samples and not served.lookup_first else {}
     of_method = {"method": served.serving.name, **served.serving.options(served.config)}
-    return {**of_method, **folder, "num_speculative_tokens": served.num_tokens, **sampled}
+    pinned = {"revision": served.draft_revision} if folder and served.draft_revision else {}
+    table = {"num_speculative_tokens_per_batch_size": ranges(served.lengths)} if served.lengths else {}
+    return {**of_method, **folder, **pinned, "num_speculative_tokens": served.most_tokens, **table, **sampled}
+
+
+def ranges(lengths: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """[first, last, K] of the sequences at once; the first range begins at 1, and above the last one its K stays."""
+    firsts = [1, *(size for size, _ in lengths[1:])]
+    lasts = [*(size - 1 for size in firsts[1:]), max(lengths[-1][0], 1)]
+    return [[first, last, k] for first, last, (_, k) in zip(firsts, lasts, lengths, strict=True)]
 
 
 def arguments(served: Served) -> list[str]:
-    if served.method is None:
-        return [served.target_name]
-    model = str(served.output) if served.in_target else served.target_name
-    looked_up = ["--no-async-scheduling"] if served.lookup_first else []
-    return [model, "--speculative-config", json.dumps(served_config(served)), *looked_up]
+    pinned = ["--revision", served.pinned] if served.pinned else []
+    shared = ["--tensor-parallel-size", str(served.num_gpus)] if served.num_gpus > 1 else []
+    drafting = ["--speculative-config", json.dumps(served_config(served))] if served.method is not None else []
+    looked_up = ["--no-async-scheduling"] if drafting and served.lookup_first else []
+    return [served.model, *pinned, *shared, *drafting, *looked_up]
 
 
 def variables(served: Served) -> dict[str, str]:
@@ -68,22 +78,26 @@ PROGRAM = Program(
 FLAGS = {
     "several GPUs": '`--tensor-parallel-size 2`; a draft on fewer of them: `"draft_tensor_parallel_size": 1` in the speculative config',
     "share of the GPU's memory": "`--gpu-memory-utilization 0.9`",
-    "requests at once, tokens of a sequence": "`--max-num-seqs 256`, `--max-model-len 8192`",
+    "requests at once, tokens of a sequence": "`--max-num-seqs 256`, `--max-model-len {length}`",
     "chunked prefill": "`--max-num-batched-tokens 8192` tokens a step; `--no-enable-chunked-prefill`",
     "eager, without CUDA graphs": "`--enforce-eager`",
-    "weights' dtype": "`--dtype bfloat16`",
+    "weights' dtype": "`--dtype {dtype}`",
 }
 
 
 def snippet(served: Served) -> str:
-    model = str(served.output) if served.in_target else served.target_name
-    given = variables(served)
-    surroundings = f"import os\n\nos.environ |= {given!r}\n\n" if given else ""
-    options = "async_scheduling=False, " if given else ""
+    named = variables(served)
+    given = {
+        "revision": served.pinned,
+        "tensor_parallel_size": served.num_gpus if served.num_gpus > 1 else None,
+        "async_scheduling": False if named else None,
+    }
+    options = "".join(f"{name}={value!r}, " for name, value in given.items() if value is not None)
+    surroundings = f"import os\n\nos.environ |= {named!r}\n\n" if named else ""
     return f"""{surroundings}from vllm import LLM, SamplingParams
 
 if __name__ == "__main__":
-    llm = LLM({model!r}, speculative_config={served_config(served)!r}, {options}disable_log_stats=False)
+    llm = LLM({served.model!r}, {options}speculative_config={served_config(served)!r}, disable_log_stats=False)
     (output,) = llm.generate("def main():", SamplingParams(temperature=0, max_tokens=64))
     print(output.outputs[0].text)
     counted = {{metric.name: metric for metric in llm.get_metrics() if "spec_decode" in metric.name}}

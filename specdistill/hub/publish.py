@@ -16,7 +16,7 @@ from specdistill.engines import ENGINES
 from specdistill.engines.engine import Engine, Served, Serving
 from specdistill.engines.loader import check_loader, loader_of
 from specdistill.errors import UserError
-from specdistill.export import export, measured_lookup, samples_drafts
+from specdistill.export import export, fit_options, length_options, measured_lookup, samples_drafts
 from specdistill.files.documents import read_json, read_keys
 from specdistill.files.folders import new_folder
 from specdistill.hub.card import CardContents, model_card
@@ -187,15 +187,14 @@ def stage(of: CardContents, target: TargetFiles, exports: Sequence[str], output:
         recipe = read_keys(release.run / RECIPE, "run", FINISHED)
         (folder / Path(RECIPE).name).write_text(recipe_yaml(recipe, public=True), encoding="utf-8")
         write_report(folder / REPORT, release.report, release.records)
-        exported, settings = {}, release.report["settings"]
+        exported = {}
         for engine in exports:
-            k, _ = ENGINES[engine].drafting(settings["num_speculative_tokens"], measured_lookup(settings))
-            exported[engine] = export(draft, engine, folder / engine, target, num_speculative_tokens=k)
+            exported[engine] = export(draft, engine, folder / engine, target)
             (folder / engine / "SERVE.md").unlink()  # with names of this machine; the card says how to serve it
             if (config := folder / engine / "config.json").is_file():
                 config.write_text(json.dumps(without_places(read_json(config)), indent=2) + "\n", encoding="utf-8")
         pass_on_terms(of.parts, target, folder)
-        (folder / CARD).write_text(str(model_card(of, serving_of(of, exported))), encoding="utf-8")
+        (folder / CARD).write_text(str(model_card(of, serving_of(of, target, exported))), encoding="utf-8")
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             if path.suffix not in WEIGHTS and path.name not in OF_A_SUITE:
                 text = path.read_text(encoding="utf-8", errors="replace")
@@ -222,17 +221,18 @@ def refuse_links(paths: Iterable[Path], home: Path, key: str = "run") -> None:
         raise UserError(key, got=f"{out}, a link", expected="a file: what a link leads to would be published")
 
 
-def serving_of(of: CardContents, exported: Mapping[str, Served]) -> list[tuple[str, str]]:
+def serving_of(of: CardContents, target: TargetFiles, exported: Mapping[str, Served]) -> list[tuple[str, str]]:
     """(engine's title, commands) for each engine that can be given the draft."""
     release, settings = of.release, of.release.report["settings"]
     served = Served(
         method=release.method,
         output=Path(of.repository),
         target=of.base_model,
-        num_tokens=settings["num_speculative_tokens"],
         samples=samples_drafts(settings),
         config=read_config(release.run / DRAFT, "run"),
         lookup_first=measured_lookup(settings),
+        **length_options(release.report, settings["num_speculative_tokens"]),
+        **fit_options(target, release.report),
     )
     return list(serving_lines(served, release.run / DRAFT, exported, repository=of.repository, tag=of.tag))
 
@@ -269,14 +269,19 @@ def serving_lines(
             continue
         k, lookup = engine.drafting(served.num_tokens, served.lookup_first)
         if name in exports:
-            exported = replace(
-                exports[name], output=Path(local) / name, target=served.target, num_tokens=k, lookup_first=lookup
-            )
+            told = {"target": served.target, "revision": served.revision, "num_tokens": k, "lookup_first": lookup}
+            exported = replace(exports[name], output=Path(local) / name, **told)
             fetch = f"hf download {repository} --revision {tag} --local-dir {local} --include {shlex.quote(f'{name}/*')}"
             yield engine.title, f"{fetch}\n{engine.serve_command(exported)}"
         elif loads_as_is(engine, served.method, draft):
-            as_it_is = replace(served, serving=serving, in_target=row.in_target, num_tokens=k, lookup_first=lookup)
-            yield engine.title, engine.serve_command(as_it_is)
+            told = {
+                "serving": serving,
+                "in_target": row.in_target,
+                "draft_revision": tag,
+                "num_tokens": k,
+                "lookup_first": lookup,
+            }
+            yield engine.title, engine.serve_command(replace(served, **told))
 
 
 def restore_release(repository: str | None, tag: str, *, dry_run: bool = False) -> None:

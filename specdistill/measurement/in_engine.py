@@ -133,7 +133,8 @@ def _served(recipe: Recipe, draft: str | None, folder: Path, files: TargetFiles)
         return replace(served, lookup_first=recipe.eval.lookup_first)
     serving = startable(engine, recipe.method)
     output, config = Path(files.name), vars(getattr(recipe.eval, recipe.method))
-    return Served(recipe.method, output, files.name, k, samples=False, config=config, serving=serving, in_target=True)
+    told: dict[str, Any] = {"config": config, "serving": serving, "in_target": True, "revision": files.commit}
+    return Served(recipe.method, output, files.name, k, samples=False, **told)
 
 
 def engine_report(

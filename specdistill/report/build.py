@@ -27,7 +27,7 @@ from specdistill.statistics.metrics import (
 )
 from specdistill.statistics.records import ALL, Configuration, PromptRecord
 from specdistill.statistics.sample_size import PRECISION_METRICS, half_width
-from specdistill.statistics.theory import RoundCost, alpha_from_acceptance_length, best_point, speedup_curve
+from specdistill.statistics.theory import BETTER_K_GAIN, RoundCost, alpha_from_acceptance_length, best_point, speedup_curve
 from specdistill.suites.suite import Suite
 
 NAMING = ("engine", "suite", "target", "draft", "not_measured")  # parts that name files and servers of the machine
@@ -41,7 +41,6 @@ NEED_ROUNDS = ("tokens_per_round", "verify_ms", "baseline_step_ms", "decode_spee
 SLOW_BASELINE = 0.95  # below this share of the speed of transformers' `generate()` the baseline flatters the draft
 MAX_PREDICTION_GAP = {"cpu": 0.10, "cuda": 0.03}  # by device: times on a CPU vary more
 WIDE_INTERVAL = 0.05  # half-width, as a share of the speedup
-BETTER_K_GAIN = 0.02  # a smaller gain of another K is not mentioned
 
 
 def build_report(

@@ -49,12 +49,15 @@ def sweep(report: Report, setting: str) -> list[ResultRow]:
 
 def fastest_k(report: Report) -> list[ResultRow]:
     """Of each number of prompts decoded together, the row with the highest speedup over the K that were measured; empty without one."""
-    others = [
-        name for name in ("suite", "category", *CONFIGURATION_KEYS) if name not in ("num_speculative_tokens", "batch_size")
-    ]
-    rows = [row for row in _like_the_first(report, others) if "speedup" in row]
+    rows = [row for row in of_chains(report) if "speedup" in row]
     fastest = {row["batch_size"]: row for row in sorted(rows, key=lambda row: float(row["speedup"]))}
     return [fastest[size] for size in sorted(fastest)]
+
+
+def of_chains(report: Report) -> list[ResultRow]:
+    """The first row and those that differ from it in K or the number of prompts decoded together alone."""
+    own = ("num_speculative_tokens", "batch_size")
+    return _like_the_first(report, [name for name in ("suite", "category", *CONFIGURATION_KEYS) if name not in own])
 
 
 def _like_the_first(report: Report, names: Sequence[str]) -> list[ResultRow]:

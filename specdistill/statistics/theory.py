@@ -12,6 +12,8 @@ from typing import Any
 
 from scipy.optimize import brentq
 
+BETTER_K_GAIN = 0.02  # a smaller predicted gain of a K that was not measured counts for nothing
+
 
 def predicted_speedup(acceptance_length: Any, v: Any, d: Any) -> Any:
     """S = AL / (v + d); plain decoding (AL = 1, v = 1, d = 0) gives 1. Elementwise over arrays."""

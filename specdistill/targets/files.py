@@ -190,7 +190,7 @@ class TargetFiles:
             weights += file_hashes(path for name in ADAPTER if (path := found / name).is_file())
         return TargetIdentity(
             name_or_path="pico" if self.name == str(PICO) else self.name,
-            revision=None if Path(split_gguf(self.name)[0]).is_dir() else folder.name,
+            revision=self.commit,
             adapter=self.adapter,
             weights=combined(weights),
             tokenizer=combined(file_hashes(path for name in self._gguf or TOKENIZER if (path := folder / name).is_file())),
@@ -221,6 +221,12 @@ class TargetFiles:
             config: dict[str, Any] = read_gguf_config(self.fetch(*self._gguf), self._gguf[0], key=KEY, name=self.name).to_dict()
             return config
         return read_config(self.fetch("config.json", INDEX), KEY)
+
+    @property
+    def commit(self) -> str | None:
+        """Of a Hub id, as it is in the cache."""
+        folder = Path(split_gguf(self.name)[0])
+        return None if folder.is_dir() else self.fetch("config.json", *self._gguf).name
 
     @property
     def text_config(self) -> dict[str, Any]:

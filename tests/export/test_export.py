@@ -190,6 +190,70 @@ def test_an_engines_report_says_the_fastest_k_for_each_load(folder: Path, tmp_pa
     assert "| 16 | none (K = 2 loses least) | 0.90× | 90 | 100 |" in text
 
 
+def swept(*speeds: tuple[int, int, float]) -> dict[str, Any]:
+    """(K, requests at once, speedup) of each configuration, of a report of two GPUs."""
+    measured = report() | {"engine": {"name": "vllm", "version": "0.33.0", "command": "vllm serve T --tensor-parallel-size 2"}}
+    (row,) = measured["results"]
+    row |= {"category": "all", "temperature": 0.0, "tree": None, "context_bucket": "all"}
+    row |= {"tokens_per_second": 100.0, "baseline_tokens_per_second": 100.0}
+    names = ("num_speculative_tokens", "batch_size", "speedup")
+    return measured | {"results": [{**row, **dict(zip(names, entry, strict=True))} for entry in speeds]}
+
+
+SWEPT = swept((4, 1, 1.5), (2, 1, 1.8), (4, 8, 1.4), (2, 8, 1.3), (4, 32, 0.7), (2, 32, 0.9))
+
+
+def test_vllm_drafts_by_load_as_it_was_measured(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text(json.dumps(SWEPT))
+    draft, given = folder / "run" / "draft", {"report": tmp_path / "report.json"}
+    export(draft, "vllm", tmp_path / "vllm", **given)
+    words, text = served(tmp_path / "vllm")
+    config = json.loads(words[words.index("--speculative-config") + 1])
+    assert config["num_speculative_tokens_per_batch_size"] == [[1, 7, 2], [8, 31, 4], [32, 32, 0]]
+    assert config["num_speculative_tokens"] == 4 and words[3:5] == ["--tensor-parallel-size", "2"]
+    assert "tensor_parallel_size=2" in text
+    export(draft, "vllm", tmp_path / "said", **given, num_speculative_tokens=3)
+    words, _ = served(tmp_path / "said")
+    assert json.loads(words[-1]) == {"method": "eagle3", "model": str(tmp_path / "said"), "num_speculative_tokens": 3}
+
+
+def test_sglang_drafts_by_load_from_a_file_that_is_written_first(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text(json.dumps(SWEPT))
+    export(folder / "run" / "draft", "sglang", tmp_path / "out", report=tmp_path / "report.json")
+    words, text = served(tmp_path / "out")
+    written, _ = text.split("```bash\n")[1].splitlines()[:2]
+    echo, content, _, file = shlex.split(written)
+    slots = {"1": {"candidate_steps": [2]}, "8": {"candidate_steps": [4]}, "32": {"candidate_steps": [0]}}
+    assert (echo, json.loads(content)) == ("echo", slots) and words[-2:] == ["--speculative-adaptive-config", file]
+    assert "--speculative-adaptive" in words and words[words.index("--speculative-num-steps") + 1] == "4"
+    compile(text.split("```python\n")[1].split("\n```")[0], "SERVE.md", "exec")
+
+
+def test_other_engines_draft_what_is_best_at_the_load_of_the_report(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text(json.dumps(SWEPT))
+    export(folder / "run" / "draft", "gguf", tmp_path / "out", report=tmp_path / "report.json")
+    words, _ = served(tmp_path / "out")
+    assert words[words.index("--spec-draft-n-max") + 1] == "2"
+
+
+def test_one_k_everywhere_needs_no_table(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text(json.dumps(swept((4, 1, 1.5), (2, 1, 1.8), (2, 8, 1.3))))
+    export(folder / "run" / "draft", "vllm", tmp_path / "out", report=tmp_path / "report.json")
+    assert "per_batch_size" not in served(tmp_path / "out")[1]
+    assert json.loads(served(tmp_path / "out")[0][-1])["num_speculative_tokens"] == 2
+
+
+def test_flags_fit_the_target(folder: Path, tmp_path: Path) -> None:
+    target = TargetFiles(str(folder / "target"))
+    length = target.config["max_position_embeddings"]
+    assert length != 8192
+    flags = {"vllm": f"--max-model-len {length}", "sglang": f"--context-length {length}", "gguf": f"--ctx-size {4 * length}"}
+    for engine, flag in flags.items():
+        export(folder / "run" / "draft", engine, tmp_path / engine, target)
+        text = served(tmp_path / engine)[1]
+        assert f"`{flag}`" in text and (engine == "gguf" or "`--dtype float32`" in text)
+
+
 @pytest.mark.parametrize(
     ("engine", "shape", "k", "shown"),
     [

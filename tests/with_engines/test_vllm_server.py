@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from bench.counting import generate_here
 from bench.engines import QUIET_VLLM, run
 from specdistill.engines import ENGINES
 from specdistill.engines.start import started
+from specdistill.engines.vllm import ranges
 from specdistill.errors import ExitCode, ResourceError
 from specdistill.export import export
 from specdistill.methods.load import load_proposer
@@ -159,17 +161,23 @@ def test_a_draft_that_vllm_does_not_load_is_told_by_its_first_exception(
 
 
 def test_serve_md_is_true(quiet: None, trained: Callable[[str], Path], tmp_path: Path) -> None:
-    """vLLM runs the Python of it, and knows every option in it."""
-    export(trained("EAGLE-3.1"), "vllm", tmp_path / "out", TargetFiles.of("pico"), num_speculative_tokens=K)
+    """vLLM runs the Python of it, with a draft length for each load, and knows every option in it."""
+    served = export(trained("EAGLE-3.1"), "vllm", tmp_path / "out", TargetFiles.of("pico"), num_speculative_tokens=K)
+    vllm, served = ENGINES["vllm"], replace(served, lengths=((1, K), (8, 1), (16, 0)))
+    assert vllm.snippet is not None
     text = (tmp_path / "out" / "SERVE.md").read_text()
     snippet = tmp_path / "snippet.py"
     changes = "dtype='float32', enforce_eager=True, block_size=32, disable_log_stats=False"
-    snippet.write_text(re.search(r"```python\n(.*?)\n```", text, re.S)[1].replace("disable_log_stats=False", changes))  # type: ignore[index]
+    snippet.write_text(vllm.snippet(served).replace("disable_log_stats=False", changes))
     bin_folder = environment("vllm") / "bin"
     length = float(re.search(r"acceptance length ([\d.]+)", run(bin_folder / "python", snippet))[1])  # type: ignore[index]
     assert 1 < length < K + 1
+    lookup = "from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup as lookup"
+    by_load = run(bin_folder / "python", "-c", f"{lookup}; print(lookup({ranges(served.lengths)}, 20, {K}))").splitlines()[-1]
+    assert json.loads(by_load)[1:] == [K] * 7 + [1] * 8 + [0] * 5
+
     known = run(bin_folder / "vllm", "serve", "--help=all")
-    program = ENGINES["vllm"].program
+    program = vllm.program
     assert program is not None
     options = {
         *re.findall(r"--[a-z][a-z-]*", text),
