@@ -13,7 +13,7 @@ from specdistill.errors import ExitCode, UserError
 from specdistill.methods.recipe import eval_keys_of_methods, options_by_method
 from specdistill.recipe.fields import ReadWhen, Section, default_of, like, one_of, option, section
 from specdistill.recipe.load import load_recipe
-from specdistill.recipe.sections import AttentionImplementation, TargetConfig
+from specdistill.recipe.sections import AttentionImplementation, LookupFirstConfig, TargetConfig
 from specdistill.terminal import Console
 
 if TYPE_CHECKING:
@@ -42,6 +42,9 @@ class DoctorPrompts(Section):
         None, "prompts to decode: a suite's name, a YAML or jsonl file; null: the run's own, else pico-short"
     )
     num_prompts: int = option(8, "prompts to decode, spread over the suite", ge=1)
+    lookup_first: LookupFirstConfig | None = option(
+        None, "a lookup in front of the draft: what is accepted with it, and whether the engine has it"
+    )
 
 
 class CommonDoctorOptions(Section):
@@ -83,6 +86,7 @@ def doctor(arguments: list[str]) -> int:
         decode=options.decode,
         suite=options.eval.suite,
         num_prompts=options.eval.num_prompts,
+        lookup_first=options.eval.lookup_first,
         options_of=lambda method: options_by_method(options, [method])[0],
         **({} if options.target.model is None else vars(options.target)),
     )
@@ -104,6 +108,10 @@ def print_diagnosis(made: "Diagnosis") -> None:
         if simulated := made.recorded:
             what += f"; training simulated {simulated.length:.2f} with {simulated.num_tokens}"
         console.print(what)
+    if behind := made.behind_lookup:
+        console.print(
+            f"with the lookup in front {behind.length:.2f}, of {behind.num_tokens} tokens that it gives where it finds any"
+        )
     count = Counter(finding.severity for finding in made.findings)
     counted = [f"{count[kind]} {kind}{'s' * (count[kind] != 1)}" for kind in ("problem", "warning") if count[kind]]
     console.print(Text(", ".join(counted) or "no problem found", style="bold"))

@@ -33,6 +33,7 @@ from specdistill.methods.layers import HeadShape
 from specdistill.methods.load import implementation, load_proposer, method_of
 from specdistill.methods.mtp.checkpoint import check_native
 from specdistill.methods.target_record import check_target
+from specdistill.recipe.sections import LookupFirstConfig
 from specdistill.rows.packing import indexed
 from specdistill.suites.suite import load_suite, tokenize
 from specdistill.targets.files import INDEX, SINGLE, Shards, TargetFiles
@@ -79,8 +80,8 @@ class SimulatedAcceptance:
 class Diagnosis:
     """method and config: None where they were not understood; only heads have a config here.
 
-    refused: by a reader, so that nothing can be decoded with it. acceptance: None where nothing was decoded. recorded: what training
-    simulated when it chose these weights; None without a history.
+    refused: by a reader, so that nothing can be decoded with it. acceptance: None where nothing was decoded; behind_lookup: with a lookup
+    in front of the draft. recorded: what training simulated when it chose these weights; None without a history.
     """
 
     folder: Path
@@ -91,6 +92,7 @@ class Diagnosis:
     refused: bool = False
     findings: list[Finding] = field(default_factory=list)
     acceptance: SimulatedAcceptance | None = None
+    behind_lookup: SimulatedAcceptance | None = None
     recorded: SimulatedAcceptance | None = None
 
     @property
@@ -119,6 +121,7 @@ def diagnose(
     decode: bool = True,
     suite: str | None = None,
     num_prompts: int = 8,
+    lookup_first: LookupFirstConfig | None = None,
     options_of: OptionsOf = lambda method: {},
     model: str | None = None,
     **target: Any,
@@ -127,7 +130,7 @@ def diagnose(
 
     Args:
         engine: one with `loaders`, which the draft is checked against.
-        decode: with a target, decode `num_prompts` prompts of a suite (see `prompts_of`).
+        decode: with a target, decode `num_prompts` prompts of a suite (see `prompts_of`), and with `lookup_first` in front of the draft.
         options_of: a method -> its own options of decoding.
         model: its target, pico, a folder or a Hub id; `target`: the other arguments of `FrozenTarget.load`.
 
@@ -139,14 +142,21 @@ def diagnose(
         return examine_native(files)
     made = examine(draft, files, engine, options_of)
     made.recorded = recorded(draft)
+    if engine and lookup_first and not ENGINES[engine].front(lookup_first):
+        made.findings.append(problem(f"{ENGINES[engine].title} cannot look up so in front of a draft"))
     if model and decode and made.method is not None and not made.refused:
         loaded = FrozenTarget.load(model, **target)
         prompts = prompts_of(draft, suite, loaded, num_prompts)
         with refusals(made):
-            proposer = load_proposer(made.method, draft, loaded, key=KEY, **options_of(made.method))
+            of_method = options_of(made.method)
+            proposer = load_proposer(made.method, draft, loaded, key=KEY, **of_method)
             window = made.config.sliding_window if made.config else None
             made.acceptance, more = check_acceptance(made.method, loaded, proposer, prompts, made.recorded, window)
             made.findings += more
+            if lookup_first:
+                behind = load_proposer(made.method, draft, loaded, key=KEY, lookup_first=lookup_first, **of_method)
+                num_tokens = max(made.acceptance.num_tokens, lookup_first.levels)
+                made.behind_lookup = acceptance_of(complete(Decoder(loaded, behind), prompts, num_tokens), num_tokens)
     elif model and decode:
         made.findings.append(note("skipped decoding: fix the problems above first"))
     return made
@@ -332,11 +342,10 @@ def check_acceptance(
 ) -> tuple[SimulatedAcceptance, list[Finding]]:
     """Decode prompts (token ids) with a draft. window: positions that it sees, which must hold what it drafts."""
     num_tokens = expected.num_tokens if expected else min(DEFAULT_STEPS, window or DEFAULT_STEPS)
-    decoder = Decoder(target, proposer)
-    completions = [decoder.generate(prompt, max_new_tokens=NUM_TOKENS, num_speculative_tokens=num_tokens) for prompt in prompts]
-    accepted = [entry.num_accepted for completion in completions for entry in completion.rounds]
-    rounds = max(1, len(accepted))
-    length, first = 1 + sum(accepted) / rounds, sum(number > 0 for number in accepted) / rounds
+    completions = complete(Decoder(target, proposer), prompts, num_tokens)
+    decoded = acceptance_of(completions, num_tokens)
+    accepted = [entry.num_accepted > 0 for completion in completions for entry in completion.rounds]
+    length, first = decoded.length, sum(accepted) / max(1, len(accepted))
     found: list[Finding] = []
     if first < NO_BETTER_THAN_CHANCE:
         found.append(problem(f"{first:.0%} of its first draft tokens are accepted"))
@@ -352,7 +361,17 @@ def check_acceptance(
         found.append(note(f"likely causes: {'; '.join(likely)}"))
     elif expected is None:
         found.append(warning("no training history to compare with", "`specdistill eval` measures the draft"))
-    return SimulatedAcceptance(num_tokens, length, len(accepted)), found
+    return decoded, found
+
+
+def complete(decoder: Decoder, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Generation]:
+    """Greedy completions of prompts (token ids), drafting num_tokens per round."""
+    return [decoder.generate(prompt, max_new_tokens=NUM_TOKENS, num_speculative_tokens=num_tokens) for prompt in prompts]
+
+
+def acceptance_of(completions: Sequence[Generation], num_tokens: int) -> SimulatedAcceptance:
+    accepted = [entry.num_accepted for completion in completions for entry in completion.rounds]
+    return SimulatedAcceptance(num_tokens, 1 + sum(accepted) / max(1, len(accepted)), len(accepted))
 
 
 def _cause(

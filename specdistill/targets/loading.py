@@ -86,7 +86,7 @@ def read_causal_lm(
     if "gguf_file" in options:
         wanted["quantization_config"] = GgufConfig(dequantize=True)
     with _reading(key, path, expected):
-        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+        tokenizer = working_tokenizer(folder, **options)
         config = AutoConfig.from_pretrained(folder, **options)
         if config.is_encoder_decoder:  # an encoder alone is refused once it is loaded, by its logits
             got = f"{path}, an encoder-decoder ({', '.join(config.architectures or [config.model_type])})"
@@ -111,13 +111,20 @@ def read_causal_lm(
     return model, tokenizer
 
 
+def working_tokenizer(folder: str | Path, **options: Any) -> Any:
+    """A tokenizer that has split a text: settings of a wrong kind are loaded, and fail then."""
+    tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+    tokenizer("a")
+    return tokenizer
+
+
 def read_without_weights(folder: Path, *, key: str, name: str) -> tuple[Any, Any]:
     """A causal language model on the meta device, and its tokenizer, from a folder's config and tokenizer. `name` is what errors call it.
 
     Raises UserError for files of which none can be made.
     """
     with _reading(key, name, "the config and the tokenizer of a causal language model"):
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # nor asked for at a terminal
+        tokenizer = working_tokenizer(folder, trust_remote_code=False)  # nor asked for at a terminal
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
             return auto_class(config).from_config(config), tokenizer
@@ -166,7 +173,7 @@ def read_tokenizer(
     """
     path, options = _place(resolve(model), revision=revision, trust_remote_code=trust_remote_code)
     with _reading("target.model", model, GGUF if "gguf_file" in options else TARGETS):
-        tokenizer = AutoTokenizer.from_pretrained(path, **options)
+        tokenizer = working_tokenizer(path, **options)
         config = AutoConfig.from_pretrained(path, **options)
         try:
             generation = GenerationConfig.from_pretrained(path, **options)

@@ -232,6 +232,21 @@ def test_the_verb(folder: Path, run_of: Callable[[str], Path], tmp_path: Path, c
     assert "2 problems" in capsys.readouterr().out
 
 
+def test_a_lookup_in_front(
+    folder: Path, run_of: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = [f"draft={run_of('eagle3') / 'draft'}", f"target={folder / 'target'}", f"suite={folder / 'prompts.jsonl'}"]
+    lookup = "eval.lookup_first={min: 2, max: 2, draft_tokens: 1}"
+    main(["doctor", *common, lookup, "engine=vllm"])
+    printed = capsys.readouterr().out
+    assert (
+        "acceptance length 4.80 with 4" in printed and "with the lookup in front 2.00" in printed
+    )  # one token, always accepted
+    assert "cannot look up" not in printed
+    assert main(["doctor", *common, lookup, "engine=sglang"]) == 1
+    assert "SGLang cannot look up so in front of a draft" in capsys.readouterr().out
+
+
 def test_a_tokenizer_with_more_tokens_than_the_target_is_refused(
     folder: Path, run_of: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,3 +1,4 @@
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.repositories import resolve
 from specdistill.rows.packing import indexed
 from specdistill.targets.frozen import FrozenTarget
+from specdistill.targets.loading import read_tokenizer
 from tests.families import OTHERS, write_model
 from tests.heads import document_rows
 from tests.refusals import refused
@@ -51,6 +53,15 @@ def test_a_folder_without_weights_or_tokenizer_is_refused(tmp_path: Path, missin
     (write_target(tmp_path) / missing).unlink()
     with refused("target.model", tmp_path):
         FrozenTarget.load(str(tmp_path))
+
+
+def test_a_tokenizer_that_splits_no_text_is_refused(tmp_path: Path) -> None:
+    file = write_target(tmp_path) / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model_max_length": [512]}))
+    with refused("target.model", tmp_path):
+        FrozenTarget.load(str(tmp_path))
+    with refused("target.model", tmp_path):
+        read_tokenizer(str(tmp_path))
 
 
 @pytest.fixture(scope="module")
