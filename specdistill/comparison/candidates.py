@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from specdistill.errors import UserError, nearest
 from specdistill.methods import METHODS
@@ -34,17 +35,20 @@ class Candidate:
     lookup_first: LookupFirstConfig | None = None
 
 
-def find_candidates(entries: Sequence[str], lookups: Sequence[LookupFirstConfig | None] = ()) -> list[Candidate]:
+def find_candidates(
+    entries: Sequence[str], lookups: Sequence[LookupFirstConfig | None] = (), shapes: Sequence[Any] = ()
+) -> list[Candidate]:
     """Candidates with unique names, from folders, Hub ids (org/name or org/name@revision) and methods without a draft (`ngram`).
 
-    lookups: what stands in front of each; (): nothing. A candidate behind one has its method and `+` in front of its name.
+    lookups: what stands in front of each; (): nothing. A candidate behind one has its method and `+` in front of its name. shapes: the
+    settings that each drafts with; (): the same for all. A draft that is there once more, with others, has a number after its name.
 
     Raises UserError for fewer than two, for a folder without a draft, for two that are the same or of one name, and for a lookup in front
     of another; ResourceError when the Hub fails.
     """
     if len(entries) < 2:
         raise UserError(KEY, got=f"{len(entries)} of them", expected="two or more: drafts=[a,b]")
-    lookups = lookups or [None] * len(entries)
+    lookups, shapes = lookups or [None] * len(entries), shapes or [None] * len(entries)
     for entry, lookup in zip(entries, lookups, strict=True):
         if lookup and entry in UNTRAINED:
             got = f"a lookup in front of {entry}, which is one itself"
@@ -53,9 +57,9 @@ def find_candidates(entries: Sequence[str], lookups: Sequence[LookupFirstConfig 
     for one, two in itertools.combinations(range(len(entries)), 2):
         first, second = folders[one], folders[two]
         same = first.resolve() == second.resolve() if first and second else entries[one] == entries[two]
-        if same and lookups[one] == lookups[two]:
+        if same and lookups[one] == lookups[two] and shapes[one] == shapes[two]:
             got = f"{entries[one]} and {entries[two]}, which are the same draft"
-            raise UserError(KEY, got=got, expected="different candidates")
+            raise UserError(KEY, got=got, expected="different candidates, or different settings for them (…_each)")
     prefixes = [f"{lookup.method}+" if lookup else "" for lookup in lookups]
     return [_candidate(*parts) for parts in zip(_names(prefixes, entries), entries, folders, lookups, strict=True)]
 
@@ -82,7 +86,8 @@ def _locate(entry: str) -> Path:
 
 
 def _names(prefixes: Sequence[str], drafts: Sequence[str]) -> list[str]:
-    """Each draft's prefix and last part, with as many parts before it as make it unique: runs/a/draft -> a-draft.
+    """Each draft's prefix and last part, with as many parts before it as make it unique: runs/a/draft -> a-draft; the second of one draft
+    has -2 behind it.
 
     Names become folders, so they are compared without case.
     """
@@ -92,10 +97,16 @@ def _names(prefixes: Sequence[str], drafts: Sequence[str]) -> list[str]:
         else [part.replace("/", "-") for part in draft.split("/", 1)]  # a revision may hold slashes, e.g. refs/pr/1
         for draft in drafts
     ]
+    before: Counter[Any] = Counter()
+    numbers = []
+    for same in zip(prefixes, map(tuple, parts), strict=True):
+        before[same] += 1
+        numbers.append(f"-{before[same]}" if before[same] > 1 else "")
     depths, longer = [0] * len(drafts), [1] * len(drafts)
     while longer != depths:
         depths = longer
-        names = [prefix + "-".join(part[-depth:]) for prefix, part, depth in zip(prefixes, parts, depths, strict=True)]
+        named = zip(prefixes, parts, depths, numbers, strict=True)
+        names = [f"{prefix}{'-'.join(part[-depth:])}{number}" for prefix, part, depth, number in named]
         count = Counter(name.casefold() for name in names)
         is_double = [count[name.casefold()] > 1 for name in names]
         longer = [min(depth + double, len(part)) for depth, double, part in zip(depths, is_double, parts, strict=True)]

@@ -36,7 +36,7 @@ class LoadedCandidate:
 def measure_candidates(options: CommonOptions) -> list[Measured]:
     """Raises UserError for what is wrong with any of them, before anything is measured."""
     settings = settings_of_each(options, len(options.drafts))
-    candidates = find_candidates(options.drafts, lookups_of_each(options, settings))
+    candidates = find_candidates(options.drafts, lookups_of_each(options, settings), settings)
     suite = load_suite(options.suite, options.target.model)
     target = FrozenTarget.load(**vars(options.target))
     fit_threads(target)

@@ -68,12 +68,13 @@ def test_the_line_from_the_package_to_the_verdict(made: MadeRun, shared_data: Pa
     # Both methods in one paired run, lossless, each suite a category
     compared = folder / "small" / "methods"
     comparison = json.loads((compared / "comparison.json").read_text())
-    *alone, together = (each["report"] for each in comparison["candidates"])
+    *alone, tree, chain = (each["report"] for each in comparison["candidates"])
     reports = {report["draft"]["method"]: report for report in alone}
     assert set(reports) == {"draft_model", "eagle3", "ngram"}
-    assert together["draft"]["model"] in [report["draft"]["model"] for report in alone]
-    assert "lookup_first" in together["settings"]["drafting"]
-    for report in [*alone, together]:
+    for report, drafted in ((tree, "draft_tree"), (chain, "draft_tokens")):
+        assert report["draft"]["model"] in [each["draft"]["model"] for each in alone]
+        assert drafted in report["settings"]["drafting"]["lookup_first"]
+    for report in [*alone, tree, chain]:
         validate(report)
         assert {row["category"] for row in report["results"]} == {"all", *smollm2.MEASURED_ON}
         assert report["target"]["dtype"] == "bfloat16" and not report["lossless"]["unexplained_divergences"]
@@ -83,12 +84,12 @@ def test_the_line_from_the_package_to_the_verdict(made: MadeRun, shared_data: Pa
     sampled = json.loads((compared / "sampled" / "comparison.json").read_text())
     assert [each["report"]["settings"]["temperature"] for each in sampled["candidates"]] == [1.0] * 3
 
-    # One generation for both, and a verdict on the best draft on its own
+    # One generation for both, and a verdict on what is released: the best draft's chain behind a lookup
     assert done.stdout.count("$ specdistill train") == 2
     assert done.stderr.count("Generating training data") >= 1
-    best = next(each["name"] for each in comparison["ranking"] if not each["name"].startswith("ngram"))
-    verdict = json.loads((compared / best / "smollm2" / "report.json").read_text())["gate"]
-    assert len(verdict["rules"]) == len(load_gate("smollm2"))
+    released, _ = read_report(made.folder / Path(chain["draft"]["model"]).parent / "report")
+    assert len(released["gate"]["rules"]) == len(load_gate("smollm2"))
+    assert released["settings"]["drafting"] == chain["settings"]["drafting"]
 
     # What is done is not done again
     again = make(made.folder, shared_data, *made.keys)

@@ -5,16 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from bench.counting import ignore_stop_tokens
-from bench.llama_cpp import AsLlamaCpp, Counts
 from bench.smollm2_engines import Draft, Options, as_gguf, chosen, page
-from specdistill.decoding.decoder import Decoder
 from specdistill.errors import UserError
 from specdistill.methods.load import implementation
 from specdistill.methods.target_record import save_draft
+from specdistill.recipe.sections import LookupFirstConfig
 from specdistill.targets.frozen import FrozenTarget
 from tests.heads import build_head
-from tests.proposers import FirstTokens, tiny_target
 from tests.refusals import refused
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
@@ -51,12 +48,13 @@ def test_drafts_are_those_of_the_comparison_with_their_k(head: Path) -> None:
         {"name": name, "report": {"draft": {"model": model}, "settings": {"num_speculative_tokens": k}}}
         for name, model, k in (("draft", str(head), 2), ("ngram", None, 4), ("ngram+draft", str(head), 4))
     ]
-    candidates[-1]["report"]["settings"]["drafting"] = {
-        "lookup_first": {"method": "ngram", "min": 2, "max": 5, "draft_tokens": 2}
-    }
+    lookup = {"method": "ngram", "min": 2, "max": 5, "draft_tokens": 2}
+    candidates[-1]["report"]["settings"]["drafting"] = {"lookup_first": lookup}
     Path("runs/smollm2/comparison.json").write_text(json.dumps({"candidates": candidates}), encoding="utf-8")
-    assert chosen(Options()) == [Draft(head, "eagle3", 2)]
-    assert chosen(Options(num_speculative_tokens=[5])) == [Draft(head, "eagle3", 5)]
+    alone, behind = chosen(Options())
+    assert (alone, behind) == (Draft(head, "eagle3", 2), Draft(head, "eagle3", 4, LookupFirstConfig(**lookup)))
+    assert "2 behind n-gram lookup of 2 to 5" in behind.name and "of 3 to 3" in behind.of_llama_cpp.name
+    assert chosen(Options(drafts=[str(head)], num_speculative_tokens=[5])) == [Draft(head, "eagle3", 5)]
     with refused("num_speculative_tokens", "[] for 1"):
         chosen(Options(drafts=[str(head)]))
 
@@ -73,16 +71,3 @@ def test_the_table_has_what_was_measured_and_why_something_was_not(head: Path) -
         "| `eagle3`, K = 3 | llama.cpp, Q4_1 | – | – | – | – | – | – |",
     ]
     assert "llama.cpp, Q4_1: engine: got gguf" in why
-    (*_, filtered) = page([{**MEASURED, "engine": "llama.cpp, Q4_1", "num_filtered": 2}], 24, 64)
-    assert "2 of 24 prompts" in filtered
-
-
-def test_rounds_of_llama_cpp_draft_at_once_and_no_further_than_the_limit() -> None:
-    target = tiny_target()
-    ignore_stop_tokens(target)
-    decoder, prompt = AsLlamaCpp(target, FirstTokens(target.model)), (40, 41, 42, 43)
-    # 3 + 1 tokens; 2 + 1, as 3 are drafted with 4 to go; then a whole draft, which passes the limit.
-    assert decoder.count(prompt, 8, 4) == Counts(3, 4 + 3 + 4, 3 + 2 + 3)
-    assert decoder.count(prompt, 3, 1) == Counts(4, 4, 0)  # until there are more than the limit
-    plain = Decoder(target).generate(prompt, max_new_tokens=8).token_ids
-    assert decoder.count(prompt, 8, 4, stop_ids=plain[1:2]) == Counts(1, 4, 3)

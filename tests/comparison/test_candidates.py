@@ -130,6 +130,14 @@ def test_the_same_draft_twice_is_refused(runs: Path, tmp_path: Path) -> None:
             names(*entries)
 
 
+def test_a_draft_is_compared_with_itself_in_another_shape(runs: Path) -> None:
+    draft, lookup = str(runs / "eagle3" / "draft"), LookupFirstConfig()
+    found = find_candidates([draft, "ngram", draft, draft, draft], [None, None, lookup, None, lookup], [1, 1, 1, 2, 2])
+    assert [each.name for each in found] == ["draft", "ngram", "ngram+draft", "draft-2", "ngram+draft-2"]
+    with refused("drafts", f"{draft} and {draft}"):
+        find_candidates([draft, draft, draft], [None] * 3, [1, 2, 1])
+
+
 @pytest.mark.parametrize("entry", ["ngrm", "./nowhere", "a/b/c", "", "no spaces/allowed"])
 def test_an_entry_that_is_nothing(entry: str) -> None:
     with refused("drafts", entry or "an empty name"):

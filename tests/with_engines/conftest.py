@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench.counting import ignore_stop_tokens
-from bench.llama_cpp import SOURCE, convert
+from bench.engines import LLAMA_CPP, convert
 from specdistill.project import PICO
 from specdistill.suites.suite import load_suite, tokenize
 from specdistill.targets.frozen import FrozenTarget
@@ -68,7 +68,7 @@ def to_gguf(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """A checkpoint as a GGUF file in float32."""
     for name in ("llama.cpp", "vllm"):
         environment(name)
-    script = (Path(__file__).with_name("convert_to_gguf.py"), SOURCE)
+    script = (Path(__file__).with_name("convert_to_gguf.py"), LLAMA_CPP)
 
     def converted(checkpoint: Path, *options: str | Path) -> Path:
         output = tmp_path_factory.mktemp("gguf") / f"{checkpoint.name}.gguf"

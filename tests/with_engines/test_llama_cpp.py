@@ -1,69 +1,149 @@
-"""llama.cpp: with our drafts it generates what the target generates, and accepts as much of them as we do."""
+"""`specdistill eval eval.engine=llama.cpp` starts a real llama-server with GGUF files in float32, and counts what our decoder counts."""
 
+import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from bench.llama_cpp import KINDS, WITHOUT_DRAFT, AsLlamaCpp, complete
+from bench.engines import SERVER
 from specdistill.decoding.decoder import Decoder
+from specdistill.decoding.proposer import DecodingState, Proposal, Proposer
+from specdistill.engines.llama_cpp import LLAMA_CPP
+from specdistill.errors import ExitCode
 from specdistill.export import export
 from specdistill.methods.load import load_proposer
-from specdistill.project import PICO
+from specdistill.methods.ngram.config import NgramConfig
+from specdistill.recipe.llama_cpp import LlamaCppConfig
+from specdistill.report.files import read_report
 from specdistill.suites.suite import load_suite, tokenize
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
-from tests.with_engines.conftest import NUM_TOKENS, K
+from tests.scripts import specdistill
+from tests.with_engines.conftest import K
+from tests.with_engines.environments import environment
 
 pytestmark = [pytest.mark.long, pytest.mark.engines]  # llama.cpp in its own environment
 
-# Keys and values, which are kept in float16 otherwise.
-IN_FLOAT32 = ("-ctk", "f32", "-ctv", "f32", "--spec-draft-type-k", "f32", "--spec-draft-type-v", "f32")
-LIMITS = {"max_new_tokens": NUM_TOKENS, "num_threads": 1}
+NUM_PROMPTS, NEW_TOKENS, LOADS = 8, 48, (1, 4)
+# Keys and values are kept in float16 otherwise.
+IN_FLOAT32 = [
+    f"eval.llama_cpp.{name}=f32" for name in ("cache_type_k", "cache_type_v", "spec_draft_type_k", "spec_draft_type_v")
+]
+THREADS = ["eval.llama_cpp.threads=1", "eval.llama_cpp.spec_draft_threads=1"]
+Files = Callable[[str], tuple[Path, Path]]
+
+
+class AsLlamaServer(Decoder):
+    """Drops of a draft what reaches past the last token but one of a completion."""
+
+    def count(self, prompt: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, int, tuple[int, ...]]]:
+        """The completion, and its drafts, draft tokens and accepted tokens of each position."""
+        self.limit = len(prompt) + NEW_TOKENS
+        generation = self.generate(prompt, max_new_tokens=NEW_TOKENS, num_speculative_tokens=K)
+        drafts = [entry for entry in generation.rounds if entry.drafted]
+        reached = tuple(sum(entry.num_accepted > position for entry in drafts) for position in range(K))
+        return generation.token_ids, (len(drafts), sum(len(entry.drafted) for entry in drafts), reached)
+
+    def _propose(self, state: DecodingState, ahead: Any, *others: Any) -> Proposal:
+        room = self.limit - len(state.token_ids) - 1
+        return Proposal(super()._propose(state, ahead, *others).tokens[:room])
+
+
+@pytest.fixture(scope="session")
+def stopping_pico() -> FrozenTarget:
+    return FrozenTarget.load("pico")
+
+
+@pytest.fixture(scope="session")
+def files(trained: Callable[[str], Path], to_gguf: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """Name -> the draft's folder, and its GGUF file in float32."""
+
+    def found(name: str) -> tuple[Path, Path]:
+        exported, is_model = tmp_path_factory.mktemp("exported") / "draft", name == "draft model"
+        export(trained(name), "gguf", exported, TargetFiles.of("pico"), dtype="f32" if is_model else None)
+        target = TargetFiles.of("pico").name
+        return trained(name), exported / "draft-f32.gguf" if is_model else to_gguf(exported, "--target-model-dir", target)
+
+    return found
+
+
+def evaluated(folder: Path, target_file: Path, *options: str) -> tuple[dict[str, Any], list[Any]]:
+    """The report and its samples. Speed is not what is tested here, so the gate may say either."""
+    numbers = {"num_speculative_tokens": K, "repeats": 1, "num_prompts": NUM_PROMPTS, "max_new_tokens": NEW_TOKENS}
+    given = [f"eval.{name}={number}" for name, number in numbers.items()]
+    given += ["eval.engine=llama.cpp", f"eval.engine_command={SERVER}", f"eval.llama_cpp.model={target_file}", *IN_FLOAT32]
+    ran = specdistill("eval", "target=pico", "suite=pico", "gate=server", f"output_dir={folder}", *given, *THREADS, *options)
+    assert ran.returncode in (ExitCode.DONE, ExitCode.CHECK_FAILED, ExitCode.INCONCLUSIVE), ran.stderr[-4000:]
+    report, samples = read_report(folder)
+    assert report["lossless"]["greedy_identical"] and report["lossless"]["prompts_checked"] == NUM_PROMPTS
+    return report, samples
+
+
+def both_counts(samples: list[Any], target: FrozenTarget, proposer: Proposer) -> tuple[list[Any], list[Any]]:
+    """Those of the server and ours, of each prompt; the completions are the same."""
+    decoder, there, here = AsLlamaServer(target, proposer), [], []
+    prompts = tokenize(load_suite("pico"), target.tokenizer, max_new_tokens=NEW_TOKENS, max_length=512, num_prompts=NUM_PROMPTS)
+    for prompt, sample in zip(prompts, samples, strict=True):
+        token_ids, counts = decoder.count(prompt.token_ids)
+        assert sample.token_ids == token_ids, prompt.id
+        there.append((sample.counts.num_drafts, sample.counts.num_draft_tokens, sample.counts.accepted_per_position))
+        here.append(counts)
+    return there, here
+
+
+def acceptance_length(counts: list[Any]) -> float:
+    num_drafts, num_accepted = sum(drafts for drafts, _, _ in counts), sum(sum(reached) for _, _, reached in counts)
+    assert num_accepted > NUM_PROMPTS
+    return 1 + num_accepted / num_drafts
 
 
 @pytest.mark.parametrize("name", ["draft model", "EAGLE-3, chosen layers"])
-def test_llama_cpp_writes_the_same_text_and_accepts_as_much(
-    target_file: Path,
-    to_gguf: Callable[..., Path],
-    pico: FrozenTarget,
-    trained: Callable[[str], Path],
-    tmp_path: Path,
-    name: str,
+def test_one_command_measures_what_we_count(
+    name: str, files: Files, target_file: Path, stopping_pico: FrozenTarget, tmp_path: Path
 ) -> None:
     method = "draft_model" if name == "draft model" else "eagle3"
-    exported = tmp_path / "exported"
-    export(trained(name), "gguf", exported, TargetFiles.of("pico"), dtype="f32" if method == "draft_model" else None)
-    draft_file = exported / "draft-f32.gguf" if method == "draft_model" else to_gguf(exported, "--target-model-dir", PICO)
-    draft = ("-md", draft_file, "--spec-type", KINDS[method], "--spec-draft-n-max", str(K))
-    decoder = AsLlamaCpp(pico, load_proposer(method, trained(name), pico))
-    theirs, ours, num_texts = [0, 0], [0, 0], 0
-    prompts = tokenize(load_suite("pico"), pico.tokenizer, max_new_tokens=2 * NUM_TOKENS, max_length=512, num_prompts=16)
-    for prompt in [row.token_ids for row in prompts]:
-        plain = Decoder(pico).generate(prompt, max_new_tokens=NUM_TOKENS + 1).token_ids
-        text = pico.tokenizer.decode(prompt)
-        # llama.cpp takes prompts as text, and ends at stop tokens.
-        if tuple(pico.tokenizer(text).input_ids) != prompt or set(pico.config.eos_token_id) & set(plain):
-            continue
-        file = tmp_path / "prompt.txt"
-        file.write_text(f"{text}\n", encoding="utf-8")
-        there = complete(target_file, file, *draft, *IN_FLOAT32, **LIMITS)
-        assert pico.tokenizer.decode([*prompt, *plain]) in there.output
-        here = decoder.count(prompt, NUM_TOKENS, K)
-        theirs = [theirs[0] + there.counts.num_drafted, theirs[1] + there.counts.num_accepted]
-        ours = [ours[0] + here.num_drafted, ours[1] + here.num_accepted]
-        num_texts += 1
-    assert num_texts >= 3 and ours[1] > num_texts
-    assert theirs[0] / theirs[1] == pytest.approx(ours[0] / ours[1], rel=0.05), (theirs, ours)
+    draft, file = files(name)
+    given = [f"method={method}", f"draft={draft}", f"eval.llama_cpp.model_draft={file}", f"eval.sweep.concurrency={[*LOADS]}"]
+    report, samples = evaluated(tmp_path / "report", target_file, *given)
+    alone, together = samples[:NUM_PROMPTS], samples[NUM_PROMPTS:]
+    assert [sample.configuration.batch_size for sample in (alone[0], together[0])] == [*LOADS]
+    for measured in (alone, together):  # rounding decides a draft's near-ties, and depends on the batch
+        there, here = both_counts(measured, stopping_pico, load_proposer(method, draft, stopping_pico))
+        assert acceptance_length(there) == pytest.approx(acceptance_length(here), rel=0.03), (there, here)
+    assert report["target"]["dtype"] == "ALL_F32" and "--parallel 4" in report["engine"]["command"]
 
 
-def test_without_a_draft_the_same_loop_generates_a_token_a_round(target_file: Path, pico: FrozenTarget, tmp_path: Path) -> None:
-    """Its speed is what `make smollm2-engines` divides by."""
-    file, text = tmp_path / "prompt.txt", "def "
-    file.write_text(f"{text}\n", encoding="utf-8")
-    prompt = tuple(pico.tokenizer(text).input_ids)
-    plain = Decoder(pico).generate(prompt, max_new_tokens=NUM_TOKENS + 1).token_ids
-    there = complete(target_file, file, *WITHOUT_DRAFT, "-ctk", "f32", "-ctv", "f32", **LIMITS)
-    assert pico.tokenizer.decode([*prompt, *plain]) in there.output
-    assert (there.num_prompt_tokens, there.num_tokens) == (len(prompt), len(plain))
-    assert (there.counts.num_rounds, there.counts.num_drafted) == (len(plain), 0) and there.seconds > 0
+def test_its_own_lookup_accepts_what_its_rule_does_here(target_file: Path, stopping_pico: FrozenTarget, tmp_path: Path) -> None:
+    ngram = NgramConfig(rule="llama.cpp", max=2)
+    given = ["method=ngram", "eval.ngram.rule=llama.cpp", f"eval.ngram.max={ngram.max}"]
+    _, samples = evaluated(tmp_path / "report", target_file, *given)
+    there, here = both_counts(samples, stopping_pico, load_proposer("ngram", None, stopping_pico, ngram=ngram))
+    assert there == here and acceptance_length(there) > 1
+
+
+def test_a_lookup_stands_in_front_of_the_draft(files: Files, target_file: Path, tmp_path: Path) -> None:
+    draft, file = files("EAGLE-3, chosen layers")
+    lookup = "eval.lookup_first={method: ngram, min: 2, max: 2, draft_tokens: 2}"
+    given = ["method=eagle3", f"draft={draft}", f"eval.llama_cpp.model_draft={file}", lookup]
+    report, _ = evaluated(tmp_path / "report", target_file, *given)
+    drafting = (
+        "--spec-type ngram-simple,draft-eagle3 --spec-ngram-simple-size-n 2 --spec-ngram-simple-size-m 4 --spec-draft-n-max 2"
+    )
+    assert drafting in report["engine"]["command"]
+    row = report["results"][0]
+    assert 2 * row["num_drafts"] < row["num_draft_tokens"] < K * row["num_drafts"]  # both drafted
+    assert all(row["accepted_per_position"])  # the last two by lookups alone
+
+
+def test_it_knows_every_option_that_it_may_be_given() -> None:
+    environment("llama.cpp")
+    known = subprocess.run([SERVER, "--help"], capture_output=True, text=True, check=True).stdout
+    program = LLAMA_CPP.program
+    assert program is not None
+    own = {f"--{name.replace('_', '-')}" for name in LlamaCppConfig.model_fields} - {"--model-draft"}
+    options = {*re.findall(r"--[a-z-]+", " ".join(LLAMA_CPP.flags.values())), *program.measured, *own, "--spec-type"}
+    for option in options:
+        assert re.search(rf"(^|[\s,]){option}\b", known, re.M), option
