@@ -31,6 +31,8 @@ S = TypeVar("S", bound=Section)
 REQUIRED = "???"  # OmegaConf's mark of a value that the command line must give
 # Variables that ${oc.env:…} may read. A recipe may come from anybody, and what it reads is written into the run's record.
 HARMLESS = ("HOME", "HOSTNAME", "SLURM_JOB_ID", "TMPDIR", "USER")
+# Of ${…}: each value that names another one twice doubles it, so that these make a text about 1,000 times as long, and 60 fill a memory.
+MOST_INTERPOLATIONS = 20
 # What runs somebody's code. A reader gives it: a file alone cannot.
 CONSENT = ("target.trust_remote_code", "eval.run_code", "eval.engine_command")
 # Arguments of a command that reads files alone, whatever a run's recipe ran.
@@ -105,6 +107,8 @@ def merged(arguments: Sequence[str]) -> dict[str, Any]:
             raise UserError(key, got=repr(value), expected="a YAML value") from error
     try:
         layers = overrides if file is None else [_read_yaml(find_yaml(file, RECIPES, "recipe")), *overrides]
+        if (number := sum(str(layer).count("${") for layer in layers)) > MOST_INTERPOLATIONS:
+            raise UserError("recipe", got=f"{number} interpolations", expected=f"at most {MOST_INTERPOLATIONS} of ${{…}}")
         over_each_other = OmegaConf.create(reduce(_over, map(OmegaConf.to_container, layers), {}))
         values = cast(dict[str, Any], OmegaConf.to_container(over_each_other, resolve=True))
     except OmegaConfBaseException as error:
