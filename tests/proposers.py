@@ -13,7 +13,9 @@ from specdistill.decoding.tree import DynamicTree, StaticTree, Tree, candidates_
 from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.draft_model.vocabulary import SharedVocabulary
+from specdistill.methods.load import implementation
 from specdistill.methods.ngram.method import NgramProposer
+from specdistill.methods.suffix.method import SuffixProposer
 from specdistill.recipe.sections import LookupFirstConfig
 from specdistill.targets.frozen import FrozenTarget
 from tests.draft_models import half_right, translated
@@ -123,6 +125,8 @@ OTHERS: dict[str, Callable[[FrozenTarget], Proposer]] = {
     "the target itself": lambda target: DraftModelProposer(target.model),
     "ngram": lambda target: NgramProposer(),
     "ngram+eagle3": lambda target: behind_lookup(proposer_of("eagle3", target), min=1),
+    "suffix": lambda target: SuffixProposer(),
+    "suffix+eagle3": lambda target: behind_lookup(proposer_of("eagle3", target), method="suffix", min=1),
     "ngram+draft_model": lambda target: behind_lookup(DraftModelProposer(half_right(target)), min=1),
     "ngram+tree of eagle3": lambda target: behind_lookup(proposer_of("eagle3", target), draft_tree={"branching": [2, 2]}),
 }
@@ -130,7 +134,8 @@ OTHERS: dict[str, Callable[[FrozenTarget], Proposer]] = {
 
 def behind_lookup(draft: Proposer, **keys: Any) -> LookupFirstProposer:
     config = LookupFirstConfig(**keys)
-    return LookupFirstProposer(draft, NgramProposer(config.min, config.max), config)
+    lookup = implementation(config.method).lookup
+    return LookupFirstProposer(draft, lookup(config.min, config.max), config)
 
 
 def proposer_of(name: str, target: FrozenTarget) -> Proposer:

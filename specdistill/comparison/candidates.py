@@ -38,7 +38,7 @@ class Candidate:
 def find_candidates(
     entries: Sequence[str], lookups: Sequence[LookupFirstConfig | None] = (), shapes: Sequence[Any] = ()
 ) -> list[Candidate]:
-    """Candidates with unique names, from folders, Hub ids (org/name or org/name@revision) and methods without a draft (`ngram`).
+    """Candidates with unique names, from folders, Hub ids (org/name or org/name@revision) and methods without a draft (`ngram`, `suffix`).
 
     lookups: what stands in front of each; (): nothing. A candidate behind one has its method and `+` in front of its name. shapes: the
     settings that each drafts with; (): the same for all. A draft that is there once more, with others, has a number after its name.

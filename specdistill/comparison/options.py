@@ -23,7 +23,9 @@ CHAINS = ReadWhen("without a tree", lambda it: it.tree is None)
 
 class CommonOptions(MeasurementConfig):
     target: TargetConfig = section(TargetConfig)
-    drafts: list[str] = option(..., "two or more: draft folders, Hub ids (org/name, org/name@revision), or the word ngram")
+    drafts: list[str] = option(
+        ..., "two or more: draft folders, Hub ids (org/name, org/name@revision), or the word ngram or suffix"
+    )
     num_speculative_tokens: int = option(4, "K, draft tokens per round", ge=1, read_when=SAME_K)
     num_speculative_tokens_each: list[AtLeastOne] = option(
         [], "K of each draft, in their order; []: num_speculative_tokens is that of all", read_when=CHAINS

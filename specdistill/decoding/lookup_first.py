@@ -22,6 +22,7 @@ from specdistill.decoding.proposer import (
     DecodingState,
     Proposal,
     Proposer,
+    Remembering,
     TreeProposer,
 )
 from specdistill.decoding.sampling import Generators, Random, Sampling
@@ -57,6 +58,10 @@ class LookupFirstProposer:
     def passes(self, k: int) -> int:
         """None in a round of a lookup, which alone goes further than the draft may."""
         return self.draft.passes(k) if k <= self.levels else 0
+
+    def remember(self, outputs: Sequence[Sequence[int]]) -> None:
+        if isinstance(self.lookup, Remembering):
+            self.lookup.remember(outputs)
 
     def begin(self, max_length: int) -> None:
         self.draft.begin(max_length)

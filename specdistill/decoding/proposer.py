@@ -83,6 +83,14 @@ class TreeProposer(Protocol):
         """Draft a tree of tokens that follow `state.token_ids`. Its levels cost as many draft steps as `passes` says, a block's none."""
 
 
+@runtime_checkable
+class Remembering(Protocol):
+    """A proposer that also looks up what earlier requests gave."""
+
+    def remember(self, outputs: Sequence[Sequence[int]]) -> None:
+        """Know these outputs of earlier requests, the latest last, and no others, for the sequences that begin from now on."""
+
+
 @dataclass
 class BatchState:
     """The sequences so far, as a proposer sees them: `DecodingState` of B rows.

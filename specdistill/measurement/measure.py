@@ -7,6 +7,9 @@ those of its rounds, robust to stalls (see `timing`); prompts with disturbed rou
 With a batch size above 1 prompts are decoded in batches, in the suite's order; all ways get the same batches. A prompt's times are then
 its shares (see `BatchDecoder.generate`), an equal part of each round that it took part in. They add up to the time of its batch, so
 totals and speedups are right. A single prompt's share depends on its neighbours: intervals of times resample batches.
+
+A proposer that looks up earlier outputs (`Remembering`) knows the plain outputs of the prompts that precede a prompt or its batch in the
+suite, whatever the repetition: never its own, nor those of another configuration. In the warm-up and the tests it knows none.
 """
 
 import math
@@ -21,7 +24,7 @@ import torch
 from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.decoder import Decoder, Generation, Round
 from specdistill.decoding.lookup_first import LookupFirstProposer
-from specdistill.decoding.proposer import Proposer
+from specdistill.decoding.proposer import Proposer, Remembering
 from specdistill.measurement.configurations import MeasurementPlan, Settings
 from specdistill.measurement.hardware import frozen_garbage_collector
 from specdistill.measurement.reference import timed_generate
@@ -83,7 +86,7 @@ def measure_plan(
         prompts = [everything[index] for index in order[len(runs) : end]]
         # The seed continues, so that no two prompts are sampled with the same one.
         part = replace(settings, seed=settings.seed + len(runs), warmup=0 if runs else settings.warmup)
-        runs += measure_together(target, [proposer], prompts, part)[0]
+        runs += measure_together(target, [proposer], prompts, part, before=runs)[0]
         records = prompt_records(suite, settings.configuration, target, proposer, runs)
         if is_decided(records):
             break
@@ -93,11 +96,15 @@ def measure_plan(
 
 
 def measure_together(
-    target: FrozenTarget, proposers: Sequence[Proposer], prompts: Sequence[Prompt], *each: Settings
+    target: FrozenTarget,
+    proposers: Sequence[Proposer],
+    prompts: Sequence[Prompt],
+    *each: Settings,
+    before: Sequence[PromptRuns] = (),
 ) -> list[list[PromptRuns]]:
     """The runs of each proposer: every prompt is decoded `repeats` times without a draft and with each of them.
 
-    each: settings of all proposers, or of each of them, which differ in K alone.
+    each: settings of all proposers, or of each of them, which differ in K alone. before: of the prompts that came before these.
 
     The proposers share one baseline, and their times are paired with each other. Sampled tokens are the same in each repetition:
     a prompt has its own seed.
@@ -117,7 +124,13 @@ def measure_together(
     hf_batches = some(batches, math.ceil(NUM_HF_PROMPTS / settings.batch_size))
     warmup = some(batches, settings.warmup)
 
+    def remember(earlier: Sequence[PromptRuns]) -> None:
+        for proposer in proposers:
+            if isinstance(proposer, Remembering):
+                proposer.remember([run.baseline[0].token_ids for run in earlier])
+
     def decode_all_ways(batch: PromptBatch, first: int) -> None:
+        remember([*before, *baselines[: batch.start]])
         for way in [*range(first, len(ways)), *range(first)]:  # 0 is plain decoding
             decoder, chosen = ways[way]
             for index, generation in enumerate(decode(decoder, batch, chosen), start=batch.start):
@@ -149,6 +162,7 @@ def measure_together(
         for again in range(MOST_AGAIN if settings.repeats > 1 else 0):  # one repetition has nothing to be compared with
             for number, batch in enumerate(filter(is_disturbed, batches)):
                 decode_all_ways(batch, first=(again + number) % len(ways))
+    remember([])
     return runs
 
 

@@ -106,6 +106,12 @@ METHODS = {
         MethodCost("0"),
         "specdistill.methods.ngram",
     ),
+    "suffix": Method(
+        "proposes what most often followed the last tokens, in earlier outputs too (arXiv 2411.04975)",
+        None,
+        MethodCost("0"),
+        "specdistill.methods.suffix",
+    ),
 }
 
 

@@ -235,7 +235,7 @@ def check_llama_cpp(section: str, longest: int, k: int) -> None:
 class LookupFirstConfig(Section):
     """A lookup in front of a draft (see specdistill.decoding.lookup_first)."""
 
-    method: Literal["ngram"] = option("ngram", "how what followed is looked up, as the method of that name does")
+    method: Literal["ngram", "suffix"] = option("ngram", "how what followed is looked up, as the method of that name does")
     min: int = option(2, "fewest tokens that must agree for what followed them to be drafted", ge=1)
     max: int = option(5, "most tokens compared; the longest agreement counts", ge=1)
     draft_tokens: int = option(

@@ -163,7 +163,7 @@ class HardwareDocument(Document, total=False):
 
 
 class LookupFirstDocument(Document):
-    method: Literal["ngram"]
+    method: Literal["ngram", "suffix"]
     min: Annotated[AtLeastOne, about("fewest tokens that agree")]
     max: Annotated[AtLeastOne, about("most tokens compared")]
     draft_tokens: NotRequired[Annotated[AtLeastOne, about("of the draft's chain, where nothing is found")]]

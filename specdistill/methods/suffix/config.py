@@ -1,0 +1,45 @@
+"""The recipe of suffix decoding, which is not trained."""
+
+from pydantic import model_validator
+
+from specdistill.errors import UserError
+from specdistill.methods.untrained import NO_SERVER, UntrainedRecipe, check_of_engine
+from specdistill.recipe.fields import Section, option, section
+from specdistill.recipe.sections import STARTED, EvalConfig, check_lengths
+
+
+class SuffixConfig(Section):
+    min: int = option(1, "fewest tokens that must agree", ge=1)
+    max: int = option(24, "most tokens compared; the longest agreement counts", ge=1)
+    max_cached_requests: int = option(
+        10000, "earlier requests whose outputs are looked up as well, the latest; 0: the request alone", ge=0
+    )
+    max_spec_factor: float = option(1.0, "most draft tokens per token that agrees", gt=0)
+    min_token_prob: float = option(
+        0.1, "least product of the draft tokens' shares of what followed; the draft ends before it", ge=0, le=1
+    )
+
+    @model_validator(mode="after")
+    def _has_lengths(self) -> "SuffixConfig":
+        check_lengths("eval.suffix", self.min, self.max)
+        if self.max_spec_factor * self.max < 1:
+            expected = f"at least 1 / {self.max}, or nothing is ever drafted"
+            raise UserError("eval.suffix.max_spec_factor", got=self.max_spec_factor, expected=expected)
+        return self
+
+
+class SuffixEvalConfig(EvalConfig):
+    suffix: SuffixConfig = option(SuffixConfig(), "how suffixes are looked up", read_when=NO_SERVER)
+
+    @model_validator(mode="after")
+    def _is_of_the_engine(self) -> "SuffixEvalConfig":
+        if STARTED.holds(self):  # it asks for no least agreement, and a repetition would look up what the one before it gave
+            check_of_engine(self, "suffix", min=(1,), max_cached_requests=(0,))
+        return self
+
+
+class SuffixRecipe(UntrainedRecipe):
+    eval: SuffixEvalConfig = section(SuffixEvalConfig)
+
+
+RECIPE = SuffixRecipe

@@ -1,0 +1,111 @@
+"""Suffix decoding (arXiv 2411.04975): the draft is what most often followed the last tokens, in the request or in outputs of earlier ones.
+
+Let x be the sequence and the draft tokens so far. The longest suffix of x, of `min` to `max` tokens, that was followed by a token in the
+request (prompt and output) or in a past output decides; if both have it, the request, which is most like itself. The next draft token is
+the one that followed it most often, of several the latest. Its share of all that followed estimates its probability, and the product of
+the shares that of the draft: it ends before this falls below `min_token_prob`, or after `max_spec_factor` tokens for each that agreed.
+
+Two tries (trie.py) hold the counts, one for the request and one for all past outputs. A round costs at most `max`^2 steps of a dictionary
+for each token that it drafts or commits, however long the texts are. Memory grows by about 450 bytes per token of source code.
+
+Past outputs are those that `remember` is given; the proposer adds nothing by itself.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdistill.decoding.proposer import BatchProposer, DecodingState, Proposal, Proposer, RowByRow
+from specdistill.decoding.sampling import Sampling
+from specdistill.decoding.tree import DynamicTree, StaticTree
+from specdistill.methods import sizes
+from specdistill.methods.contract import Implementation
+from specdistill.methods.suffix.config import SuffixConfig
+from specdistill.methods.suffix.trie import SuffixTrie
+from specdistill.targets.frozen import FrozenTarget
+
+DEFAULTS = SuffixConfig()
+PUBLISHED = sizes.PublishedFigures(None, "none published for a suite and K alone", 0, "nothing to train")
+
+
+@dataclass
+class SuffixProposer:
+    """Draft tokens are certain (one-hot) at any temperature, so verification needs no distribution of theirs. The fields are the keys of
+    `eval.suffix`."""
+
+    min: int = DEFAULTS.min
+    max: int = DEFAULTS.max
+    max_cached_requests: int = DEFAULTS.max_cached_requests
+    max_spec_factor: float = DEFAULTS.max_spec_factor
+    min_token_prob: float = DEFAULTS.min_token_prob
+    vocabulary: None = None
+    depends_on_width: bool = False
+    aux_layers: tuple[int, ...] = ()
+    num_parameters: int = 0
+    num_bytes: int = 0
+    _outputs: list[Sequence[int]] = field(default_factory=list)  # of earlier requests, which `_past` counts
+
+    def __post_init__(self) -> None:
+        self._request, self._past = SuffixTrie(self.max), SuffixTrie(self.max)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in SuffixConfig.model_fields}
+
+    def draws(self, sampling: Sampling, tree: StaticTree | DynamicTree | None) -> bool:
+        return False
+
+    def passes(self, k: int) -> int:
+        return 0
+
+    def begin(self, max_length: int) -> None:
+        self._request = SuffixTrie(self.max)
+
+    def remember(self, outputs: Sequence[Sequence[int]]) -> None:
+        """See `specdistill.decoding.proposer.Remembering`. Counts anew unless outputs were only added."""
+        kept = list(outputs[-self.max_cached_requests :]) if self.max_cached_requests else []
+        if kept[: len(self._outputs)] != self._outputs:
+            self._outputs, self._past = [], SuffixTrie(self.max)
+        for output in kept[len(self._outputs) :]:
+            self._past.extend(output)
+            self._past.end()
+        self._outputs = kept
+
+    def propose(self, state: DecodingState, k: int, sampling: Sampling, generator: torch.Generator | None) -> Proposal:
+        self._request.extend(state.token_ids[len(self._request.tokens) :])
+        tokens, text, probability = list[int](), state.token_ids[-self.max :], 1.0
+        token, share, length = self._next(text, self.max)
+        most = min(k, int(self.max_spec_factor * length))
+        while len(tokens) < most and length and (probability := probability * share) >= self.min_token_prob:
+            tokens.append(token)
+            text = [*text, token][-self.max :]
+            token, share, length = self._next(text, length + 1)
+        return Proposal(tokens)
+
+    def batched(self) -> BatchProposer:
+        return RowByRow(self)
+
+    def _next(self, text: list[int], longest: int) -> tuple[int, float, int]:
+        """The likeliest token after the longest suffix of up to `longest` tokens that something followed, its share, and how long that
+        suffix is; 0 for none."""
+        for length in range(min(longest, len(text)), self.min - 1, -1):
+            for trie in (self._request, self._past):
+                if found := trie.next_token(text[-length:]):
+                    return *found, length
+        return 0, 0.0, 0
+
+
+def load_proposer(folder: Path | None, target: FrozenTarget, *, key: str, suffix: SuffixConfig = DEFAULTS) -> Proposer:
+    return SuffixProposer(**vars(suffix))
+
+
+def planned(target: sizes.Described, given: sizes.Described | None, settings: dict[str, Any]) -> sizes.PlannedDraft:
+    """No weights, and nothing to train."""
+    note = "looks the last tokens up in the sequence so far and in earlier outputs"
+    return sizes.PlannedDraft(sizes.ParameterCounts(0, 0, 0), None, target.text.vocab_size, note, PUBLISHED)
+
+
+METHOD = Implementation(load_proposer=load_proposer, lookup=SuffixProposer, planned=planned, num_layers=lambda config: None)
