@@ -129,6 +129,13 @@ def test_a_draft_is_compared_with_itself_behind_an_ngram_lookup(arguments, tmp_p
     assert "ngram lookup of 1 to 5 tokens first, behind it a chain of 1" in (folder / "report.md").read_text()
 
 
+def test_suffix_decoding_is_compared_alone_and_in_front_of_a_draft(arguments, tmp_path):
+    keys = ["drafts=[run/draft,suffix]", "num_prompts=2", "suffix.max=8"]
+    assert command(*arguments, *keys, f"{FIRST}_each=[{{method: suffix}},null]") == ExitCode.DONE
+    settings = [read(tmp_path / "out" / name)[0]["settings"]["drafting"] for name in ("suffix+draft", "suffix")]
+    assert settings[0] == {FIRST: {"method": "suffix", "min": 2, "max": 5, "draft_tokens": 2}} and settings[1]["max"] == 8
+
+
 def test_a_draft_drafts_a_tree_behind_an_ngram_lookup(arguments, tmp_path):
     keys = ["drafts=[run/draft,run/draft]", "num_speculative_tokens_each=[2,4]", "max_new_tokens=16"]
     assert command(*arguments, *keys, f"{FIRST}_each=[null,{{min: 1, draft_tree: {{branching: [2,2]}}}}]") == ExitCode.DONE

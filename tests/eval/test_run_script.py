@@ -99,15 +99,29 @@ def test_trees_are_measured_and_reported(measured, tmp_path):
     assert all(len(entry["drafted"]) + entry["num_off_path"] == 6 for sample in samples for entry in sample["rounds"])
 
 
-def test_a_draft_is_measured_behind_a_lookup(measured, tmp_path):
+def test_suffixes_are_looked_up_in_what_earlier_prompts_gave(measured, tmp_path):
+    """The first prompt's rounds are those without past outputs, a later one's are not; whatever the repetition."""
+    keys = ("method=suffix", "eval.max_new_tokens=24", "eval.sampling_draws=20", "eval.temperature=1", "eval.top_k=2")
+    report, samples = measured(*keys, "eval.repeats=2", "eval.warmup=1")
+    assert report["settings"]["drafting"]["max_cached_requests"] == 10000
+    assert report["lossless"]["greedy_identical"] and report["gate"]["verdict"] == "passed"
+    once = measured(*keys, folder=tmp_path / "once")[1]
+    alone = measured(*keys, "eval.suffix.max_cached_requests=0", folder=tmp_path / "alone")[1]
+    rounds, of_once, of_alone = ([sample["rounds"] for sample in each] for each in (samples, once, alone))
+    assert rounds == of_once != of_alone
+    assert rounds[0] == of_alone[0]
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_a_draft_is_measured_behind_a_lookup(measured, tmp_path, method):
     """Alone and in batches, sampled too: the main configuration, a sweep, the test of sampling, and the gate's verdict."""
     draft = tmp_path / "draft"
     tiny_target_model(num_layers=1).save_pretrained(draft)
     tiny_tokenizer().save_pretrained(draft)
-    lookup = "eval.lookup_first={min: 1, draft_tokens: 1}"
+    lookup = f"eval.lookup_first={{method: {method}, min: 1, draft_tokens: 1}}"
     more = ["eval.temperature=1", "eval.top_k=3", "eval.sweep.batch_size=[2]", "eval.sampling_draws=100"]
     report, samples = measured("method=draft_model", f"draft={draft}", lookup, "eval.num_speculative_tokens=3", *more)
-    assert report["settings"]["drafting"]["lookup_first"] == {"method": "ngram", "min": 1, "max": 5, "draft_tokens": 1}
+    assert report["settings"]["drafting"]["lookup_first"] == {"method": method, "min": 1, "max": 5, "draft_tokens": 1}
     assert report["lossless"]["greedy_identical"] and report["lossless"]["sampling_test"]["p_value"] > 1e-3
     assert report["gate"]["verdict"] == "passed"
     assert {len(entry["drafted"]) for sample in samples for entry in sample["rounds"]} == {1, 3}

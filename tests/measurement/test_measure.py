@@ -196,7 +196,9 @@ def test_a_run_stops_when_it_is_precise_and_keeps_the_suites_order(target, propo
     prompts = [Prompt(f"p{number}", "ab"[number % 2], "x", (20 + number, 30, 40)) for number in range(60)]
     parts = []
     together = measuring.measure_together
-    monkeypatch.setattr(measuring, "measure_together", lambda *arguments: parts.append(arguments[2:]) or together(*arguments))
+    monkeypatch.setattr(
+        measuring, "measure_together", lambda *arguments, **keys: parts.append(arguments[2:]) or together(*arguments, **keys)
+    )
     settings = replace(SETTINGS, sampling=Sampling(1.0), repeats=1, max_new_tokens=3)
     ids = [run.prompt.id for run in measuring.measure_plan(target, proposer, "suite", MeasurementPlan(settings, prompts, 0.9))]
     assert [len(part) for part, _ in parts] == [24] == [len(ids)]

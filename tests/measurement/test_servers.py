@@ -45,13 +45,29 @@ def evaluate(folder, draft, engine, *arguments):
     return evaluate_pico(folder, "method=eagle3", f"draft={draft}", command, *settings, *arguments, gate=GATE)
 
 
-def test_an_engine_is_started_with_its_own_lookup(tmp_path):
+LOOKUPS = {
+    "ngram": ("eval.ngram.max=4", {"prompt_lookup_min": 1, "prompt_lookup_max": 4}),
+    "suffix": (
+        "eval.suffix={max: 16, max_cached_requests: 0, max_spec_factor: 2}",
+        {
+            "suffix_decoding_max_tree_depth": 16,
+            "suffix_decoding_max_cached_requests": 0,
+            "suffix_decoding_max_spec_factor": 2.0,
+            "suffix_decoding_min_token_prob": 0.1,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("method", LOOKUPS)
+def test_an_engine_is_started_with_its_own_lookup(tmp_path, method):
+    told, expected = LOOKUPS[method]
     command = f"eval.engine_command={shlex.join([sys.executable, str(PROGRAM), 'vllm'])}"
-    keys = ["eval.engine=vllm", "eval.ngram.max=4", "eval.max_new_tokens=4", "eval.num_prompts=2", "eval.repeats=1"]
-    evaluate_pico(tmp_path / "report", "method=ngram", command, *keys, "eval.warmup=0", gate=GATE)
+    keys = ["eval.engine=vllm", told, "eval.max_new_tokens=4", "eval.num_prompts=2", "eval.repeats=1"]
+    evaluate_pico(tmp_path / "report", f"method={method}", command, *keys, "eval.warmup=0", gate=GATE)
     engine = read_report(tmp_path / "report")[0]["engine"]
     (config,) = (json.loads(word) for word in shlex.split(engine["command"]) if word.startswith("{"))
-    assert config == {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
+    assert config == {"method": method, "num_speculative_tokens": 4, **expected}
     assert "speculative" not in engine["baseline_command"]
 
 

@@ -240,7 +240,7 @@ def test_what_cannot_be_tried_is_planned_with_a_warning(tmp_path: Path, monkeypa
     plan = make_plan(read(folder(tmp_path, LLAMA_1B), key="target.model"))
     (warning,) = plan.warnings
     assert "LlamaForCausalLM" in warning
-    assert [row.method for row in plan.methods if row.available] == ["draft_model", "ngram"]
+    assert [row.method for row in plan.methods if row.available] == ["draft_model", "ngram", "suffix"]
 
 
 def test_quantised_weights_are_said_to_be_counted_otherwise(plan_for: Callable[..., Plan]):
