@@ -8,8 +8,9 @@ With a batch size above 1 prompts are decoded in batches, in the suite's order; 
 its shares (see `BatchDecoder.generate`), an equal part of each round that it took part in. They add up to the time of its batch, so
 totals and speedups are right. A single prompt's share depends on its neighbours: intervals of times resample batches.
 
-A proposer that looks up earlier outputs (`Remembering`) knows the plain outputs of the prompts that precede a prompt or its batch in the
-suite, whatever the repetition: never its own, nor those of another configuration. In the warm-up and the tests it knows none.
+A proposer that looks up earlier outputs (`Remembering`) knows the plain outputs of the prompts that were measured before a prompt or its
+batch, in the same order whatever the repetition: never its own, nor those of another configuration. In the warm-up and the tests it knows
+none.
 """
 
 import math

@@ -208,6 +208,11 @@ def test_a_run_is_judged_against_a_baseline_and_its_own_budget(measured, keys, g
             "eval.lookup_first.draft_tree",
             '{"budget": null, "depth": null, "top_k": null, "branching": [2]} with eval.engine=vllm',
         ),
+        (
+            ["method=eagle3", "eval.lookup_first={method: suffix}", "eval.engine=vllm"],
+            "eval.lookup_first.method",
+            "suffix with eval.engine=vllm",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(keys, tmp_path, capsys, more, key, got):

@@ -41,6 +41,7 @@ def test_vllm_finds_it_and_it_does_nothing_unless_asked(monkeypatch: pytest.Monk
         ('{"min": 0}', ""),
         ('{"min": 4, "max": 3}', ".min"),
         ('{"draft_tree": {"branching": [2]}}', ".draft_tree"),
+        ('{"method": "suffix"}', ".method"),
     ],
 )
 def test_parameters_that_are_none(given: str, key: str) -> None:

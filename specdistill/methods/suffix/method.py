@@ -65,7 +65,7 @@ class SuffixProposer:
         self._request = SuffixTrie(self.max)
 
     def remember(self, outputs: Sequence[Sequence[int]]) -> None:
-        """See `specdistill.decoding.proposer.Remembering`. Counts anew unless outputs were only added."""
+        """See `specdistill.decoding.proposer.Remembering`. Counts them all again unless some were only added."""
         kept = list(outputs[-self.max_cached_requests :]) if self.max_cached_requests else []
         if kept[: len(self._outputs)] != self._outputs:
             self._outputs, self._past = [], SuffixTrie(self.max)

@@ -31,9 +31,8 @@ class SuffixTrie:
         self.depth = depth
         self.tokens: list[int] = []  # of all texts, END after each that has ended
         self._root = Node(0)
-        self._open: list[
-            Node
-        ] = []  # of the last text's suffixes of 1, 2, … tokens, as far as they occurred before; the longest first
+        # Of the last text's suffixes, as far as they occurred before; the longest first.
+        self._open: list[Node] = []
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Continue the last text."""
