@@ -60,7 +60,7 @@ def test_commands_take_the_keys_that_they_are_given() -> None:
 
 
 def test_recipe_keys_exist() -> None:
-    known = keys_of("train") | {"data.regenerate", "eval.sweep", "eval.ngram", "eval.llama_cpp", "draft.lora"}
+    known = keys_of("train") | {"data.regenerate", "eval.sweep", "eval.ngram", "eval.suffix", "eval.llama_cpp", "draft.lora"}
     key = re.compile(rf"(?<![\w./-])((?:{'|'.join(SECTIONS)})\.[a-z_]+(?:\.[a-z_]+)*)(?![\w/(-])")
     files = (".py", ".md", ".yaml", ".json", ".jsonl", ".gguf")
     for page in OF_TODAY:

@@ -130,19 +130,19 @@ class BatchDecoder:
     def _verify(
         self, rows: Sequence[Running], proposals: Sequence[Proposal], logits_BTV: Tensor, sampling: Sampling
     ) -> list[tuple[int, int]]:
-        """(number of accepted tokens, the token after them) of each row. Rows with equally many draft tokens are verified together."""
+        """(number of accepted tokens, the token after them) of each row. Rows with equally many draft tokens, all of them drawn or
+        all certain, are verified together."""
         verdicts = [(0, 0)] * len(rows)
-        for width in {len(proposal.tokens) for proposal in proposals}:
-            chosen = [index for index, proposal in enumerate(proposals) if len(proposal.tokens) == width]
+        kinds = [(len(proposal.tokens), proposal.probabilities is None) for proposal in proposals]
+        for width, are_certain in set(kinds):
+            chosen = [index for index, kind in enumerate(kinds) if kind == (width, are_certain)]
             drafted, logits_RKV = [proposals[index].tokens for index in chosen], logits_BTV[chosen, : width + 1]
             if sampling.is_greedy:
                 texts = [rows[index].token_ids for index in chosen]
                 choices = break_ties(self.target, texts, drafted, logits_RKV).argmax(-1).tolist()
                 found = [verify.greedy(*pair) for pair in zip(drafted, choices, strict=True)]
             else:
-                distributions = [
-                    distribution for index in chosen if (distribution := proposals[index].probabilities) is not None
-                ]
+                distributions = [given for index in chosen if (given := proposals[index].probabilities) is not None]
                 uniforms_RK = uniforms(width + 1, [rows[index].generator for index in chosen]).to(logits_BTV.device)
                 num_accepted, next_token = verify.rejection(
                     torch.tensor(drafted, dtype=torch.long, device=logits_BTV.device),

@@ -79,7 +79,8 @@ def test_greedy_text_of_each_row_is_its_text_alone(target: FrozenTarget, plain: 
 
 
 @pytest.mark.parametrize(
-    "name", ["draft_model, threshold", "draft_model, window", "eagle3, window", "ngram", "ngram+eagle3", "ngram+draft_model"]
+    "name",
+    ["draft_model, threshold", "draft_model, window", "eagle3, window", "ngram", "ngram+eagle3", "ngram+draft_model", "suffix"],
 )
 def test_rounds_are_those_of_the_row_alone(target: FrozenTarget, name: str) -> None:
     """Not only the text: what is drafted and accepted in each round, though neighbours accept more or less, or stop."""

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.lookup_first import LookupFirstProposer
 from specdistill.decoding.proposer import DecodingState, Proposal
@@ -75,6 +76,19 @@ def test_a_draft_model_catches_up_as_well(target: FrozenTarget) -> None:
     assert run.token_ids == plain.token_ids
     own = [entry for entry in run.rounds if len(entry.drafted) == 3]
     assert own and all(entry.num_accepted == 3 for entry in own[:-1])  # it is the target
+
+
+def test_rows_are_looked_up_and_drawn_in_one_round_of_a_batch(target: FrozenTarget) -> None:
+    """As many tokens of each: certain ones are not verified as drawn ones."""
+    proposer, prompts = behind_lookup(DraftModelProposer(target.model), min=1, draft_tokens=2), [list(range(220)), [7]]
+    options: dict[str, Any] = {"max_new_tokens": 20, "num_speculative_tokens": 2, "sampling": Sampling(0.8)}
+
+    def seeded(row: int) -> torch.Generator:
+        return torch.Generator().manual_seed(row)
+
+    together = BatchDecoder(target, proposer).generate(prompts, generators=[seeded(0), seeded(1)], **options)
+    alone = [Decoder(target, proposer).generate(prompt, generator=seeded(row), **options) for row, prompt in enumerate(prompts)]
+    assert [run.token_ids for run in together] == [run.token_ids for run in alone]
 
 
 def test_it_says_what_it_is(target: FrozenTarget) -> None:

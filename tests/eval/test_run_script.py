@@ -112,20 +112,23 @@ def test_suffixes_are_looked_up_in_what_earlier_prompts_gave(measured, tmp_path)
     assert rounds[0] == of_alone[0]
 
 
-@pytest.mark.parametrize("method", ["ngram", "suffix"])
-def test_a_draft_is_measured_behind_a_lookup(measured, tmp_path, method):
+@pytest.mark.parametrize(("method", "own", "lengths"), [("ngram", 1, {1, 3}), ("suffix", 2, {1, 2})])
+def test_a_draft_is_measured_behind_a_lookup(measured, tmp_path, method, own, lengths):
     """Alone and in batches, sampled too: the main configuration, a sweep, the test of sampling, and the gate's verdict."""
     draft = tmp_path / "draft"
     tiny_target_model(num_layers=1).save_pretrained(draft)
     tiny_tokenizer().save_pretrained(draft)
-    lookup = f"eval.lookup_first={{method: {method}, min: 1, draft_tokens: 1}}"
+    lookup = f"eval.lookup_first={{method: {method}, min: 1, draft_tokens: {own}}}"
     more = ["eval.temperature=1", "eval.top_k=3", "eval.sweep.batch_size=[2]", "eval.sampling_draws=100"]
     report, samples = measured("method=draft_model", f"draft={draft}", lookup, "eval.num_speculative_tokens=3", *more)
-    assert report["settings"]["drafting"]["lookup_first"] == {"method": method, "min": 1, "max": 5, "draft_tokens": 1}
+    assert report["settings"]["drafting"]["lookup_first"] == {"method": method, "min": 1, "max": 5, "draft_tokens": own}
     assert report["lossless"]["greedy_identical"] and report["lossless"]["sampling_test"]["p_value"] > 1e-3
     assert report["gate"]["verdict"] == "passed"
-    assert {len(entry["drafted"]) for sample in samples for entry in sample["rounds"]} == {1, 3}
-    assert [sample["text"] for sample in samples[:4]] == [sample["text"] for sample in samples[4:]]
+    assert {len(entry["drafted"]) for sample in samples for entry in sample["rounds"]} == lengths
+    if (
+        method == "ngram"
+    ):  # what a suffix is found in also depends on the batch, and so does which of the possible texts is sampled
+        assert [sample["text"] for sample in samples[:4]] == [sample["text"] for sample in samples[4:]]
 
 
 @pytest.mark.long  # torch traces six graphs
