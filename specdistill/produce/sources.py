@@ -21,7 +21,7 @@ from typing import Any
 
 import fsspec
 import numpy as np
-from datasets import Dataset, Features, List, Value, load_dataset, load_dataset_builder
+from datasets import Dataset, DownloadManager, Features, List, Value, load_dataset_builder
 from datasets.exceptions import DatasetsError
 from datasets.fingerprint import Hasher
 from datasets.packaged_modules.json.json import Json
@@ -237,10 +237,12 @@ def _load(source: str, split: str, name: str | None, revision: str | None, key: 
     options: dict[str, Any] = {"data_files": source} if kind else {"name": name, "revision": revision}
     try:
         with quiet() if path.exists() else nullcontext():
-            if path.exists() and isinstance(own := load_dataset_builder(kind or source, **options, cache_dir=cache_dir), Json):
-                for file in chain.from_iterable(own.config.data_files.values()):
+            builder = load_dataset_builder(kind or source, **options, cache_dir=cache_dir)
+            if isinstance(builder, Json):
+                for file in DownloadManager().download([*chain.from_iterable(builder.config.data_files.values())]):
                     _check_json(Path(file), key)
-            return load_dataset(kind or source, **options, split=split, cache_dir=cache_dir)
+            builder.download_and_prepare()
+            return builder.as_dataset(split=split)
     except (DatasetsError, OSError, ValueError, TypeError, ArrowException, YAMLError) as error:
         reason = one_line(str(error.__cause__ or error))[:300]
         if not path.exists() and not isinstance(error, ValueError):

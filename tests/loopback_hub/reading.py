@@ -196,6 +196,11 @@ def tree(hub: "Hub", request: Request) -> Answer:
     return Answer(entries(commit_of(repository, request.values["revision"]).files))
 
 
+def folder(hub: "Hub", request: Request) -> Answer:
+    """What is below a path of a repository, which has no folders."""
+    raise RefusedError(404, "Entry not found", "EntryNotFound")
+
+
 def paths_info(hub: "Hub", request: Request) -> Answer:
     repository = repository_of(hub, request)
     files = commit_of(repository, request.values["revision"]).files

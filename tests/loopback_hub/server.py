@@ -91,7 +91,7 @@ def route(name: str, methods: str, pattern: str, answer: Callable[["Hub", Reques
     )
 
 
-MODEL = "/api/models/{id}"
+MODEL, DATASET = "/api/models/{id}", "/api/datasets/{id}"
 ROUTES = [
     route("whoami", "GET", "/api/whoami-v2", reading.whoami),
     route("create", "POST", "/api/repos/create", writing.create_repository),
@@ -99,7 +99,6 @@ ROUTES = [
     route("list", "GET", "/api/models", reading.list_models),
     route("info", "GET", MODEL, reading.info),
     route("info", "GET", MODEL + "/revision/{revision}", reading.info),
-    route("dataset", "GET", "/api/datasets/{id}", reading.info),  # a repository like any other, under another path
     route("tree", "GET", MODEL + "/tree/{revision}", reading.tree),
     route("paths", "POST", MODEL + "/paths-info/{revision}", reading.paths_info),
     route("refs", "GET", MODEL + "/refs", reading.refs),
@@ -111,6 +110,13 @@ ROUTES = [
     route("commit", "POST", MODEL + "/commit/{revision}", writing.commit),
     route("tag", "POST", MODEL + "/tag/{revision}", writing.tag),
     route("resolve", "GET HEAD", "/{id}/resolve/{revision}/{path}", reading.resolve),
+    # A data set is a repository like any other, under another path.
+    route("dataset", "GET", DATASET, reading.info),
+    route("dataset", "GET", DATASET + "/revision/{revision}", reading.info),
+    route("dataset-tree", "GET", DATASET + "/tree/{revision}", reading.tree),
+    route("dataset-tree", "GET", DATASET + "/tree/{revision}/{path}", reading.folder),
+    route("dataset-paths", "POST", DATASET + "/paths-info/{revision}", reading.paths_info),
+    route("dataset-resolve", "GET HEAD", "/datasets/{id}/resolve/{revision}/{path}", reading.resolve),
     route("download", "GET HEAD", "/cdn/{sha256}", reading.download),
 ]
 

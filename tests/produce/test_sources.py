@@ -23,6 +23,7 @@ from specdistill.produce import sources
 from specdistill.produce.sources import Source, load_rows, normalise
 from specdistill.recipe.data_sources import source_names
 from specdistill.recipe.sections import DataConfig
+from tests.loopback_hub import loopback_hub
 from tests.memory import at_most
 from tests.refusals import refused, refused_key
 
@@ -302,11 +303,18 @@ def test_what_the_hub_does_not_give_is_an_outside_failure(tmp_path: Path) -> Non
 def test_a_data_set_of_the_hub_is_read_at_its_revision_and_a_file_has_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
-    rows = Dataset.from_list([{"text": "a"}])
-    monkeypatch.setattr(sources, "load_dataset", lambda path, **options: asked.append((path, options["revision"])) or rows)
-    loaded([{"source": "org/name", "revision": "v1.2"}, {"source": "org/name"}], tmp_path)
-    assert asked == [("org/name", "v1.2"), ("org/name", None)]
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    with loopback_hub(tmp_path / "hub") as hub, hub.client(tmp_path / "home"):
+        for name, value in (("HF_ENDPOINT", hub.address), ("HF_HUB_OFFLINE", False)):
+            monkeypatch.setattr(f"datasets.config.{name}", value)
+        hub.create("org/name", {"train.jsonl": b'{"text": "a"}\n'})
+        hub.tag("org/name", "v1.2")
+        hub.commit("org/name", {"train.jsonl": b'{"text": "b"}\n'})
+        entries = [{"source": "org/name", "revision": "v1.2"}, {"source": "org/name"}]
+        assert [source.rows["text"] for source in loaded(entries, tmp_path)] == [["a"], ["b"]]
+        hub.create("org/broken", {"train.jsonl": b"null\n"})
+        with refused("data.source", holds="line 1: a NoneType"):  # on which Arrow's reader ends the process
+            load_rows("org/broken", "train", cache_dir=str(tmp_path / "cache"))
     path = written(tmp_path / "rows.jsonl", [{"text": "a"}])
     with refused("data.source[0].revision", "v1.2"):
         loaded([{"source": str(path), "revision": "v1.2"}])
