@@ -116,7 +116,7 @@ class Generated(CompletionAnswer):
 
 
 def describe_server(server: Server, counters: Counters) -> ServerIdentity:
-    info, served = server.json("/get_server_info", ServerInfo), server.json("/v1/models", ServedModels).data[0]
+    info, served = server.json("/server_info", ServerInfo), server.json("/v1/models", ServedModels).data[0]
     return ServerIdentity(
         version=info.version,
         models=tuple(filter(None, (served.id, info.model_path))),

@@ -20,7 +20,7 @@ class AnswerHandler(BaseHTTPRequestHandler):
 def pages(engine, model, k, *, version="0.32.0", max_length=None):
     """By their paths. k: draft tokens of a draft; 0 without one."""
     drafting = {"speculative_algorithm": "EAGLE3" if k else None, "speculative_num_steps": k or None}
-    own = {"/get_server_info": {"version": version, "model_path": model, **drafting}} if engine == "sglang" else {}
+    own = {"/server_info": {"version": version, "model_path": model, **drafting}} if engine == "sglang" else {}
     if engine == "llama.cpp":
         props = {"build_info": version, "model_path": model, "model_alias": model}
         own = {"/props": {**props, "default_generation_settings": {"n_ctx": 512}}, "/slots": [{"speculative": bool(k)}]}

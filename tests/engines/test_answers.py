@@ -111,12 +111,12 @@ IN_VLLM = [
     ),
 ]
 IN_SGLANG = [
-    *(({path: wrong}, path) for path in ("/get_server_info", SGLANG) for wrong in NO_OBJECT),
+    *(({path: wrong}, path) for path in ("/server_info", SGLANG) for wrong in NO_OBJECT),
     *of_models(
-        ("/get_server_info", ["version"], 5),
-        ("/get_server_info", ["speculative_num_steps"], "three"),
-        ("/get_server_info", ["speculative_num_steps"], -3),
-        ("/get_server_info", ["model_path"], {}),
+        ("/server_info", ["version"], 5),
+        ("/server_info", ["speculative_num_steps"], "three"),
+        ("/server_info", ["speculative_num_steps"], -3),
+        ("/server_info", ["model_path"], {}),
     ),
     *of_completions(
         "sglang",
