@@ -22,6 +22,7 @@ from specdistill.hub.command import AcquireOptions, ExportOptions, PublishOption
 from specdistill.launch import LaunchOptions, run_script
 from specdistill.methods import METHODS
 from specdistill.methods.recipe import DEFAULT_METHOD, Recipe
+from specdistill.monitor.command import MonitorOptions, monitor
 from specdistill.next_step import next_step
 from specdistill.planning.command import PlanOptions, plan
 from specdistill.produce.command import ShowOptions, data
@@ -148,5 +149,6 @@ VERBS = {
     "compare": Verb(compare),
     "gate": Verb(gate),
     "publish": Verb(publish, [PublishOptions]),
+    "monitor": Verb(monitor, [MonitorOptions]),
     "path": Verb(path),
 }

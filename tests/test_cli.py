@@ -111,7 +111,9 @@ def test_a_mistake_in_the_training_arguments_writes_nothing(in_empty_folder: Pat
 
 
 def test_light_verbs_do_not_import_torch():
-    helped = [f"{verb} --help" for verb in ("", "train", "demo", "data", "plan", "acquire", "export", "publish", "doctor")]
+    helped = [
+        f"{verb} --help" for verb in ("", "train", "demo", "data", "plan", "acquire", "export", "publish", "doctor", "monitor")
+    ]
     light = [*helped, "path pico", "train recipe=nope"]
     tried = f"import sys, specdistill.cli as c; heavy = [a for a in {light} if [c.main(a.split()), 'torch' in sys.modules][1]]"
     line = [sys.executable, "-c", f"{tried}; sys.exit(str(heavy) if heavy else 0)"]

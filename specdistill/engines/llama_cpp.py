@@ -21,6 +21,7 @@ from typing import Any
 
 from specdistill.engines.engine import Engine, FrontLookup, Program, Served
 from specdistill.engines.server import (
+    PER_POSITION,
     Client,
     CompletionAnswer,
     CompletionRequest,
@@ -36,7 +37,6 @@ from specdistill.engines.server import (
 from specdistill.errors import ResourceError
 
 NGRAM_SIMPLE, EAGLE3 = "ngram-simple", "draft-eagle3"
-PER_POSITION = "spec_decode_num_accepted_tokens_per_pos_total"
 CONTEXT_STEP = 256  # it rounds the context of a slot up to a multiple of these tokens
 FILES = ("model", "model_draft")  # keys of eval.llama_cpp that `Served` has
 EVENT = b"data: "

@@ -37,6 +37,9 @@ MOST_IN_FLIGHT = 512  # requests to one server
 # A line of a Prometheus page: name{label="…",…} value, and when it was taken.
 SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?")
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+# Counters that vLLM and llama.cpp share: of drafts, draft tokens and accepted tokens, and of these one for each position.
+SPEC_DECODE = tuple(f"spec_decode_num_{what}_total" for what in ("drafts", "draft_tokens", "accepted_tokens"))
+PER_POSITION = "spec_decode_num_accepted_tokens_per_pos_total"
 
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 Positive = Annotated[int, Field(gt=0, lt=2**31)]
@@ -246,7 +249,9 @@ class Completion:
     counts: ServerCounts
 
 
-Counters = Mapping[str, float]  # of a page: sums over the server's ranks, of each position where a line has one
+Counters = Mapping[
+    str, float
+]  # of a page: sums over the server's ranks, of each position where a line has one; the largest of gauges
 
 
 class CompletionAnswer(JsonAnswer):
@@ -283,6 +288,8 @@ class Client:
     counts_hint: how to start a server that counts in it.
     gauges: names on the page of counters -> names of the engine's own averages.
     generated: the counter of generated tokens, which is true to a share `rounding` of itself.
+    drafting, drafted_by: names on the page; (how far each grew, or where a gauge stands) -> drafts, draft tokens, accepted tokens.
+    latency: the histogram of a request's seconds, where drafts are counted while it runs; empty where they are once it has ended.
     """
 
     prefix: str
@@ -295,6 +302,9 @@ class Client:
     gauges: Mapping[str, str] = field(default_factory=dict)
     generated: str = "generation_tokens_total"
     rounding: float = 0.0
+    drafting: tuple[str, ...] = SPEC_DECODE
+    latency: str = ""
+    drafted_by: Callable[..., tuple[float, float, float]] = lambda drafts, drafted, accepted: (drafts, drafted, accepted)
 
     def identify(self, server: Server) -> ServerIdentity:
         return self.describe(server, self.read(server))
@@ -308,16 +318,50 @@ class Client:
             raise ResourceError(what, next_step=self.counts_hint)
         return Completion(answer.text, answer.num_tokens, response.seconds, counts)
 
-    def read(self, server: Server) -> Counters:
-        """The counters as they stand, without the prefix of their names."""
+    def counters(self, server: Server) -> Counters:
+        """The page of counters as it stands, without the prefix of their names."""
         counters: dict[str, float] = defaultdict(float)
         for name, labels, value in server.samples(self.hint):
             if name.startswith(f"{self.prefix}:"):
-                counters[name.removeprefix(f"{self.prefix}:") + labels.get("position", "")] += value
+                key = name.removeprefix(f"{self.prefix}:") + labels.get("position", "")
+                is_sum = name.endswith(("_total", "_sum", "_count"))
+                counters[key] = counters[key] + value if is_sum else max(counters[key], value)
+        return dict(counters)
+
+    def read(self, server: Server) -> Counters:
+        """The counters of a server that counts what it generates."""
+        counters = self.counters(server)
         if not 0 <= counters.get(self.generated, math.nan) < math.inf:
             missing = f"{server.address}/metrics has no {self.prefix}:{self.generated}"
             raise ResourceError(missing, next_step=f"{self.hint}, or name the engine that serves")
-        return dict(counters)
+        return counters
+
+    def drafted(self, before: Counters, after: Counters) -> dict[str, Any]:
+        """num_drafts, num_draft_tokens, num_accepted_tokens and accepted_per_position [K] between two pages of a server, the first of which
+        may be empty: since it started. No positions where the engine does not count them.
+
+        Raises ResourceError for a page that lacks a counter, and for counters that went back.
+        """
+        positions = sorted({name for name in (*before, *after) if PER_POSITION in name}, key=lambda name: (len(name), name))
+        if missing := [name for name in self.drafting if name not in after]:
+            what = f"the server's /metrics has no {self.prefix}:{missing[0]}"
+            raise ResourceError(what, next_step="start it with a draft; SGLang counts from the end of the first request on")
+        pairs = {name: (before.get(name, 0.0), after.get(name, 0.0)) for name in (*self.drafting, *positions)}
+        grown = {name: now - then if "_total" in name else max(then, now) for name, (then, now) in pairs.items()}
+        for name, growth in grown.items():
+            if not 0 <= growth < math.inf:
+                what = "{}:{} went from {:g} to {:g}".format(self.prefix, name, *pairs[name])
+                raise ResourceError(
+                    what, next_step="has the server restarted, or are there several behind its address? start again"
+                )
+        drafts, drafted, accepted = self.drafted_by(*(grown[name] for name in self.drafting))
+        reached = [int(grown[name]) for name in positions]
+        counts = {
+            "num_drafts": drafts,
+            "num_draft_tokens": drafted,
+            "num_accepted_tokens": sum(reached) if reached else accepted,
+        }
+        return {**{name: int(count) for name, count in counts.items()}, "accepted_per_position": reached}
 
     def averages(self, server: Server) -> dict[str, float]:
         """The engine's own, over the server's last interval, not over a suite; empty before it drafted any."""

@@ -6,6 +6,8 @@
 - `speculative_adaptive`, read in adaptive_spec_params.py: K by the number of sequences at once, and within that by the average of what was
   accepted, over the K that its slot has. `speculative_num_steps` must be one of them.
 - Drafts are counted in each answer's `meta_info`, under names that changed between versions.
+- Its page counts verifications, tokens and requests of what has ended, and no accepted tokens. Each verification of a request adds what it
+  accepts and one token, and the prompt another.
 """
 
 import json
@@ -150,5 +152,7 @@ SGLANG = Engine(
         parse=lambda response, k: response.json(Generated),
         counts_hint="use a version of SGLang that counts what it accepts",
         gauges=GAUGES,
+        drafting=("spec_verify_calls_total", "generation_tokens_total", "num_requests_total", "spec_num_draft_tokens"),
+        drafted_by=lambda drafts, tokens, requests, verified: (drafts, drafts * (verified - 1), tokens - requests - drafts),
     ),
 )

@@ -16,6 +16,7 @@ from typing import Any
 
 from specdistill.engines.engine import Engine, FrontLookup, Program, Served
 from specdistill.engines.server import (
+    PER_POSITION,
     PLAIN_SAMPLING,
     Client,
     CompletionAnswer,
@@ -33,7 +34,6 @@ from specdistill.engines.server import (
 DRAFTING = ("metrics", "speculative_decoding")  # where an answer counts
 LOOKUP_VARIABLE = "SPECDISTILL_LOOKUP_FIRST"  # of the environment, which vLLM's processes inherit
 LOOKUP_MARK = "specdistill looks up first:"  # in the log of one that does
-PER_POSITION = "spec_decode_num_accepted_tokens_per_pos_total"
 
 
 def served_config(served: Served) -> dict[str, Any]:
@@ -162,6 +162,7 @@ VLLM = Engine(
     # OpenAI's completions, with a prompt of token ids.
     client=Client(
         prefix="vllm",
+        latency="e2e_request_latency_seconds",
         hint="start vLLM without --disable-log-stats",
         describe=describe_server,
         path="/v1/completions",

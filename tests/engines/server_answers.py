@@ -36,6 +36,8 @@ def counters(engine, k, generated, labels=""):
     if engine == "vllm":
         name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
         lines += [f'{name}{{{labels}position="{position}"}} 0.0' for position in range(k)]
+        names = ("drafts", "draft_tokens", "accepted_tokens") if k else ()
+        lines += [f"vllm:spec_decode_num_{name}_total{{{labels}}} 0.0" for name in names]
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -20,6 +20,7 @@ from specdistill.engines import completions, server
 from specdistill.gate.decide import GateOptions
 from specdistill.hub.command import AcquireOptions, ExportOptions, PublishOptions
 from specdistill.methods.recipe import TrainedRecipe
+from specdistill.monitor.command import MonitorOptions
 from specdistill.planning.command import PlanOptions
 from specdistill.recipe.fields import leaves
 from tests.engines.server_answers import AnswerHandler, completion, counters, pages
@@ -207,6 +208,7 @@ WITH_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "export draft=run/draft engine=vllm output_dir=out": (ExportOptions, "output_dir"),
     "acquire method=eagle3 target=target draft=trained/draft": (AcquireOptions, "output"),
     PUBLISH: (PublishOptions, "output_dir", "dry_run", "force"),
+    f"monitor server=http://127.0.0.1:{PORT}": (MonitorOptions, "output"),
     f"train {TRAINED} target.model=nothere": (TrainedRecipe, "target.model", "train.output_dir"),
     "eval recipe=recipe.yaml suite=suite.jsonl draft=nothere output_dir=out": (TrainedRecipe, "eval.output_dir", "eval.draft"),
 }
@@ -272,6 +274,7 @@ SURFACES = {
     "servers": Surface(
         f"""{SERVED} eval.engine=vllm
         {SERVED} eval.engine=sglang
+        monitor server=http://127.0.0.1:{PORT} seconds=0
         data make {ROWS} data.source=rows.jsonl data.regenerate.num_tokens=20 data.regenerate.prompt_tokens=4 data.regenerate.server=[http://127.0.0.1:{PORT}]
         data features {TRAINED} hidden_states.mode=hybrid hidden_states.path=out hidden_states.server=[http://127.0.0.1:{PORT}]""",
         {"server.json": json_file}, around=serving),
