@@ -70,6 +70,9 @@ def export(
         check_target(draft, target, "draft")
     measured = find_report(draft, report, method)
     settings = measured["settings"] if measured else {}
+    if settings.get("drafting", {}).get("token_replacements"):
+        got = f"{engine} for {draft}, which was measured with eval.token_replacements"
+        raise UserError("engine", got=got, expected="a draft that reads the target's tokens: no engine replaces them")
     num_tokens, lookup = to.drafting(settings.get("num_speculative_tokens", DEFAULT_NUM_TOKENS), measured_lookup(settings))
     num_tokens = num_speculative_tokens or num_tokens
     lengths = () if num_speculative_tokens else draft_lengths(measured)

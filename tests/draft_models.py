@@ -34,15 +34,15 @@ def half_right(target: FrozenTarget, context: int = 256) -> LlamaForCausalLM:
     return draft
 
 
-def other_tokenizer(missing: str) -> PreTrainedTokenizerFast:
-    """The bytes of the tiny tokenizer in another order, one of them missing, and none of its special tokens."""
+def other_tokenizer(missing: str, special: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
+    """The bytes of the tiny tokenizer in another order, one of them missing, and other special tokens."""
     kept = [byte for byte in sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=True) if byte != missing]
     tokenizer = Tokenizer(
-        models.BPE(vocab={token: index for index, token in enumerate(["<unk>", *kept])}, merges=[], unk_token="<unk>")
+        models.BPE(vocab={token: index for index, token in enumerate(["<unk>", *kept, *special])}, merges=[], unk_token="<unk>")
     )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", extra_special_tokens=list(special))
 
 
 def words(text: str, **special: str) -> PreTrainedTokenizerFast:
@@ -51,13 +51,21 @@ def words(text: str, **special: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="?")), **special)
 
 
-def translated(target: FrozenTarget, missing: str = "a") -> DraftModelProposer:
-    """The target itself, its rows in the order of another vocabulary, which lacks one of its tokens."""
-    tokenizer = other_tokenizer(missing)
-    vocabulary = match_vocabularies(target.tokenizer, 260, tokenizer, len(tokenizer), heterogeneous=True)
+def translated(
+    target: FrozenTarget, missing: str = "a", model: LlamaForCausalLM | None = None, **renamed: str
+) -> DraftModelProposer:
+    """The target itself, or a model like it, its rows in the order of another vocabulary, which lacks one of its tokens.
+
+    renamed: target's special tokens without their brackets -> what the draft calls them.
+    """
+    replacements = {f"<|{token}|>": other for token, other in renamed.items()}
+    tokenizer = other_tokenizer(missing, tuple(renamed.values()))
+    vocabulary = match_vocabularies(
+        target.tokenizer, 260, tokenizer, len(tokenizer), heterogeneous=True, replacements=replacements
+    )
     assert vocabulary is not None
     draft = tiny_target_model(vocab_size=len(tokenizer))
-    weights = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
+    weights = {name: tensor.clone() for name, tensor in (model or target.model).state_dict().items()}
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         rows = torch.zeros(len(tokenizer), 64)
         rows[vocabulary.draft_ids_W] = weights[name][vocabulary.target_ids_W]

@@ -120,7 +120,7 @@ OTHERS: dict[str, Callable[[FrozenTarget], Proposer]] = {
     "draft_model, threshold": lambda target: DraftModelProposer(half_right(target), confidence_threshold=0.3),
     "draft_model, window": lambda target: DraftModelProposer(half_right(target, context=24), context="window"),
     "draft_model, shared half": lambda target: DraftModelProposer(half_right(target), vocabulary=half_the_vocabulary(target)),
-    "draft_model, other vocabulary": translated,
+    "draft_model, other vocabulary": lambda target: translated(target, end="</s>"),
     "draft_model, of transformers": lambda target: DraftModelProposer(qwen()),
     "the target itself": lambda target: DraftModelProposer(target.model),
     "ngram": lambda target: NgramProposer(),

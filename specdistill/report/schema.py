@@ -180,7 +180,7 @@ class SettingsDocument(Document):
     draft_sampling: NotRequired[Literal["greedy", "probabilistic"]]
     drafting: NotRequired[
         Annotated[
-            dict[str, bool | float | str | list[Any] | TreeDocument | LookupFirstDocument],
+            dict[str, bool | float | str | list[Any] | dict[str, str] | TreeDocument | LookupFirstDocument],
             about("the proposer's own settings, by name; {} for a head; absent: a server does not say"),
         ]
     ]

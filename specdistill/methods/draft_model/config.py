@@ -11,6 +11,7 @@ from specdistill.recipe.sections import IN_PROCESS, EvalConfig
 
 ADAPTED = ReadWhen("when draft.lora.rank is above 0", lambda lora: lora.rank > 0)
 SOFT = ReadWhen("with loss.labels=soft", lambda loss: loss.labels == "soft")
+TRANSLATED = ReadWhen("with heterogeneous_vocab=true", lambda it: it.heterogeneous_vocab)
 SELECTS = ReadWhen("with loss.reference", lambda loss: loss.reference is not None)
 GENERATES = ReadWhen("when on_policy.fraction is above 0", lambda on_policy: on_policy.fraction > 0)
 
@@ -69,6 +70,9 @@ class DraftModelEvalConfig(EvalConfig):
     )
     heterogeneous_vocab: bool = option(
         False, "a draft with another tokenizer: draft over the tokens both have", read_when=IN_PROCESS
+    )
+    token_replacements: dict[str, str] = option(
+        {}, "tokens of the target, each with the draft's text that stands for it", read_when=TRANSLATED
     )
 
 

@@ -19,7 +19,7 @@ from specdistill.methods.draft_model.config import DraftModelRecipe
 from specdistill.methods.draft_model.create import check_decoder, create_draft_model, on_meta, propose_shape, with_lora
 from specdistill.methods.draft_model.objective import Distillation, OnPolicyGeneration
 from specdistill.methods.draft_model.proposer import DraftModelProposer
-from specdistill.methods.draft_model.vocabulary import match_vocabularies
+from specdistill.methods.draft_model.vocabulary import NONE, match_vocabularies
 from specdistill.targets.cache_size import cache_size
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
@@ -62,20 +62,27 @@ def load_proposer(
     key: str,
     draft_context: str = "refuse",
     heterogeneous_vocab: bool = False,
+    token_replacements: Mapping[str, str] = NONE,
     **options: Any,
 ) -> Proposer:
     model, tokenizer = load_draft_model(folder, key=key, device=target.device, dtype=target.dtype)
     vocabulary = match_vocabularies(
-        target.tokenizer, len(target.lm_head.weight), tokenizer, _width(model), heterogeneous=heterogeneous_vocab, key=key
+        target.tokenizer,
+        len(target.lm_head.weight),
+        tokenizer,
+        _width(model),
+        heterogeneous=heterogeneous_vocab,
+        replacements=token_replacements,
+        key=key,
     )
     limits: dict[str, Any] = {"context": draft_context, "target_max_length": target.max_length, "key": key}
     return DraftModelProposer(model, vocabulary=vocabulary, **limits, **options)
 
 
-def inspect(folder: Path, target: TargetFiles | None, *, heterogeneous_vocab: bool = False, **others: Any) -> None:
+def inspect(folder: Path, target: TargetFiles | None, **options: Any) -> None:
     model, tokenizer = load_draft_model(folder, key="draft")
     if target is not None:
-        _check_tokenizer(target, model, tokenizer, heterogeneous_vocab, key="draft")
+        _check_tokenizer(target, model, tokenizer, key="draft", **options)
 
 
 def check(
@@ -85,18 +92,34 @@ def check(
     *,
     key: str,
     name: str,
-    heterogeneous_vocab: bool = False,
-    **others: Any,
+    **options: Any,
 ) -> None:
     model, tokenizer = read_without_weights(folder, key=key, name=name)
     check_outline(model, tensors, key=key, name=name)
     if target is not None:
-        _check_tokenizer(target, model, tokenizer, heterogeneous_vocab, key=key)
+        _check_tokenizer(target, model, tokenizer, key=key, **options)
 
 
-def _check_tokenizer(target: TargetFiles, model: Any, tokenizer: Any, heterogeneous: bool, *, key: str) -> None:
+def _check_tokenizer(
+    target: TargetFiles,
+    model: Any,
+    tokenizer: Any,
+    *,
+    key: str,
+    heterogeneous_vocab: bool = False,
+    token_replacements: Mapping[str, str] = NONE,
+    **others: Any,
+) -> None:
     of_target, *_ = read_tokenizer(target.name, revision=target.revision, trust_remote_code=target.trust_remote_code)
-    match_vocabularies(of_target, target.vocab_size, tokenizer, _width(model), heterogeneous=heterogeneous, key=key)
+    match_vocabularies(
+        of_target,
+        target.vocab_size,
+        tokenizer,
+        _width(model),
+        heterogeneous=heterogeneous_vocab,
+        replacements=token_replacements,
+        key=key,
+    )
 
 
 def _width(model: Any) -> int:

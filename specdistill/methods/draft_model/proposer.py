@@ -74,14 +74,18 @@ class DraftModelProposer:
         if vocabulary:
             self._target_ids_W = vocabulary.target_ids_W.to(draft.device)
             self._draft_ids_W = vocabulary.draft_ids_W.to(draft.device)
-            self._draft_id_of = dict(zip(vocabulary.target_ids_W.tolist(), vocabulary.draft_ids_W.tolist(), strict=True))
-            self.vocabulary = frozenset(self._draft_id_of)
+            pairs = zip(vocabulary.target_ids_W.tolist(), vocabulary.draft_ids_W.tolist(), strict=True)
+            self._draft_ids_of = {token: [same] for token, same in pairs}
+            self.vocabulary = frozenset(self._draft_ids_of)
+            self._draft_ids_of |= vocabulary.read_as
 
     @property
     def settings(self) -> dict[str, Any]:
         threshold = {} if self.confidence_threshold is None else {"confidence_threshold": self.confidence_threshold}
         shared = {"heterogeneous_vocab": True} if self.shared_vocabulary else {}
-        return {**threshold, "draft_context": self.context, **shared}
+        replaced = self.shared_vocabulary.replacements if self.shared_vocabulary else {}
+        replacements = {"token_replacements": dict(replaced)} if replaced else {}
+        return {**threshold, "draft_context": self.context, **shared, **replacements}
 
     def passes(self, k: int) -> int:
         return k
@@ -183,12 +187,12 @@ class DraftModelProposer:
             self._num_final = len(self._context)
             return unchanged
         for token in fresh:
-            same = self._draft_id_of.get(token)
+            same = self._draft_ids_of.get(token)
             if same is None:
                 self._lacking.append(token)
             else:
                 self._encode_lacking()
-                self._context.append(same)
+                self._context += same
                 self._num_final, self._lacking = len(self._context), []
         self._encode_lacking()
         return unchanged

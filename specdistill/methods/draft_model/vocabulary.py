@@ -4,12 +4,17 @@ Two tokenizers are compared token by token, special tokens and their ids include
 `eval.heterogeneous_vocab=true` the draft proposes only tokens that both vocabularies spell alike: token-level intersection (TLI,
 arXiv 2502.05202). Embedding matrices may be larger than the tokenizer; rows that no token names are nobody's token.
 
+Some tokens mean the same and are spelled differently, such as those that end a turn in two chat templates. `eval.token_replacements` says
+which text of the draft stands for a token of the target: the draft reads it wherever the target's token stands, and proposes the target's
+token where it would write its own, if its text is one token.
+
 Shapes: W tokens in both vocabularies.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import itemgetter
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,13 +23,15 @@ from torch import Tensor
 from specdistill.errors import UserError, sibling_key
 
 NUM_NAMED = 3  # differences that an error names
+NONE: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class SharedVocabulary:
     """The tokens of both vocabularies: entry w is the same token, `target_ids_W` for the target, `draft_ids_W` for the draft.
 
-    target_vocab_size: V, the width of the target's logits.
+    target_vocab_size: V, the width of the target's logits. replacements: the target's text for a token -> the draft's text for it.
+    read_as: target tokens that the draft reads as several of its own, or as none.
     """
 
     target_ids_W: Tensor
@@ -32,6 +39,8 @@ class SharedVocabulary:
     target_vocab_size: int
     target_tokenizer: Any
     draft_tokenizer: Any
+    read_as: Mapping[int, list[int]] = field(default_factory=dict)
+    replacements: Mapping[str, str] = field(default_factory=dict)
 
     def reencode(self, target_ids: Sequence[int]) -> list[int]:
         """Target tokens that the draft lacks, in the draft's own tokens; possibly none.
@@ -51,14 +60,21 @@ def match_vocabularies(
     draft_vocab_size: int,
     *,
     heterogeneous: bool = False,
+    replacements: Mapping[str, str] = NONE,
     key: str = "eval.draft",
 ) -> SharedVocabulary | None:
     """How a draft's ids stand to the target's: None where they are the same, down to the size of the logits.
 
-    The sizes are those of the logits. Raises UserError under `key` when the tokenizers differ and `heterogeneous` is false, or when
-    they share no token at all.
+    The sizes are those of the logits. replacements: see `SharedVocabulary`.
+    Raises UserError under `key` when the tokenizers differ and `heterogeneous` is false, or when they share no token at all; under the key
+    next to it for replacements of what is no token of the target, or of tokenizers that do not differ.
     """
     difference = describe_difference(target_tokenizer, draft_tokenizer)
+    if replacements and difference is None:
+        got = f"{len(replacements)} for a draft with the target's tokenizer"
+        raise UserError(
+            sibling_key(key, "token_replacements"), got=got, expected="{}: it reads the target's tokens as they are"
+        )
     if difference is None and target_vocab_size == draft_vocab_size:
         return None
     if difference is not None and not heterogeneous:
@@ -66,16 +82,39 @@ def match_vocabularies(
         expected = f"the target's tokenizer, or {switch}=true to draft over the tokens of both"
         raise UserError(key, got=difference, expected=expected)
     target_ids, draft_ids = target_tokenizer.get_vocab(), draft_tokenizer.get_vocab()
-    pairs = sorted(
-        (token_id, draft_ids[token])
+    pairs = {
+        token_id: draft_ids[token]
         for token, token_id in target_ids.items()
         if token_id < target_vocab_size and draft_ids.get(token, draft_vocab_size) < draft_vocab_size
-    )
+    }
+    read_as = {}
+    for text, replaced in replacements.items():
+        token_id, *others = encode(target_tokenizer, text) or [target_vocab_size]
+        is_unknown = text not in target_ids and target_tokenizer.decode([token_id]) != text
+        if others or is_unknown or token_id >= target_vocab_size:
+            expected = "a token of the target, with the draft's text for it"
+            raise UserError(sibling_key(key, "token_replacements"), got=text, expected=expected)
+        pairs.pop(token_id, None)
+        ids = encode(draft_tokenizer, replaced)
+        if len(ids) == 1:
+            (pairs[token_id],) = ids
+        else:
+            read_as[token_id] = ids
     if not pairs:
         got = f"a draft of {len(draft_ids)} tokens, none of which is among the target's {len(target_ids)}"
         raise UserError(key, got=got, expected="tokens in both vocabularies")
-    target_ids_W, draft_ids_W = torch.tensor(pairs).unbind(1)
-    return SharedVocabulary(target_ids_W, draft_ids_W, target_vocab_size, target_tokenizer, draft_tokenizer)
+    target_ids_W, draft_ids_W = torch.tensor(sorted(pairs.items())).unbind(1)
+    return SharedVocabulary(
+        target_ids_W, draft_ids_W, target_vocab_size, target_tokenizer, draft_tokenizer, read_as, replacements
+    )
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """A text that spells a token is that token."""
+    if (token_id := tokenizer.get_vocab().get(text)) is not None:
+        return [token_id]
+    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+    return ids
 
 
 def describe_difference(target_tokenizer: Any, draft_tokenizer: Any) -> str | None:

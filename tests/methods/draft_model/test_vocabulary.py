@@ -53,6 +53,17 @@ def test_tokens_beyond_the_logits_are_not_shared():
     assert shared.target_ids_W.tolist() == [0, 2] and shared.draft_ids_W.tolist() == [1, 2]
 
 
+@pytest.mark.parametrize(
+    ("replacements", "got"), [({"x": "a"}, "x"), ({"b c": "a"}, "b c"), ({"": "a"}, ""), ({"c": "a"}, "c")]
+)
+def test_a_replacement_is_of_a_token_of_the_target(replacements: dict[str, str], got: str):
+    target, draft = words("? a b c"), words("c ? d a")
+    with refused("eval.token_replacements", got):
+        match_vocabularies(target, 3, draft, 4, heterogeneous=True, replacements=replacements)
+    with refused("eval.token_replacements", "1 for a draft with the target's tokenizer"):
+        match_vocabularies(target, 4, target, 4, heterogeneous=True, replacements=replacements)
+
+
 def test_vocabularies_with_nothing_in_common_are_refused():
     with refused("eval.draft"):
         match_vocabularies(words("? a"), 2, words("x y"), 2, heterogeneous=True)
