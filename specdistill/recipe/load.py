@@ -22,7 +22,7 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 
 from specdistill.credentials import check_no_secret, without_places
 from specdistill.errors import UserError, nearest, one_line
-from specdistill.files.documents import check_yaml, read_text
+from specdistill.files.documents import check_yaml, parse_yaml, read_text
 from specdistill.project import RECIPES, find_yaml
 from specdistill.recipe.fields import Section, default_of, kind_of, leaves, read_when_of, section_of, shown
 
@@ -164,13 +164,11 @@ def save_recipe(recipe: Section, path: Path) -> None:
 def _read_yaml(path: Path) -> DictConfig:
     try:
         check_no_secret("recipe", text := read_text(path))  # first, because an error of YAML quotes the line
-        check_yaml(text)
-        config = OmegaConf.load(io.StringIO(text))
+        if not isinstance(parse_yaml(text) or {}, dict):
+            raise UserError("recipe", got=f"{path}, which holds no keys", expected="YAML with keys")
+        return cast(DictConfig, OmegaConf.load(io.StringIO(text)))
     except (yaml.YAMLError, ValueError, OSError) as error:
         raise UserError("recipe", got=f"{path}: {error}", expected="a readable YAML file") from error
-    if not isinstance(config, DictConfig):
-        raise UserError("recipe", got=f"{path}, which holds a list", expected="YAML with keys")
-    return config
 
 
 def _check_no_secret(node: Any, *place: Any) -> None:

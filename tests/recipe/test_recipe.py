@@ -266,6 +266,8 @@ def test_an_item_of_a_list_has_no_key_of_its_own(tmp_path: Path):
         ("target: {model: '${target.model.b}'}", "method=eagle3", "target.model"),
         ("target: {model: '${target.model}'}", "method=eagle3", "target.model"),
         ("null: 3", "method=eagle3", "recipe"),
+        ('"-1"', "method=eagle3", "recipe"),
+        ("[1]", "method=eagle3", "recipe"),
         ("{a0: xx, " + ", ".join(f"a{n + 1}: '${{a{n}}}${{a{n}}}'" for n in range(60)) + "}", "method=eagle3", "recipe"),
         ("target: {model: pico}", "train.output_dir=\udcff", "train.output_dir"),  # as a byte that is no UTF-8 arrives
     ],

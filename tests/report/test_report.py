@@ -97,6 +97,13 @@ def test_the_settings_of_what_drafts_are_shown(report, records, settings, shown)
         assert all(fact in text for text in (settings_line(report), to_markdown(report), to_html(report, records)))
 
 
+@pytest.mark.parametrize("field", ["accepted_per_position", "conditional_acceptance_rate"])
+def test_lists_by_position_have_a_number_for_each(report, field):
+    report["results"][0] = {**report["results"][0], field: report["results"][0][field][:-1]}
+    with refused("report", f"report.json with results.0.{field}"):
+        validate(report)
+
+
 def test_a_written_report_is_read_back_equal(tmp_path, report, records):
     write_report(tmp_path / "report", report, records)
     assert sorted(path.name for path in (tmp_path / "report").iterdir()) == FILES
