@@ -19,8 +19,8 @@ from specdistill.methods.load import create_draft, implementation, method_of
 from specdistill.methods.recipe import Recipe, TrainedRecipe
 from specdistill.methods.target_record import check_target, copy_record, save_draft
 from specdistill.recipe.sections import LookupFirstConfig
-from specdistill.report.draft_lengths import DraftLength, by_length, draft_lengths
-from specdistill.report.phrases import between, failed_rules, lookup_first, times, tree, verdict
+from specdistill.report.draft_lengths import DraftLength, by_length, draft_lengths, usual_length
+from specdistill.report.phrases import between, failed_rules, lookup_first, online_length, times, tree, verdict
 from specdistill.report.tables import by_load
 from specdistill.report.text import cells, plain, table
 from specdistill.targets.files import TargetFiles
@@ -73,7 +73,7 @@ def export(
     if settings.get("drafting", {}).get("token_replacements"):
         got = f"{engine} for {draft}, which was measured with eval.token_replacements"
         raise UserError("engine", got=got, expected="a draft that reads the target's tokens: no engine replaces them")
-    num_tokens, lookup = to.drafting(settings.get("num_speculative_tokens", DEFAULT_NUM_TOKENS), measured_lookup(settings))
+    num_tokens, lookup = to.drafting(usual_length(measured) if measured else DEFAULT_NUM_TOKENS, measured_lookup(settings))
     num_tokens = num_speculative_tokens or num_tokens
     lengths = () if num_speculative_tokens else draft_lengths(measured)
     write, options = implementation(method).export, {"dtype": dtype} if dtype else {}
@@ -214,7 +214,9 @@ def expectation(report: Mapping[str, Any] | None) -> str:
     decoder = "transformers" if engine["name"] == "specdistill" else f"{ENGINES[engine['name']].title} {engine['version']}"
     k, temperature = settings["num_speculative_tokens"], f"at temperature {settings['temperature']:g}"
     drafted = lookup_first(settings) or (
-        f"a {tree(settings['tree'])} {temperature}" if settings.get("tree") else f"{k} draft tokens in a chain {temperature}"
+        f"a {tree(settings['tree'])} {temperature}"
+        if settings.get("tree")
+        else f"{'up to ' * bool(online_length(row))}{k} draft tokens in a chain {temperature}"
     )
     others = "chains fewer" if settings.get("tree") else "trees more"
     where = plain(f"{row['num_prompts']} prompts of suite {row['suite']}")

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from specdistill.decoding.lookup_first import LookupFirstProposer
+from specdistill.decoding.online_length import OnlineLengthProposer
 from specdistill.decoding.proposer import BatchProposer, DecodingState, Proposal, Proposer, RowByRow
 from specdistill.decoding.sampling import Sampling, draw
 from specdistill.decoding.tree import DynamicTree, StaticTree, Tree, candidates_are_drawn
@@ -128,6 +129,11 @@ OTHERS: dict[str, Callable[[FrozenTarget], Proposer]] = {
     "suffix": lambda target: SuffixProposer(),
     "suffix+eagle3": lambda target: behind_lookup(proposer_of("eagle3", target), method="suffix", min=1),
     "ngram+draft_model": lambda target: behind_lookup(DraftModelProposer(half_right(target)), min=1),
+    # Uncalibrated: lengths go round from 0 to K.
+    "online eagle3": lambda target: OnlineLengthProposer(proposer_of("eagle3", target)),
+    "online draft_model": lambda target: OnlineLengthProposer(DraftModelProposer(half_right(target))),
+    "online ngram": lambda target: OnlineLengthProposer(NgramProposer()),
+    "ngram+online eagle3": lambda target: behind_lookup(proposer_of("online eagle3", target), min=1),
     "ngram+tree of eagle3": lambda target: behind_lookup(proposer_of("eagle3", target), draft_tree={"branching": [2, 2]}),
 }
 

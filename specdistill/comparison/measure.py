@@ -13,7 +13,7 @@ from specdistill.decoding.proposer import Proposer
 from specdistill.measurement.configurations import MeasurementPlan, Settings
 from specdistill.measurement.hardware import fit_threads, resources_used
 from specdistill.measurement.losslessness import greedy_check, sampling_test
-from specdistill.measurement.measure import measure_together, prompt_records, round_costs
+from specdistill.measurement.measure import calibrate, measure_together, prompt_records, round_costs
 from specdistill.measurement.measured import MeasuredConfiguration, draft_report
 from specdistill.methods.load import describe_draft, load_proposer
 from specdistill.methods.recipe import options_by_method
@@ -52,7 +52,7 @@ def _loaded(
     loaded = []
     drafting = options_by_method(options, [candidate.method for candidate in candidates])
     for candidate, own, keys in zip(candidates, settings, drafting, strict=True):
-        own_keys = {"key": "drafts", "lookup_first": candidate.lookup_first, **keys}
+        own_keys = {"key": "drafts", "lookup_first": candidate.lookup_first, "draft_length": options.draft_length, **keys}
         proposer = load_proposer(candidate.method, candidate.folder, target, **own_keys)
         history = read_history(candidate.folder, key="drafts") if candidate.folder else None
         loaded.append(LoadedCandidate(candidate, own, proposer, history))
@@ -63,6 +63,8 @@ def _measured(
     target: FrozenTarget, loaded: Sequence[LoadedCandidate], suite: Suite, prompts: Sequence[Prompt], *, num_draws: int
 ) -> list[Measured]:
     with resources_used(target.device) as took:
+        for entry in loaded:
+            calibrate(target, entry.proposer, prompts, entry.settings)
         runs = measure_together(target, [entry.proposer for entry in loaded], prompts, *(entry.settings for entry in loaded))
         results: list[tuple[MeasuredConfiguration, dict[str, Any]]] = []
         for entry, own in zip(loaded, runs, strict=True):

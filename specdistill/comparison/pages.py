@@ -141,7 +141,12 @@ def _speedup_and_length(row: ResultRow) -> Cell:
 def _cells(entry: Mapping[str, Any], candidate: Mapping[str, Any]) -> dict[str, Cell]:
     report, training = candidate["report"], candidate["training"]
     row, theory, draft = report["results"][0], report.get("theory", {}), report["draft"]
-    length = number(row.get("mean_acceptance_length")), interval(row, "mean_acceptance_length"), phrases.per_round(row)
+    length = (
+        number(row.get("mean_acceptance_length")),
+        interval(row, "mean_acceptance_length"),
+        phrases.per_round(row),
+        phrases.online_length(row),
+    )
     return {
         "": (str(entry["rank"]),),
         "candidate": (entry["name"],),

@@ -24,12 +24,12 @@ from specdistill.decoding.proposer import (
     Proposer,
     Remembering,
     TreeProposer,
+    Unread,
 )
 from specdistill.decoding.sampling import Generators, Random, Sampling
 from specdistill.decoding.tree import TreeShape, tree_shape
 from specdistill.errors import UserError
 from specdistill.recipe.sections import LookupFirstConfig
-from specdistill.targets.frozen import Features
 
 
 class LookupFirstProposer:
@@ -50,7 +50,6 @@ class LookupFirstProposer:
         self.aux_layers, self.depends_on_width = draft.aux_layers, draft.depends_on_width
         self.num_parameters, self.num_bytes = draft.num_parameters, draft.num_bytes
         self.settings: dict[str, Any] = {**draft.settings, "lookup_first": config.described}
-        self._unread: list[Features] = []  # of positions that were committed since the draft drafted last
 
     def draws(self, sampling: Sampling, tree: TreeShape | None) -> bool:
         return self.draft.draws(sampling, self.tree)
@@ -66,16 +65,15 @@ class LookupFirstProposer:
     def begin(self, max_length: int) -> None:
         self.draft.begin(max_length)
         self.lookup.begin(max_length)
-        self._unread = []
+        self._unread = Unread(1)
 
     def propose(self, state: DecodingState, k: int, sampling: Sampling, generator: Random) -> Proposal:
         assert state.fresh is not None
         found = self.lookup.propose(state, k, sampling, generator)
+        self._unread.add(state.fresh, [state.fresh.last_hidden.shape[1]])
         if found.tokens:
-            # A copy: a compiled target's next pass may write over its features.
-            self._unread.append(Features.joined([state.fresh]))
             return found
-        fresh, self._unread = Features.joined([*self._unread, state.fresh]), []
+        (fresh,) = self._unread.take()
         read, levels = replace(state, fresh=fresh), min(k, self.levels)
         if self.tree is None:
             return self.draft.propose(read, levels, sampling, generator)
@@ -94,21 +92,18 @@ class LookupFirstBatch:
     def __init__(self, proposer: LookupFirstProposer) -> None:
         self.draft, self.lookup = proposer.draft.batched(), proposer.lookup.batched()
         self.levels = proposer.levels
-        self._unread: list[list[Features]] = []  # of each row
 
     def begin(self, max_lengths: Sequence[int]) -> None:
         self.draft.begin(max_lengths)
         self.lookup.begin(max_lengths)
-        self._unread = [[] for _ in max_lengths]
+        self._unread = Unread(len(max_lengths))
 
     def propose(self, state: BatchState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
         found = self.lookup.propose(state, k, sampling, generators)
-        for row, (unread, count) in enumerate(zip(self._unread, state.num_fresh, strict=True)):
-            unread.append(state.fresh.rows([row]).first(count))
+        self._unread.add(state.fresh, state.num_fresh)
         if all(proposal.tokens for proposal in found):
             return found
-        rows, self._unread = [Features.joined(unread) for unread in self._unread], [[] for _ in self._unread]
-        read = replace(state, fresh=Features.padded(rows), num_fresh=[row.last_hidden.shape[1] for row in rows])
+        read = self._unread.taken_by(state)
         # A row whose tokens were looked up draws none of its own numbers for the draft's.
         drawn = [
             torch.Generator() if proposal.tokens else generator for proposal, generator in zip(found, generators, strict=True)
@@ -119,4 +114,4 @@ class LookupFirstBatch:
     def keep(self, rows: Sequence[int]) -> None:
         self.draft.keep(rows)
         self.lookup.keep(rows)
-        self._unread = [self._unread[row] for row in rows]
+        self._unread.keep(rows)

@@ -6,7 +6,7 @@ Shapes: B rows, D target hidden size, F freshly committed positions (of a batch:
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -114,6 +114,31 @@ class BatchProposer(Protocol):
 
     def keep(self, rows: Sequence[int]) -> None:
         """Drop all rows but these."""
+
+
+class Unread:
+    """Features of the positions that were committed since a draft drafted last, of each of B rows: it reads them when it drafts again."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._rows: list[list[Features]] = [[] for _ in range(num_rows)]
+
+    def add(self, fresh: Features, num_fresh: Sequence[int]) -> None:
+        """Of fresh [B, F, D] the first num_fresh[b] positions of row b; copied: a compiled target's next pass may write over them."""
+        for row, (unread, count) in enumerate(zip(self._rows, num_fresh, strict=True)):
+            unread.append(fresh.rows([row]).first(count))
+
+    def take(self) -> list[Features]:
+        """All of them, [1, F, D] of each row; none are left."""
+        rows, self._rows = self._rows, [[] for _ in self._rows]
+        return [unread[0] if len(unread) == 1 else Features.joined(unread) for unread in rows]
+
+    def taken_by(self, state: BatchState) -> BatchState:
+        """The state with all of them as its fresh features."""
+        rows = self.take()
+        return replace(state, fresh=Features.padded(rows), num_fresh=[row.last_hidden.shape[1] for row in rows])
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self._rows = [self._rows[row] for row in rows]
 
 
 class RowByRow:

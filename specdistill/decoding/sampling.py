@@ -33,6 +33,10 @@ class Sampling:
             scores = TopPLogitsWarper(self.top_p)(None, scores)
         return scores.softmax(-1).view(logits.shape)
 
+    def confidence(self, logits_BV: Tensor) -> Tensor:
+        """[B] the probability of each row's best token: at the temperature, at 1 when greedy, before top-k and top-p."""
+        return (logits_BV.float() / (self.temperature or 1.0)).softmax(-1).amax(-1)
+
 
 GREEDY = Sampling()
 

@@ -17,7 +17,7 @@ from specdistill.measurement.configurations import MeasurementPlan, Settings, pl
 from specdistill.measurement.hardware import fit_threads, resources_used
 from specdistill.measurement.in_engine import measure_in_engine
 from specdistill.measurement.losslessness import greedy_check, sampling_test
-from specdistill.measurement.measure import measure_plan, prompt_records, round_costs
+from specdistill.measurement.measure import calibrate, measure_plan, prompt_records, round_costs
 from specdistill.measurement.measured import (
     FinishedConfigurations,
     MeasuredConfiguration,
@@ -91,6 +91,7 @@ def measure_here(
     # Of the main configuration also: is sampling lossless, and what do rounds of fewer draft tokens cost?
     prompts, settings = plans[0].prompts, plans[0].settings
     with resources_used(target.device) as took:
+        calibrate(target, proposer, prompts, settings)
         tested = sampling_test(target, proposer, prompts, settings, num_draws=config.sampling_draws)
         costs = round_costs(target, proposer, prompts, settings)
 
@@ -139,6 +140,7 @@ def measure_configuration(
     """
     settings = plan.settings
     with resources_used(target.device) as took:
+        calibrate(target, proposer, [*plan.prompts, *plan.further], settings)
         runs = measure_plan(target, proposer, suite.name, plan, is_enough)
         checked = check_sampled or settings.sampling.is_greedy
         lossless = greedy_check(target, proposer, runs, settings) if checked else None
@@ -155,7 +157,8 @@ def load_pair(recipe: Recipe) -> tuple[FrozenTarget, Proposer, str | None]:
     draft = recipe.eval.draft or str(own) if trained else None
     target = FrozenTarget.load(**vars(recipe.target))
     fit_threads(target)
-    proposer = load_proposer(recipe.method, draft, target, lookup_first=recipe.eval.lookup_first, **recipe.proposer_options())
+    shape: dict[str, Any] = {name: getattr(recipe.eval, name) for name in ("lookup_first", "draft_length")}
+    proposer = load_proposer(recipe.method, draft, target, **shape, **recipe.proposer_options())
     return target, proposer, draft
 
 

@@ -15,7 +15,7 @@ none.
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ import torch
 from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.decoder import Decoder, Generation, Round
 from specdistill.decoding.lookup_first import LookupFirstProposer
+from specdistill.decoding.online_length import OnlineLengthProposer
 from specdistill.decoding.proposer import Proposer, Remembering
 from specdistill.measurement.configurations import MeasurementPlan, Settings
 from specdistill.measurement.hardware import frozen_garbage_collector
@@ -39,6 +40,7 @@ from specdistill.targets.frozen import FrozenTarget
 
 NUM_COST_PROMPTS = 4  # prompts on which rounds with fewer draft tokens are timed
 COST_TOKENS = 32  # generated for each of them: costs of a round, as medians, need no more
+NUM_CALIBRATION_PROMPTS, CALIBRATION_TOKENS = 8, 64  # of the draft length: some 200 rounds, where each request learns more
 NUM_HF_PROMPTS = 32  # prompts on which transformers `generate()` is timed as well; fewer leave its interval wider than 5 %
 MOST_AGAIN = 3  # times that a prompt is decoded again because rounds of it were disturbed
 SPELLING_CONTEXT = 8  # tokens before a token that decide its text (spaces, halves of characters)
@@ -170,10 +172,10 @@ def measure_together(
 def round_costs(target: FrozenTarget, proposer: Proposer, prompts: Sequence[Prompt], settings: Settings) -> list[RoundCost]:
     """What a round costs at every K' up to K, timed on a few prompts, the lengths one right after the other.
 
-    Of chains only, and not behind a lookup: how many tokens a round drafts then depends on what was found, so that none is a shorter
-    one of another.
+    Of chains only, and neither behind a lookup nor of lengths that are chosen online: how many tokens a round drafts then depends on what
+    was found or accepted, so that none is a shorter one of another.
     """
-    if settings.tree or isinstance(proposer, LookupFirstProposer):
+    if settings.tree or isinstance(proposer, LookupFirstProposer | OnlineLengthProposer):
         return []
     settings = replace(settings, max_new_tokens=min(settings.max_new_tokens, COST_TOKENS))
     decoder = decoder_for(target, settings, proposer)
@@ -194,6 +196,43 @@ def round_costs(target: FrozenTarget, proposer: Proposer, prompts: Sequence[Prom
         for k, timed in rounds.items()
         if timed
     ]
+
+
+def calibrate(target: FrozenTarget, proposer: Proposer, prompts: Sequence[Prompt], settings: Settings) -> None:
+    """Measure what rounds of each length cost and yield on a few prompts, for a draft whose length is chosen online; else nothing.
+
+    Lengths from 0 to K follow each other round by round, so that their times compare. Behind a lookup the draft decodes here alone.
+    """
+    draft, k = proposer, settings.num_speculative_tokens
+    if isinstance(proposer, LookupFirstProposer):
+        draft, k = proposer.draft, min(k, proposer.levels)
+    if not isinstance(draft, OnlineLengthProposer):
+        return
+    draft.rule.calibrate()
+    settings = replace(settings, num_speculative_tokens=k, max_new_tokens=min(settings.max_new_tokens, CALIBRATION_TOKENS))
+    decoder, rounds = decoder_for(target, settings, draft), dict[int, list[Round]]()
+    with frozen_garbage_collector():
+        for batch in some(in_batches(prompts, settings.batch_size), math.ceil(NUM_CALIBRATION_PROMPTS / settings.batch_size)):
+            for generation in decode(decoder, batch, settings):
+                for entry in generation.rounds:
+                    rounds.setdefault(len(entry.drafted), []).append(entry)
+    base, slope, tokens = cost_and_yield(rounds)
+    draft.rule.start(base, slope, tokens=tokens)
+
+
+def cost_and_yield(rounds: Mapping[int, Sequence[Round]]) -> tuple[float, float, float]:
+    """(base, slope) of a round with k > 0 draft tokens, which costs base + slope · k rounds without; and the tokens that the best k yields
+    in the time of one of these.
+
+    rounds: by their draft tokens. A line through their medians, which single ones are too noisy for. Where nothing was drafted drafts are
+    taken to cost nothing: nothing speaks against them.
+    """
+    seconds = {k: statistics.median(one.draft_seconds + one.verify_seconds for one in same) for k, same in rounds.items()}
+    if not (step := seconds.pop(0, 0.0)) or not seconds:
+        return 1.0, 0.0, 1.0
+    line = statistics.linear_regression([*seconds], [*seconds.values()]) if len(seconds) > 1 else (0.0, *seconds.values())
+    slope, base = (part / step for part in line)
+    return base, slope, max(statistics.mean(len(one.emitted) for one in rounds[k]) / (base + slope * k) for k in seconds)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from specdistill.methods.load import locate
 from specdistill.project import git_revision
 from specdistill.report.build import build_report, context_rows, headline, result_rows, theory
 from specdistill.report.files import staged
-from specdistill.statistics.records import PromptRecord
+from specdistill.statistics.records import PromptRecord, records_of
 from specdistill.statistics.sample_size import corrected_confidence
 from specdistill.statistics.theory import RoundCost
 from specdistill.suites.suite import Suite
@@ -121,6 +121,11 @@ def draft_report(
         result_rows(entry.records, suite, plan.settings.configuration, seed=settings.seed, confidence=confidence)
         for plan, entry in zip(plans, measured, strict=True)
     ]
+    if "draft_length" in proposer.settings:
+        for entry, of_configuration in zip(measured, rows, strict=True):
+            for row in of_configuration:
+                lengths = [round.num_drafted for record in records_of(row, entry.records) for round in record.rounds]
+                row["num_rounds_per_length"] = [lengths.count(k) for k in range(row["num_speculative_tokens"] + 1)]
     tested = not isinstance(sampling_test, str)
     weights = {"weights": target.identity.weights} if target.files else {}
     described = {"model": target.name, "revision": target.revision, "dtype": target.dtype, **weights}

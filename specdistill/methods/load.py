@@ -14,6 +14,7 @@ from typing import Any
 from datasets import Dataset
 
 from specdistill.decoding.lookup_first import LookupFirstProposer
+from specdistill.decoding.online_length import OnlineLengthProposer
 from specdistill.decoding.proposer import Proposer
 from specdistill.decoding.transformers_models import check_reads_trees
 from specdistill.errors import UserError, one_line
@@ -64,20 +65,25 @@ def load_proposer(
     *,
     key: str = "eval.draft",
     lookup_first: LookupFirstConfig | None = None,
+    draft_length: str = "fixed",
     **options: Any,
 ) -> Proposer:
     """The proposer of a method, behind a lookup if there is to be one; `options` are the method's own, as `Recipe.proposer_options`
-    gives them.
+    gives them. draft_length: `online` has the proposer choose the length of each chain, up to K.
 
     The draft is a folder or a Hub id, in any layout that is read, None for a method that is not trained; `key` is the key that it
     came from, which errors name.
     Raises UserError when the method is unknown, or the draft is another target's or does not fit; ResourceError when the Hub fails.
     """
+    if lookup_first:
+        return _behind(
+            lookup_first, load_proposer(method, draft, target, key=key, draft_length=draft_length, **options), target
+        )
+    if draft_length == "online":
+        return OnlineLengthProposer(load_proposer(method, draft, target, key=key, **options))
     load = implementation(method).load_proposer
     if not METHODS[method].is_trained:
         return load(None, target, key=key, **options)
-    if lookup_first:
-        return _behind(lookup_first, load_proposer(method, draft, target, key=key, **options), target)
     folder = locate(str(draft), key=key)
     if (found := method_of(folder, key=key)) != method:
         raise UserError(key, got=f"{draft}, which holds a draft of method {found}", expected=f"one of method {method}")

@@ -53,6 +53,17 @@ LONE_CHAINS = ReadWhen(
     "with eval.engine=specdistill, eval.batch_size=1 and no eval.tree: one shape is compiled",
     lambda it: IN_PROCESS.holds(it) and it.batch_size == 1 and it.tree is None,
 )
+ALL_CHAINS = ReadWhen(
+    "with eval.engine=specdistill and without trees, which have a size of their own",
+    lambda it: (
+        IN_PROCESS.holds(it)
+        and it.tree is None
+        and not (it.lookup_first and it.lookup_first.draft_tree)
+        and not getattr(it, "sweep", SweepConfig()).tree
+        and not any(getattr(it, "trees_each", ()))
+        and not any(lookup and lookup.draft_tree for lookup in getattr(it, "lookup_first_each", ()))
+    ),
+)
 SOME_PROMPTS = ReadWhen(
     "with eval.num_prompts, eval.engine=specdistill and without eval.target_precision",
     lambda it: it.num_prompts is not None and it.target_precision is None and it.engine == "specdistill",
@@ -299,6 +310,11 @@ class MeasurementConfig(Section):
         "suite name, suite YAML, or a jsonl file with prompt | messages | text rows; null: pico, for the target pico alone",
     )
     num_speculative_tokens: int = option(4, "K, draft tokens per round", ge=1, read_when=A_CHAIN)
+    draft_length: Literal["fixed", "online"] = option(
+        "fixed",
+        "fixed: K draft tokens in every round; online: up to K, as many as should pay by acceptance so far and measured costs",
+        read_when=ALL_CHAINS,
+    )
     tree: TreeConfig | None = option(None, "draft a token tree, whose depth is K, in place of a chain", read_when=IN_PROCESS)
     lookup_first: LookupFirstConfig | None = option(
         None, "look the last tokens up first, and let the draft draft where that finds nothing", read_when=LOOKED_UP

@@ -11,6 +11,7 @@ from specdistill.report.phrases import Report, ResultRow, times
 from specdistill.report.tables import Table, of_chains
 from specdistill.statistics.theory import BETTER_K_GAIN, RoundCost, speedup_curve
 
+OTHER_LENGTHS = {"lookup_first", "draft_length"}  # what of `settings.drafting` says that rounds differ in length
 COSTS = ("acceptance_rate_per_position", "verify_ms", "draft_ms", "baseline_step_ms", "predicted_speedup")
 
 
@@ -28,11 +29,18 @@ class DraftLength(NamedTuple):
 
 def draft_lengths(report: Report | None) -> tuple[DraftLength, ...]:
     """Of each load, by its size. Empty without a sweep of K or of the load, and where a round drafts otherwise than K tokens in a chain."""
-    if report is None or report["settings"].get("tree") or report["settings"].get("drafting", {}).get("lookup_first"):
+    if report is None or report["settings"].get("tree") or OTHER_LENGTHS & report["settings"].get("drafting", {}).keys():
         return ()
     rows = [row for row in of_chains(report) if "speedup" in row]
     loads = sorted({row["batch_size"] for row in rows}) if len(rows) > 1 else []
     return tuple(_best([row for row in rows if row["batch_size"] == size], report) for size in loads)
+
+
+def usual_length(report: Report) -> int:
+    """K, as engines draft it; of lengths that were chosen online the mean of the rounds that drafted."""
+    row, k = report["results"][0], int(report["settings"]["num_speculative_tokens"])
+    is_mean = "num_rounds_per_length" in row and row["num_drafts"] and not report["settings"]["drafting"].get("lookup_first")
+    return round(row["num_draft_tokens"] / row["num_drafts"]) if is_mean else k
 
 
 def _best(rows: Sequence[ResultRow], report: Report) -> DraftLength:

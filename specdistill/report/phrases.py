@@ -154,9 +154,12 @@ def other_speeds(row: ResultRow) -> str:
 
 
 def averages(report: Report) -> list[str]:
-    """The macro- and the micro-average of acceptance length and speedup, each with how it was averaged."""
-    headline = report["headline"]
-    return [
+    """The macro- and the micro-average of acceptance length and speedup, each with how it was averaged; the lengths chosen online."""
+    headline, row = report["headline"], report["results"][0]
+    counts = row.get("num_rounds_per_length", [])
+    shares = ", ".join(f"{k} in {percent(count / sum(counts))}" for k, count in enumerate(counts) if count)
+    chosen = [f"Draft {online_length(row)}; of the rounds {shares}"] if shares else []
+    return chosen + [
         f"{row['average']}: acceptance length {number(row.get('mean_acceptance_length'))}{between(row, 'mean_acceptance_length')}, "
         f"speedup {times(row.get('speedup'))}{between(row, 'speedup')}"
         for row in (headline, headline.get("micro"))
@@ -193,6 +196,13 @@ def per_round(row: ResultRow) -> str:
     """Tokens per round, where rounds without a draft make it differ from the acceptance length; else empty."""
     differs = row["num_drafts"] != row.get("num_rounds", row["num_drafts"])
     return f"{number(row['tokens_per_round'])} per round" if differs and "tokens_per_round" in row else ""
+
+
+def online_length(row: ResultRow) -> str:
+    """The mean of lengths that were chosen online, rounds without a draft included; empty for a fixed one."""
+    if not any(counts := row.get("num_rounds_per_length", [])):
+        return ""
+    return f"length chosen online: {number(sum(k * count for k, count in enumerate(counts)) / sum(counts))} tokens on average"
 
 
 def requirement(rule: Mapping[str, Any]) -> str:

@@ -64,6 +64,7 @@ class ResultDocument(Document, total=False):
     num_disturbed_rounds: Annotated[Count, about("that took far longer than in other repetitions; not in the times")]
     num_new_tokens: Required[Annotated[Count, about("tokens generated with the draft, stop tokens included")]]
     num_rounds: Annotated[Count, about("target steps with the draft, prefill apart")]
+    num_rounds_per_length: Annotated[list[Count], about("[K + 1] rounds of 0, 1, … draft tokens; of a length chosen online")]
     num_drafts: Required[Annotated[Count, about("rounds in which something was drafted")]]
     num_draft_tokens: Required[Annotated[Count, about("draft tokens; of trees all nodes")]]
     num_accepted_tokens: Required[Annotated[Count, about("draft tokens that were accepted and emitted")]]

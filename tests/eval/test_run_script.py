@@ -143,6 +143,22 @@ def test_a_draft_is_measured_behind_a_lookup(measured, tmp_path, method, own, le
         assert [sample["text"] for sample in samples[:4]] == [sample["text"] for sample in samples[4:]]
 
 
+def test_the_length_of_a_draft_is_chosen_online(measured, tmp_path):
+    """Greedy output is that of generate(), and the report says how long the drafts of each configuration were."""
+    draft = tmp_path / "draft"
+    tiny_target_model(num_layers=1).save_pretrained(draft)
+    tiny_tokenizer().save_pretrained(draft)
+    more = ["eval.sweep.batch_size=[2]", "eval.max_new_tokens=40", "eval.num_speculative_tokens=3"]
+    report, samples = measured("method=draft_model", f"draft={draft}", "eval.draft_length=online", *more)
+    assert report["settings"]["drafting"]["draft_length"] == "online"
+    assert report["lossless"]["greedy_identical"] and report["gate"]["verdict"] == "passed"
+    alone, together = (row for row in report["results"] if row["category"] == "all")
+    for row, of_row in ((alone, samples[:4]), (together, samples[4:])):
+        lengths = [len(entry["drafted"]) for sample in of_row for entry in sample["rounds"]]
+        assert row["num_rounds_per_length"] == [lengths.count(k) for k in range(4)] and len(set(lengths)) > 1
+    assert "length chosen online: " in (tmp_path / "report" / "report.md").read_text()
+
+
 @pytest.mark.long  # torch traces six graphs
 def test_the_targets_passes_are_compiled(measured, tmp_path, monkeypatch):
     """With the draft and without, in the test of sampling, and for every K whose cost is timed; traced as for the compiler."""
@@ -210,6 +226,9 @@ def test_a_run_is_judged_against_a_baseline_and_its_own_budget(measured, keys, g
         (["target=./nowhere"], "target.model", "./nowhere"),
         (["eval.suite=null"], "eval.suite", "nothing with target"),
         (["eval.lookup_first={}"], "eval.lookup_first", "a lookup in front of method ngram"),
+        (["method=eagle3", "eval.draft_length=online", "eval.sweep.tree=[{branching: [2]}]"], "eval.draft_length", "online"),
+        (["method=eagle3", "eval.draft_length=online", "eval.tree={branching: [2]}"], "eval.draft_length", "online"),
+        (["method=eagle3", "eval.draft_length=online", "eval.engine=vllm"], "eval.draft_length", "online"),
         (["method=eagle3", "eval.lookup_first={draft_tokens: 9}"], "eval.lookup_first.draft_tokens", "9 with K = 4"),
         (["method=eagle3", "eval.lookup_first={min: 4, max: 2}"], "eval.lookup_first.min", "4"),
         (["method=eagle3", "eval.lookup_first={}", "eval.engine=sglang"], "eval.lookup_first", '{"method"'),

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from specdistill.decoding.decoder import NEAR_TIE, Decoder, Generation, Round, exact
+from specdistill.decoding.online_length import OnlineLengthProposer
 from specdistill.decoding.proposer import Proposal
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import DynamicTree, StaticTree
@@ -88,15 +89,23 @@ def peaked(seed: int) -> FrozenTarget:
     return FrozenTarget(model, tiny_tokenizer(), name="peaked")
 
 
+def online(draft):
+    """Where no draft pays, and only the first round drafts."""
+    proposer = OnlineLengthProposer(draft)
+    proposer.rule.start(3.0, 1.0, tokens=0.5)
+    return proposer
+
+
 @pytest.mark.parametrize(
     ("draft", "k", "tree"),
     [
         (ModelProposer(peaked(0).model, one_hot=True), 1, None),
         (ModelProposer(peaked(3).model), 1, None),
+        (online(DraftModelProposer(peaked(3).model)), 4, None),
         (DraftModelProposer(peaked(3).model), 2, StaticTree((2, 1))),
         (DraftModelProposer(peaked(3).model), 2, DynamicTree(budget=3, depth=2, top_k=2)),
     ],
-    ids=["one-hot", "drawn", "static tree", "dynamic tree"],
+    ids=["one-hot", "drawn", "of a length chosen online", "static tree", "dynamic tree"],
 )
 def test_sampling_is_lossless_and_the_wrong_rule_is_caught(draft, k, tree):
     prompts = [Prompt("p", "c", "text", (1, 2, 3, 4)), OTHER]

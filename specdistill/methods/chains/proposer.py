@@ -50,6 +50,7 @@ class HeadProposer:
         config, self.device = head.config, shipped[0].device
         self.cache_options = (partial(head.rotary, shipped[0]), self.device, config.sliding_window)
         self.cache: DraftKVCache
+        self.is_enough: Callable[[Tensor], bool] | None = None  # see `ConfidentProposer`
 
     def passes(self, k: int) -> int:
         return k
@@ -102,7 +103,7 @@ class HeadProposer:
         sampling: Sampling,
         generators: Generators,
     ) -> list[Proposal]:
-        """Chains of K draft tokens for B sequences, which continue next ids [B, F] and hidden states [B, F, H].
+        """Chains of K draft tokens, or as many as are enough, for B sequences, which continue next ids [B, F] and hidden states [B, F, H].
 
         forward: one draft step over such -> `normed` [B, H] and the next hidden state [B, H] at each row's last position.
         """
@@ -119,6 +120,8 @@ class HeadProposer:
                 distributions.append(self._over_target_vocabulary(sampling.probabilities(logits_BW)))
                 token_B = draw(distributions[-1], uniforms_BK[:, step])
             tokens.append(token_B)
+            if self.is_enough and self.is_enough(sampling.confidence(logits_BW)):
+                break
             next_ids, hidden = token_B.unsqueeze(1), hidden_BH.unsqueeze(1)
         probs_BKV = torch.stack(distributions, dim=1) if distributions else [None] * len(generators)
         return [Proposal(row, probs) for row, probs in zip(torch.stack(tokens, dim=1).tolist(), probs_BKV, strict=True)]

@@ -61,6 +61,7 @@ class DraftModelProposer:
     ) -> None:
         self.draft = draft.eval()
         self.key = key
+        self.is_enough: Callable[[Tensor], bool] | None = None  # see `ConfidentProposer`
         self.head = examine(draft, "the draft", key=key).head
         self.layers: Any = LlamaLayers(draft) if is_plain_llama(draft) else TransformersLayers(draft)
         self.shared_vocabulary = vocabulary
@@ -162,8 +163,7 @@ class DraftModelProposer:
     def _is_unsure(self, logits_1W: Tensor, sampling: Sampling) -> bool:
         if self.confidence_threshold is None:
             return False
-        probs_1W = (logits_1W.float() / (sampling.temperature or 1.0)).softmax(-1)
-        return float(probs_1W.max()) < self.confidence_threshold
+        return float(sampling.confidence(logits_1W)) < self.confidence_threshold
 
     def _proposal(self, index_N: Tensor, probs_NW: Tensor | None, tree: Tree | None = None) -> Proposal:
         """In the target's ids."""
@@ -272,7 +272,7 @@ def draft_chains(
                 sure = not draft._is_unsure(logits_BW[b : b + 1], sampling)
                 num_drafted[b] += sure
                 counts[b] = int(sure and step + 1 < steps[b])
-        if not any(counts):
+        if (draft.is_enough and draft.is_enough(sampling.confidence(logits_BW))) or not any(counts):
             break
         next_ids = draft._draft_ids(chosen[-1]).unsqueeze(1)
     proposals = [Proposal([])] * len(rows)
