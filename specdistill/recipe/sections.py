@@ -57,11 +57,8 @@ ALL_CHAINS = ReadWhen(
     "with eval.engine=specdistill and without trees, which have a size of their own",
     lambda it: (
         IN_PROCESS.holds(it)
-        and it.tree is None
+        and not (it.tree or getattr(it, "sweep", SweepConfig()).tree)
         and not (it.lookup_first and it.lookup_first.draft_tree)
-        and not getattr(it, "sweep", SweepConfig()).tree
-        and not any(getattr(it, "trees_each", ()))
-        and not any(lookup and lookup.draft_tree for lookup in getattr(it, "lookup_first_each", ()))
     ),
 )
 SOME_PROMPTS = ReadWhen(
