@@ -8,7 +8,7 @@ import torch
 
 from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.decoder import Decoder, Generation, Round
-from specdistill.decoding.online_length import LengthRule, OnlineLengthProposer
+from specdistill.decoding.online_length import WEIGHT, LengthRule, OnlineLengthProposer
 from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.decoding.sampling import GREEDY, Sampling
 from specdistill.measurement.configurations import Settings
@@ -131,6 +131,18 @@ def test_the_rows_of_a_batch_share_a_length(target: FrozenTarget) -> None:
     assert [run.token_ids for run in runs] == [run.token_ids for run in alone]
     shared = [*zip(*map(lengths, runs), strict=False)]
     assert all(len({*of_round}) == 1 for of_round in shared) and len({*shared}) > 1
+
+
+def test_a_row_that_leaves_a_batch_takes_along_what_it_drafted() -> None:
+    rule, rows = LengthRule(has_confidences=True), [[1], [2]]
+    rule.start(1.2, 0.1, tokens=2.0)
+    rule.begin()
+    rule.length(rows, K)
+    rule.is_enough(torch.tensor([0.9, 0.1]))
+    rule.drafts(rows, [Proposal([5]), Proposal([6])])
+    rule.keep([1])
+    rule.length([[2, 6, 7]], K)
+    assert rule.averages.offset == pytest.approx(WEIGHT * (1 - 0.1))  # accepted, at a confidence of 0.1
 
 
 def rounds(length: int, seconds: float, *accepted: int) -> list[Round]:
