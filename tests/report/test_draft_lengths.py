@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from specdistill.report.draft_lengths import DraftLength, draft_lengths
+from specdistill.report.draft_lengths import DraftLength, draft_lengths, usual_length
 
 SAME = {"suite": "pico", "category": "all", "temperature": 0.0, "tree": None, "context_bucket": "all"}
 RATES = [0.6, 0.3, 0.1, 0.05]
@@ -51,9 +51,19 @@ def test_a_small_gain_of_what_was_not_measured_counts_for_nothing() -> None:
         report(row(4, 1, 1.5)),
         report(row(4, 1, 1.5), row(2, 1, 1.8), tree={"budget": 6, "depth": 4, "top_k": 3}),
         report(row(4, 1, 1.5), row(2, 1, 1.8), drafting={"lookup_first": {"method": "ngram"}}),
+        report(row(4, 1, 1.5), row(2, 1, 1.8), drafting={"draft_length": "online"}),
         None,
     ],
-    ids=["no sweep", "trees", "a lookup first", "no report"],
+    ids=["no sweep", "trees", "a lookup first", "chosen online", "no report"],
 )
 def test_what_says_nothing_of_chains(nothing: dict[str, Any] | None) -> None:
     assert draft_lengths(nothing) == ()
+
+
+def test_engines_draft_the_mean_of_lengths_that_were_chosen_online() -> None:
+    counts = {"num_rounds_per_length": [4, 1, 0, 3, 0], "num_drafts": 4, "num_draft_tokens": 10}
+    settings = {"num_speculative_tokens": 4, "drafting": {"draft_length": "online"}}
+    assert usual_length(report(row(4, 1, 1.5) | counts, **settings)) == 2
+    assert usual_length(report(row(4, 1, 1.5), num_speculative_tokens=4)) == 4
+    behind = {"drafting": {"draft_length": "online", "lookup_first": {"method": "ngram"}}}
+    assert usual_length(report(row(4, 1, 1.5) | counts, **settings | behind)) == 4  # which a lookup gives
