@@ -11,7 +11,6 @@ Shapes: B rows, F freshly committed positions, D target hidden size.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -70,11 +69,10 @@ class LookupFirstProposer:
     def propose(self, state: DecodingState, k: int, sampling: Sampling, generator: Random) -> Proposal:
         assert state.fresh is not None
         found = self.lookup.propose(state, k, sampling, generator)
-        self._unread.add(state.fresh, [state.fresh.last_hidden.shape[1]])
         if found.tokens:
+            self._unread.add(state.fresh, [state.fresh.last_hidden.shape[1]])
             return found
-        (fresh,) = self._unread.take()
-        read, levels = replace(state, fresh=fresh), min(k, self.levels)
+        read, levels = self._unread.read_by(state), min(k, self.levels)
         if self.tree is None:
             return self.draft.propose(read, levels, sampling, generator)
         assert isinstance(self.draft, TreeProposer)
@@ -100,10 +98,10 @@ class LookupFirstBatch:
 
     def propose(self, state: BatchState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
         found = self.lookup.propose(state, k, sampling, generators)
-        self._unread.add(state.fresh, state.num_fresh)
         if all(proposal.tokens for proposal in found):
+            self._unread.add(state.fresh, state.num_fresh)
             return found
-        read = self._unread.taken_by(state)
+        read = self._unread.read_by_rows(state)
         # A row whose tokens were looked up draws none of its own numbers for the draft's.
         drawn = [
             torch.Generator() if proposal.tokens else generator for proposal, generator in zip(found, generators, strict=True)

@@ -8,7 +8,7 @@ same time yields otherwise. After j draft tokens there is another one if
 with c_i the draft's confidence at position i (the probability of its best token), o a running offset that fits confidences to what was
 accepted, a the running acceptance rate of a position that is reached, s the cost of one more draft token in plain steps, and g the goodput,
 tokens per round over cost per round, running averages as well. Where g < 1 no draft pays: rounds are plain steps, but for a few that try
-again, on which a share of TRIED of the time is spent. Costs are measured before (`measure.calibrate`), with the averages that a request
+again, which lose a share of TRIED of the time. Costs are measured before (`measure.calibrate`), with the averages that a request
 begins with. All of it is one request's, or the rows' of a batch together: they share passes, and so the length.
 
 Sources: SGLang's adaptive decoding (strategy `throughput_aware`) scores lengths by E[tokens] / cost, from acceptance so far and profiled
@@ -71,12 +71,12 @@ class LengthRule:
         self.averages = Averages()
         self._lengths = itertools.count()
 
-    def start(self, base: float, slope: float, *, tokens: float) -> None:
-        """From now on choose. A round with k > 0 draft tokens costs base + slope · k plain steps. Each request begins with the averages
-        that were learned, and with `tokens` per plain step while it drafts.
+    def start(self, base: float, slope: float, goodput: float, rate: float) -> None:
+        """From now on choose. A round with k > 0 draft tokens costs base + slope · k plain steps. Each request begins with the offset that
+        was learned, with this goodput while it drafts, and this acceptance rate.
         """
-        self.base, self.slope = base, slope
-        self.first = replace(self.averages, tokens=tokens * (base + slope), cost=base + slope)
+        self.base, self.slope, cost = base, slope, base + slope
+        self.first = replace(self.averages, rate=rate, tokens=goodput * cost, cost=cost)
 
     def begin(self) -> None:
         if self.slope is not None:
@@ -91,7 +91,7 @@ class LengthRule:
         self._drafted, self._confidences = [], []
         if self.slope is None:
             k = next(self._lengths) % (k + 1)
-        elif self.averages.tokens < self.averages.cost and self._rounds_without < (self.base + self.slope - 1) / TRIED:
+        elif self._rounds_without < (self.averages.cost - self.averages.tokens) / TRIED:  # what a draft loses, in plain steps
             k = 0
         self._rounds_without = 0 if k else self._rounds_without + 1
         if self.has_confidences:
@@ -170,11 +170,10 @@ class OnlineLengthProposer:
 
     def propose(self, state: DecodingState, k: int, sampling: Sampling, generator: Random) -> Proposal:
         assert state.fresh is not None
-        self._unread.add(state.fresh, [state.fresh.last_hidden.shape[1]])
         if not (length := self.rule.length([state.token_ids], k)):
+            self._unread.add(state.fresh, [state.fresh.last_hidden.shape[1]])
             return Proposal([])
-        (fresh,) = self._unread.take()
-        proposal = self.draft.propose(replace(state, fresh=fresh), length, sampling, generator)
+        proposal = self.draft.propose(self._unread.read_by(state), length, sampling, generator)
         self.rule.drafts([state.token_ids], [proposal])
         return proposal
 
@@ -194,10 +193,10 @@ class OnlineLengthBatch:
         self._unread = Unread(len(max_lengths))
 
     def propose(self, state: BatchState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
-        self._unread.add(state.fresh, state.num_fresh)
         if not (length := self.rule.length(state.token_ids, k)):
+            self._unread.add(state.fresh, state.num_fresh)
             return [Proposal([])] * len(state.token_ids)
-        proposals = self.draft.propose(self._unread.taken_by(state), length, sampling, generators)
+        proposals = self.draft.propose(self._unread.read_by_rows(state), length, sampling, generators)
         self.rule.drafts(state.token_ids, proposals)
         return proposals
 

@@ -127,15 +127,24 @@ class Unread:
         for row, (unread, count) in enumerate(zip(self._rows, num_fresh, strict=True)):
             unread.append(fresh.rows([row]).first(count))
 
-    def take(self) -> list[Features]:
-        """All of them, [1, F, D] of each row; none are left."""
-        rows, self._rows = self._rows, [[] for _ in self._rows]
-        return [unread[0] if len(unread) == 1 else Features.joined(unread) for unread in rows]
+    def read_by(self, state: DecodingState) -> DecodingState:
+        """The state of one sequence with all that is unread as its fresh features; nothing is left."""
+        if not any(self._rows):
+            return state
+        assert state.fresh is not None
+        (fresh,) = self._taken(state.fresh, [state.fresh.last_hidden.shape[1]])
+        return replace(state, fresh=fresh)
 
-    def taken_by(self, state: BatchState) -> BatchState:
-        """The state with all of them as its fresh features."""
-        rows = self.take()
+    def read_by_rows(self, state: BatchState) -> BatchState:
+        if not any(self._rows):
+            return state
+        rows = self._taken(state.fresh, state.num_fresh)
         return replace(state, fresh=Features.padded(rows), num_fresh=[row.last_hidden.shape[1] for row in rows])
+
+    def _taken(self, fresh: Features, num_fresh: Sequence[int]) -> list[Features]:
+        self.add(fresh, num_fresh)
+        rows, self._rows = self._rows, [[] for _ in self._rows]
+        return [Features.joined(unread) for unread in rows]
 
     def keep(self, rows: Sequence[int]) -> None:
         self._rows = [self._rows[row] for row in rows]

@@ -216,23 +216,24 @@ def calibrate(target: FrozenTarget, proposer: Proposer, prompts: Sequence[Prompt
             for generation in decode(decoder, batch, settings):
                 for entry in generation.rounds:
                     rounds.setdefault(len(entry.drafted), []).append(entry)
-    base, slope, tokens = cost_and_yield(rounds)
-    draft.rule.start(base, slope, tokens=tokens)
+    draft.rule.start(*cost_and_yield(rounds))
 
 
-def cost_and_yield(rounds: Mapping[int, Sequence[Round]]) -> tuple[float, float, float]:
-    """(base, slope) of a round with k > 0 draft tokens, which costs base + slope · k rounds without; and the tokens that the best k yields
-    in the time of one of these.
+def cost_and_yield(rounds: Mapping[int, Sequence[Round]]) -> tuple[float, float, float, float]:
+    """What `LengthRule.start` takes: (base, slope) of a round with k > 0 draft tokens, which costs base + slope · k rounds without; the
+    tokens that the best k yields in the time of one of these; and how often a draft token is accepted that is reached.
 
     rounds: by their draft tokens. A line through their medians, which single ones are too noisy for. Where nothing was drafted drafts are
     taken to cost nothing: nothing speaks against them.
     """
     seconds = {k: statistics.median(one.draft_seconds + one.verify_seconds for one in same) for k, same in rounds.items()}
     if not (step := seconds.pop(0, 0.0)) or not seconds:
-        return 1.0, 0.0, 1.0
+        return 1.0, 0.0, 1.0, 0.5
     line = statistics.linear_regression([*seconds], [*seconds.values()]) if len(seconds) > 1 else (0.0, *seconds.values())
     slope, base = (part / step for part in line)
-    return base, slope, max(statistics.mean(len(one.emitted) for one in rounds[k]) / (base + slope * k) for k in seconds)
+    goodput = max(statistics.mean(len(one.emitted) for one in rounds[k]) / (base + slope * k) for k in seconds)
+    judged = [(one.num_accepted, min(one.num_accepted + 1, k)) for k, same in rounds.items() for one in same]
+    return base, slope, goodput, sum(accepted for accepted, _ in judged) / sum(reached for _, reached in judged)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from specdistill.targets.frozen import FrozenTarget
 from tests.proposers import Oracle, behind_lookup, tiny_target
 
 PROMPT, NEW_TOKENS, K = [5, 9, 5, 9, 6], 200, 6
-PAYS, LOSES = (1.2, 0.1, 2.0), (1.15, 0.1, 0.9)  # (base, slope) of a round, and tokens per plain step at the beginning
+PAYS, LOSES = (1.2, 0.1, 2.0, 0.5), (1.2, 0.1, 0.8, 0.5)  # what rules start with
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +50,9 @@ class Scripted(Oracle):
         )
 
 
-def online(draft: Any, costs: tuple[float, float, float]) -> OnlineLengthProposer:
+def online(draft: Any, start: tuple[float, float, float, float]) -> OnlineLengthProposer:
     proposer = OnlineLengthProposer(draft)
-    proposer.rule.start(*costs[:2], tokens=costs[2])
+    proposer.rule.start(*start)
     return proposer
 
 
@@ -75,8 +75,8 @@ def test_drafts_are_long_where_they_are_accepted_and_end_where_they_are_not(targ
 def test_where_no_draft_pays_it_is_tried_again_now_and_then_and_found_to_pay(target: FrozenTarget, plain: list[int]) -> None:
     never, later = (decode(target, online(Scripted(plain, right), LOSES)) for right in (range(0), range(70, 300)))
     tried = [index for index, length in enumerate(lengths(never)) if length]
-    # One draft token costs a quarter of a plain step more than none: 2 % of the time of 12.5 rounds.
-    assert tried[0] == 0 and {later - earlier for earlier, later in pairwise(tried)} == {14}
+    # At first a draft costs 1.3 plain steps and yields 1.04 tokens: it loses 2 % of the time of 13 rounds; then more.
+    assert tried[0] == 0 and all(14 <= later - earlier <= 25 for earlier, later in pairwise(tried))
     assert 0 in lengths(later)[:60] and min(lengths(later)[-5:-1]) > 2
 
 
@@ -113,7 +113,7 @@ def test_the_draft_has_read_the_rounds_that_it_did_not_draft(target: FrozenTarge
 def test_a_draft_ends_with_a_token_that_it_is_unsure_of() -> None:
     def drafted(*confidences: list[float]) -> int:
         rule = LengthRule(has_confidences=True)
-        rule.start(1.2, 0.1, tokens=2.0)
+        rule.start(*PAYS)
         rule.begin()
         assert rule.length([[1]] * len(confidences[0]), K) == K
         return 1 + [rule.is_enough(torch.tensor(of_rows)) for of_rows in confidences].index(True)
@@ -135,7 +135,7 @@ def test_the_rows_of_a_batch_share_a_length(target: FrozenTarget) -> None:
 
 def test_a_row_that_leaves_a_batch_takes_along_what_it_drafted() -> None:
     rule, rows = LengthRule(has_confidences=True), [[1], [2]]
-    rule.start(1.2, 0.1, tokens=2.0)
+    rule.start(*PAYS)
     rule.begin()
     rule.length(rows, K)
     rule.is_enough(torch.tensor([0.9, 0.1]))
@@ -151,9 +151,9 @@ def rounds(length: int, seconds: float, *accepted: int) -> list[Round]:
 
 def test_costs_are_a_line_over_plain_rounds_and_the_best_length_yields_most() -> None:
     times = {0: rounds(0, 2.0, 0, 0), 1: rounds(1, 3.0, 0, 1), 2: rounds(2, 3.5, 2, 1), 3: rounds(3, 4.0, 2, 1)}
-    assert cost_and_yield(times) == pytest.approx((1.25, 0.25, 2.5 / 1.75))
-    assert cost_and_yield({0: rounds(0, 2.0, 0), 1: rounds(1, 3.0, 1)}) == (1.5, 0.0, 2 / 1.5)
-    assert cost_and_yield({}) == cost_and_yield({0: rounds(0, 2.0, 0)}) == (1.0, 0.0, 1.0)  # nothing was drafted
+    assert cost_and_yield(times) == pytest.approx((1.25, 0.25, 2.5 / 1.75, 7 / 11))
+    assert cost_and_yield({0: rounds(0, 2.0, 0), 1: rounds(1, 3.0, 1)}) == (1.5, 0.0, 2 / 1.5, 1.0)
+    assert cost_and_yield({}) == cost_and_yield({0: rounds(0, 2.0, 0)}) == (1.0, 0.0, 1.0, 0.5)  # nothing was drafted
 
 
 def test_lengths_follow_each_other_while_costs_are_measured(target: FrozenTarget) -> None:

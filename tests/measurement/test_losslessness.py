@@ -92,7 +92,7 @@ def peaked(seed: int) -> FrozenTarget:
 def online(draft):
     """Where no draft pays, and only the first round drafts."""
     proposer = OnlineLengthProposer(draft)
-    proposer.rule.start(3.0, 1.0, tokens=0.5)
+    proposer.rule.start(3.0, 1.0, 0.5, 0.5)
     return proposer
 
 
