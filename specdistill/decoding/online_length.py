@@ -28,7 +28,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from specdistill.decoding.proposer import BatchProposer, BatchState, DecodingState, Proposal, Proposer, Unread
+from specdistill.decoding.proposer import BatchProposer, BatchState, DecodingState, Proposal, Proposer, Remembering, Unread
 from specdistill.decoding.sampling import Generators, Random, Sampling
 from specdistill.decoding.tree import TreeShape
 
@@ -162,6 +162,10 @@ class OnlineLengthProposer:
 
     def passes(self, k: int) -> int:
         return self.draft.passes(k)
+
+    def remember(self, outputs: Sequence[Sequence[int]]) -> None:
+        if isinstance(self.draft, Remembering):
+            self.draft.remember(outputs)
 
     def begin(self, max_length: int) -> None:
         self.draft.begin(max_length)

@@ -9,7 +9,7 @@ import torch
 from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.decoder import Decoder, Generation, Round
 from specdistill.decoding.online_length import WEIGHT, LengthRule, OnlineLengthProposer
-from specdistill.decoding.proposer import DecodingState, Proposal
+from specdistill.decoding.proposer import DecodingState, Proposal, Remembering
 from specdistill.decoding.sampling import GREEDY, Sampling
 from specdistill.measurement.configurations import Settings
 from specdistill.measurement.measure import calibrate, cost_and_yield
@@ -17,6 +17,7 @@ from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.ngram.method import NgramProposer
+from specdistill.methods.suffix.method import SuffixProposer
 from specdistill.suites.suite import Prompt
 from specdistill.targets.frozen import FrozenTarget
 from tests.proposers import Oracle, behind_lookup, tiny_target
@@ -86,6 +87,13 @@ def test_a_request_begins_as_every_other(target: FrozenTarget, plain: list[int])
     first, other, again = (decode(target, proposer, prompt) for prompt in (PROMPT, PROMPT[1:], PROMPT))
     assert [entry.drafted for entry in first.rounds] == [entry.drafted for entry in again.rounds]
     assert lengths(first) != lengths(other)
+
+
+def test_a_draft_looks_up_earlier_outputs(target: FrozenTarget, plain: list[int]) -> None:
+    proposer = online(SuffixProposer(), PAYS)
+    assert isinstance(proposer, Remembering)
+    proposer.remember([[*PROMPT, *plain]])
+    assert sum(entry.num_accepted for entry in decode(target, proposer).rounds) > NEW_TOKENS / 2
 
 
 @pytest.mark.parametrize("name", ["alone", "behind a lookup"])
