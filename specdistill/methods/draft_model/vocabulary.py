@@ -6,7 +6,8 @@ arXiv 2502.05202). Embedding matrices may be larger than the tokenizer; rows tha
 
 Some tokens mean the same and are spelled differently, such as those that end a turn in two chat templates. `eval.token_replacements` says
 which text of the draft stands for a token of the target: the draft reads it wherever the target's token stands, and proposes the target's
-token where it would write its own, if its text is one token.
+token where it would write its own, if its text is one token. What one token of the draft stands for is one token of the target: others with
+that text are read as it and not proposed.
 
 Shapes: W tokens in both vocabularies.
 """
@@ -31,7 +32,7 @@ class SharedVocabulary:
     """The tokens of both vocabularies: entry w is the same token, `target_ids_W` for the target, `draft_ids_W` for the draft.
 
     target_vocab_size: V, the width of the target's logits. replacements: the target's text for a token -> the draft's text for it.
-    read_as: target tokens that the draft reads as several of its own, or as none.
+    read_as: target tokens that are read but never proposed, each with the draft's tokens for it: none, several, or one that another has.
     """
 
     target_ids_W: Tensor
@@ -87,19 +88,21 @@ def match_vocabularies(
         for token, token_id in target_ids.items()
         if token_id < target_vocab_size and draft_ids.get(token, draft_vocab_size) < draft_vocab_size
     }
-    read_as = {}
+    read_as: dict[int, list[int]] = {}
     for text, replaced in replacements.items():
         token_id, *others = encode(target_tokenizer, text) or [target_vocab_size]
         is_unknown = text not in target_ids and target_tokenizer.decode([token_id]) != text
         if others or is_unknown or token_id >= target_vocab_size:
             expected = "a token of the target, with the draft's text for it"
             raise UserError(sibling_key(key, "token_replacements"), got=text, expected=expected)
+        if max(ids := encode(draft_tokenizer, replaced), default=0) >= draft_vocab_size:
+            got = f"{replaced} for {text}, token {max(ids)} of a draft with {draft_vocab_size} logits"
+            raise UserError(sibling_key(key, "token_replacements"), got=got, expected="text of its tokens")
         pairs.pop(token_id, None)
-        ids = encode(draft_tokenizer, replaced)
+        read_as[token_id] = ids
         if len(ids) == 1:
-            (pairs[token_id],) = ids
-        else:
-            read_as[token_id] = ids
+            read_as |= {other: [pairs.pop(other)] for other, same in list(pairs.items()) if same == ids[0]}
+            (pairs[token_id],) = read_as.pop(token_id)
     if not pairs:
         got = f"a draft of {len(draft_ids)} tokens, none of which is among the target's {len(target_ids)}"
         raise UserError(key, got=got, expected="tokens in both vocabularies")

@@ -232,7 +232,7 @@ def test_a_replacement_of_several_tokens_or_of_none_is_read_and_not_proposed():
     with torch.inference_mode():
         proposer.propose(DecodingState(target("<|user|>cz<|end|><|assistant|>d").input_ids), 3, GREEDY, None)
     assert proposer._context == draft("\ncyyabd").input_ids
-    left_out = {2, 3, *target("z").input_ids}
+    left_out = {2, 3, *target("\nz").input_ids}  # the draft's line break is proposed as <|user|>
     assert proposer.vocabulary == set(range(1, 260)) - left_out
 
 
