@@ -6,11 +6,14 @@ means). A rate is the ratio of sums over all parts; its error is the jackknife's
 Student's t with one degree of freedom less than these. That takes parts that are nearly independent. An engine that counts a request when
 it has ended has each in one part. One that counts while requests run has them in several; where they take more than a part's SHARE on
 average, there is no interval, as it would be too narrow. What was counted since a server started is one part, without an interval.
+
+llama.cpp's page prints six digits: a long-running server's counters jump, by 10 from a million on. Where such a jump is more than BLUR of a
+part's growth, there are no numbers. Accepted tokens by position are whole.
 """
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 import numpy as np
@@ -24,7 +27,7 @@ from specdistill.report.phrases import duration
 from specdistill.statistics.intervals import macro_interval
 from specdistill.statistics.metrics import METRICS, MIN_BUCKET_DRAFTS, value
 
-SHARE = 0.25
+SHARE, BLUR = 0.25, 0.01
 POSSIBLE = {"mean_acceptance_length": (1.0, np.inf), "acceptance_rate": (0.0, 1.0)}  # metrics, and what each can be
 
 
@@ -46,10 +49,14 @@ def acceptance(client: Client, pages: Sequence[Counters], seconds: float) -> dic
     """
     row = client.drafted(pages[0], pages[-1])
     num_drafts, drafted, accepted = row["num_drafts"], row["num_draft_tokens"], row["num_accepted_tokens"]
-    if not 0 <= accepted <= drafted:
+    if not 0 <= accepted <= drafted + _blur(client, pages[-1], client.drafting[1]):
         what = f"the server says that it accepted {accepted} of {drafted} draft tokens"
         raise ResourceError(what, next_step="look at its /metrics")
-    parts = [part for pair in pairwise(pages) if (part := client.drafted(*pair))["num_drafts"]]
+    idle = list(takewhile(lambda page: not page.keys() >= set(client.drafting), pages))  # SGLang, until a request has ended
+    grown = (client.drafted(*pair) for pair in pairwise([*idle[:1], *pages[len(idle) :]]))
+    parts = [part for part in grown if part["num_drafts"] and part["num_draft_tokens"]]
+    if lacking := _no_numbers(client, pages, seconds):
+        return {**row, "verdict": "inconclusive", "reason": lacking}
     sums = {name: np.array([part[name] for part in parts], float) for name in row if name != "accepted_per_position"}
     row["acceptance_rate_per_position"] = [count / num_drafts for count in row["accepted_per_position"] if num_drafts]
     lacking = _no_interval(client, pages, seconds, num_drafts, len(parts))
@@ -65,6 +72,27 @@ def acceptance(client: Client, pages: Sequence[Counters], seconds: float) -> dic
     return {**row, "verdict": verdict, "reason": reason}
 
 
+def _blur(client: Client, page: Counters, name: str) -> float:
+    """How far off a counter's growth may be: a unit of the last digit that is printed, nothing while it prints them all."""
+    unit: float = 10 ** math.floor(math.log10(max(1.0, client.rounding * page[name])))
+    return unit if unit > 1 else 0
+
+
+def _no_numbers(client: Client, pages: Sequence[Counters], seconds: float) -> str:
+    """Why what was counted says nothing; empty where it does."""
+    needed = 0.0  # of `seconds`
+    for name in client.drafting[:2]:
+        growth, most = pages[-1][name] - pages[0].get(name, 0.0), _blur(client, pages[-1], name) * (len(pages) - 1) / BLUR
+        needed = max(needed, most / growth if growth else math.inf if most else 0.0)
+    if needed <= 1:
+        return ""
+    return "too few drafts for counters of six digits; " + _longer(needed * seconds)
+
+
+def _longer(seconds: float) -> str:
+    return f"use seconds={math.ceil(seconds)} or more" if seconds < math.inf else "raise seconds"
+
+
 def _no_interval(client: Client, pages: Sequence[Counters], seconds: float, num_drafts: int, num_parts: int) -> str:
     """Why there is none; empty where there is one. num_parts: those in which something was drafted."""
     if num_drafts < MIN_BUCKET_DRAFTS:
@@ -76,9 +104,6 @@ def _no_interval(client: Client, pages: Sequence[Counters], seconds: float, num_
     most = SHARE * seconds / (len(pages) - 1)  # seconds of a request
     if not client.latency or total < most * ended:
         return ""
-    take = (
-        f"take {duration(total / ended)}: seconds={math.ceil(total / ended / most * seconds)}"
-        if ended
-        else "go on: more seconds"
-    )
-    return f"parts are too short for an interval, as requests {take}"
+    if not ended:
+        return f"no interval: no request ended in this time; {_longer(math.inf)}"
+    return f"no interval: requests take {duration(total / ended)} on average; {_longer(total / ended / most * seconds)}"

@@ -15,6 +15,7 @@ from specdistill.recipe.fields import ReadWhen, Section, option
 from specdistill.recipe.load import load_recipe
 from specdistill.report.phrases import between, duration, number, per_position
 
+JSON = "--json"
 NUM_PARTS = 6  # of the time that is watched: few and long ones, which depend on each other less
 SOME_TIME = ReadWhen("with seconds above 0", lambda it: it.seconds > 0)
 
@@ -27,19 +28,19 @@ class MonitorOptions(Section):
         ge=0,
         le=604_800,
     )
-    watch: bool = option(False, "go on until Ctrl-C, a line for each such time", read_when=SOME_TIME)
-    output: str | None = option(None, "JSON file for the numbers of the last line")
+    watch: bool = option(False, "repeat until Ctrl-C, one line per interval", read_when=SOME_TIME)
+    output: str | None = option(None, "JSON file for the numbers of the last line; --json prints those of each line")
     server_timeout: float = option(10.0, "seconds that one answer may take", ge=0.1)
 
 
 def monitor(arguments: list[str]) -> int:
     """watch what a running server accepts, by its counters; exit code 1: an acceptance rate below 0.5, 4: it cannot tell"""
-    options = load_recipe(MonitorOptions, keys_of(arguments))
-    output, seconds = options.output and Path(options.output), options.seconds
-    if output:
+    options = load_recipe(MonitorOptions, keys_of([argument for argument in arguments if argument != JSON]))
+    output, seconds, in_words = Path(os.path.realpath(options.output or "")), options.seconds, JSON not in arguments
+    if options.output is not None or "output=" in arguments:
+        if output.exists() and not output.is_file():  # a folder or a device, whose place it would take
+            raise UserError("output", got=repr(options.output or ""), expected="a JSON file")
         check_writable(output.parent, "output")
-        if output.is_dir():
-            raise UserError("output", got=f"{output}, a folder", expected="a JSON file")
         output.parent.mkdir(parents=True, exist_ok=True)
     server = Server(options.server, key="server", timeout=options.server_timeout, timeout_key="server_timeout")
     server.session.headers["Connection"] = "close"  # no engine keeps one alive from reading to reading
@@ -49,7 +50,8 @@ def monitor(arguments: list[str]) -> int:
     engine, client = engine_of(server)
     num_parts = NUM_PARTS if seconds else 1
     intervals = f"95% intervals over {num_parts} parts of {duration(seconds / num_parts)}" if seconds else "since it started"
-    print(f"{engine} at {server.address}, {intervals}", flush=True)
+    if in_words:
+        print(f"{engine} at {server.address}, {intervals}", flush=True)
     pages: list[Counters] = [client.counters(server) if seconds else {}]
     while True:
         start, pages = time.monotonic(), pages[-1:]
@@ -57,9 +59,9 @@ def monitor(arguments: list[str]) -> int:
             time.sleep(max(0.0, start + seconds * part / num_parts - time.monotonic()))
             pages.append(client.counters(server))
         found = acceptance(client, pages, seconds)
-        print(time.strftime("%H:%M:%S"), line(found), flush=True)
-        if output:
-            found = {"server": server.address, "engine": engine, "time": time.time(), "seconds": seconds, **found}
+        found = {"server": server.address, "engine": engine, "time": time.time(), "seconds": seconds, **found}
+        print(f"{time.strftime('%H:%M:%S')} {line(found)}" if in_words else json.dumps(found), flush=True)
+        if options.output:
             aside = output.with_name(f".{output.name}.{os.getpid()}")
             aside.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
             os.replace(aside, output)  # whole at any time

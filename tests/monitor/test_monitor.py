@@ -18,7 +18,7 @@ from scipy import stats
 
 from specdistill.cli import main
 from specdistill.engines.llama_cpp import LLAMA_CPP
-from specdistill.engines.server import SPEC_DECODE
+from specdistill.engines.server import PER_POSITION, SPEC_DECODE
 from specdistill.engines.vllm import VLLM
 from specdistill.monitor import command
 from specdistill.monitor.acceptance import acceptance
@@ -124,6 +124,33 @@ def test_an_interval_holds_nothing_impossible(tmp_path):
     assert found["acceptance_rate_ci95"][0] == 0 and found["mean_acceptance_length_ci95"][0] == 1
 
 
+def six_digits(drafts, *of_parts):
+    """llama.cpp's pages: (drafts, accepted tokens of each position) of each part, on top of what it counted before."""
+    taken = 0
+    for more, accepted in ((0, 0), *of_parts):
+        drafts, taken = drafts + more, taken + accepted
+        counts = dict(zip(SPEC_DECODE, (drafts, K * drafts, K * taken), strict=True))
+        positions = {f"{PER_POSITION}{position}": float(taken) for position in range(K)}
+        yield {name: float(f"{count:g}") for name, count in counts.items()} | positions
+
+
+def test_counters_that_are_rounded_say_nothing_of_few_drafts():
+    def found(drafts, *of_parts, seconds=60.0):
+        return acceptance(LLAMA_CPP.client, list(six_digits(drafts, *of_parts)), seconds)
+
+    for each in ((6, 3), (1, 1)):  # 36 drafts, and ones that the digits do not show
+        few = found(5_000_000, *[each] * PARTS)
+        assert few["verdict"] == "inconclusive" and "too few drafts for counters of six digits; " in few["reason"]
+        assert not any("acceptance" in name for name in few) and "acceptance length –, " in command.line(few)
+    assert "raise seconds" in found(5_000_000, *[(0, 0)] * PARTS)["reason"]
+    told = re.search(r"use seconds=(\d+) or more", found(5_000_000, *[(100, 40)] * PARTS)["reason"])
+    longer = [(int(100 * int(told[1]) / 60), int(40 * int(told[1]) / 60))] * PARTS
+    enough = found(5_000_000, *longer, seconds=float(told[1]))
+    assert enough["verdict"] == "failed" and enough["acceptance_rate"] == pytest.approx(0.4, rel=0.01)
+    assert found(200_000, *[(100, 40)] * PARTS)["acceptance_rate"] == pytest.approx(0.4)  # up to a million they show all
+    assert "in one part" in found(5_000_004, (30_000, 12_000), (2, 1), *[(0, 0)] * 4)["reason"]  # no draft token in the second
+
+
 def test_requests_that_several_parts_share_give_no_interval():
     """In a minute, of parts of 10 s. vLLM counts while requests run, llama.cpp once they have ended."""
 
@@ -132,7 +159,7 @@ def test_requests_that_several_parts_share_give_no_interval():
         ended = {"sum": 10 * latency, "count": 10 if latency else 0}
         return [page | {f"{VLLM.client.latency}_{name}": n * ended[name] for name in ended} for n, page in enumerate(counts)]
 
-    for client, latency, said in ((VLLM.client, 5.0, "seconds=120"), (VLLM.client, 0.0, "go on")):
+    for client, latency, said in ((VLLM.client, 5.0, "seconds=120"), (VLLM.client, 0.0, "raise seconds")):
         found = acceptance(client, pages(latency), 60.0)
         assert "acceptance_rate_ci95" not in found and found["verdict"] == "inconclusive" and said in found["reason"]
     for client, latency in ((VLLM.client, 2.4), (LLAMA_CPP.client, 5.0)):
@@ -160,6 +187,33 @@ def test_ranks_are_summed_and_a_gauge_of_each_is_one_number(tmp_path):
     later = text.replace(" 2602.0", " 2702.0").replace(" 7557.0", " 7777.0").replace(" 12.0", " 13.0")
     _, found = watched([text, *[text] * PARTS, later], tmp_path, SOME_TIME)
     assert (found["num_drafts"], found["num_draft_tokens"], found["num_accepted_tokens"]) == (100, 700, 119)
+
+
+def test_a_server_that_answers_its_first_request_is_watched_from_nothing(tmp_path):
+    """SGLang has the counters only from then on."""
+    text = (HERE / "sglang.txt").read_text()
+    idle = "".join(line for line in text.splitlines(True) if "_total{" not in line)
+    code, found = watched([idle] * 5 + [text] * (PARTS - 3), tmp_path, SOME_TIME)
+    assert (code, found["num_drafts"], found["num_accepted_tokens"]) == (4, 2602, 4943) and "one part" in found["reason"]
+
+
+def test_json_is_an_object_for_each_time_and_nothing_else(tmp_path, capsys):
+    with serving(growing(*[60] * PARTS)) as address:
+        assert main(["monitor", f"server={address}", SOME_TIME, "--json"]) == 0
+    (only,) = capsys.readouterr().out.splitlines()
+    _, written = watched(growing(*[60] * PARTS), tmp_path, SOME_TIME)
+    assert {**json.loads(only), "time": 0, "server": ""} == {**written, "time": 0, "server": ""}
+
+
+def test_a_link_to_a_file_stays_one(tmp_path):
+    (tmp_path / "new").mkdir()
+    (tmp_path / "kept.json").touch()
+    (tmp_path / "new" / "acceptance.json").symlink_to(tmp_path / "kept.json")
+    watched(repeat(RECORDED), tmp_path, "seconds=0")
+    assert (
+        json.loads((tmp_path / "kept.json").read_text())["engine"] == "vllm"
+        and (tmp_path / "new" / "acceptance.json").is_symlink()
+    )
 
 
 def without(name):
@@ -205,6 +259,8 @@ def test_a_server_without_metrics_is_told_how_to_have_them(capsys):
         ("server=http://127.0.0.1:1 seconds=0 watch=true", "watch"),
         ("server=http://127.0.0.1:1 output=/proc/x.json", "output"),
         ("server=http://127.0.0.1:1 output=/tmp", "output"),
+        ("server=http://127.0.0.1:1 output=/dev/null", "output"),
+        ("server=http://127.0.0.1:1 output=", "output"),
     ],
 )
 def test_mistakes_name_their_key(arguments, key, capsys):
