@@ -109,9 +109,8 @@ def print_diagnosis(made: "Diagnosis") -> None:
             what += f"; training simulated {simulated.length:.2f} with {simulated.num_tokens}"
         console.print(what)
     if behind := made.behind_lookup:
-        console.print(
-            f"with the lookup in front {behind.length:.2f}, of {behind.num_tokens} tokens that it gives where it finds any"
-        )
+        most = f"up to {behind.num_tokens} looked-up tokens per round"
+        console.print(f"with the lookup in front: acceptance length {behind.length:.2f} ({most})")
     count = Counter(finding.severity for finding in made.findings)
     counted = [f"{count[kind]} {kind}{'s' * (count[kind] != 1)}" for kind in ("problem", "warning") if count[kind]]
     console.print(Text(", ".join(counted) or "no problem found", style="bold"))

@@ -6,10 +6,7 @@ from pydantic import model_validator
 
 from specdistill.errors import UserError
 from specdistill.methods.recipe import Recipe
-from specdistill.recipe.fields import ReadWhen
 from specdistill.recipe.sections import EvalConfig
-
-NO_SERVER = ReadWhen("without eval.server: a server looks up as it was started", lambda it: getattr(it, "server", None) is None)
 
 
 class UntrainedRecipe(Recipe):

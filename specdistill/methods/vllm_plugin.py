@@ -23,7 +23,7 @@ from specdistill.engines.vllm import LOOKUP_MARK, LOOKUP_VARIABLE, VLLM
 from specdistill.errors import UserError
 from specdistill.files.documents import parse_json
 from specdistill.methods.ngram.lookup import NgramLookup
-from specdistill.recipe.sections import LookupFirstConfig, check_lengths
+from specdistill.recipe.sections import LookupFirstConfig
 
 DRAFTS = ("eagle", "eagle3", "mtp", "draft_model")  # speculative methods that draft token by token
 
@@ -54,7 +54,6 @@ def parameters(given: str) -> LookupFirstConfig:
         config = LookupFirstConfig.model_validate(parse_json(given.encode()))
     except ValueError as error:
         raise UserError(LOOKUP_VARIABLE, got=f"{given} ({error})", expected="the keys of eval.lookup_first as JSON") from error
-    check_lengths(LOOKUP_VARIABLE, config.min, config.max)
     assert VLLM.lookup is not None
     if lacking := VLLM.lookup.lacks(config):
         raise UserError(f"{LOOKUP_VARIABLE}.{lacking}", got=getattr(config, lacking), expected="what vLLM can be given")

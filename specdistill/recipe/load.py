@@ -199,6 +199,9 @@ def _user_error(schema: type[Section], chosen: type[Section], detail: ErrorDetai
     key = prefix + _spelled(place)
     if kind == "extra_forbidden":
         return _unknown(schema, chosen, place, value, prefix)
+    if kind == "min_above_max":
+        least, most = (prefix + _spelled([*place, name]) for name in ("min", "max"))
+        return UserError(least, got=detail["ctx"]["min"], expected=f"at most {most}, which is {detail['ctx']['max']}")
     field = _field_at(chosen, place)
     if kind == "missing":
         while inner := section_of(field.annotation):  # a section that has a required key

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from specdistill.engines import ENGINES, engines_with
 from specdistill.engines.server import MOST_IN_FLIGHT
@@ -22,7 +23,7 @@ SEVERAL_GPUS = ReadWhen(
     "with eval.engine=vllm or sglang and no eval.server", lambda it: STARTED.holds(it) and it.engine in ("vllm", "sglang")
 )
 RUNNING = ReadWhen("with eval.server", lambda it: it.server is not None)
-NOT_RUNNING = ReadWhen("without eval.server: a server drafts as it was started", lambda it: it.server is None)
+NOT_RUNNING = ReadWhen("without eval.server: a server drafts as it was started", lambda it: getattr(it, "server", None) is None)
 IN_PROCESS = ReadWhen(
     "with eval.engine=specdistill: a server drafts as it was started",
     lambda it: getattr(it, "engine", "specdistill") == "specdistill",
@@ -227,9 +228,10 @@ class TreeConfig(Section):
         return self.depth or len(self.branching or ())
 
 
-def check_lengths(section: str, shortest: int, longest: int) -> None:
+def check_lengths(shortest: int, longest: int) -> None:
+    """In the validator of a section that has them as `min` and `max`; `validate` makes the error, with the keys where it stands."""
     if shortest > longest:
-        raise UserError(f"{section}.min", got=shortest, expected=f"at most {section}.max, which is {longest}")
+        raise PydanticCustomError("min_above_max", "min {min} is above max {max}", {"min": shortest, "max": longest})
 
 
 def check_llama_cpp(section: str, longest: int, k: int) -> None:
@@ -251,6 +253,11 @@ class LookupFirstConfig(Section):
     )
     draft_tree: TreeConfig | None = option(None, "a tree of the draft in place of draft_tokens; null: a chain of these")
 
+    @model_validator(mode="after")
+    def _has_lengths(self) -> "LookupFirstConfig":
+        check_lengths(self.min, self.max)
+        return self
+
     @property
     def levels(self) -> int:
         """Draft steps per round in which the draft drafts."""
@@ -265,7 +272,6 @@ class LookupFirstConfig(Section):
     def check(self, settings: "MeasurementConfig", k: int) -> None:
         """Raises UserError where it cannot stand in front of a draft that is measured so, with K = k."""
         key = f"{settings.SECTION}lookup_first"
-        check_lengths(key, self.min, self.max)
         if self.levels > k:
             name, shape = ("draft_tree", "a tree of depth ") if self.draft_tree else ("draft_tokens", "")
             raise UserError(

@@ -225,6 +225,11 @@ def test_a_run_is_judged_against_a_baseline_and_its_own_budget(measured, keys, g
         (["method=eagle3"], "eval.draft", "null"),
         (["target=./nowhere"], "target.model", "./nowhere"),
         (["eval.suite=null"], "eval.suite", "nothing with target"),
+        (
+            ["method=suffix", "eval.engine=llama.cpp", "eval.sampling_draws=400"],
+            "method",
+            "suffix with eval.engine=llama.cpp",
+        ),
         (["eval.lookup_first={}"], "eval.lookup_first", "a lookup in front of method ngram"),
         (["method=eagle3", "eval.draft_length=online", "eval.sweep.tree=[{branching: [2]}]"], "eval.draft_length", "online"),
         (["method=eagle3", "eval.draft_length=online", "eval.tree={branching: [2]}"], "eval.draft_length", "online"),

@@ -39,7 +39,7 @@ def test_vllm_finds_it_and_it_does_nothing_unless_asked(monkeypatch: pytest.Monk
         ("[2]", ""),
         ('{"most": 3}', ""),
         ('{"min": 0}', ""),
-        ('{"min": 4, "max": 3}', ".min"),
+        ('{"min": 4, "max": 3}', ""),
         ('{"draft_tree": {"branching": [2]}}', ".draft_tree"),
         ('{"method": "suffix"}', ".method"),
     ],

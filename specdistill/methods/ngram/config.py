@@ -4,9 +4,9 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from specdistill.methods.untrained import NO_SERVER, UntrainedRecipe, check_of_engine
+from specdistill.methods.untrained import UntrainedRecipe, check_of_engine
 from specdistill.recipe.fields import ReadWhen, Section, option, section
-from specdistill.recipe.sections import LLAMA_CPP, STARTED, EvalConfig, check_lengths, check_llama_cpp
+from specdistill.recipe.sections import LLAMA_CPP, NOT_RUNNING, STARTED, EvalConfig, check_lengths, check_llama_cpp
 
 OWN_RULE = ReadWhen("with rule=specdistill", lambda it: it.rule == "specdistill")
 SEVERAL_LENGTHS = ReadWhen("without rule=llama.cpp, which compares max tokens", lambda it: it.rule != "llama.cpp")
@@ -25,12 +25,12 @@ class NgramConfig(Section):
 
     @model_validator(mode="after")
     def _has_lengths(self) -> "NgramConfig":
-        check_lengths("eval.ngram", self.min, self.max)
+        check_lengths(self.min, self.max)
         return self
 
 
 class NgramEvalConfig(EvalConfig):
-    ngram: NgramConfig = option(NgramConfig(), "how n-grams are looked up", read_when=NO_SERVER)
+    ngram: NgramConfig = option(NgramConfig(), "how n-grams are looked up", read_when=NOT_RUNNING)
 
     @model_validator(mode="after")
     def _is_of_the_engine(self) -> "NgramEvalConfig":

@@ -3,9 +3,9 @@
 from pydantic import model_validator
 
 from specdistill.errors import UserError
-from specdistill.methods.untrained import NO_SERVER, UntrainedRecipe, check_of_engine
+from specdistill.methods.untrained import UntrainedRecipe, check_of_engine
 from specdistill.recipe.fields import Section, option, section
-from specdistill.recipe.sections import STARTED, EvalConfig, check_lengths
+from specdistill.recipe.sections import NOT_RUNNING, STARTED, EvalConfig, check_lengths
 
 
 class SuffixConfig(Section):
@@ -21,7 +21,7 @@ class SuffixConfig(Section):
 
     @model_validator(mode="after")
     def _has_lengths(self) -> "SuffixConfig":
-        check_lengths("eval.suffix", self.min, self.max)
+        check_lengths(self.min, self.max)
         if self.max_spec_factor * self.max < 1:
             expected = f"at least 1 / {self.max}, or nothing is ever drafted"
             raise UserError("eval.suffix.max_spec_factor", got=self.max_spec_factor, expected=expected)
@@ -29,11 +29,12 @@ class SuffixConfig(Section):
 
 
 class SuffixEvalConfig(EvalConfig):
-    suffix: SuffixConfig = option(SuffixConfig(), "how suffixes are looked up", read_when=NO_SERVER)
+    suffix: SuffixConfig = option(SuffixConfig(), "how suffixes are looked up", read_when=NOT_RUNNING)
 
     @model_validator(mode="after")
     def _is_of_the_engine(self) -> "SuffixEvalConfig":
-        if STARTED.holds(self):  # it asks for no least agreement, and a repetition would look up what the one before it gave
+        # It asks for no least agreement, and a repetition would look up what the one before it gave.
+        if STARTED.holds(self) and self.engine == "vllm":
             check_of_engine(self, "suffix", min=(1,), max_cached_requests=(0,))
         return self
 
