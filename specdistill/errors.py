@@ -58,8 +58,8 @@ class ResourceError(ReportedError):
 
 def reported(command: Callable[[], int], *, debug: bool = False) -> int:
     """The exit code of a command, whatever it raises: see `explain`. Quiet where nobody reads on, as behind `| head`."""
-    for stream in (sys.stdout, sys.stderr):
-        guard(stream)
+    guard(sys.stdout)
+    guard(sys.stderr, shortens=True)
     try:
         code = command()
         sys.stdout.flush()

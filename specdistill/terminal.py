@@ -11,6 +11,7 @@ from rich.segment import Segment
 # Control characters but tab and newline; what reverses the text that follows; what neither UTF-8 nor XML can hold.
 NO_TEXT = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
 OF_A_BAR = re.compile(rf"(\x1b\[A)+|\r(?!.*{NO_TEXT.pattern}).*")  # by which libraries draw a progress bar again
+LONGEST = 1000  # characters of a line of messages
 
 
 def printable(text: str) -> str:
@@ -18,8 +19,16 @@ def printable(text: str) -> str:
     return NO_TEXT.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
-def guard(stream: Any) -> None:
+def shortened(text: str) -> str:
+    """Lines of at most LONGEST characters, the longer ones without their middle: a message may quote what a file holds."""
+    lines = text.split("\n")
+    return "\n".join(line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} … {line[3 - LONGEST // 2 :]}" for line in lines)
+
+
+def guard(stream: Any, *, shortens: bool = False) -> None:
     """From now on, what is written to a stream is `printable`, but for bars on a terminal, and escaped where its encoding lacks it.
+
+    shortens: and `shortened`, also what libraries log.
 
     It stays the same object, as handlers of logging may hold it already.
     """
@@ -27,7 +36,8 @@ def guard(stream: Any) -> None:
         write = stream.write
         kept = ("write", "flush", "isatty", "fileno", "encoding")
         stream.unguarded = SimpleNamespace(**{name: getattr(stream, name) for name in kept})
-        stream.write = lambda text: write(text if stream.isatty() and OF_A_BAR.fullmatch(text) else printable(text))
+        shown = (lambda text: shortened(printable(text))) if shortens else printable
+        stream.write = lambda text: write(text if stream.isatty() and OF_A_BAR.fullmatch(text) else shown(text))
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import os
 import pty
 import re
@@ -17,6 +18,7 @@ import yaml
 from specdistill.cli import main
 from specdistill.project import PICO
 from specdistill.report.files import digest, write_report
+from specdistill.terminal import guard
 from tests.simulated import simulate, simulated_report
 
 EVIL = "\x1b]0;owned\x07\x9b2J\u202e\u2066\ufffe [link=http://evil.example]é[/link]"
@@ -65,6 +67,18 @@ def test_names_of_others_steer_no_terminal_and_break_no_xml(judged_again, encodi
     assert not STEERS.search(out)
     cases = ElementTree.parse(tmp_path / "junit.xml").getroot()
     assert "\ufffd]0;owned" in cases[0].get("name", "") and "[link=" in cases.get("name", "")
+
+
+def test_a_message_that_quotes_much_is_shortened_and_what_is_asked_for_is_not(monkeypatch, tmp_path):
+    """Ours, and one of a library, whose handler of logging holds the stream."""
+    code, out, err = said(["doctor", f"draft={'x' * 5000}", f"suite={'y' * 5000}"], "utf-8", monkeypatch)
+    assert code == 2 and out == "" and "expected" in err
+    assert all(len(line) <= 1000 for line in err.splitlines())
+    stream = io.StringIO()
+    guard(stream, shortens=True)
+    logging.StreamHandler(stream).emit(logging.makeLogRecord({"msg": f"a{'x' * 5000}z"}))
+    line = stream.getvalue().removesuffix("\n")
+    assert len(line) == 1000 and line[0] + line[-1] == "az"
 
 
 @pytest.mark.long  # a plan imports torch
