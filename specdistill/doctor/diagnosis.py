@@ -143,7 +143,7 @@ def diagnose(
     made = examine(draft, files, engine, options_of)
     made.recorded = recorded(draft)
     if engine and lookup_first and not ENGINES[engine].front(lookup_first):
-        made.findings.append(problem(f"{ENGINES[engine].title} cannot look up so in front of a draft"))
+        made.findings.append(problem(f"specdistill starts {ENGINES[engine].title} without a lookup in front"))
     if model and decode and made.method is not None and not made.refused:
         loaded = FrozenTarget.load(model, **target)
         prompts = prompts_of(draft, suite, loaded, num_prompts)

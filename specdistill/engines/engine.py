@@ -167,17 +167,17 @@ class Program:
 class FrontLookup:
     """How an engine looks tokens up in front of a draft, of which it drafts chains; its program reads `Served.lookup_first`.
 
-    note: what serving so needs and does, for SERVE.md and cards. mark: what is in the log of a server that does. limit: a
-    `LookupFirstConfig` -> the first key of it that the engine cannot express; empty for none.
+    note: what serving so needs and does, for SERVE.md and cards. mark: what is in the log of a server that does. limit: (a
+    `LookupFirstConfig`; K, None where it is not known) -> the first key of it that the engine cannot express and what is expected; None.
     """
 
     note: str
     mark: str = ""
-    limit: Callable[[Any], str] = lambda lookup: ""
+    limit: Callable[[Any, int | None], tuple[str, str] | None] = lambda lookup, k: None
 
-    def lacks(self, lookup: Any) -> str:
+    def lacks(self, lookup: Any, k: int | None = None) -> tuple[str, str] | None:
         """As `limit`, of trees too."""
-        return "draft_tree" if lookup.draft_tree else self.limit(lookup)
+        return ("draft_tree", "draft_tokens: engines draft chains") if lookup.draft_tree else self.limit(lookup, k)
 
 
 @dataclass(frozen=True)
@@ -209,12 +209,12 @@ class Engine:
     lookup: FrontLookup | None = None
     layouts: str = ""
 
-    def front(self, lookup: Any) -> FrontLookup | None:
-        """How it has a lookup in front of a draft; None where it cannot express that, and for no lookup."""
-        return self.lookup if self.lookup and lookup and not self.lookup.lacks(lookup) else None
+    def front(self, lookup: Any, k: int | None = None) -> FrontLookup | None:
+        """How it has a lookup of up to K tokens in front of a draft; None where it cannot express that, and for no lookup."""
+        return self.lookup if self.lookup and lookup and not self.lookup.lacks(lookup, k) else None
 
     def drafting(self, k: int, lookup: Any) -> tuple[int, Any]:
         """Draft tokens per round, and the lookup in front of the draft, with which it is started in place of what was measured: the draft
         alone, with its own number, where it cannot express the lookup.
         """
-        return (k, lookup) if lookup is None or self.front(lookup) else (lookup.levels, None)
+        return (k, lookup) if lookup is None or self.front(lookup, k) else (lookup.levels, None)

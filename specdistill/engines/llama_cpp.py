@@ -162,9 +162,13 @@ def parse(response: Response, k: int) -> CompletionAnswer:
     )
 
 
-def limit(lookup: Any) -> str:
-    """It compares as many tokens as it is told, not fewer."""
-    return "method" if lookup.method != "ngram" else "min" if lookup.min != lookup.max else ""
+def limit(lookup: Any, k: int | None) -> tuple[str, str] | None:
+    """It compares as many tokens as it is told, not fewer, and drafts only where as many follow."""
+    if lookup.method != "ngram":
+        return "method", "ngram"
+    if lookup.min != lookup.max:
+        return "min", f"{lookup.max}, as eval.lookup_first.max: llama.cpp compares exactly that many"
+    return ("max", f"at most K, {k}, or it drafts nothing") if k is not None and lookup.max > k else None
 
 
 LLAMA_CPP = Engine(

@@ -174,7 +174,7 @@ VLLM = Engine(
     lookup=FrontLookup(
         note=f"vLLM does so by a plugin: install specdistill where vLLM is (`pip install 'specdistill[vllm]'`), or it ignores "
         f"`{LOOKUP_VARIABLE}`. When it looks up, its log says `{LOOKUP_MARK}`. Draft tokens are greedy.",
-        limit=lambda lookup: "" if lookup.method == "ngram" else "method",
+        limit=lambda lookup, k: None if lookup.method == "ngram" else ("method", "ngram"),
         mark=LOOKUP_MARK,
     ),
 )

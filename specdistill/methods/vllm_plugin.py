@@ -14,6 +14,7 @@ vLLM calls `register` in each of its processes. It does nothing unless the envir
 
 import copy
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache, wraps
@@ -56,13 +57,13 @@ def parameters(given: str) -> LookupFirstConfig:
         raise UserError(LOOKUP_VARIABLE, got=f"{given} ({error})", expected="the keys of eval.lookup_first as JSON") from error
     assert VLLM.lookup is not None
     if lacking := VLLM.lookup.lacks(config):
-        raise UserError(f"{LOOKUP_VARIABLE}.{lacking}", got=getattr(config, lacking), expected="what vLLM can be given")
+        name, expected = lacking
+        raise UserError(f"{LOOKUP_VARIABLE}.{name}", got=getattr(config, name), expected=expected)
     return config
 
 
 def check_version(version: str) -> None:
-    known = VLLM.versions.split(" and ")
-    if ".".join(version.split(".")[:2]) not in known:
+    if ".".join(version.split(".")[:2]) not in re.findall(r"\d+\.\d+", VLLM.versions):
         raise UserError(LOOKUP_VARIABLE, got=f"vLLM {version}", expected=f"a version that it knows, {VLLM.versions}")
 
 

@@ -12,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from specdistill.command import TARGET, keys_of
-from specdistill.engines import ENGINES
 from specdistill.errors import ExitCode, UserError
 from specdistill.methods import METHODS
 from specdistill.recipe.fields import Section, like, option, section
@@ -165,8 +164,8 @@ def _lines(plan: "Plan", drafts: Sequence["KnownDraft"], not_asked: str | None) 
     held = best.serving if best is not None else None
     yield _line("to serve", f"{_asked(plan.serving)}: {_budget(held or plan.alone)}")
     if any(row.available and METHODS[row.method].is_trained for row in plan.methods):
-        what = "what n-gram lookup gains depends on the text, and adds to a draft: eval.lookup_first={} looks up first"
-        yield _line("in front", f"{what} ({', '.join(dict.fromkeys(each.title for each in ENGINES.values() if each.lookup))})")
+        what = "N-gram lookup in front of any draft (eval.lookup_first={}) often adds speed; how much depends on the text. "
+        yield _line("in front", what + "vLLM serves it with our plugin, llama.cpp with min = max.")
     for row in plan.methods:
         if not row.available:
             yield _line(row.method, row.note)

@@ -234,14 +234,6 @@ def check_lengths(shortest: int, longest: int) -> None:
         raise PydanticCustomError("min_above_max", "min {min} is above max {max}", {"min": shortest, "max": longest})
 
 
-def check_llama_cpp(section: str, longest: int, k: int) -> None:
-    """Its lookup drafts only where as many tokens follow as were compared."""
-    if longest > k:
-        raise UserError(
-            f"{section}.max", got=f"{longest} with eval.engine=llama.cpp", expected=f"at most K, {k}, or it drafts nothing"
-        )
-
-
 class LookupFirstConfig(Section):
     """A lookup in front of a draft (see specdistill.decoding.lookup_first)."""
 
@@ -269,6 +261,14 @@ class LookupFirstConfig(Section):
         unread = "draft_tokens" if self.draft_tree else "draft_tree"
         return self.model_dump(exclude={unread}, exclude_none=True)
 
+    def check_engine(self, section: str, engine: str, k: int) -> None:
+        """Raises UserError for what an engine cannot look up with K = k."""
+        front = ENGINES[engine].lookup if engine in ENGINES else None
+        if front and (lacking := front.lacks(self, k)):
+            name, expected = lacking
+            got = f"{shown(getattr(self, name))} with eval.engine={engine}"
+            raise UserError(f"{section}.{name}", got=got, expected=expected)
+
     def check(self, settings: "MeasurementConfig", k: int) -> None:
         """Raises UserError where it cannot stand in front of a draft that is measured so, with K = k."""
         key = f"{settings.SECTION}lookup_first"
@@ -277,11 +277,7 @@ class LookupFirstConfig(Section):
             raise UserError(
                 f"{key}.{name}", got=f"{shape}{self.levels} with K = {k}", expected="at most K, which a lookup gives"
             )
-        engine = getattr(settings, "engine", "specdistill")
-        front = ENGINES[engine].lookup if engine in ENGINES else None
-        if front and (lacking := front.lacks(self)):
-            got = f"{shown(getattr(self, lacking))} with eval.engine={engine}"
-            raise UserError(f"{key}.{lacking}", got=got, expected="another, or eval.engine=specdistill")
+        self.check_engine(key, getattr(settings, "engine", "specdistill"), getattr(settings, "smallest_k", k))
         if self.draft_tree and (settings.batch_size > 1 or settings.compile):
             name, value, only = ("compile", "true", "false") if settings.compile else ("batch_size", settings.batch_size, "1")
             raise UserError(
@@ -397,12 +393,6 @@ class EvalConfig(MeasurementConfig):
     def smallest_k(self) -> int:
         """Of all that are measured."""
         return min([self.num_speculative_tokens, *self.sweep.num_speculative_tokens])
-
-    @model_validator(mode="after")
-    def _llama_cpp_looks_up_as_far_as_it_drafts(self) -> "EvalConfig":
-        if self.lookup_first and self.engine == "llama.cpp":
-            check_llama_cpp("eval.lookup_first", self.lookup_first.max, self.smallest_k)
-        return self
 
     @model_validator(mode="after")
     def _trees_are_decoded_alone(self) -> "EvalConfig":

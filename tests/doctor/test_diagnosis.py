@@ -240,9 +240,9 @@ def test_a_lookup_in_front(
     main(["doctor", *common, lookup, "engine=vllm"])
     printed = capsys.readouterr().out
     behind = "with the lookup in front: acceptance length 2.00 (up to"  # one token, always accepted
-    assert "acceptance length 4.80 with 4" in printed and behind in printed and "cannot look up" not in printed
+    assert "acceptance length 4.80 with 4" in printed and behind in printed and "without a lookup" not in printed
     assert main(["doctor", *common, lookup, "engine=sglang"]) == 1
-    assert "SGLang cannot look up so in front of a draft" in capsys.readouterr().out
+    assert "specdistill starts SGLang without a lookup in front" in capsys.readouterr().out
     assert main(["doctor", *common, "eval.lookup_first={min: 6}"]) == 2
     assert "eval.lookup_first.min: got 6, expected at most eval.lookup_first.max, which is 5" in capsys.readouterr().err
 

@@ -4,9 +4,10 @@ from typing import Literal
 
 from pydantic import model_validator
 
+from specdistill.errors import UserError
 from specdistill.methods.untrained import UntrainedRecipe, check_of_engine
-from specdistill.recipe.fields import ReadWhen, Section, option, section
-from specdistill.recipe.sections import LLAMA_CPP, NOT_RUNNING, STARTED, EvalConfig, check_lengths, check_llama_cpp
+from specdistill.recipe.fields import ReadWhen, Section, option, section, shown
+from specdistill.recipe.sections import LLAMA_CPP, NOT_RUNNING, STARTED, EvalConfig, LookupFirstConfig, check_lengths
 
 OWN_RULE = ReadWhen("with rule=specdistill", lambda it: it.rule == "specdistill")
 SEVERAL_LENGTHS = ReadWhen("without rule=llama.cpp, which compares max tokens", lambda it: it.rule != "llama.cpp")
@@ -39,7 +40,11 @@ class NgramEvalConfig(EvalConfig):
             rules = ("llama.cpp",) if self.engine == "llama.cpp" else ("specdistill", self.engine)
             check_of_engine(self, "ngram", rule=rules, lookup=("sequence",))
             if LLAMA_CPP.holds(self):
-                check_llama_cpp("eval.ngram", self.ngram.max, self.smallest_k)
+                alike = LookupFirstConfig(min=self.ngram.max, max=self.ngram.max)
+                alike.check_engine("eval.ngram", self.engine, self.smallest_k)
+                for name, value in vars(self.llama_cpp).items():
+                    if "draft" in name and value is not None:
+                        raise UserError(f"eval.llama_cpp.{name}", got=shown(value), expected="null: a lookup has no draft")
         return self
 
 
