@@ -10,7 +10,7 @@ An answer holds the sums over its rounds. Streamed, with `timings_per_token`, ea
 token of a round: so the rounds are counted one by one. Tokens that end inside a character are sent with those that complete it. The
 page of counters prints six digits.
 
-With several requests in flight an EAGLE-3 head whose draft tokens are sampled in the backend, as by default, is accepted hardly ever
+With several requests in flight an EAGLE-3 head whose draft tokens are sampled in the backend, as by default, is almost never accepted
 (of pico 1.04 tokens per round at four requests in place of 1.21); sampled outside of it, as often as alone.
 """
 
@@ -34,7 +34,7 @@ from specdistill.engines.server import (
     ServerIdentity,
     at,
 )
-from specdistill.errors import ResourceError
+from specdistill.errors import ResourceError, UserError
 
 NGRAM_SIMPLE, EAGLE3 = "ngram-simple", "draft-eagle3"
 CONTEXT_STEP = 256  # it rounds the context of a slot up to a multiple of these tokens
@@ -67,6 +67,9 @@ def settings(target: Any, config: Any, longest: int) -> list[str]:
     given = {name: value for name, value in vars(config.llama_cpp).items() if value is not None and name not in FILES}
     parallel = given.get("parallel", max([config.concurrency, *config.sweep.concurrency]))
     room = -(-(longest + 2) // CONTEXT_STEP) * CONTEXT_STEP  # it leaves two tokens of a context free
+    if given.get("ctx_size", parallel * room) < parallel * room:
+        expected = f"at least {parallel * room}: {parallel} slots of {room}, or completions end early"
+        raise UserError("eval.llama_cpp.ctx_size", got=given["ctx_size"], expected=expected)
     options = {"parallel": parallel, "ctx_size": parallel * room, **given}
     return [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
@@ -137,19 +140,22 @@ def request_body(request: CompletionRequest) -> dict[str, Any]:
 
 
 def parse(response: Response, k: int) -> CompletionAnswer:
-    """A streamed answer. Rounds that no token was sent between were rejected but for the last; of that what the completion does not hold
-    is not counted. token_ids: None where some were not sent.
+    """A streamed answer. Rounds that no token was sent between are taken to draft K tokens each, and to accept theirs as late as they can;
+    of the last one what the completion does not hold is not counted. token_ids: None where some were not sent. histogram: None for counts
+    that cannot be.
     """
     parts = [line.removeprefix(EVENT) for line in response.content.splitlines() if line.startswith(EVENT)]
     events = [response._replace(content=part).json(Event) for part in parts]
     if not events or not events[-1].stop:
         raise ResourceError(f"{response.url} broke off its answer", next_step="look at the server's log")
-    accepted, begun, last = [], 0, events[-1]
+    accepted, begun, is_possible, last = [], 0, True, events[-1]
     for before, now in pairwise([BEFORE, *events]):
         if drafted := now.num_draft_tokens - before.num_draft_tokens:
-            accepted += [0] * (-(-drafted // max(k, 1)) - 1) + [now.num_accepted_tokens - before.num_accepted_tokens]
-            begun = before.num_tokens
-    accepted[-1:] = [min(count, last.num_tokens - begun) for count in accepted[-1:]]
+            kept, rounds = now.num_accepted_tokens - before.num_accepted_tokens, -(-drafted // max(k, 1))
+            accepted += [min(k, max(0, kept - k * later)) for later in reversed(range(rounds))]
+            begun = before.num_tokens + max(0, kept - k) + rounds - 1  # the last one began within what is sent now
+            is_possible &= 0 <= kept <= drafted and begun < now.num_tokens
+    accepted[-1:] = [min(count, max(0, last.num_tokens - begun)) for count in accepted[-1:]]
     ids = [token for event in events for token in event.tokens]
     return CompletionAnswer(
         text="".join(event.content for event in events),
@@ -158,7 +164,7 @@ def parse(response: Response, k: int) -> CompletionAnswer:
         num_drafts=len(accepted),
         num_draft_tokens=last.num_draft_tokens,
         num_accepted_tokens=sum(accepted),
-        histogram=[accepted.count(count) for count in range(max([k, *accepted]) + 1)],
+        histogram=[accepted.count(count) for count in range(k + 1)] if is_possible else None,
     )
 
 
@@ -195,6 +201,7 @@ LLAMA_CPP = Engine(
         body=request_body,
         parse=parse,
         counts_hint="use the K that the server drafts with",
+        name_option="--alias",
         generated="tokens_predicted_total",
         rounding=1e-5,
     ),

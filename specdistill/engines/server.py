@@ -285,7 +285,7 @@ class Client:
     prefix: of the names on its page of counters, `/metrics`; hint: how to start a server that has it.
     describe: (server, counters) -> what it says of itself.
     path, body: where a request is posted, as which JSON; parse: (response, K) -> what came back.
-    counts_hint: how to start a server that counts in it.
+    counts_hint: how to start a server that counts in it. name_option: of the server, by which its model has another name.
     gauges: names on the page of counters -> names of the engine's own averages.
     generated: the counter of generated tokens, which is true to a share `rounding` of itself.
     drafting, drafted_by: names on the page; (how far each grew, or where a gauge stands) -> drafts, draft tokens, accepted tokens.
@@ -299,6 +299,7 @@ class Client:
     body: Callable[[CompletionRequest], dict[str, Any]]
     parse: Callable[[Response, int], CompletionAnswer]
     counts_hint: str
+    name_option: str = "--served-model-name"
     gauges: Mapping[str, str] = field(default_factory=dict)
     generated: str = "generation_tokens_total"
     rounding: float = 0.0

@@ -37,13 +37,16 @@ def target_file(config: LlamaCppConfig, target: TargetFiles, tokenizer: Any) -> 
     path = Path(named) if Path(named).is_file() else target.fetch(file) / file
     try:
         fields = gguf.GGUFReader(path).fields
-        tokens, kind = fields["tokenizer.ggml.tokens"].contents(), fields["general.file_type"].contents()
+        tokens, dtype = (
+            fields["tokenizer.ggml.tokens"].contents(),
+            gguf.LlamaFileType(fields["general.file_type"].contents()).name,
+        )
     except (ValueError, KeyError, IndexError) as error:
         raise UserError(MODEL, got=f"{path} ({error})", expected="the GGUF file of a model") from error
     ours = tokenizer.get_vocab()
     if config.model and sum(tokens[index : index + 1] != [token] for token, index in ours.items()) > MOST_OTHER * len(ours):
         raise UserError(MODEL, got=f"{path}, with another vocabulary", expected=f"{target.name}, as a GGUF file")
-    return GgufTarget(path, gguf.LlamaFileType(kind).name, combined(file_hashes([path])))
+    return GgufTarget(path, dtype, combined(file_hashes([path])))
 
 
 def with_files(served: Served, config: LlamaCppConfig, target: Path) -> Served:
@@ -54,7 +57,7 @@ def with_files(served: Served, config: LlamaCppConfig, target: Path) -> Served:
     if served.in_target:
         return replace(served, target=str(target))
     written = [str(served.output / name) for name in served.files if name.endswith(".gguf")]
-    draft = config.model_draft or next(iter(written), None)
+    draft = resolve(config.model_draft, DRAFT) if config.model_draft else next(iter(written), None)
     if draft is None or not Path(draft).is_file():
         convert = f"python convert_hf_to_gguf.py EXPORTED --target-model-dir {served.target_name} --outfile draft.gguf"
         expected = f"the draft as a GGUF file, as llama.cpp writes it of its export (specdistill export engine=gguf): {convert}"

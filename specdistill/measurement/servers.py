@@ -72,7 +72,7 @@ def connect(engine: str, address: str, key: str, target: Sequence[str], timeout:
     identity = client.identify(server)
     if not any(_same_model(name, wanted) for name in identity.models for wanted in target):
         got = f"{address}, which serves {identity.models[0]}"
-        raise UserError(key, got=got, expected=f"a server of {target[-1]} (or --served-model-name {target[0]})")
+        raise UserError(key, got=got, expected=f"a server of {target[-1]} (or {client.name_option} {target[0]})")
     return ConnectedServer(engine, client, server, identity, k)
 
 

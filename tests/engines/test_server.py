@@ -14,7 +14,8 @@ from specdistill.engines.llama_cpp import LLAMA_CPP
 from specdistill.engines.server import CompletionRequest, Response, Server, ServerCounts
 from specdistill.engines.sglang import SGLANG
 from specdistill.engines.vllm import VLLM
-from specdistill.errors import ResourceError
+from specdistill.errors import ResourceError, UserError
+from specdistill.measurement.servers import connect
 from tests.engines.server_answers import pages
 
 HERE = Path(__file__).parent
@@ -133,6 +134,26 @@ def test_llama_cpps_rounds_are_counted_as_its_stream_shows_them(answering):
     for why in ("broke off", "what cannot be"):
         with pytest.raises(ResourceError, match=why):
             complete(server, REQUEST, 3)
+
+
+def test_rounds_of_llama_cpp_inside_a_character_share_what_they_accepted(answering):
+    """Drafts of two, of which one token and two are accepted; the first token to be sent is that of the second round."""
+    first, merged = (1, 0, 0, [5]), (4, 4, 3, [7])
+    whole, cut, impossible = events(first, merged, (6, 4, 3, [8, 9])), events(first, merged), events(first, (9, 4, 5, [7]))
+    server = answering(completion=iter([whole, cut, impossible]))
+    assert LLAMA_CPP.client.complete(server, REQUEST, 2).counts == ServerCounts((), 2, 4, 3, (2, 1))
+    assert LLAMA_CPP.client.complete(server, REQUEST, 2).counts == ServerCounts((), 2, 4, 2, (2, 0))  # one is past the end
+    with pytest.raises(ResourceError, match="what cannot be"):
+        LLAMA_CPP.client.complete(server, REQUEST, 2)
+
+
+@pytest.mark.parametrize(("engine", "option"), [("llama.cpp", "--alias"), ("vllm", "--served-model-name")])
+def test_a_server_of_another_model_is_told_how_it_gets_the_name(engine, option, answering):
+    page = "llamacpp:tokens_predicted_total 1\nvllm:generation_tokens_total 1\n"
+    own = {path.rpartition("/")[2]: repeat(answer) for path, answer in pages(engine, "other", 3).items()}
+    answering(metrics=repeat(page), **own)
+    with pytest.raises(UserError, match=rf"^eval\.server: got http://nowhere, which serves other, .* {option} pico"):
+        connect(engine, "http://nowhere", "eval.server", ["pico"], 1.0, 3)
 
 
 def test_llama_cpp_says_how_far_it_drafts_once_it_has(answering):

@@ -4,6 +4,7 @@ import json
 import shlex
 import sys
 
+import gguf
 import pytest
 
 from specdistill.engines import start
@@ -80,6 +81,9 @@ def test_its_server_is_started_and_counted(lone, files, tmp_path, monkeypatch):
         ("eval.lookup_first.min", False, [LOOKUP.replace("min: 2", "min: 1")]),
         ("eval.lookup_first.max", False, [LOOKUP.replace("2,", "4,")]),
         ("eval.lookup_first.draft_tree", False, [LOOKUP.replace("draft_tokens: 1", "draft_tree: {branching: [2]}")]),
+        ("eval.llama_cpp.ctx_size", True, ["eval.llama_cpp.ctx_size=300", "eval.sweep.concurrency=[4]"]),
+        ("eval.llama_cpp.model_draft", True, ["eval.llama_cpp.model_draft=draft.gguf"]),
+        ("eval.llama_cpp.spec_draft_ngl", True, ["eval.llama_cpp.spec_draft_ngl=0"]),
         ("eval.ngram.rule", True, ["eval.ngram.rule=specdistill"]),
         ("eval.ngram.max", True, ["eval.ngram.max=4"]),
         ("eval.ngram.max", True, ["eval.ngram.max=3", "eval.sweep.num_speculative_tokens=[2]"]),
@@ -91,6 +95,8 @@ def test_what_llama_cpp_cannot_do_is_refused(key, lone, arguments, files, tmp_pa
     assert (refused_key(error) or "").startswith(key), error
     if arguments == ["eval.llama_cpp.model=null"]:
         assert f"convert_hf_to_gguf.py {PICO}" in error
+    if key == "eval.lookup_first.min":
+        assert "expected 2, as eval.lookup_first.max" in error
 
 
 def test_a_file_of_another_vocabulary_or_of_none_is_refused(files, tmp_path):
@@ -105,3 +111,10 @@ def test_a_file_of_another_vocabulary_or_of_none_is_refused(files, tmp_path):
     (tmp_path / "t.gguf").write_bytes(b"GGUF")
     with refused("eval.llama_cpp.model", holds="t.gguf"):
         target_file(LlamaCppConfig(model=str(tmp_path / "t.gguf")), target, Other())
+    writer = gguf.GGUFWriter(tmp_path / "new.gguf", "llama")
+    writer.add_token_list([*tokenizer])
+    writer.add_file_type(9999)
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        write()
+    with refused("eval.llama_cpp.model", holds="9999"):
+        target_file(LlamaCppConfig(model=str(tmp_path / "new.gguf")), target, Other())
