@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,14 @@ def export(
     report: Path | None = None,
     dtype: str | None = None,
     num_speculative_tokens: int | None = None,
+    finds_report: bool = True,
 ) -> Served:
     """Write the draft of a folder, in any layout that is read, into a new folder in the layout of an engine, with SERVE.md next to it.
 
     Args:
         target: the draft's target; needed where a layout holds some of it (`mtp`, speculators, SafeAILab's EAGLE-1), and where a draft in
             another project's layout leaves something to it. Whenever it is given, the draft must be its own.
-        report: report.json of the draft; None looks for `../report/report.json` next to it.
+        report: report.json of the draft; None looks for `../report/report.json` next to it, if finds_report.
         dtype: of a GGUF file: f32, f16 (also None) or q8_0.
         num_speculative_tokens: drafted per round, for the commands; None takes the report's.
 
@@ -68,18 +70,19 @@ def export(
         raise UserError("dtype", got=got, expected=expected, nearest=nearest(dtype, types))
     if target is not None:
         check_target(draft, target, "draft")
-    measured = find_report(draft, report, method)
+    measured = find_report(draft, report, method) if report or finds_report else None
     settings = measured["settings"] if measured else {}
     if settings.get("drafting", {}).get("token_replacements"):
         got = f"{engine} for {draft}, which was measured with eval.token_replacements"
         raise UserError("engine", got=got, expected="a draft that reads the target's tokens: no engine replaces them")
-    num_tokens, lookup = to.drafting(usual_length(measured) if measured else DEFAULT_NUM_TOKENS, measured_lookup(settings))
-    num_tokens = num_speculative_tokens or num_tokens
+    k = num_speculative_tokens or (usual_length(measured) if measured else DEFAULT_NUM_TOKENS)
+    num_tokens, lookup = to.drafting(k, measured_lookup(settings))
     lengths = () if num_speculative_tokens else draft_lengths(measured)
+    drafting = length_options(lengths, measured, num_speculative_tokens or num_tokens)
     write, options = implementation(method).export, {"dtype": dtype} if dtype else {}
     assert write is not None, method
     with new_folder(output_dir) as folder:
-        write(draft, engine, given.layout, folder, target, num_tokens, **options)
+        write(draft, engine, given.layout, folder, target, drafting["num_tokens"], **options)
         if not types:  # a GGUF file was written with it
             copy_record(draft, folder)
         served = Served(
@@ -92,16 +95,16 @@ def export(
             serving=given,
             in_target=METHODS[method].in_target,
             lookup_first=lookup,
-            **length_options(measured if lengths else None, num_tokens),
+            **drafting,
             **fit_options(target, measured),
         )
-        (folder / "SERVE.md").write_text(serve_md(to, served, measured), encoding="utf-8")
+        (folder / "SERVE.md").write_text(serve_md(to, served, measured, lengths), encoding="utf-8")
     return served
 
 
-def length_options(report: Mapping[str, Any] | None, num_tokens: int) -> dict[str, Any]:
+def length_options(lengths: Sequence[DraftLength], report: Mapping[str, Any] | None, num_tokens: int) -> dict[str, Any]:
     """What `Served` has of the draft lengths in a report. num_tokens: K where it has none, or where no draft is faster."""
-    found = {length.batch_size: length.k for length in draft_lengths(report)}
+    found = {length.batch_size: length.k for length in lengths}
     best = found[report["results"][0]["batch_size"]] if report and found else None
     return {"num_tokens": best or num_tokens, "lengths": tuple(found.items()) if len(set(found.values())) > 1 else ()}
 
@@ -109,8 +112,9 @@ def length_options(report: Mapping[str, Any] | None, num_tokens: int) -> dict[st
 def fit_options(target: TargetFiles | None, report: Mapping[str, Any] | None) -> dict[str, Any]:
     """What `Served` has of a target and of how it was measured, as far as that is known."""
     config = target.text_config if target else {}
-    command, stated = (report or {}).get("engine", {}).get("command", ""), (report or {}).get("target", {}).get("dtype")
-    gpus = re.search(r"--(?:tensor-parallel-size|tp-size) (\d+)", command)
+    engine, stated = (report or {}).get("engine", {}), (report or {}).get("target", {}).get("dtype")
+    stated = None if engine.get("name") == "llama.cpp" else stated  # a type of GGUF files, which no other engine knows
+    gpus = re.search(r"--(?:tensor-parallel-size|tp-size) (\d+)", engine.get("command", ""))
     known = {
         "revision": target.commit if target else None,
         "max_length": config.get("max_position_embeddings"),
@@ -145,14 +149,15 @@ def write_untrained(recipe: Recipe, folder: Path) -> None:
     save_draft(implementation(recipe.method), target, create_draft(recipe, target, rows), folder)
 
 
-def serve_md(engine: Engine, served: Served, report: Mapping[str, Any] | None) -> str:
-    """The whole file. `report`: a report.json of the draft, if there is one."""
+def serve_md(engine: Engine, served: Served, report: Mapping[str, Any] | None, lengths: Sequence[DraftLength]) -> str:
+    """The whole file. `report`: a report.json of the draft, if there is one; `lengths`: those of it that K is from."""
     assert engine.serve_command is not None
     fitting = {"length": served.max_length, "total": 4 * served.max_length, "dtype": served.dtype}
+    warned = caveats(report, engine, served.num_tokens)
     sections = [
         f"""# How to serve this draft
 
-{caveats(report, engine)}Method {served.method}, written by specdistill {specdistill.__version__} for {engine.title} ({engine.versions}).
+{warned}Method {served.method}, written by specdistill {specdistill.__version__} for {engine.title} ({engine.versions}).
 Paths and names are those of the machine it was written on{"" if served.target else "; TARGET stands for the draft's target"}.
 
 ```bash
@@ -163,25 +168,25 @@ Paths and names are those of the machine it was written on{"" if served.target e
         f"## What to expect\n\n{expectation(report)}",
         cells(by_load(report))
         if report and report.get("engine", {}).get("name") in ENGINES
-        else lengths_md(draft_lengths(report)),
+        else lengths_md(engine, served, lengths),
         engine.counters,
     ]
     return "\n\n".join(filter(None, sections)) + "\n"
 
 
-def lengths_md(lengths: Sequence[DraftLength]) -> str:
-    """The draft tokens that pay at each load; empty without a sweep."""
+def lengths_md(engine: Engine, served: Served, lengths: Sequence[DraftLength]) -> str:
+    """The draft tokens that pay at each load, and which of them the engine is started with; empty without a sweep."""
     if not lengths:
         return ""
-    return f"""{cells(by_length(lengths))}
+    assert engine.serve_command is not None
+    changes = engine.serve_command(served) != engine.serve_command(replace(served, lengths=()))
+    started = "this table" if changes else f"{served.num_tokens} draft tokens, whatever the load"
+    return f"{cells(by_length(lengths))}\n\n0: plain decoding is faster. {engine.title} is started with {started}."
 
-0: plain decoding is faster. vLLM and SGLang (EAGLE heads) are started with this table, other engines with the load of the report's own
-settings."""
 
-
-def caveats(report: Mapping[str, Any] | None, engine: Engine) -> str:
+def caveats(report: Mapping[str, Any] | None, engine: Engine, k: int) -> str:
     """What speaks against serving the draft: a gate that it did not pass, and a speed below that of plain decoding; and what the engine
-    does about a lookup in front of it. Empty for nothing.
+    does about a lookup in front of it, with K = k. Empty for nothing.
     """
     found, row = [], report["results"][0] if report else {}
     if report and "gate" in report and (judged := verdict(report)) not in ("Passed", "Not judged"):
@@ -190,13 +195,15 @@ def caveats(report: Mapping[str, Any] | None, engine: Engine) -> str:
         speed = f"{times(row['speedup'])} its speed{between(row, 'speedup')}"
         found.append(plain(f"It was slower than plain decoding where it was measured: {speed}."))
     if report and (lookup := lookup_first(report["settings"])):
-        found.append(f"It was measured behind a lookup ({lookup}). {of_lookup([engine], measured_lookup(report['settings']))}")
+        found.append(
+            f"It was measured behind a lookup ({lookup}). {of_lookup([engine], measured_lookup(report['settings']), k)}"
+        )
     return f"**Before you serve it.** {' '.join(found)}\n\n" if found else ""
 
 
-def of_lookup(engines: Iterable[Engine], lookup: LookupFirstConfig | None) -> str:
-    """What engines need for a lookup in front of a draft, and which ones are started without."""
-    fronts = {engine.title: engine.front(lookup) for engine in engines}
+def of_lookup(engines: Iterable[Engine], lookup: LookupFirstConfig | None, k: int) -> str:
+    """What engines need for a lookup of up to k tokens in front of a draft, and which ones are started without."""
+    fronts = {engine.title: engine.front(lookup, k) for engine in engines}
     alone = " and ".join(title for title, front in fronts.items() if not front)
     return " ".join([*(front.note for front in fronts.values() if front), *([DRAFT_ALONE.format(alone)] if alone else [])])
 
@@ -239,7 +246,7 @@ def find_report(draft: Path, report: Path | None, method: str) -> dict[str, Any]
     try:
         read: dict[str, Any] = read_json(path)
         measured = read["draft"]["method"]
-        _ = caveats(read, ENGINES["vllm"]), expectation(read), draft_lengths(read)
+        _ = caveats(read, ENGINES["vllm"], DEFAULT_NUM_TOKENS), expectation(read), draft_lengths(read)
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise UserError("report", got=f"{path} ({error or type(error).__name__})", expected=expected) from error
     if measured != method:

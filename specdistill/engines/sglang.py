@@ -68,15 +68,21 @@ def arguments(served: Served) -> list[str]:
 
 
 def serve_command(served: Served) -> str:
-    """Above the command, where K changes: its file, a slot for each number of sequences at once, from that on, with one K."""
-    command, slots = PROGRAM.shell(served), {str(size): {"candidate_steps": [k]} for size, k in served.lengths}
-    changes = "speculative_adaptive" in server_options(served)
-    return f"echo {shlex.quote(json.dumps(slots))} > {LENGTHS_FILE}\n{command}" if changes else command
+    """Above the command, where K changes, its file."""
+    command, slots = PROGRAM.shell(served), slots_of(served)
+    return f"echo {shlex.quote(slots)} > {LENGTHS_FILE}\n{command}" if slots else command
+
+
+def slots_of(served: Served) -> str:
+    """The file of K, JSON: a slot for each number of sequences at once, from that on, with one K. Empty where K does not change."""
+    slots = {str(size): {"candidate_steps": [k]} for size, k in served.lengths}
+    return json.dumps(slots) if "speculative_adaptive" in server_options(served) else ""
 
 
 def snippet(served: Served) -> str:
-    options = ", ".join(f"{name}={value!r}" for name, value in server_options(served).items())
-    return f"""import sglang
+    options, slots = ", ".join(f"{name}={value!r}" for name, value in server_options(served).items()), slots_of(served)
+    written = f"from pathlib import Path\n\nPath({LENGTHS_FILE!r}).write_text({slots!r})\n\n" if slots else ""
+    return f"""{written}import sglang
 
 if __name__ == "__main__":
     llm = sglang.Engine({options})

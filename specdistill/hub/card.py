@@ -142,7 +142,9 @@ def measured_again(of: CardContents) -> str:
         value, key = drafting.get(name, settings.get(name)), of_server.get(name, name)
         if key in section.model_fields and value is not None and value != default_of(section.model_fields[key]):
             values[f"eval.{key}"] = value
-    if report["target"].get("dtype", "float32") != "float32":
+    if engine == "llama.cpp":
+        values |= {f"eval.llama_cpp.{key}": file for key, file in _gguf_files(of).items()}
+    elif report["target"].get("dtype", "float32") != "float32":
         values["target.dtype"] = report["target"]["dtype"]
     if target.adapter:
         values["target.adapter"] = target.adapter
@@ -150,6 +152,17 @@ def measured_again(of: CardContents) -> str:
     named = {"method": of.release.method, "target": name, "draft": f"{of.repository}@{of.tag}"}
     words = [shlex.quote(one_line(f"{key}={_yaml(value)}")) for key, value in {**named, **values}.items()]
     return " \\\n    ".join(["specdistill eval", *words])
+
+
+def _gguf_files(of: CardContents) -> dict[str, str]:
+    """Names, in commands, of the files that a measurement in llama.cpp needs: the file of a draft model is written for it."""
+    is_measured_there = of.release.report.get("engine", {}).get("name") == "llama.cpp"
+    files = (
+        {"model": "TARGET.gguf"}
+        if METHODS[of.release.method].standalone
+        else {"model": "TARGET.gguf", "model_draft": "DRAFT.gguf"}
+    )
+    return files if is_measured_there else {}
 
 
 def _yaml(value: Any) -> str:
@@ -193,7 +206,12 @@ def _placeholders(of: CardContents) -> str:
     target = "" if of.base_model else f"`TARGET` stands for {folder}, whose hashes are below."
     name, sha256 = (plain(report["suite"][key]) for key in ("name", "sha256"))
     suite = "" if _is_named_suite(report) else f"`SUITE` stands for the file of the suite {name}, with sha256 `{sha256}`."
-    return " ".join(filter(None, [target, suite]))
+    files = " and ".join(f"`{file}`" for file in _gguf_files(of).values())
+    gguf = (
+        files
+        and f"{files}: as llama.cpp's converter writes them, the target's in {plain(report['target'].get('dtype', 'any type'))}."
+    )
+    return " ".join(filter(None, [target, suite, gguf]))
 
 
 def _verdict(report: Mapping[str, Any]) -> str:
@@ -224,8 +242,9 @@ def _limits(release: Release) -> Iterator[str]:
         f"{plain(suite['licence'])}){kinds}; others were not measured."
     )
     if lookup := phrases.lookup_first(report["settings"]):
+        k = report["settings"]["num_speculative_tokens"]
         engines = [ENGINES[name] for name in METHODS[release.method].serving() if ENGINES[name].serve_command]
-        yield f"Measured behind a lookup: {plain(lookup)}. {of_lookup(engines, measured_lookup(report['settings']))}"
+        yield f"Measured behind a lookup: {plain(lookup)}. {of_lookup(engines, measured_lookup(report['settings']), k)}"
     yield from map(plain, release.notes)
     dtype = report["target"].get("dtype")
     yield plain(f"Hardware: {report['hardware']['name']}{f', with the target in {dtype}' if dtype else ''}.")

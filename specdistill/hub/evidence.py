@@ -98,7 +98,8 @@ def _other_files(
         yield f"other weights: the measured draft's hash is {stated}, that of {run / DRAFT} {found[:SHOWN]}: measure this one"
     if (measured := report["target"].get("weights")) != target.weights:
         stated = measured[:SHOWN] if measured else "not stated"
-        yield f"another target: the hash of the measured one's weights is {stated}, and the recipe's is {target}"
+        file = "it was measured in llama.cpp with another file; " if report.get("engine", {}).get("name") == "llama.cpp" else ""
+        yield f"another target: {file}the hash of the measured one's weights is {stated}, and the recipe's is {target}"
 
 
 def _judged(recipe: Recipe, measured: Evidence, last: Evidence | None) -> tuple[dict[str, Any], list[str], bool]:

@@ -44,7 +44,7 @@ from specdistill.methods.load import draft_files, implementation
 from specdistill.methods.recipe import Recipe
 from specdistill.recipe.load import RUNS_NOTHING, load_recipe, recipe_yaml
 from specdistill.recipe.sections import PublishConfig
-from specdistill.report.draft_lengths import usual_length
+from specdistill.report.draft_lengths import draft_lengths, usual_length
 from specdistill.report.files import SAMPLES, write_report
 from specdistill.report.phrases import size
 from specdistill.repositories import fetch, hub_errors, split_gguf
@@ -232,7 +232,7 @@ def serving_of(of: CardContents, target: TargetFiles, exported: Mapping[str, Ser
         samples=samples_drafts(settings),
         config=read_config(release.run / DRAFT, "run"),
         lookup_first=measured_lookup(settings),
-        **length_options(release.report, usual_length(release.report)),
+        **length_options(draft_lengths(release.report), release.report, usual_length(release.report)),
         **fit_options(target, release.report),
     )
     return list(serving_lines(served, release.run / DRAFT, exported, repository=of.repository, tag=of.tag))

@@ -126,10 +126,13 @@ def measure_in_engine(
 
 
 def _served(recipe: Recipe, draft: str | None, folder: Path, files: TargetFiles) -> Served:
-    """What the engine is started with: the draft as it is exported into a folder, or the settings of a method without one."""
+    """What the engine is started with: the draft as it is exported into a folder, or the settings of a method without one. An earlier
+    report says nothing of it: drafts are greedy, as an engine's own are.
+    """
     engine, k = recipe.eval.engine, recipe.eval.num_speculative_tokens
     if draft is not None:
-        served = export(locate(draft), ENGINES[engine].layouts or engine, folder, files, num_speculative_tokens=k)
+        layout = ENGINES[engine].layouts or engine
+        served = export(locate(draft), layout, folder, files, num_speculative_tokens=k, finds_report=False)
         return replace(served, lookup_first=recipe.eval.lookup_first)
     serving = startable(engine, recipe.method)
     output, config = Path(files.name), vars(getattr(recipe.eval, recipe.method))

@@ -28,7 +28,7 @@ class DraftLength(NamedTuple):
 
 
 def draft_lengths(report: Report | None) -> tuple[DraftLength, ...]:
-    """Of each load, by its size. Empty without a sweep of K or of the load, and where a round drafts otherwise than K tokens in a chain."""
+    """Of each load, by its size. Empty without a sweep of K or of the load, and where a round does not draft a chain of K tokens."""
     if report is None or report["settings"].get("tree") or OTHER_LENGTHS & report["settings"].get("drafting", {}).keys():
         return ()
     rows = [row for row in of_chains(report) if "speedup" in row]

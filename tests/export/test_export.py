@@ -57,7 +57,7 @@ def test_what_a_report_says_is_text_alone_in_how_to_serve_it() -> None:
         measured = renamed(report(), name) | {"engine": {"name": "vllm", "version": name}}
         failed = {"metric": name, "severity": "fail", "passed": False, "verdict": "failed"}
         measured["gate"] = {"verdict": "failed", "passed": False, "rules": [failed]}
-        pages.append(Page(caveats(measured, ENGINES["vllm"]) + expectation(measured)))
+        pages.append(Page(caveats(measured, ENGINES["vllm"], 4) + expectation(measured)))
     friendly, hostile = pages
     assert hostile.elements == friendly.elements and hostile.references == []
 
@@ -217,7 +217,9 @@ def test_vllm_drafts_by_load_as_it_was_measured(folder: Path, tmp_path: Path) ->
     assert json.loads(words[-1]) == {"method": "eagle3", "model": str(tmp_path / "said"), "num_speculative_tokens": 3}
 
 
-def test_sglang_drafts_by_load_from_a_file_that_is_written_first(folder: Path, tmp_path: Path) -> None:
+def test_sglang_drafts_by_load_from_a_file_that_is_written_first(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "report.json").write_text(json.dumps(SWEPT))
     export(folder / "run" / "draft", "sglang", tmp_path / "out", report=tmp_path / "report.json")
     words, text = served(tmp_path / "out")
@@ -226,14 +228,38 @@ def test_sglang_drafts_by_load_from_a_file_that_is_written_first(folder: Path, t
     slots = {"1": {"candidate_steps": [2]}, "8": {"candidate_steps": [4]}, "32": {"candidate_steps": [0]}}
     assert (echo, json.loads(content)) == ("echo", slots) and words[-2:] == ["--speculative-adaptive-config", file]
     assert "--speculative-adaptive" in words and words[words.index("--speculative-num-steps") + 1] == "4"
-    compile(text.split("```python\n")[1].split("\n```")[0], "SERVE.md", "exec")
+    begins, program, _ = text.split("```python\n")[1].split("\n```")[0].partition("import sglang")
+    compile(program, "SERVE.md", "exec")
+    monkeypatch.chdir(tmp_path)
+    exec(begins, {})
+    assert json.loads((tmp_path / file).read_text()) == slots
 
 
 def test_other_engines_draft_what_is_best_at_the_load_of_the_report(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text(json.dumps(SWEPT))
-    export(folder / "run" / "draft", "gguf", tmp_path / "out", report=tmp_path / "report.json")
+    draft, target, given = folder / "run" / "draft", TargetFiles(str(folder / "target")), {"report": tmp_path / "report.json"}
+    export(draft, "gguf", tmp_path / "out", **given)
     words, _ = served(tmp_path / "out")
     assert words[words.index("--spec-draft-n-max") + 1] == "2"
+    export(draft, "speculators", tmp_path / "whole", target, **given)
+    proposal = json.loads((tmp_path / "whole" / "config.json").read_text())["speculators_config"]["proposal_methods"][0]
+    assert proposal["speculative_tokens"] == 2 and "and 2 draft tokens" in served(tmp_path / "whole")[1]
+
+
+def test_the_table_of_lengths_is_of_the_engine_that_is_started(folder: Path, tmp_path: Path) -> None:
+    one_k = swept((4, 1, 1.5), (2, 1, 1.8), (2, 8, 1.3))
+    k = {"num_speculative_tokens": 3}
+    for engine, measured, given, said in (
+        ("vllm", SWEPT, {}, "vLLM is started with this table"),
+        ("vllm", one_k, {}, "vLLM is started with 2 draft tokens"),
+        ("gguf", SWEPT, {}, "llama.cpp is started with 2 draft tokens"),
+        ("vllm", SWEPT, k, ""),
+    ):
+        (tmp_path / "report.json").write_text(json.dumps({name: part for name, part in measured.items() if name != "engine"}))
+        out = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        export(folder / "run" / "draft", engine, out, report=tmp_path / "report.json", **given)
+        text = served(out)[1]
+        assert said in text and ("is started with" in text) == ("known from" in text) == bool(said)
 
 
 def test_one_k_everywhere_needs_no_table(folder: Path, tmp_path: Path) -> None:
@@ -252,6 +278,21 @@ def test_flags_fit_the_target(folder: Path, tmp_path: Path) -> None:
         export(folder / "run" / "draft", engine, tmp_path / engine, target)
         text = served(tmp_path / engine)[1]
         assert f"`{flag}`" in text and (engine == "gguf" or "`--dtype float32`" in text)
+    in_gguf = report() | {"engine": {"name": "llama.cpp", "version": "b1"}, "target": {"model": "pico", "dtype": "MOSTLY_Q4_1"}}
+    (tmp_path / "report.json").write_text(json.dumps(in_gguf))
+    export(folder / "run" / "draft", "vllm", tmp_path / "out", target, report=tmp_path / "report.json")
+    assert "`--dtype float32`" in served(tmp_path / "out")[1] and "target pico in MOSTLY_Q4_1" in served(tmp_path / "out")[1]
+
+
+def test_llama_cpp_does_not_look_up_further_than_it_drafts(folder: Path, tmp_path: Path) -> None:
+    """With K = 6."""
+    command, text = exported_behind_a_lookup("gguf", {"min": 5, "draft_tokens": 2}, folder, tmp_path)
+    assert "ngram-simple,draft-eagle3" in command and "the draft alone" not in text
+    given = {"report": tmp_path / "report.json", "num_speculative_tokens": 4}
+    export(folder / "run" / "draft", "gguf", tmp_path / "short", **given)
+    command, text = served(tmp_path / "short")
+    assert command[-4:] == ["draft-eagle3", "--spec-draft-n-max", "4", "--no-spec-draft-backend-sampling"]
+    assert "the draft alone" in text
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,15 @@ def test_the_command_that_measures_it_again(published: CardContents, settings: d
         assert (made if name != "tree" else made.model_dump(exclude_none=True)) == value
 
 
+def test_a_measurement_in_llama_cpp_names_its_files(published: CardContents) -> None:
+    of_server = {"name": "llama.cpp", "version": "b1"}
+    changed = with_report(published, engine=of_server, target={"model": "pico", "dtype": "MOSTLY_Q4_1"})
+    files = {"eval.llama_cpp.model=TARGET.gguf", "eval.llama_cpp.model_draft=DRAFT.gguf"}
+    words = shlex.split(measured_again(changed).replace("\\\n", ""))
+    assert files <= set(words) and "MOSTLY" not in str(words)
+    assert "`DRAFT.gguf`: as llama.cpp's converter writes them, the target's in MOSTLY" in model_card(changed).text
+
+
 def test_a_suite_of_ones_own_is_told_by_its_hash(published: CardContents) -> None:
     text = model_card(published).text
     assert "eval.suite=SUITE" in text

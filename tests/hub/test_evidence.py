@@ -155,6 +155,13 @@ def test_an_attempt_is_refused(run: Path, attempt: Callable[[Path], None], monke
     assert refused(run) == ATTEMPTS[attempt]
 
 
+def test_a_converted_target_is_named_as_such(run: Path) -> None:
+    edit(run / "report/report.json", lambda report: {**report, "engine": {"name": "llama.cpp", "version": "b1"}})
+    the_report_of_another_target(run)
+    (refusal,) = read_release(run).refusals
+    assert refusal.startswith("another target: it was measured in llama.cpp with another file; ")
+
+
 def test_a_target_that_is_gone_is_an_error(run: Path) -> None:
     (place,) = (line for line in (run / "run/recipe.yaml").read_text().splitlines() if line.startswith("  model:"))
     edit_recipe(run, {place: f"  model: {run / 'gone'}"})

@@ -94,6 +94,23 @@ def test_a_lookup_that_was_not_asked_for_is_not_measured(draft, tmp_path, monkey
     assert "looks up first" not in (tmp_path / "report" / "engine" / "k4.log").read_text()
 
 
+def test_an_earlier_report_of_the_run_says_nothing_of_a_measurement(draft, tmp_path):
+    (tmp_path / "draft").symlink_to(draft)
+    drafting = {"token_replacements": {"a": "b"}}
+    old = {
+        "draft": {"method": "eagle3"},
+        "engine": {"name": "vllm", "version": "0.33.0", "command": "vllm serve T --tensor-parallel-size 2"},
+        "settings": {"num_speculative_tokens": 4, "temperature": 0.8, "draft_sampling": "probabilistic", "drafting": drafting},
+        "results": [{}],
+    }
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report" / "report.json").write_text(json.dumps(old))
+    quick = ("eval.repeats=1", "eval.warmup=0", "eval.temperature=0.8", "eval.max_new_tokens=4")
+    evaluate(tmp_path / "new", tmp_path / "draft", "vllm", *quick)
+    command = read_report(tmp_path / "new")[0]["engine"]["command"]
+    assert "tensor-parallel" not in command and "draft_sample_method" not in command
+
+
 def test_an_engine_that_ignores_its_lookup_is_not_measured(draft, tmp_path, capsys):
     command = f"eval.engine_command={shlex.join([sys.executable, str(PROGRAM), 'vllm', '--deaf'])}"
     assert evaluate(tmp_path / "report", draft, "vllm", *LOOKED_UP, command) == ExitCode.RESOURCE_ERROR
