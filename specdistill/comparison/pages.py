@@ -74,6 +74,7 @@ def to_html(comparison: Comparison) -> str:
         table=tables.Table(tuple(numbers[0]), [tuple(row.values()) for row in numbers]),
         by_category=by_category(comparison),
         candidates=ranked,
+        shape=phrases.shape,
         why=comparison["why"],
         footnote=FOOTNOTE,
         ranking=comparison["ranking"],
@@ -149,7 +150,7 @@ def _cells(entry: Mapping[str, Any], candidate: Mapping[str, Any]) -> dict[str, 
     )
     return {
         "": (str(entry["rank"]),),
-        "candidate": (entry["name"],),
+        "candidate": cell(entry["name"], phrases.shape(report["settings"])),
         "K": (str(report["settings"]["num_speculative_tokens"]),),
         "speedup": cell(times(row["speedup"]), interval(row, "speedup")),
         "to the best": _to_best(entry),

@@ -258,8 +258,13 @@ def lookup_first(settings: Mapping[str, Any]) -> str:
     """What stood in front of the draft, so that the numbers are not the draft's own; empty for nothing."""
     if not (lookup := settings.get("drafting", {}).get("lookup_first")):
         return ""
-    behind = tree(lookup["draft_tree"]) if "draft_tree" in lookup else f"a chain of {lookup['draft_tokens']}"
+    behind = f"a {tree(lookup['draft_tree'])}" if "draft_tree" in lookup else f"a chain of {lookup['draft_tokens']}"
     return f"{lookup['method']} lookup of {lookup['min']} to {lookup['max']} tokens first, behind it {behind}"
+
+
+def shape(settings: Mapping[str, Any]) -> str:
+    """What a round drafts in place of a chain of K tokens; empty for that."""
+    return lookup_first(settings) or tree(settings["tree"])
 
 
 def settings_line(report: Report) -> str:

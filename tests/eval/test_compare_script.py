@@ -126,7 +126,9 @@ def test_a_draft_is_compared_with_itself_behind_an_ngram_lookup(arguments, tmp_p
     assert theory["c"] * theory["K"] * row["baseline_step_ms"] == pytest.approx(a_round)
     assert [(point["k"], point["draft_passes"]) for point in theory["curve"]] == [(0, 0), (4, 0)]
     assert {len(entry["drafted"]) for entry in rounds} == {1, 4}  # the draft's, and the n-gram lookup's
-    assert "ngram lookup of 1 to 5 tokens first, behind it a chain of 1" in (folder / "report.md").read_text()
+    told = "ngram lookup of 1 to 5 tokens first, behind it a chain of 1"
+    pages = (folder / "report.md", tmp_path / "out" / "comparison.md", tmp_path / "out" / "comparison.html")
+    assert all(told in page.read_text() for page in pages)
 
 
 def test_suffix_decoding_is_compared_alone_and_in_front_of_a_draft(arguments, tmp_path):
@@ -145,7 +147,7 @@ def test_a_draft_drafts_a_tree_behind_an_ngram_lookup(arguments, tmp_path):
     assert drafting["draft_tree"] == {"branching": [2, 2]} and report["settings"]["tree"] is None
     assert report["lossless"]["greedy_identical"]
     assert {entry.get("num_off_path", 0) for entry in rounds} == {0, 4}  # of an n-gram lookup's chain, and of 6 nodes 2 deep
-    assert "ngram lookup of 1 to 5 tokens first, behind it tree with branching 2, 2" in (folder / "report.md").read_text()
+    assert "ngram lookup of 1 to 5 tokens first, behind it a tree with branching 2, 2" in (folder / "report.md").read_text()
 
 
 def test_a_target_that_reads_no_trees_says_so_before_anything_is_measured(arguments, tmp_path, capsys):

@@ -299,7 +299,7 @@ def test_llama_cpp_does_not_look_up_further_than_it_drafts(folder: Path, tmp_pat
     ("engine", "shape", "k", "shown"),
     [
         ("sglang", {"draft_tokens": 2}, 2, "a chain of 2"),
-        ("vllm", {"draft_tree": {"branching": [2, 2, 1]}}, 3, "tree with"),
+        ("vllm", {"draft_tree": {"branching": [2, 2, 1]}}, 3, "a tree with"),
     ],
 )
 def test_an_engine_without_such_a_lookup_serves_the_draft_with_its_own_k(
