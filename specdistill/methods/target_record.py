@@ -10,6 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from specdistill.credentials import without_places
 from specdistill.errors import UserError
 from specdistill.methods.checkpoint import read_config
@@ -40,6 +42,9 @@ def as_keys(identity: TargetIdentity | None) -> dict[str, str]:
     return {f"{GGUF_PREFIX}{name}": value for name, value in fields.items() if value is not None}
 
 
+validated = TypeAdapter(TargetIdentity).validate_python
+
+
 def recorded_target(draft: Path, key: str) -> TargetIdentity | None:
     """What the draft in a folder was made for; None where that is not recorded. Raises UserError for an invalid record."""
     files = [] if (draft / "config.json").is_file() else sorted(draft.glob("*.gguf"))
@@ -47,8 +52,8 @@ def recorded_target(draft: Path, key: str) -> TargetIdentity | None:
     if section is None:
         return None
     try:
-        return TargetIdentity(**section["target"])
-    except (TypeError, KeyError) as error:
+        return validated(vars(TargetIdentity(**section["target"])))
+    except (TypeError, KeyError, ValueError) as error:
         got = f'{files[0] if files else draft / "config.json"} with "{SECTION}": {json.dumps(section)[:120]}'
         raise UserError(key, got=got, expected="the record of the draft's target, or no such key") from error
 

@@ -167,7 +167,10 @@ def test_another_projects_draft_model_with_another_tokenizer_is_found_without_de
     assert main([*keys, "ngram.max=5"]) == ExitCode.USER_ERROR
 
 
-@pytest.mark.parametrize("section", ["pico", {}, {"target": {"weights": "1"}}, {"target": "pico"}])
+NO_TEXT = {"name_or_path": ["pico"], "revision": None, "adapter": None, "weights": "1", "tokenizer": "2"}
+
+
+@pytest.mark.parametrize("section", ["pico", {}, {"target": {"weights": "1"}}, {"target": "pico"}, {"target": NO_TEXT}])
 def test_an_invalid_record_is_refused(section: Any, folder: Path, tmp_path: Path) -> None:
     draft = shutil.copytree(folder / "eagle", tmp_path / "draft")
     config = json.loads((draft / "config.json").read_text())
