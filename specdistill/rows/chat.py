@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from specdistill.errors import UserError
+from specdistill.suites.suite import TEMPLATE_ERRORS
 
 Message = dict[str, str]
 Spans = list[tuple[int, int]]
@@ -45,7 +45,7 @@ def render(
     options: Any = {"tokenize": False, "add_generation_prompt": generation_prompt, **template}
     try:
         return str(tokenizer.apply_chat_template(list(messages), **options))
-    except TemplateError as error:
+    except TEMPLATE_ERRORS as error:
         got = f"turns {shortened(', '.join(message['role'] for message in messages))}: {error}"
         raise UserError(where, got=got, expected="a conversation that the target's chat template takes") from error
 

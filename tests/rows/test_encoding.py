@@ -151,6 +151,12 @@ def test_a_template_for_single_questions_is_left_to_the_rows() -> None:
     assert masked(tiny_tokenizer(), encode(tiny_tokenizer(single), [TWO_TURNS[1:3]])[0]) == "Hello — you?<|im_end|>"
 
 
+@pytest.mark.parametrize("wrong", ["{{ -messages }}", "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}"])
+def test_a_template_that_fails_is_refused(wrong: str) -> None:
+    with refused("data.source row 0", "turns user"):
+        encode(tiny_tokenizer(wrong), [TWO_TURNS[1:3]])
+
+
 def test_masks_of_none_or_all_show_the_rendered_text() -> None:
     tokenizer = tiny_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}")
     with refused("data.source row 0", "a prompt without an answer, 'Hi'"):

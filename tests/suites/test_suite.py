@@ -87,6 +87,13 @@ def test_a_prompt_that_leaves_no_room_is_refused(tmp_path):
         prompts(path, max_new_tokens=57)
 
 
+def test_a_template_that_fails_is_refused(tmp_path):
+    path = write_jsonl(tmp_path / "s.jsonl", [{"messages": [{"role": "user", "content": "a"}]}])
+    for template in ("{{ raise_exception('no') }}", "{{ -messages }}", "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}"):
+        with refused("eval.suite", "prompt 1 ("):
+            prompts(path, tiny_tokenizer(template))
+
+
 def test_a_prompt_with_a_token_that_the_target_does_not_know_is_refused(tmp_path):
     """As of a tokenizer that was given a token more than its model."""
     path = write_jsonl(tmp_path / "s.jsonl", [{"prompt": "a b"}])
