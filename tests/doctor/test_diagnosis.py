@@ -247,6 +247,19 @@ def test_a_lookup_in_front(
     assert "eval.lookup_first.min: got 6, expected at most eval.lookup_first.max, which is 5" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("theta", ["x", [1.0]])
+def test_a_rotary_base_of_the_target_that_is_no_number_is_refused(
+    theta: Any, folder: Path, run_of: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = shutil.copytree(folder / "target", tmp_path / "target")
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(
+        json.dumps({**config, "rope_parameters": {"rope_type": "default", "rope_theta": theta}})
+    )
+    assert main(["doctor", f"draft={run_of('eagle3') / 'draft'}", f"target={target}", "decode=false"]) == 2
+    assert f"target.model: got a config.json with rope_theta {theta!r}" in capsys.readouterr().err
+
+
 def test_a_tokenizer_with_more_tokens_than_the_target_is_refused(
     folder: Path, run_of: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
