@@ -33,6 +33,7 @@ REQUIRED = "???"  # OmegaConf's mark of a value that the command line must give
 HARMLESS = ("HOME", "HOSTNAME", "SLURM_JOB_ID", "TMPDIR", "USER")
 # Of ${…}: each value that names another one twice doubles it, so that these make a text about 1,000 times as long, and 60 fill a memory.
 MOST_INTERPOLATIONS = 20
+LARGEST = 2**63 - 1  # integer: beyond it a product may be more than a float holds
 # What runs somebody's code. A reader gives it: a file alone cannot.
 CONSENT = ("target.trust_remote_code", "eval.run_code", "eval.engine_command")
 # Arguments of a command that reads files alone, whatever a run's recipe ran.
@@ -114,7 +115,7 @@ def merged(arguments: Sequence[str]) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         got = one_line(str(error).split("\n")[0])
         raise UserError(error.full_key or "recipe", got=got, expected="a value, or ${another.key}") from error
-    _check_no_secret(values)
+    _check_values(values)
     return values
 
 
@@ -171,12 +172,15 @@ def _read_yaml(path: Path) -> DictConfig:
         raise UserError("recipe", got=f"{path}: {error}", expected="a readable YAML file") from error
 
 
-def _check_no_secret(node: Any, *place: Any) -> None:
+def _check_values(node: Any, *place: Any) -> None:
+    """Raises UserError for a secret, and for an integer that no count can be."""
     if isinstance(node, Mapping | list):
         for name, value in node.items() if isinstance(node, Mapping) else enumerate(node):
-            _check_no_secret(value, *place, name)
+            _check_values(value, *place, name)
     elif isinstance(node, str):
         check_no_secret(_spelled(list(place)), node)
+    elif isinstance(node, int) and abs(node) > LARGEST:
+        raise UserError(_spelled(list(place)), got=f"an integer of {len(str(node))} digits", expected=f"at most {LARGEST:,}")
 
 
 def _without_required(node: Any, required: Collection[str], prefix: str = "") -> Any:

@@ -185,6 +185,7 @@ def test_what_a_recipe_leaves_to_be_given_is_not_filled_by_a_default():
         ),
         ("target.dtype=flaot32", "target.dtype", "'flaot32'"),
         ("method=eagle4", "method", "eagle4"),
+        (f"train.max_steps=1{'0' * 400}", "train.max_steps", "an integer of 401 digits"),
         ("eval.num_speculative_tokens=0", "eval.num_speculative_tokens", "0"),
         ("eval.temperature=-0.5", "eval.temperature", "-0.5"),
         ("eval.temperature=.nan", "eval.temperature", "nan"),
