@@ -24,7 +24,7 @@ from specdistill.targets.anatomy import examine
 from specdistill.targets.cache import is_recurrent
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.identity import TargetIdentity
-from specdistill.targets.loading import is_plain, max_length, read_causal_lm, with_adapter
+from specdistill.targets.loading import end_tokens, is_plain, max_length, read_causal_lm, with_adapter
 from specdistill.targets.packed_rows import BackboneInputs, Documents, PackingMethod, as_they_are, packing
 from specdistill.targets.sharding import in_turn, num_processes
 
@@ -179,9 +179,8 @@ class FrozenTarget:
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """Tokens that end a generation, from the generation config or else the model's."""
-        ids = self.model.generation_config.eos_token_id
-        ids = self.config.eos_token_id if ids is None else ids
-        return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])
+        generation = self.model.generation_config
+        return frozenset(end_tokens(self.config if generation.eos_token_id is None else generation))
 
     def tensor(self, name: str) -> Tensor:
         """`embed_tokens.weight` or `lm_head.weight`."""

@@ -103,7 +103,8 @@ def read_causal_lm(
             flags = {"is_quantized": is_quantized, "trust_remote_code": trust_remote_code}
             model_class, placed = sharded(shard, config, device_map, **flags)
             loaded = model_class.from_pretrained(folder, **placed, **wanted)
-    model, report = loaded
+        model, report = loaded
+        end_tokens(model.generation_config, model.config.get_text_config())
     if missing := sorted(report["missing_keys"]):  # transformers would initialize them
         raise UserError(key, got=f"{path} without {', '.join(missing[:3])}", expected="every weight that its config asks for")
     if dtype == "float32" and is_plain(model):
@@ -179,12 +180,17 @@ def read_tokenizer(
             generation = GenerationConfig.from_pretrained(path, **options)
         except OSError:  # a checkpoint may have none
             generation = GenerationConfig.from_model_config(config)
-        ends: set[int] = set()
-        for declared in (getattr(each, "eos_token_id", None) for each in (generation, config, tokenizer)):
-            ends.update(declared if isinstance(declared, list) else [] if declared is None else [declared])
-        if wrong := [token for token in ends if type(token) is not int]:
-            raise ValueError(f"eos_token_id {wrong[0]!r}")
+        ends = end_tokens(generation, config, tokenizer)
     return tokenizer, tuple(sorted(ends)), max_length(config.get_text_config(), tokenizer)
+
+
+def end_tokens(*declaring: Any) -> set[int]:
+    """All tokens that end a generation, by the `eos_token_id` of configs. Raises ValueError for one that is no token."""
+    declared = (getattr(each, "eos_token_id", None) for each in declaring)
+    ends = [token for ids in declared for token in (ids if isinstance(ids, list) else [] if ids is None else [ids])]
+    if wrong := [token for token in ends if type(token) is not int]:
+        raise ValueError(f"eos_token_id {wrong[0]!r}")
+    return set(ends)
 
 
 def max_length(text_config: Any, tokenizer: Any) -> int:

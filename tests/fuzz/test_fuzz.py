@@ -74,6 +74,7 @@ FOUND: list[tuple[str, str, tuple[Any, ...], Any]] = [
     ("data show recipe=recipe.yaml", "recipe.yaml", ("data", "columns"), {"text": 5}),
     ("eval recipe=recipe.yaml suite=suite.jsonl", "recipe.yaml", ("train", "output_dir"), True),
     (DOCTOR.replace("trained", "run"), "target/generation_config.json", ("eos_token_id",), ["x", 0]),
+    (DOCTOR.replace("decode=false", "eval.num_prompts=1"), "target/generation_config.json", ("eos_token_id",), [[0]]),
     ("plan target=target draft=run/draft hub=false", "run/draft/config.json", ("architectures",), 2),
     (DOCTOR, "trained/draft/config.json", ("eagle_config",), [1]),
     (DOCTOR, "trained/draft/config.json", ("eagle_config", "eagle_aux_hidden_state_layer_ids"), [{}]),
