@@ -13,9 +13,9 @@ from specdistill.methods.checkpoint import read_config
 from specdistill.methods.load import implementation, locate, method_of
 from specdistill.recipe.sections import LookupFirstConfig
 from specdistill.repositories import split_revision
+from specdistill.targets.files import NESTED
 
 KEY = "drafts"
-NESTED = ("transformer_layer_config", "model", "text_config")  # where some layouts have a decoder's sizes
 UNTRAINED = [name for name, method in METHODS.items() if not method.is_trained]  # named in place of a folder
 
 
@@ -69,7 +69,7 @@ def _candidate(name: str, entry: str, folder: Path | None, lookup_first: LookupF
         return Candidate(name, entry)
     method = method_of(folder, key=KEY)
     config, revision = read_config(folder, KEY), None if Path(entry).is_dir() else folder.name
-    nested = next((config[part] for part in NESTED if isinstance(config.get(part), dict)), config)
+    nested = next((config[part] for part in NESTED if config.get(part)), config)
     num_layers = implementation(method).num_layers(nested)
     return Candidate(name, method, entry, folder, revision, num_layers, nested.get("hidden_size"), lookup_first)
 

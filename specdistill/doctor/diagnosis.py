@@ -36,7 +36,7 @@ from specdistill.methods.target_record import check_target
 from specdistill.recipe.sections import LookupFirstConfig
 from specdistill.rows.packing import indexed
 from specdistill.suites.suite import load_suite, tokenize
-from specdistill.targets.files import INDEX, SINGLE, Shards, TargetFiles, stated
+from specdistill.targets.files import INDEX, SINGLE, Shards, TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.history import read_history
 
@@ -265,12 +265,12 @@ def _against(target: TargetFiles, config: HeadShape) -> Iterator[Finding]:
     """Settings that usually are the target's own."""
     text = target.text_config
     rope = text.get("rope_parameters") or {}
-    theta = next(filter(None, (stated(each, "rope_theta", float, "target.model") for each in (rope, text))), None)
+    theta = rope.get("rope_theta") or text.get("rope_theta")
     if theta is not None and theta != config.rope_theta:
         what = f"the draft's rotary base (rope_theta) is {config.rope_theta:g}, the target's {theta:g}"
         yield warning(what, "heads are trained with the target's, unless this one was not")
     length = text.get("max_position_embeddings")
-    if isinstance(length, int) and config.max_position_embeddings < length:
+    if length is not None and config.max_position_embeddings < length:
         what = f"the draft's max_position_embeddings is {config.max_position_embeddings}, the target's {length}"
         yield warning(what, "beyond it engines cap the sequence, or draft at positions that were never trained")
 

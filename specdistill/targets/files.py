@@ -26,12 +26,15 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 # What turns text into token ids. Templates, defaults and the names of special tokens stand in other files.
 TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
-# Of keys of config.json that nobody else checks before they are read.
+NESTED = ("transformer_layer_config", "model", "text_config")  # where some layouts of config.json have a decoder's sizes
+# Of keys of config.json that are read here.
 KINDS = {
-    "architectures": list[str],
-    "layer_types": list[str],
-    "rope_parameters": dict[str, Any],
-    "rope_scaling": dict[str, Any],
+    **dict.fromkeys((*NESTED, "rope_parameters", "rope_scaling", "quantization_config"), dict[str, Any]),
+    **dict.fromkeys(("architectures", "layer_types"), list[str]),
+    **dict.fromkeys(("model_type", "dtype", "torch_dtype"), str),
+    **dict.fromkeys(("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings", "draft_vocab_size"), int),
+    "sliding_window": int,
+    "rope_theta": float,
 }
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
@@ -136,8 +139,9 @@ def read_config(folder: Path, key: str, expected: str = "a checkpoint with its c
         raise UserError(key, got=f"{path}: {error}", expected="JSON") from error
     if not isinstance(config, dict):
         raise UserError(key, got=f"{path}, which holds no keys", expected=expected)
-    for name, kind in KINDS.items():
-        stated(config, name, kind, key)
+    for part in (config, *(config.get(name) for name in (*NESTED, "rope_parameters"))):
+        for name, kind in KINDS.items():
+            stated({} if part is None else part, name, kind, key)
     return config
 
 

@@ -76,6 +76,12 @@ FOUND: list[tuple[str, str, tuple[Any, ...], Any]] = [
     (DOCTOR.replace("trained", "run"), "target/generation_config.json", ("eos_token_id",), ["x", 0]),
     (DOCTOR.replace("decode=false", "eval.num_prompts=1"), "target/generation_config.json", ("eos_token_id",), [[0]]),
     ("plan target=target draft=run/draft hub=false", "run/draft/config.json", ("architectures",), 2),
+    (
+        "export draft=run/draft target=target engine=gguf output_dir=out",
+        "target/config.json",
+        ("max_position_embeddings",),
+        {"x": 1},
+    ),
     (DOCTOR, "trained/draft/config.json", ("eagle_config",), [1]),
     (DOCTOR, "trained/draft/config.json", ("eagle_config", "eagle_aux_hidden_state_layer_ids"), [{}]),
 ]
