@@ -7,17 +7,15 @@ position; c a draft step and v a verification of K tokens, both in plain target 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 from specdistill.errors import UserError
-from specdistill.files.documents import read_yaml
-from specdistill.losses.chunked import BLOCK
 from specdistill.methods import METHODS, MethodCost
-from specdistill.methods.sizes import ASSUMED_DTYPE, Described, ModelShape, ParameterCounts, PlannedDraft, weights_read
-from specdistill.planning.accounting import H100, MATRIX_SHARE, TRAFFIC_SHARE, Account, training_step
-from specdistill.planning.budget import MOST_DEVICES, USABLE, Budget, ServingSettings, budget
-from specdistill.project import RECIPES
+from specdistill.methods.sizes import ASSUMED_DTYPE, Described, PlannedDraft, weights_read
+from specdistill.planning.accounting import H100, MATRIX_SHARE, TRAFFIC_SHARE
+from specdistill.planning.budget import Budget, ServingSettings, budget
+from specdistill.planning.training import SMALL, Launch, MicroBatch, read_recipe, recipe_for, training_of
 from specdistill.statistics.theory import expected_acceptance_length, predicted_speedup
 from specdistill.targets.cache_size import CacheSize
 
@@ -28,21 +26,6 @@ VERIFY_OVERHEAD = 0.18
 LAYERS_OVERHEAD = 3.0
 # Operations that take as long as a byte does: an H100 computes on 184 sequences in the time in which it reads the weights.
 FLOPS_PER_BYTE = MATRIX_SHARE * H100.flops / (TRAFFIC_SHARE * H100.bandwidth)
-# float32 weight, gradient and two AdamW moments; Muon keeps one moment of the matrices.
-BYTES_PER_TRAINED, BYTES_PER_COPIED = 16, 4
-TRAINING_FLOPS = 4e14  # a second, of one H100 or H200 in bfloat16: 40 % of what its tensor cores can
-SMALL = 100_000_000  # parameters of the largest target that the recipes of small ones are meant for as they stand
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """A micro-batch: rows and their tokens."""
-
-    batch_size: int = 4
-    max_length: int = 2048
-
-
-A_BATCH = MicroBatch()
 
 
 @dataclass(frozen=True)
@@ -58,10 +41,12 @@ class ExpectedSpeedup:
 class PlanRow:
     """One method. Numbers that do not exist or that nobody published are None, and `note` says why.
 
-    draft: the one that was given; None for the one that the recipe would train. bytes: in the draft's dtype. disk_bytes: the hidden
-    states of all training tokens. training_memory: its parts, in bytes. training_hours: of one GPU. training_is_computed: activations and
-    hours by the training step's own code; else by a rough formula. training_devices: of the kind that serves, on which training fits with
-    target.shard=layers, 1 for one that holds all; None where MOST_DEVICES do not. kv_bytes: KV cache of the draft for a token of context.
+    draft: the one that was given; None for the one that the recipe would train. bytes: in the draft's dtype. training_tokens: distinct
+    ones; trained_tokens: of all steps, as the recipe has them, else one pass. disk_bytes: the hidden states of all training tokens.
+    micro_batch: rows and tokens of a row. training_memory: its parts on one device, in bytes. training_hours: of one GPU.
+    training_is_computed: activations and hours by the training step's own code; else by a rough formula. training_launch: the recipe's,
+    else the fewest devices of the kind that serves on which training fits; None where MOST_DEVICES do not hold it, with their number in
+    training_devices. kv_bytes: KV cache of the draft for a token of context.
     step_ratio: c, the larger of the step_shares. low, high: the two ends of the speedup, where and as the target is to serve. serving:
     what each device holds then. warnings: what contradicts the target's config.json.
     """
@@ -77,12 +62,15 @@ class PlanRow:
     bytes: int | None = None
     training_tokens: int | None = None
     training_source: str | None = None
+    trained_tokens: int | None = None
+    micro_batch: tuple[int, int] | None = None
     disk_bytes: int | None = None
     training_memory_bytes: int | None = None
     training_memory: dict[str, int] | None = None
     training_hours: float | None = None
     training_is_computed: bool = False
     training_devices: int | None = None
+    training_launch: Launch | None = None
     kv_bytes: int | None = None
     step_ratio: float | None = None
     step_shares: dict[str, float] | None = None
@@ -158,6 +146,7 @@ def row_of(
     if not settings and recipe and target.parameters <= SMALL:
         settings = read_recipe(recipe)
     generated = settings.get("data", {}).get("regenerate", {}).get("num_tokens")
+    batch = training.of(settings, getattr(target.text, "max_position_embeddings", None))
     size, read = _bytes(method, planned, target, given, passes.serving)
     speed = _speed(planned, METHODS[method].cost, passes, read)
     tokens = generated or planned.published.training_tokens
@@ -179,7 +168,7 @@ def row_of(
         recipe_keys=planned.recipe_keys,
         warnings=planned.warnings,
         **speed,
-        **_training(method, planned, target, training, tokens, passes.serving.memory, computed=computed),
+        **training_of(method, planned, target, recipe, settings, batch, tokens, passes.serving.memory, computed=computed),
     )
 
 
@@ -218,72 +207,6 @@ def _serving(
     return held if held.room is None or alone.room is None else replace(held, cost=alone.room - held.room)
 
 
-def _training(
-    method: str,
-    planned: PlannedDraft,
-    target: Described,
-    training: MicroBatch,
-    tokens: int | None,
-    device_memory: float,
-    *,
-    computed: bool,
-) -> dict[str, Any]:
-    """What training takes, as fields of a row."""
-    if planned.shape is None:
-        nothing = None if tokens is None else 0
-        return {"disk_bytes": nothing, "training_memory_bytes": 0, "training_memory": {}, "training_hours": nothing}
-    parts, cost, itemsize = planned.parts, METHODS[method].cost, target.itemsize()
-    num_tokens, read = training.batch_size * training.max_length, weights_read(target.model)
-    step = _account(method, planned, target, training) if computed else None
-    memory = training_memory(parts, target.parameters * itemsize, planned.shape, planned.vocabulary, cost.positions, num_tokens)
-    rate = TRAINING_FLOPS / (2 * read + 6 * parts.read * cost.positions)
-    if step is not None:
-        memory["activations"] = step.peak_bytes
-        rate = H100.tokens_per_second(step, num_tokens, 2 * read * num_tokens)
-    return {
-        "disk_bytes": None if tokens is None else cost.features * target.text.hidden_size * itemsize * tokens,
-        "training_memory_bytes": sum(memory.values()),
-        "training_memory": memory,
-        "training_hours": None if tokens is None else tokens / rate / 3600,
-        "training_is_computed": step is not None,
-        "training_devices": _devices(target, sum(memory.values()), device_memory),
-    }
-
-
-def _devices(target: Described, needed: int, device_memory: float) -> int | None:
-    """The fewest devices, a power of two, that hold what training needs when they share the target's layers and gather one at a time."""
-    layers = target.itemsize() * sum(size.numel() for name, size in target.model.named_parameters() if ".layers." in name)
-    for number in (1 << power for power in range(MOST_DEVICES.bit_length())):
-        held = layers if number == 1 else layers / number + layers / target.text.num_hidden_layers
-        if needed - layers + held <= USABLE * device_memory:
-            return number
-    return None
-
-
-def recipe_for(method: str, target: str) -> tuple[str | None, dict[str, Any]]:
-    """The target's own recipe of a method, with its keys; else that of small targets, or of pico, without."""
-    names = (path.relative_to(RECIPES).with_suffix("").as_posix() for path in sorted(RECIPES.rglob("*.yaml")))
-    found = {name: keys for name in names if (keys := read_recipe(name)).get("method") == method}
-    if own := next((name for name, keys in found.items() if keys["target"]["model"] == target), None):
-        return own, found[own]
-    return next((name for folder in ("small", "pico") for name in found if name.startswith(f"{folder}/")), None), {}
-
-
-@cache
-def read_recipe(name: str) -> dict[str, Any]:
-    """A shipped recipe's keys."""
-    keys: dict[str, Any] = read_yaml(RECIPES / f"{name}.yaml")
-    return keys
-
-
-def _account(method: str, planned: PlannedDraft, target: Described, training: MicroBatch) -> Account | None:
-    """Of a step that trains the draft; None where no draft can be built without weights."""
-    if planned.build is None:
-        return None
-    rows, length = training.batch_size, training.max_length
-    return training_step(method, planned.build, planned.counted_with, target, rows=rows, length=length)
-
-
 def step_shares(step: float, target_step: float, layers: int, target_layers: int) -> dict[str, float]:
     """A draft step over a target step, by what they read (weights and KV cache) and by layers run: the larger is c."""
     return {"weights": step / target_step, "layers": layers / target_layers}
@@ -320,23 +243,3 @@ def speedup_range(
     overhead = LAYERS_OVERHEAD / target_layers if shares["layers"] else 0.0
     low = best_k(alphas[0], [v + VERIFY_OVERHEAD for v in verify], max(shares.values()) + overhead, passes)
     return low, best_k(alphas[1], verify_at_best or [1.0] * len(verify), shares["weights"], passes)
-
-
-def training_memory(
-    parts: ParameterCounts, target_bytes: int, shape: ModelShape, vocabulary: int, num_steps: int, num_tokens: int
-) -> dict[str, int]:
-    """Device memory of online training by part, roughly: the draft is counted with gradients and AdamW in float32.
-
-    Activations of each token and drafted position: 28H + 4I numbers a layer in bfloat16, as `specdistill.planning.accounting`
-    counts them in EAGLE-3 heads; and the logits of a block of the loss.
-
-    vocabulary: tokens the draft's logits span. num_steps: drafted positions. num_tokens: in a micro-batch.
-    """
-    layers = 2 * (28 * shape.hidden_size + 4 * shape.intermediate_size) * parts.num_layers
-    activations = num_tokens * num_steps * layers + 2 * BLOCK * vocabulary
-    return {
-        "target": target_bytes,
-        "draft": BYTES_PER_TRAINED * parts.parameters,
-        "frozen tables": BYTES_PER_COPIED * parts.copied,
-        "activations": activations,
-    }
