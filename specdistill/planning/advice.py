@@ -53,11 +53,13 @@ def recommend(rows: Sequence[PlanRow], target: Mapping[str, Any], whole: Budget 
 
 def _training(row: PlanRow, target: Mapping[str, Any]) -> str:
     """What it takes to train it, in the order in which it is decided: the launch, the sharding, who generates the data."""
-    if row.draft or not row.training_memory:
+    if row.draft or not row.micro_batch:
         return ""
     launch, kind = row.training_launch, target["quantization"]
     if launch is None:
-        return f" Training fits on none of up to {MOST_DEVICES} devices."
+        rows, length = row.micro_batch
+        what = f"{rows} rows of {length:,} tokens at a time: lower training.batch_size or training.max_length"
+        return f" Training fits on none of up to {MOST_DEVICES} devices with {what}."
     held = f" Training holds {launch.device_bytes / 2**30:.3g} GiB on "
     if launch.num_processes == 1:
         return f"{held}one device."
@@ -132,8 +134,7 @@ class Commands:
     def _server(self, devices: int) -> list[str]:
         """What generates on these devices, in as many copies as they hold."""
         each = (self.whole and self.whole.tensor_parallel) or 1
-        in_machine = min(each, GPUS_PER_MACHINE)
-        sizes = {"tensor": in_machine, "pipeline": each // in_machine, "data": devices // each}
+        sizes = {"tensor": each, "data": devices // each}
         flags = [word for name, size in sizes.items() if size > 1 for word in (f"--{name}-parallel-size", str(size))]
         revision = ["--revision", self.target["revision"]] if self.target["revision"] else []
         return [
@@ -178,7 +179,7 @@ class Commands:
         data += [f"data.max_length={length}", *(f"data.regenerate.{name}={value}" for name, value in of_regenerate.items())]
         of_train = {
             "per_device_train_batch_size": rows,
-            "max_steps": f"{steps:_}",
+            "max_steps": steps,
             "eval_steps": every,
             "save_steps": every,
             "learning_rate": rate,

@@ -36,7 +36,7 @@ PREFIXES = {
     "B": (" B", " kB", " MB", " GB", " TB", " PB"),
     "iB": (" B", " KiB", " MiB", " GiB", " TiB"),
 }
-COLUMNS = ("method", "size", "to train it", "accepted, AL", "speedup")
+COLUMNS = ("method", "size", "tokens", "GPU h", "GPU memory", "accepted, AL", "speedup")
 
 
 class PlannedTarget(Section):
@@ -145,8 +145,9 @@ def print_plan(
         console.print(line)
     for warning in plan.warnings:
         console.print(Text(f"note: {warning}", style="yellow"))
-    more_of_it = "" if details else "details=true adds what takes the memory, and why a method is not to be had; "
-    console.print(Text(f"Estimates: nothing was measured. {more_of_it}--json has all numbers with their sources.", style="dim"))
+    more = "" if details else " details=true says what takes the memory, and why a method is not possible."
+    said = "Estimates: nothing was measured. Tokens, GPU hours and memory are of training."
+    console.print(Text(f"{said}{more} --json has all numbers and their sources.", style="dim"))
 
 
 def _print_commands(commands: str, console: Console) -> None:
@@ -169,23 +170,23 @@ def short(number: float, unit: str = "") -> str:
 def _columns(row: "PlanRow") -> list[str]:
     """A method's line."""
     if not row.available:
-        return [row.method, "–", "not for this target", "", "–"]
-    train = "nothing"
-    if METHODS[row.method].is_trained:
-        launch, hours = row.training_launch, row.training_hours
-        held = f"{short(launch.device_bytes, 'iB')} × {launch.num_processes}" if launch else "fits on no device"
-        needed = (
-            [f"{short(row.trained_tokens)} tokens", "< 0.1 GPU h" if hours < 0.05 else f"{hours:.2g} GPU h"]
-            if hours and row.trained_tokens
-            else []
-        )
-        train = ", ".join([*needed, held])
+        return [row.method, "–", "–", "–", "–", "not possible", "–"]
+    launch, hours, tokens = row.training_launch, row.training_hours, row.trained_tokens
+    training = [
+        short(tokens) if tokens else "–",
+        "–" if not hours else "< 0.1" if hours < 0.05 else f"{hours:.2g}",
+        f"{launch.num_processes} × {short(launch.device_bytes, 'iB')}"
+        if launch
+        else "too much"
+        if row.training_memory
+        else "–",
+    ]
     accepted, speedup = "not known", "–"
     if row.low and row.high:
         ends = dict.fromkeys(f"{end.acceptance_length:.2f}" for end in (row.low, row.high))
         accepted = " to ".join(ends)
         speedup = f"{row.low.speedup:.2f} to {times(row.high.speedup)}"
-    return [row.method, short(row.parameters or 0), train, accepted, speedup]
+    return [row.method, short(row.parameters or 0), *training, accepted, speedup]
 
 
 def _details(plan: "Plan") -> Iterator[Text]:
