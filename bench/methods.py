@@ -13,7 +13,7 @@ from pathlib import Path
 from bench.drafts import caption, methods_table, specdistill, train
 from specdistill.errors import ExitCode
 from specdistill.methods import METHODS
-from specdistill.planning.training import recipe_for
+from specdistill.planning.estimates import recipe_for
 from specdistill.project import ROOT
 from specdistill.report.text import write_between
 

@@ -20,7 +20,7 @@ from specdistill.methods import METHODS
 from specdistill.methods.recipe import Recipe
 from specdistill.methods.sizes import Described, PlannedDraft, weights_read
 from specdistill.planning.accounting import H100, Device, training_step
-from specdistill.planning.training import BYTES_PER_COPIED, TRAINING_FLOPS, training_memory
+from specdistill.planning.estimates import BYTES_PER_COPIED, TRAINING_FLOPS, training_memory
 from specdistill.planning.reading import read
 from specdistill.progress import PREPARED_BYTES
 from specdistill.project import RECIPES, ROOT

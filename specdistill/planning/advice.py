@@ -1,17 +1,18 @@
 """Where to start: the method that a plan recommends, why, and the commands that train or measure it for this target."""
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from specdistill.methods import METHODS
-from specdistill.planning.budget import MOST_DEVICES, Budget
-from specdistill.planning.estimates import PlanRow
-from specdistill.planning.training import GPUS_PER_MACHINE, SMALL, header_commands, launch_of, read_recipe
+from specdistill.planning.budget import Budget
+from specdistill.planning.estimates import GPUS_PER_MACHINE, SMALL, PlanRow, read_recipe
+from specdistill.project import RECIPES
 
-DATA, PROMPTS, HOST = "path/to/conversations.jsonl", "path/to/prompts.jsonl", "FIRST_MACHINE"  # the blanks of a command
-SERVER = "data.regenerate.server=[http://127.0.0.1:8000]"  # as `vllm serve` listens
+DATA, PROMPTS = "path/to/conversations.jsonl", "path/to/prompts.jsonl"  # the blanks of a command
+CONSENT = {"vllm": " --trust-remote-code", "specdistill": " target.trust_remote_code=true"}
+SERVER = "[http://127.0.0.1:8000]"  # where `vllm serve` listens
 PROMPT_TOKENS = 128  # of a text that the target continues
 LEARNING_RATE, ADAMW_LEARNING_RATE = 1e-3, 1e-4  # of a target of billions; recipes of small ones have more
 MOST_GENERATED = 512  # sequences at a time
@@ -35,10 +36,9 @@ def recommend(rows: Sequence[PlanRow], target: Mapping[str, Any], whole: Budget 
     promise = (lambda row: ends[row.method][1]) if native else (lambda row: row.middle)
     best = drafts[0] if drafts and promise(drafts[0]) > promise(lookup) else lookup
     low, high = ends[best.method]
-    own = (read_recipe(row.recipe) for row in rows if row.recipe)
-    suites = (keys["eval"].get("suite") for keys in own if keys["target"]["model"] == target["model"])
-    commands = Commands(target, whole, next(filter(None, suites), PROMPTS))
-    advice: dict[str, str | None] = {"lookup": shlex.join(commands.measuring(lookup))}
+    own = (keys for row in rows if row.recipe and (keys := read_recipe(row.recipe))["target"]["model"] == target["model"])
+    suite = next((keys["eval"]["suite"] for keys in own if "suite" in keys["eval"]), PROMPTS)
+    advice: dict[str, str | None] = {"lookup": _measuring(lookup, target, whole, suite)}
     if high <= 1:
         return {"method": None, "reason": "no method promises more than plain decoding", "start": None, **advice}
     why = "the highest middle of all methods"
@@ -46,144 +46,99 @@ def recommend(rows: Sequence[PlanRow], target: Mapping[str, Any], whole: Budget 
         why = "without training, and no draft promises more"
     elif native:
         why = "its layer comes with the target, and nothing else promises more at its low end"
-    reason = f"an estimated {low:.2f} to {high:.2f} times the speed of plain decoding, {why}.{_training(best, target)}"
-    start = "\n".join(map(shlex.join, commands.starting(best)))
-    return {"method": best.method, "reason": reason, "start": start or None, **advice}
+    is_there = best.draft or not METHODS[best.method].is_trained
+    start = _measuring(best, target, whole, suite) if is_there else _training(best, target, whole)
+    reason = f"an estimated {low:.2f} to {high:.2f} times the speed of plain decoding, {why}.{_needs(best, target, start)}"
+    return {"method": best.method, "reason": reason, "start": start, **advice}
 
 
-def _training(row: PlanRow, target: Mapping[str, Any]) -> str:
-    """What it takes to train it, in the order in which it is decided: the launch, the sharding, who generates the data."""
+def _needs(row: PlanRow, target: Mapping[str, Any], start: str | None) -> str:
+    """What training takes, in the order in which it is decided: the launch, the sharding, who generates the data."""
     if row.draft or not row.micro_batch:
         return ""
-    launch, kind = row.training_launch, target["quantization"]
-    if launch is None:
+    if (launch := row.training_launch) is None:
         rows, length = row.micro_batch
-        what = f"{rows} rows of {length:,} tokens at a time: lower training.batch_size or training.max_length"
-        return f" Training fits on none of up to {MOST_DEVICES} devices with {what}."
+        return (
+            f" Training fits on no {GPUS_PER_MACHINE} devices with {rows} rows of {length:,} tokens: lower training.batch_size."
+        )
     held = f" Training holds {launch.device_bytes / 2**30:.3g} GiB on "
     if launch.num_processes == 1:
         return f"{held}one device."
-    machines = ", on each machine with its machine_rank" if launch.num_processes > GPUS_PER_MACHINE else ""
-    refused = f", which takes no {kind}: save the target in {target['dtype']} first" if kind else ""
-    shard = f"; target.shard=layers shares the target{refused}" if launch.is_sharded else ""
-    launched = f"{held}each of {launch.num_processes} devices: launch={launch.configuration} starts them{machines}{shard}"
-    return f"{launched}; a server generates the data first, and is stopped before training."
+    kind = target["quantization"]
+    refused = f" (which takes no {kind}: save the target in {target['dtype']} first)" if kind else ""
+    shared = f"; target.shard=layers{refused}" if launch.is_sharded else ""
+    served = "; a server generates the data first, and ends before training" if start and start.startswith("vllm") else ""
+    return f"{held}each of {launch.num_processes} devices: launch={launch.configuration}{shared}{served}."
 
 
-@dataclass(frozen=True)
-class Commands:
-    """Words of commands for a target. suite: of its own recipes, or a blank."""
+def _command(verb: str, target: Mapping[str, Any], keys: Mapping[str, Any]) -> str:
+    """With those of the keys that have a value."""
+    pairs = [f"{key}={value}" for key, value in keys.items() if value is not None]
+    return shlex.join(["specdistill", *verb.split(), *pairs]) + CONSENT["specdistill"] * target["trust_remote_code"]
 
-    target: Mapping[str, Any]
-    whole: Budget | None
-    suite: str
 
-    @property
-    def given(self) -> list[str]:
-        """What was said of the target in addition to its name."""
-        revision = [f"target.revision={self.target['revision']}"] if self.target["revision"] else []
-        return revision + ["target.trust_remote_code=true"] * self.target["trust_remote_code"]
+def _folder(row: PlanRow, target: Mapping[str, Any]) -> str:
+    return f"runs/{target['model'].rstrip('/').split('/')[-1].lower()}-{row.method.replace('_', '-')}"
 
-    def measuring(self, row: PlanRow) -> list[str]:
-        draft = [f"draft={row.draft}"] if row.draft else []
-        tokens = (row.low.num_speculative_tokens + row.high.num_speculative_tokens) // 2 if row.low and row.high else 1
-        spread = ["target.device_map=auto"] if self.whole and not self.whole.fits else []
-        keys = [
-            f"method={row.method}",
-            f"target={self.target['model']}",
-            *self.given,
-            *draft,
-            f"target.dtype={self.target['dtype']}",
-        ]
-        keys += [
-            *spread,
-            f"eval.num_speculative_tokens={tokens}",
-            f"suite={self.suite}",
-            f"output_dir={self._folder(row)}/report",
-        ]
-        return ["specdistill", "eval", *keys]
 
-    def starting(self, row: PlanRow) -> list[list[str]]:
-        """What measures a draft that is there, or trains the one that the row describes; none where no recipe of the method ships."""
-        if row.draft or not METHODS[row.method].is_trained:
-            return [self.measuring(row)]
-        if row.recipe is None or row.training_launch is None:
-            return []
-        if read_recipe(row.recipe)["target"]["model"] == self.target["model"]:
-            return self._as_in_header(row.recipe)
-        model = [f"recipe={row.recipe}", f"target.model={self.target['model']}", *self.given]
-        launch, data, training = self._sizes(row)
-        train = ["specdistill", "train", *model, *launch, *data, *training]
-        return (
-            [self._server(row.training_launch.num_processes), ["specdistill", "data", "make", *model, *data], train]
-            if launch
-            else [train]
-        )
+def _measuring(row: PlanRow, target: Mapping[str, Any], whole: Budget | None, suite: str) -> str:
+    """The command that measures a draft that is there, or n-gram lookup."""
+    tokens = (row.low.num_speculative_tokens + row.high.num_speculative_tokens) // 2 if row.low and row.high else 1
+    keys = {"method": row.method, "target": target["model"], "target.revision": target["revision"], "draft": row.draft}
+    keys |= {"target.dtype": target["dtype"], "target.device_map": None if whole is None or whole.fits else "auto"}
+    keys |= {"eval.num_speculative_tokens": tokens, "suite": suite, "output_dir": f"{_folder(row, target)}/report"}
+    return _command("eval", target, keys)
 
-    def _as_in_header(self, recipe: str) -> list[list[str]]:
-        """The commands of the header of the target's own recipe, up to its training."""
-        name, number = launch_of(recipe)
-        launch = [] if name == "cpu" else [f"launch={name}", f"num_processes={number}"]
-        commands = [command.split() for command in header_commands(recipe)]
-        first = [command for command in commands if command[0] == "vllm" or command[1] == "data"]
-        trusted = self.target["trust_remote_code"]
-        consent = {"vllm": ["--trust-remote-code"], "specdistill": ["target.trust_remote_code=true"]}
-        commands = [*first, ["specdistill", "train", f"recipe={recipe}", *launch]]
-        return [[*command, *consent[command[0]] * trusted] for command in commands]
 
-    def _server(self, devices: int) -> list[str]:
-        """What generates on these devices, in as many copies as they hold."""
-        each = (self.whole and self.whole.tensor_parallel) or 1
-        sizes = {"tensor": each, "data": devices // each}
-        flags = [word for name, size in sizes.items() if size > 1 for word in (f"--{name}-parallel-size", str(size))]
-        revision = ["--revision", self.target["revision"]] if self.target["revision"] else []
-        return [
-            "vllm",
-            "serve",
-            self.target["model"],
-            *revision,
-            *flags,
-            *["--trust-remote-code"] * self.target["trust_remote_code"],
-        ]
+def _training(row: PlanRow, target: Mapping[str, Any], whole: Budget | None) -> str | None:
+    """The commands that train what the row describes; None where no recipe of the method ships, or no device holds it."""
+    if row.recipe is None or (launch := row.training_launch) is None:
+        return None
+    number, trusted = launch.num_processes, target["trust_remote_code"]
+    launched: dict[str, Any] = {"launch": launch.configuration, "num_processes": number} if number > 1 else {}
+    if read_recipe(row.recipe)["target"]["model"] == target["model"]:
+        header = (RECIPES / f"{row.recipe}.yaml").read_text(encoding="utf-8").replace(" \\\n#      ", "")
+        before = re.findall(r"^#   ((vllm|specdistill) (?:serve|data make) .*)$", header, re.MULTILINE)
+        train = _command("train", target, {"recipe": row.recipe, **launched})
+        return "\n".join([*(line + CONSENT[program] * trusted for line, program in before), train])
+    if number > 1:
+        launched |= {"target.shard": "layers", "data.regenerate.server": SERVER}
+    model = {"recipe": row.recipe, "target.model": target["model"], "target.revision": target["revision"]}
+    keys = {**model, **launched, "data.source": DATA, **_sizes(row, target, whole), "train.output_dir": _folder(row, target)}
+    train = _command("train", target, {**keys, **dict(key.split("=", 1) for key in row.recipe_keys)})
+    if number == 1:
+        return train
+    each = (whole and whole.tensor_parallel) or 1
+    options = {"--revision": target["revision"], "--tensor-parallel-size": each, "--data-parallel-size": number // each}
+    words = [word for name, value in options.items() if value not in (None, 1) for word in (name, str(value))]
+    server = shlex.join(["vllm", "serve", target["model"], *words]) + CONSENT["vllm"] * trusted
+    of_rows = {key: value for key, value in keys.items() if key in model or key.startswith("data.")}
+    return "\n".join([server, _command("data make", target, of_rows), train])
 
-    def _folder(self, row: PlanRow) -> str:
-        return f"runs/{self.target['model'].rstrip('/').split('/')[-1].lower()}-{row.method.replace('_', '-')}"
 
-    def _sizes(self, row: PlanRow) -> tuple[list[str], list[str], list[str]]:
-        """Keys that fit a recipe of small targets to this one: of the launch and its sharding, of the data, of the training."""
-        assert row.recipe is not None and row.training_launch is not None and row.micro_batch is not None
-        recipe, launch, (rows, length) = read_recipe(row.recipe), row.training_launch, row.micro_batch
-        data, training = [f"data.source={DATA}"], [f"train.output_dir={self._folder(row)}", *row.recipe_keys]
-        data += ["data.packing=false"] if self.target["recurrent"] else []
-        if self.target["parameters"] <= SMALL:
-            return [], data + ([f"data.max_length={length}"] if recipe["data"]["max_length"] > length else []), training
-        tokens = row.training_tokens or recipe["data"]["regenerate"]["num_tokens"]
-        steps = max(1, round(tokens / (rows * length * launch.num_processes)))
-        every, positions = max(1, min(1000, steps // EVALUATIONS)), METHODS[row.method].cost.positions
-        at_a_time, of_launch, optimizer, rate = MOST_GENERATED, [], [], LEARNING_RATE
-        if launch.configuration:
-            of_launch = [f"launch={launch.configuration}", f"num_processes={launch.num_processes}"]
-            if (machines := launch.num_processes // GPUS_PER_MACHINE) > 1:
-                of_launch += [f"num_machines={machines}", "machine_rank=0", f"main_process_ip={HOST}"]
-            of_launch.append("target.shard=layers")
-            data.append(SERVER)
-            if launch.configuration.startswith("zero"):
-                optimizer, rate = ["optimizer=adamw"], ADAMW_LEARNING_RATE
-        elif self.whole:
-            at_a_time = max(1, min(MOST_GENERATED, (self.whole.room or 0) // length))
-        of_regenerate = {
-            "num_tokens": f"{tokens:_}",
-            "prompt_tokens": min(PROMPT_TOKENS, length // 2),
-            "batch_size": 1 << (at_a_time.bit_length() - 1),
-        }
-        data += [f"data.max_length={length}", *(f"data.regenerate.{name}={value}" for name, value in of_regenerate.items())]
-        of_train = {
-            "per_device_train_batch_size": rows,
-            "max_steps": steps,
-            "eval_steps": every,
-            "save_steps": every,
-            "learning_rate": rate,
-        }
-        unrolled = [f"draft.ttt_steps={positions}"] if recipe["draft"].get("ttt_steps", positions) != positions else []
-        training += [f"target.dtype={self.target['dtype']}", *unrolled, *optimizer]
-        return of_launch, data, training + [f"train.{name}={value}" for name, value in of_train.items()]
+def _sizes(row: PlanRow, target: Mapping[str, Any], whole: Budget | None) -> dict[str, Any]:
+    """Keys that fit a recipe of small targets to this one."""
+    assert row.recipe is not None and row.training_launch is not None and row.micro_batch is not None
+    recipe, launch, (rows, length) = read_recipe(row.recipe), row.training_launch, row.micro_batch
+    keys: dict[str, Any] = {"data.packing": "false" if target["recurrent"] else None}
+    if target["parameters"] <= SMALL:
+        return keys | {"data.max_length": length if recipe["data"]["max_length"] > length else None}
+    tokens = row.training_tokens or recipe["data"]["regenerate"]["num_tokens"]
+    steps = max(1, round(tokens / (rows * length * launch.num_processes)))
+    every, positions = max(1, min(1000, steps // EVALUATIONS)), METHODS[row.method].cost.positions
+    room = (whole.room or 0) // length if whole and launch.num_processes == 1 else MOST_GENERATED
+    at_a_time, adamw = max(1, min(MOST_GENERATED, room)), "adamw" if launch.configuration.startswith("zero") else None
+    return keys | {
+        "data.max_length": length,
+        "data.regenerate.num_tokens": f"{tokens:_}",
+        "data.regenerate.prompt_tokens": min(PROMPT_TOKENS, length // 2),
+        "data.regenerate.batch_size": 1 << (at_a_time.bit_length() - 1),
+        "target.dtype": target["dtype"],
+        "draft.ttt_steps": positions if recipe["draft"].get("ttt_steps", positions) != positions else None,
+        "optimizer": adamw,
+        "train.per_device_train_batch_size": rows,
+        "train.max_steps": steps,
+        "train.eval_steps": every,
+        "train.save_steps": every,
+        "train.learning_rate": ADAMW_LEARNING_RATE if adamw else LEARNING_RATE,
+    }

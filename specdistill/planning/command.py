@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import model_validator
 from rich import box
@@ -15,7 +15,6 @@ from rich.text import Text
 
 from specdistill.command import TARGET, keys_of
 from specdistill.errors import ExitCode, UserError
-from specdistill.methods import METHODS
 from specdistill.recipe.fields import Section, like, option, section
 from specdistill.recipe.load import load_recipe
 from specdistill.recipe.sections import TargetConfig
@@ -31,11 +30,6 @@ if TYPE_CHECKING:
 JSON = "--json"
 SHOWN_DRAFTS = 3
 LARGEST_BATCH = 2**22  # tokens, of which the longest context known has a quarter
-PREFIXES = {
-    "": ("", "k", "M", "B", "T", "P"),
-    "B": (" B", " kB", " MB", " GB", " TB", " PB"),
-    "iB": (" B", " KiB", " MiB", " GiB", " TiB"),
-}
 COLUMNS = ("method", "size", "tokens", "GPU h", "GPU memory", "accepted, AL", "speedup")
 
 
@@ -46,13 +40,9 @@ class PlannedTarget(Section):
 
 
 class ServingOptions(Section):
-    context: int | None = option(
-        None, "tokens of a sequence, prompt and completion; null: 4,096, or the target's most if less", ge=1
-    )
+    context: int | None = option(None, "tokens of a sequence; null: 4,096, or the target's most if less", ge=1)
     batch_size: int = option(1, "sequences decoded together", ge=1)
-    dtype: Literal["float32", "bfloat16", "float16"] | None = option(
-        None, "weights of target and draft; null: as their configs say"
-    )
+    dtype: Literal["float32", "bfloat16", "float16"] | None = option(None, "of all weights; null: as the configs say")
     kv_cache_dtype: Literal["float32", "bfloat16", "float16", "fp8"] | None = option(None, "of keys and values; null: dtype")
     tensor_parallel: int = option(1, "devices that share target and draft", ge=1)
     memory_gb: float = option(80.0, "memory of one device in GiB, e.g. 80 of an H100", gt=0)
@@ -88,13 +78,12 @@ def plan(arguments: list[str]) -> int:
     from specdistill.planning.budget import ServingSettings  # here, and not above, because these import torch
     from specdistill.planning.plan import make_plan
     from specdistill.planning.reading import known_drafts, read
-    from specdistill.planning.training import MicroBatch
 
     named = options.target
     target = read(named.model, key="target.model", revision=named.revision, trust_remote_code=named.trust_remote_code)
     draft = read(options.draft, key="draft") if options.draft else None
     serving = ServingSettings.of(target, **options.serving.model_dump())
-    made = make_plan(target, draft, serving=serving, training=MicroBatch(**vars(options.training)), computed=True)
+    made = make_plan(target, draft, serving=serving, computed=True, **vars(options.training))
     drafts, not_asked = known_drafts(target.name, target.hub_id) if options.hub else ([], "not asked: hub=false")
     found = {"not_asked": not_asked, "drafts": [asdict(entry) for entry in drafts]}
     text = json.dumps({**asdict(made), "hub": found}, indent=2) + "\n"
@@ -128,9 +117,10 @@ def print_plan(
     console.print(Text.assemble((f"Recommended: {advice['method'] or 'none'}", "bold"), f", {advice['reason']}"))
     _print_commands(advice["start"] or ("nothing here starts it" if advice["method"] else ""), console)
     if advice["start"] == advice["lookup"]:
-        console.print("What n-gram lookup gains depends on the text: this measures it.")
+        console.print("What it gains depends on the text: this measures it.")
     else:
-        console.print("N-gram lookup needs no training, and what it gains depends on the text. To measure it:")
+        what = "N-gram lookup needs no training, and what it gains depends on the text, alone or in front of a draft"
+        console.print(f"{what} (eval.lookup_first={{}}):")
         _print_commands(advice["lookup"] or "", console)
     grid = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for name in COLUMNS:
@@ -159,12 +149,18 @@ def _print_commands(commands: str, console: Console) -> None:
 
 
 def short(number: float, unit: str = "") -> str:
-    """Three digits and a prefix: 8.03B parameters, 16.1 GB ("B") of files, 15 GiB ("iB") of a device's memory."""
-    prefixes, base, power = PREFIXES[unit], 1024 if unit == "iB" else 1000, 0
+    """Three digits and a decimal prefix: 8.03B parameters, 16.1 GB of files (a byte's giga is G, a number's B)."""
+    prefixes = ("", "k", "M", "G", "T", "P") if unit else ("", "k", "M", "B", "T", "P")
+    power = 0
     while number >= 999.5 and power < len(prefixes) - 1:
-        number, power = number / base, power + 1
+        number, power = number / 1000, power + 1
     digits = f"{number:.0f}" if number >= 99.95 or not power else f"{number:.3g}"
-    return digits + prefixes[power]
+    return f"{digits} {prefixes[power]}{unit}" if unit else f"{digits}{prefixes[power]}"
+
+
+def _gib(size: float) -> str:
+    """Of a device's memory."""
+    return f"{size / 2**30:.3g} GiB"
 
 
 def _columns(row: "PlanRow") -> list[str]:
@@ -172,26 +168,19 @@ def _columns(row: "PlanRow") -> list[str]:
     if not row.available:
         return [row.method, "–", "–", "–", "–", "not possible", "–"]
     launch, hours, tokens = row.training_launch, row.training_hours, row.trained_tokens
-    training = [
-        short(tokens) if tokens else "–",
-        "–" if not hours else "< 0.1" if hours < 0.05 else f"{hours:.2g}",
-        f"{launch.num_processes} × {short(launch.device_bytes, 'iB')}"
-        if launch
-        else "too much"
-        if row.training_memory
-        else "–",
-    ]
+    held = f"{launch.num_processes} × {_gib(launch.device_bytes)}" if launch else "too much" if row.micro_batch else "–"
+    time = "–" if not hours else "< 0.1" if hours < 0.05 else f"{hours:.2g}"
     accepted, speedup = "not known", "–"
     if row.low and row.high:
         ends = dict.fromkeys(f"{end.acceptance_length:.2f}" for end in (row.low, row.high))
         accepted = " to ".join(ends)
         speedup = f"{row.low.speedup:.2f} to {times(row.high.speedup)}"
-    return [row.method, short(row.parameters or 0), *training, accepted, speedup]
+    return [row.method, short(row.parameters or 0), short(tokens) if tokens else "–", time, held, accepted, speedup]
 
 
 def _details(plan: "Plan") -> Iterator[Text]:
-    """The target; what training and serving the recommended method needs; why other methods cannot be had; what the numbers assume."""
-    target = plan.target
+    """The target; what training and serving the recommended method needs; what each method is, or why it cannot be had; assumptions."""
+    target, serving = plan.target, plan.serving
     sizes = f"{short(target['parameters'])} parameters, {short(target['bytes'], 'B')} in {target['quantization'] or target['dtype']}"
     yield _line("target", f"{target['model']}: {target['model_type']}, {sizes}")
     best = next((row for row in plan.methods if row.method == plan.recommendation["method"]), None)
@@ -199,11 +188,9 @@ def _details(plan: "Plan") -> Iterator[Text]:
         rows, length = best.micro_batch
         yield _line("to train on one device", f"{_parts(best.training_memory)}, {rows} rows of {length:,} tokens at a time")
         yield _line("data", f"{best.training_source}; {short(best.disk_bytes or 0, 'B')} of disk if hidden states are stored")
-    held = best.serving if best is not None else None
-    yield _line("to serve", f"{_asked(plan.serving)}: {_budget(held or plan.alone)}")
-    if any(row.available and METHODS[row.method].is_trained for row in plan.methods):
-        what = "N-gram lookup in front of any draft (eval.lookup_first={}) often adds speed; how much depends on the text. "
-        yield _line("in front", what + "vLLM serves it with our plugin, llama.cpp with min = max.")
+    asked = f"{serving['batch_size']:,} × {serving['context']:,} tokens in {serving['dtype']}, KV cache in {serving['kv_cache_dtype']}"
+    where = f"on {serving['tensor_parallel']} × {serving['memory'] / 2**30:g} GiB, {serving['gpu_memory_utilization']:.0%} for the engine"
+    yield _line("to serve", f"{asked}, {where}: {_budget((best and best.serving) or plan.alone)}")
     for row in plan.methods:
         yield _line(row.method, row.note if not row.available else f"{row.note}; acceptance: {row.acceptance_source}")
     yield from map(Text, plan.assumptions)
@@ -214,27 +201,14 @@ def _line(title: str, what: str) -> Text:
 
 
 def _parts(sizes: Mapping[str, int]) -> str:
-    parts = " + ".join(f"{name} {short(size, 'iB')}" for name, size in sizes.items() if size)
+    parts = " + ".join(f"{name} {_gib(size)}" for name, size in sizes.items() if size)
     return f"{parts} = {short(sum(sizes.values()), 'iB')}"
-
-
-def _asked(serving: dict[str, Any]) -> str:
-    """What the budgets are for."""
-    sequences = "one sequence" if serving["batch_size"] == 1 else f"{serving['batch_size']:,} sequences"
-    dtype, cache, devices = serving["dtype"], serving["kv_cache_dtype"], serving["tensor_parallel"]
-    held = dtype if cache == dtype else f"{dtype} with a KV cache in {cache}"
-    where = "one device" if devices == 1 else f"each of {devices} devices"
-    memory = f"{serving['memory'] / 2**30:g} GiB, of which the engine takes {serving['gpu_memory_utilization']:.0%}"
-    return f"{sequences} of {serving['context']:,} tokens in {held}, on {where} of {memory}"
 
 
 def _budget(budget: "Budget") -> str:
     """What a device holds, whether it fits, and how much context is left."""
-    held = _parts(budget.parts)
+    held, needs = _parts(budget.parts), _gib(budget.needs)
     if not budget.fits:
-        number = budget.tensor_parallel
-        way_out = f"on each of {number} devices (serving.tensor_parallel)" if number else "on no number of them"
-        return f"{held}: does not fit, needs {short(budget.needs, 'iB')}; fits {way_out}"
+        return f"{held}: needs {needs}; fits on {budget.tensor_parallel or 'no number of'} devices (serving.tensor_parallel)"
     room = "" if budget.room is None else f"; room for {short(budget.room)} tokens of context"
-    cost = "" if not budget.cost or not budget.room else f", {short(budget.cost)} fewer than alone"
-    return f"{held}: fits in {short(budget.needs, 'iB')}{room}{cost}"
+    return f"{held}: fits in {needs}{room}{f', {short(budget.cost)} fewer than alone' if budget.cost else ''}"

@@ -1,51 +1,18 @@
-"""The plan: each method's row for one target, the assumptions behind the rows, what the target alone takes, and where to start.
-
-Nothing is measured.
-"""
+"""The plan: each method's row for one target, what the target alone takes, and where to start. Nothing is measured."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from specdistill.methods import METHODS
-from specdistill.methods.sizes import ASSUMED_DTYPE, TOKENS_PER_SAMPLE, Described, weights_read
-from specdistill.planning.accounting import H100, MATRIX_SHARE, TRAFFIC_SHARE
+from specdistill.methods.sizes import ASSUMED_DTYPE, Described, weights_read
 from specdistill.planning.advice import recommend
-from specdistill.planning.budget import (
-    ENGINE_BYTES,
-    PASS_TOKENS,
-    USABLE,
-    Budget,
-    ServingSettings,
-    budget,
-    weight_bytes,
-)
-from specdistill.planning.estimates import FLOPS_PER_BYTE, LAYERS_OVERHEAD, MAX_K, VERIFY_OVERHEAD, Passes, PlanRow, row_of
+from specdistill.planning.budget import Budget, ServingSettings, budget, weight_bytes
+from specdistill.planning.estimates import ASSUMPTIONS, PlanRow, Scenario, row_of
 from specdistill.planning.reading import check_fit, method_of_config
-from specdistill.planning.training import A_BATCH, TRAINING_FLOPS, MicroBatch
 from specdistill.targets.cache import is_recurrent
 
 DEAR = 0.1  # a draft step that costs more of a target's than this rarely pays
-ASSUMPTIONS = (
-    "Nothing here is measured. Parameters follow from configs, acceptance from the sources named, speedup S = AL / (v + c·K) from both.",
-    "c is the larger of a step's shares of what is read (weights, KV cache) and of layers run. A pass takes as long as reading, or as "
-    f"computing where that is longer: an {H100.name} computes {FLOPS_PER_BYTE:.0f} operations a byte. Quantised weights count as they are "
-    "stored, where an index says how large they are.",
-    f"S from: the lower acceptance, v + {VERIFY_OVERHEAD} and {LAYERS_OVERHEAD:g} layers' time more a draft step, as fitted "
-    "to vLLM issue 20780, and every token of a mixture to experts of its own. S to: the higher acceptance, and only what is read and "
-    "computed takes time.",
-    f"Acceptance is taken as the same at every position; K is the fewest tokens within 1 % of the best, at most {MAX_K['K']} of a draft "
-    "that takes a step for each.",
-    f"Serving: {ENGINE_BYTES / 2**30:g} GiB for the engine and activations of {PASS_TOKENS:,} prompt tokens a pass. Latent attention keeps "
-    "its latent, a window its tokens, a recurrent layer its state; devices share heads, and each has at least one.",
-    f"{TOKENS_PER_SAMPLE} training tokens a conversation. Disk: if hidden states were stored. Memory: features computed in each step, "
-    "all tokens with a loss; draft and AdamW in float32.",
-    "Computed: the training step's own code was run over tensors without content, and its memory, traffic and arithmetic counted. "
-    f"A device reaches {MATRIX_SHARE:.0%} of its bfloat16 peak in matrix products and {TRAFFIC_SHARE:.0%} of its bandwidth in all else, "
-    f"and gives {USABLE:.0%} of its memory. Roughly: 28H + 4I numbers a layer for each token and step.",
-    f"GPU hours: of all steps of the target's own recipe, else of one pass over the tokens, without generating them; of an {H100.name} "
-    f"where computed, else of a GPU at {TRAINING_FLOPS / 1e12:.0f} TFLOP/s.",
-)
 
 
 @dataclass(frozen=True)
@@ -62,43 +29,35 @@ class Plan:
 
 
 def make_plan(
-    target: Described,
-    draft: Described | None = None,
-    *,
-    serving: ServingSettings | None = None,
-    training: MicroBatch = A_BATCH,
-    computed: bool = False,
+    target: Described, draft: Described | None = None, *, serving: ServingSettings | None = None, **training: Any
 ) -> Plan:
     """Plan for a target, and for a draft of it where one is given. Raises UserError for what is no target, or no draft of it.
 
-    serving: None for one sequence of usual length on one H100.
-    computed: run the steps of training over tensors without content, which takes seconds, where a method can (`PlannedDraft.build`).
+    serving: None for one sequence of usual length on one H100. training: `batch_size`, `max_length` and `computed` of `Scenario`.
 
     Whether a target's logits are scaled or capped changes nothing in a plan: alphas are published ones, sizes and passes the same.
     """
     serving = serving or ServingSettings.of(target)
-    facts = _facts(target, serving)
+    facts, scenario = _facts(target, serving), Scenario(target, serving, **training)
     serving.check(target, draft)
-    passes, alone = Passes(target, serving), budget(target, serving)
     warnings = _warnings(target)
-    rows = {method: row_of(method, target, None, passes, training, computed=computed) for method in METHODS}
+    rows = {method: row_of(method, None, scenario) for method in METHODS}
     if draft is not None:
         method = method_of_config(draft, target)
         warnings += check_fit(draft, target, method)
-        rows[method] = row = row_of(method, target, draft, passes, training, computed=computed)
+        rows[method] = row = row_of(method, draft, scenario)
         warnings += _warnings_of_pair(row, draft)
     warnings += [warning for row in rows.values() for warning in row.warnings]
     recommendation = recommend(list(rows.values()), facts, budget(target, replace(serving, tensor_parallel=1)))
-    return Plan(facts, list(rows.values()), recommendation, warnings, _asked(serving, target), alone)
+    return Plan(facts, list(rows.values()), recommendation, warnings, _asked(serving, target), budget(target, serving))
 
 
 def _warnings(target: Described) -> list[str]:
     """What a plan cannot know of its target."""
     warnings = []
     if target.tiny_random is None:
-        warnings.append(
-            f"no small {type(target.model).__name__} can be made: whether it is a target shows when its weights are loaded"
-        )
+        made = f"no small {type(target.model).__name__} can be made"
+        warnings.append(f"{made}: whether it is a target shows when its weights are loaded")
     if target.dtype is None:
         warnings.append(f"the config names no dtype: bytes are of {str(ASSUMED_DTYPE).removeprefix('torch.')}")
     if (settings := target.quantization) and target.stored_bytes is None:

@@ -19,9 +19,9 @@ from specdistill.methods.sizes import Described
 from specdistill.planning.advice import DATA, PROMPTS, recommend
 from specdistill.planning.budget import ServingSettings
 from specdistill.planning.command import print_plan
+from specdistill.planning.estimates import launch_of
 from specdistill.planning.plan import Plan, make_plan
 from specdistill.planning.reading import read
-from specdistill.planning.training import MicroBatch, launch_of
 from specdistill.project import LAUNCHES, RECIPES, find_yaml
 from specdistill.recipe.load import load_own_keys, load_recipe
 from tests.public_pairs import GPT_OSS_120B, LLAMA_8B, LLAMA_EAGLE3, PAIRS, QWEN35_9B
@@ -127,8 +127,8 @@ def test_commands_for_a_target_are_taken_up_to_its_weights(
 
 
 def test_more_devices_than_a_machine_has_are_launched_on_several(large: dict[str, Described]) -> None:
-    small = {"serving": ServingSettings(memory=34 * 2**30), "training": MicroBatch(1, 1024)}
-    server, _, train, _ = printed(make_plan(large["70B"], **small))
+    small = ServingSettings(memory=34 * 2**30)
+    server, _, train, _ = printed(make_plan(large["70B"], serving=small, batch_size=1, max_length=1024))
     options, _ = load_own_keys(LaunchOptions, train[2:])
     assert options.num_processes == 8 * (options.num_machines or 0) and launched(options)["machine_rank"] == 0
     assert server[3:5] == ["--tensor-parallel-size", "8"]

@@ -10,7 +10,6 @@ from specdistill.methods.eagle3 import method as eagle3
 from specdistill.methods.mtp.method import mtp_head
 from specdistill.methods.sizes import ModelShape, ParameterCounts
 from specdistill.planning import estimates as costs
-from specdistill.planning.training import training_memory
 from specdistill.statistics.theory import alpha_from_acceptance_length
 
 LLAMA_8B = ModelShape(1, 4096, 14336, 32, 8, 128)
@@ -90,6 +89,6 @@ def test_training_memory_adds_up():
     parts = ParameterCounts(parameters=1000, read=900, num_layers=2, copied=500)
     shape = ModelShape(2, 8, 16, 2, 1, 4)
     # two layers of 2·(28·8 + 4·16) bytes for each of 10 tokens and 3 steps, and 4,096 rows of 100 logits in bfloat16
-    assert training_memory(parts, 5000, shape, 100, 3, 10) == {
+    assert costs.training_memory(parts, 5000, shape, 100, 3, 10) == {
         "target": 5000, "draft": 16_000, "frozen tables": 2000, "activations": 30 * 1152 + 2 * 4096 * 100
     }  # fmt: skip

@@ -19,7 +19,7 @@ from specdistill.methods.draft_model.create import propose_shape
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.recipe import Recipe
 from specdistill.methods.sizes import Described
-from specdistill.planning import training
+from specdistill.planning import estimates
 from specdistill.planning.accounting import Account
 from specdistill.planning.advice import recommend
 from specdistill.planning.budget import ServingSettings
@@ -139,7 +139,7 @@ def test_the_page_on_scale_has_these_numbers(plan_for: Callable[..., Plan], name
 
 def test_what_is_computed_takes_the_place_of_what_is_roughly_so(plan_for: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch):
     step = Account(peak_bytes=20 * 10**9, traffic_bytes=4 * 10**11, flops=10**14, data_dependent_ops=0)
-    monkeypatch.setattr(training, "training_step", lambda *of, **shape: step)
+    monkeypatch.setattr(estimates, "training_step", lambda *of, **shape: step)
     plan = plan_for(LLAMA_8B, computed=True)
     row = row_of(plan, "eagle3")
     assert row.training_memory["activations"] == step.peak_bytes
