@@ -26,9 +26,7 @@ WITH_TARGET = ReadWhen("with target=…", lambda it: it.model is not None)
 
 
 class ExaminedTarget(Section):
-    model: str | None = option(
-        None, "the draft's target, pico, a folder, a GGUF file or a Hub id; null: examine the draft alone"
-    )
+    model: str | None = option(None, "pico, a folder, a GGUF file or a Hub id; null: examine the draft alone")
     revision: str | None = like(TargetConfig, "revision")
     adapter: str | None = like(TargetConfig, "adapter", read_when=WITH_TARGET)
     dtype: Literal["float32", "bfloat16", "float16"] = like(TargetConfig, "dtype", read_when=WITH_TARGET)
@@ -38,13 +36,9 @@ class ExaminedTarget(Section):
 
 
 class DoctorPrompts(Section):
-    suite: str | None = option(
-        None, "prompts to decode: a suite's name, a YAML or jsonl file; null: the run's own, else pico-short"
-    )
+    suite: str | None = option(None, "prompts: a suite's name, a YAML or jsonl file; null: the run's own, else pico-short")
     num_prompts: int = option(8, "prompts to decode, spread over the suite", ge=1)
-    lookup_first: LookupFirstConfig | None = option(
-        None, "a lookup in front of the draft: what is accepted with it, and whether the engine has it"
-    )
+    lookup_first: LookupFirstConfig | None = option(None, "a lookup in front of the draft, which the engine must have")
 
 
 class CommonDoctorOptions(Section):
@@ -103,6 +97,8 @@ def print_diagnosis(made: "Diagnosis") -> None:
         console.print(line)
         if finding.do:
             console.print(" " * INDENT + finding.do)
+    if made.prompts:
+        console.print(f"prompts: {made.prompts}")
     if decoded := made.acceptance:
         what = f"acceptance length {decoded.length:.2f} with {decoded.num_tokens} draft tokens, greedy, {decoded.num_rounds} rounds"
         if simulated := made.recorded:

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from specdistill.decoding.decoder import Decoder, Generation
 from specdistill.decoding.proposer import Proposer
+from specdistill.doctor.prompts import DEFAULT_SUITE, NUM_TOKENS, prompts_of, run_of
 from specdistill.engines import ENGINES
 from specdistill.engines.engine import Engine, Serving
 from specdistill.engines.loader import check_loader, loader_of
 from specdistill.errors import UserError
-from specdistill.files.documents import read_keys
 from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import FLOATS, extremes, read_config, read_tensors, stored_dtype
 from specdistill.methods.contract import Simulation
@@ -35,7 +35,6 @@ from specdistill.methods.mtp.checkpoint import check_native
 from specdistill.methods.target_record import check_target
 from specdistill.recipe.sections import LookupFirstConfig
 from specdistill.rows.packing import indexed
-from specdistill.suites.suite import load_suite, tokenize
 from specdistill.targets.files import INDEX, SINGLE, Shards, TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.history import read_history
@@ -43,13 +42,11 @@ from specdistill.training.history import read_history
 KEY = "draft"
 OptionsOf = Callable[[str], Mapping[str, Any]]
 LARGE = 1000.0  # weights of trained drafts stay far below
-NUM_TOKENS = 96  # generated for each prompt: completions repeat themselves later on, so short ones accept less than long ones
 NO_BETTER_THAN_CHANCE = 0.05  # share of first draft tokens that are accepted
 FAR_BELOW = 0.6  # of the draft tokens accepted in training
 LEAST, CLEAR = 0.02, 0.1  # a repair counts when the divergence falls by the first and in every completion, or by the second
 WORTH = 1.05  # a cause is a problem when its repair multiplies the accepted draft tokens by this
 DEFAULT_STEPS = 4
-DEFAULT_SUITE = "pico-short"  # plain text, which asks for no chat template
 
 
 @dataclass(frozen=True)
@@ -80,8 +77,8 @@ class SimulatedAcceptance:
 class Diagnosis:
     """method and config: None where they were not understood; only heads have a config here.
 
-    refused: by a reader, so that nothing can be decoded with it. acceptance: None where nothing was decoded; behind_lookup: with a lookup
-    in front of the draft. recorded: what training simulated when it chose these weights; None without a history.
+    refused: by a reader, so that nothing can be decoded with it. prompts: what was decoded, in words. acceptance: None where nothing was;
+    behind_lookup: with a lookup in front. recorded: what training simulated when it chose these weights; None without a history.
     """
 
     folder: Path
@@ -91,6 +88,7 @@ class Diagnosis:
     dtype: torch.dtype | None = None
     refused: bool = False
     findings: list[Finding] = field(default_factory=list)
+    prompts: str | None = None
     acceptance: SimulatedAcceptance | None = None
     behind_lookup: SimulatedAcceptance | None = None
     recorded: SimulatedAcceptance | None = None
@@ -141,12 +139,17 @@ def diagnose(
     if files and draft.resolve() == Path(files.name).resolve():
         return examine_native(files)
     made = examine(draft, files, engine, options_of)
-    made.recorded = recorded(draft)
+    run = run_of(draft)
+    made.recorded = recorded(run / "draft" if run else draft)  # of an export in the run's folder, too
     if engine and lookup_first and not ENGINES[engine].front(lookup_first):
         made.findings.append(problem(f"specdistill starts {ENGINES[engine].title} without a lookup in front"))
     if model and decode and made.method is not None and not made.refused:
         loaded = FrozenTarget.load(model, **target)
-        prompts = prompts_of(draft, suite, loaded, num_prompts)
+        prompts, made.prompts, is_known = prompts_of(run, suite, loaded, num_prompts)
+        if not is_known:
+            made.recorded = None  # of other text, it may be
+            what = f"the draft is tried on lines of Python ({DEFAULT_SUITE}): no run here says what text it is for"
+            made.findings.append(warning(what, "name prompts of that text with suite="))
         with refusals(made):
             of_method = options_of(made.method)
             proposer = load_proposer(made.method, draft, loaded, key=KEY, **of_method)
@@ -187,8 +190,8 @@ def examine(
         seen.config = method.inspect(folder, target, **options)
     if isinstance(seen.config, HeadShape):
         seen.findings += _vocabulary(tensors, seen.config)
-        if target is not None:
-            seen.findings += _against(target, seen.config)
+    if target is not None:
+        seen.findings += _against(target, seen.config, config)
     if engine is not None:
         seen.findings += _engine(ENGINES[engine], seen, config, tensors, target)
     return seen
@@ -261,18 +264,20 @@ def _vocabulary(tensors: Mapping[str, Tensor], config: HeadShape) -> Iterator[Fi
             yield problem("d2t and t2d name different tokens", "make d2t again: the ids that t2d marks, less 0, 1, 2, …")
 
 
-def _against(target: TargetFiles, config: HeadShape) -> Iterator[Finding]:
-    """Settings that usually are the target's own."""
+def _against(target: TargetFiles, head: HeadShape | None, config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Settings that usually are the target's own. head: None for a whole model, of which config.json alone tells."""
     text = target.text_config
     rope = text.get("rope_parameters") or {}
     theta = rope.get("rope_theta") or text.get("rope_theta")
-    if theta is not None and theta != config.rope_theta:
-        what = f"the draft's rotary base (rope_theta) is {config.rope_theta:g}, the target's {theta:g}"
+    if head and theta is not None and theta != head.rope_theta:
+        what = f"the draft's rotary base (rope_theta) is {head.rope_theta:g}, the target's {theta:g}"
         yield warning(what, "heads are trained with the target's, unless this one was not")
+    own = head.max_position_embeddings if head else (config.get("text_config") or config).get("max_position_embeddings")
     length = text.get("max_position_embeddings")
-    if length is not None and config.max_position_embeddings < length:
-        what = f"the draft's max_position_embeddings is {config.max_position_embeddings}, the target's {length}"
-        yield warning(what, "beyond it engines cap the sequence, or draft at positions that were never trained")
+    if own is not None and length is not None and own < length:
+        what = f"the draft's context (max_position_embeddings) is {own:,} tokens, the target's {length:,}"
+        window = "" if head else " `specdistill eval` refuses such sequences without eval.draft_context=window."
+        yield warning(what, f"longer sequences are not drafted for, or at positions that were never trained.{window}")
 
 
 def _engine(
@@ -312,24 +317,6 @@ def recorded(draft: Path) -> SimulatedAcceptance | None:
     best = max(evaluations, key=lambda entry: float(entry["eval_acceptance_length"]))
     steps = [key for key in best if key.startswith("eval_acceptance_") and key[-1].isdigit()]
     return SimulatedAcceptance(len(steps) or DEFAULT_STEPS, float(best["eval_acceptance_length"]))
-
-
-def prompts_of(draft: Path, suite: str | None, target: FrozenTarget, num_prompts: int) -> list[tuple[int, ...]]:
-    """Prompts as the target's tokens: of the suite, else of the one in the recipe of the draft's run, else plain ones.
-
-    Raises UserError for a suite that cannot be read, or does not fit the target.
-    """
-    recipe = draft.resolve().parent / "run" / "recipe.yaml"
-    if suite is None and draft.resolve().name == "draft" and recipe.is_file():
-        suite = read_keys(recipe, "draft", "a run with its recipe")["eval"]["suite"]
-    rows = load_suite(suite or DEFAULT_SUITE)
-    limits = {
-        "max_new_tokens": NUM_TOKENS,
-        "max_length": target.max_length,
-        "vocab_size": target.vocab_size,
-        "num_prompts": num_prompts,
-    }
-    return [prompt.token_ids for prompt in tokenize(rows, target.tokenizer, **limits)]
 
 
 def check_acceptance(
@@ -398,7 +385,7 @@ def _cause(
     was, becomes = (fmean(length for _, length in measured) for measured in (before, best))
     if not cause or becomes - 1 < NO_BETTER_THAN_CHANCE:  # nearer to the target, and still of no use: not what is wrong
         return None
-    repair = f"once repaired, KL to the target falls by {best_fall:.0%}, and simulated acceptance length goes from"
+    repair = f"after the repair, KL to the target drops {best_fall:.0%}, and simulated acceptance length rises from"
     return (problem if becomes - 1 > WORTH * (was - 1) else warning)(cause, f"{repair} {was:.2f} to {becomes:.2f}")
 
 

@@ -39,25 +39,14 @@ class ServingSettings:
     gpu_memory_utilization: float = USABLE
 
     @classmethod
-    def of(
-        cls,
-        target: Described,
-        *,
-        context: int | None = None,
-        dtype: str | None = None,
-        kv_cache_dtype: str | None = None,
-        memory_gb: float = H100.memory / 2**30,
-        **options: Any,
-    ) -> "ServingSettings":
-        """By names; context: None for CONTEXT, or what the target has if that is less. memory_gb: GiB."""
+    def of(cls, target: Described, *, context: int | None = None, **options: Any) -> "ServingSettings":
+        """context: None for CONTEXT, or what the target has if that is less. options: the other fields, dtypes by name; memory_gb: GiB."""
         longest = getattr(target.text, "max_position_embeddings", None) or CONTEXT
-        return cls(
-            context=context or min(CONTEXT, longest),
-            dtype=getattr(torch, dtype) if dtype else None,
-            kv_cache_dtype=getattr(torch, KV_CACHE_DTYPES.get(kv_cache_dtype, kv_cache_dtype)) if kv_cache_dtype else None,
-            memory=memory_gb * 2**30,
-            **options,
-        )
+        for name in ("dtype", "kv_cache_dtype"):
+            stated = options.pop(name, None)
+            options[name] = getattr(torch, KV_CACHE_DTYPES.get(stated, stated)) if stated else None
+        memory = options.pop("memory_gb", H100.memory / 2**30) * 2**30
+        return cls(context=context or min(CONTEXT, longest), memory=memory, **options)
 
     def kv_itemsize(self, target: Described) -> int:
         return self.kv_cache_dtype.itemsize if self.kv_cache_dtype else target.itemsize(self.dtype)

@@ -5,6 +5,7 @@ position; c a draft step and v a verification of K tokens, both in plain target 
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -14,10 +15,18 @@ from specdistill.errors import UserError
 from specdistill.files.documents import read_yaml
 from specdistill.losses.chunked import BLOCK
 from specdistill.methods import METHODS, MethodCost
-from specdistill.methods.sizes import ASSUMED_DTYPE, Described, ModelShape, ParameterCounts, PlannedDraft, weights_read
-from specdistill.planning.accounting import H100, MATRIX_SHARE, TRAFFIC_SHARE, Account, training_step
-from specdistill.planning.budget import MOST_DEVICES, USABLE, Budget, ServingSettings, budget
-from specdistill.project import RECIPES
+from specdistill.methods.sizes import (
+    ASSUMED_DTYPE,
+    TOKENS_PER_SAMPLE,
+    Described,
+    ModelShape,
+    ParameterCounts,
+    PlannedDraft,
+    weights_read,
+)
+from specdistill.planning.accounting import H100, MATRIX_SHARE, TRAFFIC_SHARE, training_step
+from specdistill.planning.budget import ENGINE_BYTES, PASS_TOKENS, USABLE, Budget, ServingSettings, budget
+from specdistill.project import LAUNCHES, RECIPES
 from specdistill.statistics.theory import expected_acceptance_length, predicted_speedup
 from specdistill.targets.cache_size import CacheSize
 
@@ -31,18 +40,30 @@ FLOPS_PER_BYTE = MATRIX_SHARE * H100.flops / (TRAFFIC_SHARE * H100.bandwidth)
 # float32 weight, gradient and two AdamW moments; Muon keeps one moment of the matrices.
 BYTES_PER_TRAINED, BYTES_PER_COPIED = 16, 4
 TRAINING_FLOPS = 4e14  # a second, of one H100 or H200 in bfloat16: 40 % of what its tensor cores can
+BATCH_SIZE, MAX_LENGTH = 4, 2048
+GPUS_PER_MACHINE = 8
+LAUNCH = re.compile(r"accelerate_configs/(\w+)\.yaml(?: --num_processes (\d+))?")  # in a recipe's header
 SMALL = 100_000_000  # parameters of the largest target that the recipes of small ones are meant for as they stand
 
 
-@dataclass(frozen=True)
-class MicroBatch:
-    """A micro-batch: rows and their tokens."""
-
-    batch_size: int = 4
-    max_length: int = 2048
-
-
-A_BATCH = MicroBatch()
+ASSUMPTIONS = (
+    "Parameters follow from configs; acceptance is published, by the sources named; the speedup is S = AL / (v + c·K).",
+    "c is the larger of a draft step's shares of what the target reads (weights, KV cache) and of its layers. A pass takes as long as its "
+    f"reads, or as its arithmetic where that takes longer, at {FLOPS_PER_BYTE:.0f} operations per byte ({H100.name}). Quantized weights "
+    "count as they are stored, where an index says how large they are.",
+    f"Low end of S: the lower acceptance, v + {VERIFY_OVERHEAD}, {LAYERS_OVERHEAD:g} layers' time more per draft step (fitted to vLLM "
+    "issue 20780), each token of a mixture sent to experts of its own. High end: the higher acceptance; only reads and arithmetic count.",
+    f"Acceptance is the same at every position; K is the fewest tokens within 1 % of the best, at most {MAX_K['K']} of a draft that takes "
+    "a step for each.",
+    f"Serving: {ENGINE_BYTES / 2**30:g} GiB for the engine and activations of {PASS_TOKENS:,} prompt tokens per pass. Latent attention "
+    "keeps its latent, a window its tokens, a recurrent layer its state; devices share heads, and each has at least one.",
+    f"{TOKENS_PER_SAMPLE} training tokens per conversation; features computed in each step, all tokens with a loss; draft and AdamW in "
+    "float32. The training step's own code runs over tensors without content, which counts its memory, traffic and arithmetic, where a "
+    f"method can; roughly 28H + 4I numbers per layer, token and step elsewhere. {MATRIX_SHARE:.0%} of a device's bfloat16 peak in matrix "
+    f"products, {TRAFFIC_SHARE:.0%} of its bandwidth in all else, and {USABLE:.0%} of its memory can be used.",
+    f"GPU hours are of an {H100.name} (of a GPU at {TRAINING_FLOPS / 1e12:.0f} TFLOP/s where rough): all steps of the target's own recipe, "
+    "else one pass over the tokens; generating them is not counted.",
+)
 
 
 @dataclass(frozen=True)
@@ -55,13 +76,24 @@ class ExpectedSpeedup:
 
 
 @dataclass(frozen=True)
+class Launch:
+    """Of training: a configuration of accelerate_configs/, whether the processes share the target's layers, and what each of them holds."""
+
+    configuration: str
+    num_processes: int
+    is_sharded: bool
+    device_bytes: int
+
+
+@dataclass(frozen=True)
 class PlanRow:
     """One method. Numbers that do not exist or that nobody published are None, and `note` says why.
 
-    draft: the one that was given; None for the one that the recipe would train. bytes: in the draft's dtype. disk_bytes: the hidden
-    states of all training tokens. training_memory: its parts, in bytes. training_hours: of one GPU. training_is_computed: activations and
-    hours by the training step's own code; else by a rough formula. training_devices: of the kind that serves, on which training fits with
-    target.shard=layers, 1 for one that holds all; None where MOST_DEVICES do not. kv_bytes: KV cache of the draft for a token of context.
+    draft: the one that was given; None for the one that the recipe would train. bytes: in the draft's dtype. training_tokens: distinct
+    ones; trained_tokens: of all steps of the target's own recipe, else of one pass. micro_batch: rows, tokens of a row. disk_bytes: the
+    hidden states of all training tokens. training_memory: its parts on one device, in bytes. training_hours: of one GPU.
+    training_is_computed: activations and hours by the training step's own code; else by a rough formula. training_launch: the recipe's,
+    else by `_launch`, None where a machine does not hold it. kv_bytes: KV cache of the draft for a token of context.
     step_ratio: c, the larger of the step_shares. low, high: the two ends of the speedup, where and as the target is to serve. serving:
     what each device holds then. warnings: what contradicts the target's config.json.
     """
@@ -77,12 +109,15 @@ class PlanRow:
     bytes: int | None = None
     training_tokens: int | None = None
     training_source: str | None = None
+    trained_tokens: int | None = None
+    micro_batch: tuple[int, int] | None = None
     disk_bytes: int | None = None
     training_memory_bytes: int | None = None
     training_memory: dict[str, int] | None = None
     training_hours: float | None = None
     training_is_computed: bool = False
     training_devices: int | None = None
+    training_launch: Launch | None = None
     kv_bytes: int | None = None
     step_ratio: float | None = None
     step_shares: dict[str, float] | None = None
@@ -101,13 +136,19 @@ class PlanRow:
 
 
 @dataclass(frozen=True)
-class Passes:
-    """Passes of a target and of a draft over B sequences of some context, by the bytes that they read, or would in the time that their
-    arithmetic takes where that is longer.
+class Scenario:
+    """What is planned for, and passes of target and draft there, by the bytes that they read, or would in the time that their arithmetic
+    takes where that is longer.
+
+    batch_size, max_length: rows of a micro-batch, tokens of a row; None: the recipe's, else BATCH_SIZE, MAX_LENGTH. computed: run the steps
+    of training over tensors without content, which takes seconds, where a method can (`PlannedDraft.build`).
     """
 
     target: Described
     serving: ServingSettings
+    batch_size: int | None = None
+    max_length: int | None = None
+    computed: bool = False
 
     @cached_property
     def plain(self) -> float:
@@ -141,10 +182,9 @@ class Passes:
         return max(weights + held, 2 * parameters * batch_size * num_tokens / FLOPS_PER_BYTE)
 
 
-def row_of(
-    method: str, target: Described, given: Described | None, passes: Passes, training: MicroBatch, *, computed: bool
-) -> PlanRow:
+def row_of(method: str, given: Described | None, scenario: Scenario) -> PlanRow:
     """The method's row, for the draft that is given or else for the one a recipe would train."""
+    target, serving = scenario.target, scenario.serving
     recipe, settings = recipe_for(method, target.name)
     plan = METHODS[method].implementation().planned
     if plan is None:
@@ -158,8 +198,8 @@ def row_of(
     if not settings and recipe and target.parameters <= SMALL:
         settings = read_recipe(recipe)
     generated = settings.get("data", {}).get("regenerate", {}).get("num_tokens")
-    size, read = _bytes(method, planned, target, given, passes.serving)
-    speed = _speed(planned, METHODS[method].cost, passes, read)
+    size, read = _bytes(method, planned, target, given, serving)
+    speed = _speed(planned, METHODS[method].cost, scenario, read)
     tokens = generated or planned.published.training_tokens
     return PlanRow(
         method=method,
@@ -171,15 +211,15 @@ def row_of(
         hidden_size=planned.shape.hidden_size if planned.shape else 0,
         parameters=planned.parts.parameters,
         bytes=int(size),
-        kv_bytes=planned.cache.per_token(passes.serving.kv_itemsize(target)) if planned.cache else None,
+        kv_bytes=planned.cache.per_token(serving.kv_itemsize(target)) if planned.cache else None,
         acceptance_source=planned.published.acceptance_source,
         training_tokens=tokens,
         training_source=f"recipe {recipe}" if generated else planned.published.training_source,
-        serving=_serving(planned, target, passes.serving, size, speed["high"]),
+        serving=_serving(planned, target, serving, size, speed["high"]),
         recipe_keys=planned.recipe_keys,
         warnings=planned.warnings,
         **speed,
-        **_training(method, planned, target, training, tokens, passes.serving.memory, computed=computed),
+        **_training(method, planned, scenario, recipe, settings, tokens),
     )
 
 
@@ -195,14 +235,14 @@ def _bytes(
     return parts.parameters * target.converted_itemsize, read
 
 
-def _speed(planned: PlannedDraft, cost: MethodCost, passes: Passes, read: float) -> dict[str, Any]:
+def _speed(planned: PlannedDraft, cost: MethodCost, scenario: Scenario, read: float) -> dict[str, Any]:
     """What a step costs and a round promises, as fields of a row. read: bytes of weights that a step reads."""
-    parts, num_layers, alphas = planned.parts, passes.target.text.num_hidden_layers, planned.published.alphas
-    shares = step_shares(passes.draft(planned, read) if parts.read else 0.0, passes.plain, parts.num_layers, num_layers)
+    parts, num_layers, alphas = planned.parts, scenario.target.text.num_hidden_layers, planned.published.alphas
+    shares = step_shares(scenario.draft(planned, read) if parts.read else 0.0, scenario.plain, parts.num_layers, num_layers)
     low = high = None
     if alphas:
         most = MAX_K[cost.passes]
-        best, verify = passes.verified_at_best[:most], passes.verified[:most]
+        best, verify = scenario.verified_at_best[:most], scenario.verified[:most]
         low, high = speedup_range(alphas, verify, shares, num_layers, cost.passes, verify_at_best=best)
     return {"step_ratio": max(shares.values()), "step_shares": shares, "alphas": alphas, "low": low, "high": high}
 
@@ -219,45 +259,55 @@ def _serving(
 
 
 def _training(
-    method: str,
-    planned: PlannedDraft,
-    target: Described,
-    training: MicroBatch,
-    tokens: int | None,
-    device_memory: float,
-    *,
-    computed: bool,
+    method: str, planned: PlannedDraft, scenario: Scenario, name: str | None, recipe: Mapping[str, Any], tokens: int | None
 ) -> dict[str, Any]:
-    """What training takes, as fields of a row."""
+    """What training takes, as fields of a row. recipe: keys of the one called `name` where the row describes its run."""
     if planned.shape is None:
         nothing = None if tokens is None else 0
         return {"disk_bytes": nothing, "training_memory_bytes": 0, "training_memory": {}, "training_hours": nothing}
-    parts, cost, itemsize = planned.parts, METHODS[method].cost, target.itemsize()
-    num_tokens, read = training.batch_size * training.max_length, weights_read(target.model)
-    step = _account(method, planned, target, training) if computed else None
-    memory = training_memory(parts, target.parameters * itemsize, planned.shape, planned.vocabulary, cost.positions, num_tokens)
-    rate = TRAINING_FLOPS / (2 * read + 6 * parts.read * cost.positions)
-    if step is not None:
+    target, parts, cost, itemsize = scenario.target, planned.parts, METHODS[method].cost, scenario.target.itemsize()
+    train, draft = recipe.get("train", {}), {key: value for key, value in recipe.get("draft", {}).items() if key == "ttt_steps"}
+    rows = scenario.batch_size or train.get("per_device_train_batch_size", BATCH_SIZE)
+    length = scenario.max_length or recipe.get("data", {}).get("max_length", MAX_LENGTH)
+    length = min(length, getattr(target.text, "max_position_embeddings", None) or length)
+    read, positions = weights_read(target.model), draft.get("ttt_steps", cost.positions)
+    memory = training_memory(parts, target.parameters * itemsize, planned.shape, planned.vocabulary, positions, rows * length)
+    rate = TRAINING_FLOPS / (2 * read + 6 * parts.read * positions)
+    if is_computed := scenario.computed and planned.build is not None:
+        assert planned.build is not None
+        step = training_step(method, planned.build, {**planned.counted_with, **draft}, target, rows=rows, length=length)
         memory["activations"] = step.peak_bytes
-        rate = H100.tokens_per_second(step, num_tokens, 2 * read * num_tokens)
+        rate = H100.tokens_per_second(step, rows * length, 2 * read * rows * length)
+    launch, trained = _launch(target, memory, scenario.serving.memory), tokens
+    if recipe:
+        launch = _launched(target, memory, *launch_of(str(name)), is_sharded=recipe["target"].get("shard") == "layers")
+        trained = train["max_steps"] * train.get("gradient_accumulation_steps", 1) * rows * length * launch.num_processes
     return {
         "disk_bytes": None if tokens is None else cost.features * target.text.hidden_size * itemsize * tokens,
+        "micro_batch": (rows, length),
+        "trained_tokens": trained,
         "training_memory_bytes": sum(memory.values()),
         "training_memory": memory,
-        "training_hours": None if tokens is None else tokens / rate / 3600,
-        "training_is_computed": step is not None,
-        "training_devices": _devices(target, sum(memory.values()), device_memory),
+        "training_hours": None if trained is None else trained / rate / 3600,
+        "training_is_computed": is_computed,
+        "training_devices": launch and launch.num_processes,
+        "training_launch": launch,
     }
 
 
-def _devices(target: Described, needed: int, device_memory: float) -> int | None:
-    """The fewest devices, a power of two, that hold what training needs when they share the target's layers and gather one at a time."""
-    layers = target.itemsize() * sum(size.numel() for name, size in target.model.named_parameters() if ".layers." in name)
-    for number in (1 << power for power in range(MOST_DEVICES.bit_length())):
-        held = layers if number == 1 else layers / number + layers / target.text.num_hidden_layers
-        if needed - layers + held <= USABLE * device_memory:
-            return number
-    return None
+def _launch(target: Described, memory: Mapping[str, int], device_memory: float) -> Launch | None:
+    """The fewest devices of a machine on which training fits, and the first configuration under which it does."""
+    ways = ((name, number) for number in (1, 2, 4, GPUS_PER_MACHINE) for name in ("ddp", "zero2"))
+    launches = (_launched(target, memory, *way, is_sharded=way[1] > 1) for way in ways)
+    return next((launch for launch in launches if launch.device_bytes <= USABLE * device_memory), None)
+
+
+def _launched(target: Described, memory: Mapping[str, int], name: str, number: int, *, is_sharded: bool) -> Launch:
+    """With what each process holds: of the target's layers a part and a gathered one, of the draft what the configuration leaves."""
+    layers = target.itemsize() * sum(size.numel() for key, size in target.model.named_parameters() if ".layers." in key)
+    spared = layers - (layers / number + layers / target.text.num_hidden_layers) if is_sharded else 0
+    kept = {"zero2": 0.25 + 0.75 / number, "zero3": 0.25 + 1 / number}.get(name.partition("_")[0], 1.0)
+    return Launch(name, number, is_sharded, int(sum(memory.values()) - spared - (1 - kept) * memory["draft"]))
 
 
 def recipe_for(method: str, target: str) -> tuple[str | None, dict[str, Any]]:
@@ -269,19 +319,17 @@ def recipe_for(method: str, target: str) -> tuple[str | None, dict[str, Any]]:
     return next((name for folder in ("small", "pico") for name in found if name.startswith(f"{folder}/")), None), {}
 
 
+def launch_of(recipe: str) -> tuple[str, int]:
+    """The configuration and the number of processes with which a shipped recipe's header starts it."""
+    (name, number), *_ = LAUNCH.findall((RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8"))
+    return name, int(number or read_yaml(LAUNCHES / f"{name}.yaml")["num_processes"])
+
+
 @cache
 def read_recipe(name: str) -> dict[str, Any]:
     """A shipped recipe's keys."""
     keys: dict[str, Any] = read_yaml(RECIPES / f"{name}.yaml")
     return keys
-
-
-def _account(method: str, planned: PlannedDraft, target: Described, training: MicroBatch) -> Account | None:
-    """Of a step that trains the draft; None where no draft can be built without weights."""
-    if planned.build is None:
-        return None
-    rows, length = training.batch_size, training.max_length
-    return training_step(method, planned.build, planned.counted_with, target, rows=rows, length=length)
 
 
 def step_shares(step: float, target_step: float, layers: int, target_layers: int) -> dict[str, float]:

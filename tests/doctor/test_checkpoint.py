@@ -124,7 +124,7 @@ WARNINGS: dict[str, tuple[Callable[[Config, Tensors], None], str]] = {
         says(rope_parameters={"rope_type": "default", "rope_theta": 500.0}, rope_theta=500.0),
         "(rope_theta) is 500",
     ),
-    "shorter texts than the target's": (says(max_position_embeddings=128), "max_position_embeddings is 128"),
+    "shorter texts than the target's": (says(max_position_embeddings=128), "is 128 tokens, the target's 256"),
     "a weight that is too large": (puts(FC, lambda weight: weight * 1e4), "fc.weight"),
 }
 
@@ -243,6 +243,7 @@ def test_a_short_context_is_refused_by_a_key_of_the_doctor(
     error = capsys.readouterr().err
     assert refused_key(error) == "draft_context" and " 64 " in error
     assert main([*keys, "draft_context=window"]) != ExitCode.USER_ERROR
+    assert "(max_position_embeddings) is 64 tokens, the target's 256" in capsys.readouterr().out
 
 
 def test_the_target_goes_where_it_is_told(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

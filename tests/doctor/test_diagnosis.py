@@ -18,8 +18,10 @@ from specdistill.decoding.decoder import Decoder
 from specdistill.doctor.diagnosis import Diagnosis, SimulatedAcceptance, _fit, diagnose, recorded
 from specdistill.methods.draft_model.checkpoint import save_draft_model
 from specdistill.methods.draft_model.create import create_draft_model
+from specdistill.rows.row_set import RowTarget
 from specdistill.targets.frozen import FrozenTarget
 from tests.memorised import LENGTH, NUM_TOKENS, PROMPT, memorise
+from tests.produce.row_sets import config_for, opened
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 OF_MTP: dict[str, Any] = {"num_steps": 300}
@@ -172,6 +174,39 @@ def test_a_draft_without_a_history_is_still_tried(folder: Path, run_of: Callable
     assert [finding.severity for finding in diagnosed(folder, tmp_path / "good").findings] == ["warning"]
 
 
+def in_a_run(learned: Path, run: Path, *, suite: str | None, data: dict[str, Any]) -> Path:
+    """A copy of a run with a recipe, and with the draft as an export next to it, whose folder is returned."""
+    shutil.copytree(learned, run)
+    recipe, record = {"eval": {"suite": suite}, "data": data}, {"data_fingerprint": data.get("fingerprint")}
+    for name, content in {"recipe.yaml": recipe, "provenance.json": record}.items():
+        (run / "run" / name).write_text(json.dumps(content))
+    return shutil.copytree(run / "draft", run / "vllm")
+
+
+def test_a_draft_of_a_run_is_tried_on_what_it_is_for(folder: Path, run_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """An export, too: on the suite of the run's recipe, else on rows that its training held out, else on plain ones, which it says."""
+    target, learned = {"model": str(folder / "target"), "num_prompts": 2}, run_of("eagle3")
+    exported = in_a_run(learned, tmp_path / "suite", suite=str(folder / "prompts.jsonl"), data={})
+    made = diagnose(exported, **target)
+    assert made.prompts == f"1 of suite {folder / 'prompts.jsonl'}, the first: {PROMPT!r}" and made.is_sound
+    assert made.recorded == SimulatedAcceptance(4, LENGTH)
+
+    config = config_for(tmp_path, [{"text": f"{PROMPT} {number:02d} once upon a time"} for number in range(40)], max_length=64)
+    rows, _ = opened(config, RowTarget.of(FrozenTarget.load(target["model"])))
+    data = {"cache_dir": config.cache_dir, "fingerprint": rows._fingerprint}
+    exported = in_a_run(learned, tmp_path / "rows", suite=None, data=data)
+    made = diagnose(exported, **target)
+    assert made.prompts is not None and made.prompts.startswith(
+        f"2 of the held-out rows of {tmp_path / 'rows'}, the first: '{PROMPT}"
+    )
+    assert made.recorded == SimulatedAcceptance(4, LENGTH)
+
+    shutil.rmtree(config.cache_dir)
+    made = diagnose(exported, **target)
+    assert made.prompts is not None and made.prompts.startswith("2 of suite pico-short, the first: ") and made.recorded is None
+    assert "lines of Python" in "".join(finding.what for finding in made.findings if finding.severity == "warning")
+
+
 def test_what_no_repair_helps_is_given_likely_causes(folder: Path, run_of: Callable[[str], Path], tmp_path: Path) -> None:
     def noise(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         for name, tensor in tensors.items():
@@ -227,6 +262,7 @@ def test_the_verb(folder: Path, run_of: Callable[[str], Path], tmp_path: Path, c
     assert main(["doctor", f"draft={run_of('eagle3') / 'draft'}", *common]) == 0
     output = capsys.readouterr().out
     assert all(fact in output for fact in ("eagle3", "15 tensors", "float32", "1 layer of 64", "1, 2, 3", "4 draft tokens"))
+    assert f"prompts: 1 of suite {folder / 'prompts.jsonl'}, the first: {PROMPT!r}" in output
     wrong = mutated(run_of("eagle3"), says(norm_output=True), tmp_path / "run")
     assert main(["doctor", f"draft={wrong / 'draft'}", *common]) == 1
     assert "2 problems" in capsys.readouterr().out

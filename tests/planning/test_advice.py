@@ -1,5 +1,6 @@
-"""The command that a plan prints: its target can be given it, and it runs."""
+"""The commands that a plan prints: its target can be given them, and they run."""
 
+import io
 import json
 import re
 import shlex
@@ -8,20 +9,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from specdistill.cli import main
 from specdistill.command import keys_of
-from specdistill.launch import LaunchOptions
+from specdistill.launch import LaunchOptions, _checked
 from specdistill.methods.recipe import Recipe
-from specdistill.planning.plan import DATA, PROMPTS, Plan, make_plan, recommend
+from specdistill.methods.sizes import Described
+from specdistill.planning.advice import DATA, PROMPTS, recommend
+from specdistill.planning.budget import ServingSettings
+from specdistill.planning.command import print_plan
+from specdistill.planning.estimates import launch_of
+from specdistill.planning.plan import Plan, make_plan
 from specdistill.planning.reading import read
+from specdistill.project import LAUNCHES, RECIPES, find_yaml
 from specdistill.recipe.load import load_own_keys, load_recipe
 from tests.public_pairs import GPT_OSS_120B, LLAMA_8B, LLAMA_EAGLE3, PAIRS, QWEN35_9B
-from tests.tiny import qwen, write_inputs
+from tests.refusals import refused_key
+from tests.scripts import load_script
+from tests.tiny import qwen, tiny_tokenizer, write_inputs
 
 OF_EVAL = {"target": "target.model", "draft": "eval.draft", "suite": "eval.suite", "output_dir": "eval.output_dir"}
 LLAMA_300M = LLAMA_8B.config | {
     "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 8, "max_position_embeddings": 1024
+}  # fmt: skip
+LLAMA_70B = LLAMA_8B.config | {
+    "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64
 }  # fmt: skip
 TARGETS: dict[str, dict[str, Any]] = {
     "tiny": qwen().config.to_dict() | {"architectures": ["Qwen3ForCausalLM"]},
@@ -47,7 +60,98 @@ def command(plan: Plan, method: str) -> list[str]:
     only = [replace(row, high=replace(row.high, speedup=9.0)) if row.method == method else row for row in only]
     start = recommend(only, plan.target, plan.alone)["start"]
     assert start is not None and start.startswith("specdistill ")
-    return shlex.split(start)[1:]
+    return shlex.split(start.splitlines()[-1])[1:]
+
+
+def printed(plan: Plan) -> list[list[str]]:
+    """The commands on a screen of 100 columns, as a shell reads them."""
+    output = io.StringIO()
+    print_plan(plan, [], None, Console(file=output, width=100))
+    lines = output.getvalue().replace("\\\n", " ").splitlines()
+    return [shlex.split(line) for line in lines if line.startswith("  ")]
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Described]:
+    """Targets of 8B and 70B parameters, of which there are config.json and tokenizer; a target's layers are tried once for all tests."""
+    targets = {}
+    for name, config in {"8B": LLAMA_8B.config, "70B": LLAMA_70B}.items():
+        folder = tmp_path_factory.mktemp(name) / "target"
+        tiny_tokenizer().save_pretrained(folder)
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        targets[name] = read(str(folder), key="target.model", trust_remote_code=True)
+        assert targets[name].cache is not None
+    return targets
+
+
+def launched(options: LaunchOptions) -> dict[str, Any]:
+    """What accelerate is told, after the launch's own checks."""
+    given = {name: value for name, value in options.model_dump().items() if value is not None and name != "launch"}
+    return _checked(find_yaml(str(options.launch), LAUNCHES, "launch"), given)
+
+
+@pytest.mark.parametrize("name", ["8B", "70B", "70B with a draft"])
+def test_commands_for_a_target_are_taken_up_to_its_weights(
+    name: str, large: dict[str, Described], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By what they start: all that is missing in the end are the target's weights."""
+    size, _, has_draft = name.partition(" with ")
+    config = LLAMA_EAGLE3.config | {key: LLAMA_70B[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads")}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a"}\n', encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    target = large[size]
+    commands = printed(make_plan(target, read(str(tmp_path), key="draft") if has_draft else None))
+    recipes: list[Any] = []
+    for program, verb, *arguments in commands:
+        if program == "vllm":
+            shared = ["--tensor-parallel-size", "2", "--data-parallel-size", "4", "--trust-remote-code"]
+            assert [verb, *arguments] == ["serve", target.name, *shared]
+            continue
+        assert program == "specdistill" and "target.trust_remote_code=true" in arguments
+        arguments = [word.replace(DATA, "data.jsonl").replace(PROMPTS, "data.jsonl") for word in arguments]
+        if verb != "eval":
+            options, keys = load_own_keys(LaunchOptions, [word for word in arguments if "=" in word])
+            recipes.append(load_recipe(Recipe, ["train.output_dir=runs", *keys]))
+            assert options.launch is None or launched(options)["num_processes"] == 8
+            arguments = [word for word in arguments if word.partition("=")[0] not in LaunchOptions.model_fields]
+        try:
+            code = main([verb, *arguments])
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        error = capsys.readouterr().err
+        assert code == 2 and refused_key(error) == "target.model" and ("without weights" in error or "safetensors" in error)
+    assert [recipe.target.shard for recipe in recipes] == {"8B": ["none"], "70B": ["none", "layers"]}.get(name, [])
+    assert len({str(recipe.data) for recipe in recipes}) <= 1  # training finds the rows that were made
+    assert ("target.device_map=auto" in commands[-1]) == (size == "70B")
+
+
+def test_more_devices_than_a_machine_has_are_launched_on_several(large: dict[str, Described]) -> None:
+    small = ServingSettings(memory=34 * 2**30)
+    server, _, train, _ = printed(make_plan(large["70B"], serving=small, batch_size=1, max_length=1024))
+    options, _ = load_own_keys(LaunchOptions, train[2:])
+    assert options.num_processes == 8 * (options.num_machines or 0) and launched(options)["machine_rank"] == 0
+    assert server[3:5] == ["--tensor-parallel-size", "8"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llama-3.1-8b/eagle3", pytest.param("llama-3.3-70b/eagle3", marks=pytest.mark.long)],  # 80 layers are tried
+)
+def test_a_recipe_of_the_target_s_own_has_the_row_and_the_commands_of_its_header(name: str) -> None:
+    record = load_script("bench/recipes.py").load_record()[name]
+    target = replace(read(str((RECIPES / name).parent), key="target.model"), name=record["of"]["target"])
+    plan = make_plan(target)
+    (row,) = (row for row in plan.methods if row.method == "eagle3")
+    assert row.recipe == name and row.micro_batch == (record["of"]["rows"], record["of"]["max_length"])
+    assert row.trained_tokens == record["tokens_a_step"] * record["of"]["max_steps"]
+    assert row.training_launch is not None and launch_of(name) == (record["of"]["launch"], record["of"]["num_processes"])
+    assert (row.training_launch.is_sharded, row.training_launch.num_processes) == (record["of"]["shard"] == "layers", 8)
+    server, make, train, lookup = printed(plan)
+    header = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    assert f"#   {shlex.join(server)}" in header and f"#   {shlex.join(make)}" in header and "suite=mt-bench" in lookup
+    launched = [f"launch={record['of']['launch']}", "num_processes=8"]
+    assert train == ["specdistill", "train", f"recipe={name}", *launched]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +175,7 @@ def test_the_command_for_a_head_is_one_that_its_target_can_be_given(name: str, t
         assert recipe.train["max_steps"] == pytest.approx(row.training_tokens / batch, rel=0.01)
         held = recipe.data.regenerate.batch_size * recipe.data.max_length
         assert held <= plan.alone.room or not plan.alone.fits
-    assert (launching.num_processes, recipe.target.shard) == ((8, "layers") if name == "spread" else (None, "none"))
+    assert (launching.num_processes, recipe.target.shard) == ((4, "layers") if name == "spread" else (None, "none"))
 
 
 def test_the_command_that_measures_a_draft_is_one_that_eval_takes(tmp_path: Path):

@@ -86,7 +86,7 @@ def test_a_mixture_pays_for_verification_and_lookup_for_nothing_else():
 
 
 def test_training_memory_adds_up():
-    parts = costs.ParameterCounts(parameters=1000, read=900, num_layers=2, copied=500)
+    parts = ParameterCounts(parameters=1000, read=900, num_layers=2, copied=500)
     shape = ModelShape(2, 8, 16, 2, 1, 4)
     # two layers of 2·(28·8 + 4·16) bytes for each of 10 tokens and 3 steps, and 4,096 rows of 100 logits in bfloat16
     assert costs.training_memory(parts, 5000, shape, 100, 3, 10) == {

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -20,9 +21,10 @@ from specdistill.methods.recipe import Recipe
 from specdistill.methods.sizes import Described
 from specdistill.planning import estimates
 from specdistill.planning.accounting import Account
+from specdistill.planning.advice import recommend
 from specdistill.planning.budget import ServingSettings
 from specdistill.planning.command import print_plan, short
-from specdistill.planning.plan import Plan, make_plan, recommend
+from specdistill.planning.plan import Plan, make_plan
 from specdistill.planning.reading import read
 from specdistill.project import ROOT
 from specdistill.recipe.load import load_recipe
@@ -137,14 +139,14 @@ def test_the_page_on_scale_has_these_numbers(plan_for: Callable[..., Plan], name
 
 def test_what_is_computed_takes_the_place_of_what_is_roughly_so(plan_for: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch):
     step = Account(peak_bytes=20 * 10**9, traffic_bytes=4 * 10**11, flops=10**14, data_dependent_ops=0)
-    monkeypatch.setattr(estimates, "_account", lambda method, planned, target, training: step if method == "eagle3" else None)
+    monkeypatch.setattr(estimates, "training_step", lambda *of, **shape: step)
     plan = plan_for(LLAMA_8B, computed=True)
     row = row_of(plan, "eagle3")
     assert row.training_memory["activations"] == step.peak_bytes
     # 8,192 tokens: the target's 2 · 7.505e9 operations a token and the step's at half of 989e12, 400 GB at 80 % of 3.35e12
     rate = 8192 / ((2 * 7_504_924_672 * 8192 + 1e14) / 494.5e12 + 4e11 / 2.68e12)
     assert row.training_hours == pytest.approx(532_000 * 950 / rate / 3600)
-    assert row.training_is_computed and not row_of(plan, "eagle").training_is_computed
+    assert row.training_is_computed and not row_of(plan, "draft_model").training_is_computed
 
 
 def test_only_layers_that_attend_grow(plan_for: Callable[..., Plan]):
@@ -261,7 +263,7 @@ def test_a_draft_that_is_given_takes_its_method_s_row(plan_for: Callable[..., Pl
     plan = plan_for(LLAMA_8B, config)
     assert [row.method for row in plan.methods if row.draft] == [method]
     if method == "eagle3":
-        assert plan.recommendation["start"].startswith(f"specdistill eval target={plan.target['model']} draft=")
+        assert f"target={plan.target['model']} draft=" in plan.recommendation["start"]
     if method == "draft_model":
         row = row_of(plan, method)
         assert row.parameters == 1_235_814_400
@@ -319,16 +321,25 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path):
 @pytest.mark.parametrize("width", [80, 100])
 @pytest.mark.parametrize("config", [LLAMA_8B, MIXTURE, LLAMA_8B | {"quantization_config": {"quant_method": "fp8"}}])
 def test_a_plan_is_one_screen_that_answers_first(plan_for: Callable[..., Plan], config: dict[str, Any], width: int):
-    output = io.StringIO()
-    plan = plan_for(config)
-    print_plan(plan, [], "not asked: hub=false", Console(file=output, width=width))
-    lines = output.getvalue().splitlines()
-    command = plan.recommendation["start"]
-    assert lines[0].startswith(f"Recommended: {plan.recommendation['method']}, ") and f"  {command}" in lines
-    rows = len(lines) + (len(command) + 2) // width  # a terminal wraps the command
-    assert rows <= 40 and max(len(line) for line in lines if command not in line) <= width and "…" not in output.getvalue()
+    plan = plan_for(config, serving=ServingSettings(memory=24 * 2**30, context=512))  # the 8B target in several processes
+    screens = []
+    for details in (False, True):
+        output = io.StringIO()
+        print_plan(plan, [], "not asked: hub=false", Console(file=output, width=width), details=details)
+        screens.append(output.getvalue())
+    screen, detailed = screens
+    lines = screen.splitlines()
+    assert lines[0].startswith(f"Recommended: {plan.recommendation['method']}, ")
+    assert len(lines) <= (40 if width == 100 else 45) and max(map(len, lines)) <= width and "…" not in screen
+    unwrapped = " ".join(screen.replace("\\\n", " ").split())
+    for command in f"{plan.recommendation['start']}\n{plan.recommendation['lookup']}".splitlines():
+        assert command in unwrapped
     first = lines.index("") + 3
     assert [line.split()[0] for line in lines[first : first + len(plan.methods)]] == [row.method for row in plan.methods]
+    assert (
+        set(lines) - set(detailed.splitlines()) <= set(lines[-3:]) and "to serve: " in detailed and "to serve: " not in screen
+    )
+    assert not [line for line in detailed.splitlines() if re.search(r" [kMGT]B\b", line) and re.search(r" [KMGT]iB\b", line)]
 
 
 @pytest.mark.parametrize(
@@ -340,6 +351,8 @@ def test_a_plan_is_one_screen_that_answers_first(plan_for: Callable[..., Plan], 
         (999_600, "", "1M"),
         (424_689_664, "B", "425 MB"),
         (1.34e12, "B", "1.34 TB"),
+        (1.5 * 2**30, "iB", "1.5 GiB"),
+        (1023.7 * 2**20, "iB", "1 GiB"),
     ],
 )
 def test_short_numbers(number: float, unit: str, said: str):

@@ -8,6 +8,7 @@ import pytest
 
 from specdistill.cli import main
 from specdistill.planning import estimates
+from specdistill.planning.accounting import Account
 from tests.public_pairs import (
     GPT_OSS_20B,
     GPT_OSS_120B,
@@ -39,7 +40,7 @@ def test_the_fixtures_are_as_large_as_what_is_published(repository: Repository, 
 
 def planned(pair: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, dict[str, Any]]:
     """The exit code of `specdistill plan` for a pair, without the seconds that a computed step takes, and its JSON."""
-    monkeypatch.setattr(estimates, "_account", lambda *described: None)
+    monkeypatch.setattr(estimates, "training_step", lambda *of, **shape: Account(1, 1, 1, 0))
     target, draft = pair.write(folder)
     given = [f"draft={draft}"] if pair.draft else []
     code = main(["plan", f"target={target}", *given, "hub=false", f"output={folder / 'plan.json'}", *arguments])
