@@ -239,9 +239,8 @@ class DraftTrainer:
 
 @dataclass(frozen=True)
 class Report:
-    """A measured draft: report.json as `data`, the folder that it is in, and its headline over the whole suite; None: not measured.
-
-    verdict: passed, failed or inconclusive; `data["gate"]["rules"]` has each rule with its reason.
+    """A measured draft: report.json, its folder, and the headline over the whole suite; None: not measured. verdict: of the gate, whose
+    rules with their reasons are in `data["gate"]["rules"]`: passed, failed or inconclusive.
     """
 
     data: dict[str, Any]
@@ -300,10 +299,7 @@ def judge(report: Report | str | os.PathLike[str], gate: str = "default", *, bas
 
 
 def compare(target: str | Mapping[str, Any], drafts: Sequence[str | os.PathLike[str]], **keys: Any) -> dict[str, Any]:
-    """Measure drafts for one target in one paired run, as `specdistill compare` does; returns comparison.json, with its `ranking`.
-
-    keys: of that command; `output_dir` is required.
-    """
+    """Measure drafts for one target in one paired run and rank them, with the keys of `specdistill compare`; returns comparison.json."""
     options = load_recipe(CompareOptions, keys_of(arguments_of({"target": target, "drafts": drafts}, keys), TARGET))
     return compare_drafts(options)
 
@@ -323,8 +319,5 @@ def compare_drafts(options: CommonOptions) -> dict[str, Any]:
 
 
 def publish(run: str | os.PathLike[str], **keys: Any) -> Publication:
-    """Publish the draft of a run that passed its gate, as `specdistill publish` does; its `refusals` say why nothing was published.
-
-    run: its folder. keys: of that command, e.g. repo="org/name", dry_run=True.
-    """
+    """Publish a run's draft if it passed its gate, with the keys of `specdistill publish`; `refusals` say why nothing was published."""
     return publish_run(load_recipe(PublishOptions, arguments_of({"run": run}, keys)))

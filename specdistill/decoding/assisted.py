@@ -40,10 +40,7 @@ class DraftCandidates(CandidateGenerator):
         k = min(self.k, self.max_length - len(token_ids) - 1)
         if not self.captured or k < 1:  # the target has to read the prompt first
             return input_ids, None
-        num_fresh, num_seen = len(token_ids) - 1 - self.num_read, self.captured[LAST].shape[1]
-        if self.num_read == 0 and num_seen != num_fresh:
-            got = f"{num_fresh} tokens, of which the target read {num_seen}"
-            raise UserError("custom_generate", got=got, expected="input_ids without past_key_values: the draft reads them too")
+        num_fresh = len(token_ids) - 1 - self.num_read
         self.num_read += num_fresh
         *aux, last = (self.captured[layer].to(self.device) for layer in (*self.proposer.aux_layers, LAST))
         state = DecodingState(token_ids, Features(tuple(aux), last).first(num_fresh))  # what was committed since the last draft
@@ -67,8 +64,12 @@ class Draft:
     def __call__(self, model: Any, input_ids: Tensor, num_speculative_tokens: int = 4, **generating: Any) -> Any:
         """What `generate()` runs in place of its own loop, with all that it has prepared."""
         if model is not self.target.model:
-            expected = "load_draft(…, model), with the model that generates"
-            raise UserError("custom_generate", got="a draft that was loaded for another model", expected=expected)
+            raise UserError("custom_generate", got="a draft of another model", expected="load_draft(…, model) with this model")
+        cache = generating.get("past_key_values")
+        if input_ids.shape[1] == 0 or (cache is not None and cache.get_seq_length() > 0):
+            raise UserError(
+                "custom_generate", got="inputs_embeds, or tokens in a cache", expected="input_ids of the whole text"
+            )
 
         def keep(_module: Any, _inputs: Any, output: Any) -> None:
             captured[LAST] = output.last_hidden_state

@@ -205,7 +205,7 @@ def test_what_is_given_means_what_it_means_in_a_recipe(tmp_path: Path) -> None:
     assert recipe.train == {**train, "output_dir": "a b", "max_steps": 4}
     assert (recipe.data.source, recipe.data.rows) == ("Zürich 🙂: x\n.jsonl", None)
     assert recipe.loss.divergence == over["loss"]["divergence"]
-    with pytest.raises(TypeError, match="os.PathLike"):
+    with pytest.raises(TypeError, match="PathLike"):
         arguments_of({"data": {"source": Dataset.from_list([{"text": "a"}])}}, {})
     # Somebody's code runs for who says so in the call, not for a file that does
     (tmp_path / "mine.yaml").write_text("target: {model: pico, trust_remote_code: true}\ntrain: {output_dir: runs/a}\n")

@@ -115,7 +115,9 @@ def test_what_a_draft_cannot_read_is_refused(target: FrozenTarget) -> None:
     with refused("custom_generate", holds="another model"):
         tiny_target_model().generate(PROMPT, custom_generate=draft, **GREEDY)
     read = target.model(PROMPT[:, :4], use_cache=True).past_key_values
-    with refused("custom_generate", holds="the target read 2"):
-        target.model.generate(PROMPT, custom_generate=draft, past_key_values=read, **GREEDY)
+    embedded = target.model.get_input_embeddings()(PROMPT)
+    for inputs in ({"inputs": PROMPT, "past_key_values": read}, {"inputs_embeds": embedded}):
+        with refused("custom_generate", "inputs_embeds, or tokens in a cache"):
+            target.model.generate(custom_generate=draft, **inputs, **GREEDY)
     assert "_get_candidate_generator" not in vars(target.model)  # a call that failed leaves the model as it was
     assert written(target, DraftModelProposer(target.model)) == written(target)
