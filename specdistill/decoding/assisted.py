@@ -63,25 +63,22 @@ class Draft:
 
     def __call__(self, model: Any, input_ids: Tensor, num_speculative_tokens: int = 4, **generating: Any) -> Any:
         """What `generate()` runs in place of its own loop, with all that it has prepared."""
-        if model is not self.target.model:
-            raise UserError("custom_generate", got="a draft of another model", expected="load_draft(…, model) with this model")
-        cache = generating.get("past_key_values")
-        if input_ids.shape[1] == 0 or (cache is not None and cache.get_seq_length() > 0):
-            raise UserError(
-                "custom_generate", got="inputs_embeds, or tokens in a cache", expected="input_ids of the whole text"
-            )
+        target, cache = self.target, generating.get("past_key_values")
+        is_begun = input_ids.shape[1] == 0 or (cache is not None and cache.get_seq_length() > 0)
+        for found, got, expected in (
+            (model is not target.model, "a draft of another model", "load_draft(…, model) with this model"),
+            (target.is_recurrent, f"{target.name}, whose recurrent layers cannot forget tokens", "specdistill.generate for it"),
+            (is_begun, "inputs_embeds, or tokens in a cache", "input_ids of the whole text, which the draft reads, too"),
+        ):
+            if found:
+                raise UserError("custom_generate", got=got, expected=expected)
 
         def keep(_module: Any, _inputs: Any, output: Any) -> None:
             captured[LAST] = output.last_hidden_state
 
-        with (
-            capture(self.target.layers, self.proposer.aux_layers) as captured,
-            self.target.backbone.register_forward_hook(keep),
-        ):
+        with capture(target.layers, self.proposer.aux_layers) as captured, target.backbone.register_forward_hook(keep):
             candidates = DraftCandidates(self, num_speculative_tokens, generating["generation_config"], captured)
-            model._get_candidate_generator = lambda **_: (
-                candidates
-            )  # hides its class's, which makes transformers' own generators
+            model._get_candidate_generator = lambda **_: candidates  # hides its class's, which makes others
             try:
                 return type(model)._assisted_decoding(model, input_ids, **generating)
             finally:

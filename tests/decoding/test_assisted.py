@@ -65,8 +65,8 @@ def test_right_drafts_spare_passes_of_the_target(target: FrozenTarget, k: int) -
     assert len(passes) - 40 == 1 + -(-39 // (k + 1))  # 40 for the oracle's text, then the prompt, then rounds of k + 1
 
 
-@pytest.mark.parametrize("kind", ["windows", *mtp_targets.KINDS])
-def test_targets_with_layers_of_every_kind_keep_their_text(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["windows", "deepseek_v3"])
+def test_targets_with_other_layers_keep_their_text(kind: str) -> None:
     target = FrozenTarget(qwen(), tiny_tokenizer(), name=kind) if kind == "windows" else mtp_targets.tiny_target(kind)
     target.model.generation_config.eos_token_id = []
     plain = written(target)
@@ -95,7 +95,7 @@ def test_sampled_text_follows_the_targets_distribution(one_hot: bool) -> None:
     model = tiny_target_model(num_layers=1, vocab_size=5)
     model.generation_config.eos_token_id = []
     target = FrozenTarget(model, tiny_tokenizer(), name="tiny")
-    prompt, count = torch.tensor([[1, 2, 3]]), 400
+    prompt, count = torch.tensor([[1, 2, 3]]), 200
     with torch.no_grad():
         texts = list(product(range(5), repeat=3))
         logits = model(torch.cat((prompt.expand(125, -1), torch.tensor(texts)), dim=1)).logits[:, 2:5] / 0.7
@@ -112,12 +112,15 @@ def test_sampled_text_follows_the_targets_distribution(one_hot: bool) -> None:
 
 def test_what_a_draft_cannot_read_is_refused(target: FrozenTarget) -> None:
     draft: Any = Draft("eagle3", proposer_of("eagle3", target), target)
-    with refused("custom_generate", holds="another model"):
+    with refused("custom_generate", "a draft of another model"):
         tiny_target_model().generate(PROMPT, custom_generate=draft, **GREEDY)
     read = target.model(PROMPT[:, :4], use_cache=True).past_key_values
     embedded = target.model.get_input_embeddings()(PROMPT)
     for inputs in ({"inputs": PROMPT, "past_key_values": read}, {"inputs_embeds": embedded}):
         with refused("custom_generate", "inputs_embeds, or tokens in a cache"):
             target.model.generate(custom_generate=draft, **inputs, **GREEDY)
+    recurrent = mtp_targets.tiny_target("qwen3_next")
+    with refused("custom_generate", holds="recurrent"):
+        written(recurrent, Oracle([5] * 50))
     assert "_get_candidate_generator" not in vars(target.model)  # a call that failed leaves the model as it was
     assert written(target, DraftModelProposer(target.model)) == written(target)
