@@ -144,8 +144,8 @@ def test_a_draft_trainer_trains_on_rows_in_memory_as_on_those_of_a_file(run: Pat
     assert weights(tmp_path / "runs" / "mine") == weights(run)
     recipe = load_recipe(Recipe, arguments_of(tmp_path / "runs" / "mine", {}))
     assert recipe.data.source == str(tmp_path / "runs" / "mine.jsonl") == str(trainer.recipe.data.source)  # type: ignore[attr-defined]
-    with refused("train.max_stepz"):
-        DraftTrainer("eagle3", "pico", DraftConfig("runs/a", max_stepz=2))
+    with refused("draft.num_layer"):
+        DraftTrainer("eagle3", "pico", DraftConfig("runs/a", draft={"num_layer": 2}))
     with refused("method", "ngram"):
         DraftTrainer("ngram", "pico", DraftConfig("runs/a"))
 
@@ -199,11 +199,12 @@ def test_a_draft_writes_what_transformers_writes_without_it(run: Path, folder: P
 def test_what_is_given_means_what_it_means_in_a_recipe(tmp_path: Path) -> None:
     train = {"output_dir": Path("a b"), "learning_rate": 1e-5, "max_steps": 3, "lr_scheduler_kwargs": {}}
     over = {"loss": {"divergence": [{"name": "jsd", "beta": 0.3, "weight": 1.5}]}, "train": {"max_steps": 4}}
+    rows = {"source": "Zürich 🙂: x\n.jsonl", "rows": None}
     recipe: Any = load_recipe(
         Recipe, arguments_of({"train": train, "data": {"source": "Zürich 🙂: x\n.jsonl", "rows": None}}, over)
     )
     assert recipe.train == {**train, "output_dir": "a b", "max_steps": 4}
-    assert (recipe.data.source, recipe.data.rows) == ("Zürich 🙂: x\n.jsonl", None)
+    assert (recipe.data.source, recipe.data.rows) == (rows["source"], None)
     assert recipe.loss.divergence == over["loss"]["divergence"]
     with pytest.raises(TypeError, match="PathLike"):
         arguments_of({"data": {"source": Dataset.from_list([{"text": "a"}])}}, {})

@@ -30,14 +30,15 @@ def written(target: FrozenTarget, proposer: Proposer | None = None, **options: A
     return list(ids[0, PROMPT.shape[1] :].tolist())
 
 
-def keep_proposals(proposer: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The draft tokens of each round from now on."""
+def keep_drafts(proposer: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The draft tokens of each round from now on in which four may follow."""
     kept: list[list[int]] = []
     as_it_is = proposer.propose
 
     def propose(state: DecodingState, k: int, sampling: Sampling, generator: Random) -> Proposal:
         proposal: Proposal = as_it_is(state, k, sampling, generator)
-        kept.append(list(proposal.tokens))
+        if k == 4:
+            kept.append(list(proposal.tokens))
         return proposal
 
     monkeypatch.setattr(proposer, "propose", propose)
@@ -48,13 +49,13 @@ def keep_proposals(proposer: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[
 def test_drafts_and_greedy_text_are_those_of_this_decoder_and_of_generate(
     target: FrozenTarget, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same drafts, round by round: heads get the features that they read here. Only what the limit would cut is not drafted."""
+    """The same drafts, round by round, up to the last ones, which are shorter: heads get the features that they read here."""
     here, there = proposer_of(name, target), proposer_of(name, target)
-    drafted, drafted_there = keep_proposals(here, monkeypatch), keep_proposals(there, monkeypatch)
+    drafted, drafted_there = keep_drafts(here, monkeypatch), keep_drafts(there, monkeypatch)
     run = Decoder(target, here).generate(PROMPT[0].tolist(), max_new_tokens=40, num_speculative_tokens=4)
     assert written(target, there) == written(target) == list(run.token_ids)
-    assert len(drafted) - len(drafted_there) in (0, 1) and sum(map(len, drafted_there)) > 20
-    assert drafted_there == [tokens[: len(own)] for tokens, own in zip(drafted, drafted_there, strict=False)]
+    assert drafted_there == drafted[: len(drafted_there)]
+    assert len(drafted) - len(drafted_there) <= 4 and any(drafted_there)
 
 
 @pytest.mark.parametrize("k", [1, 3])
