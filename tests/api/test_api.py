@@ -200,9 +200,7 @@ def test_what_is_given_means_what_it_means_in_a_recipe(tmp_path: Path) -> None:
     train = {"output_dir": Path("a b"), "learning_rate": 1e-5, "max_steps": 3, "lr_scheduler_kwargs": {}}
     over = {"loss": {"divergence": [{"name": "jsd", "beta": 0.3, "weight": 1.5}]}, "train": {"max_steps": 4}}
     rows = {"source": "Zürich 🙂: x\n.jsonl", "rows": None}
-    recipe: Any = load_recipe(
-        Recipe, arguments_of({"train": train, "data": {"source": "Zürich 🙂: x\n.jsonl", "rows": None}}, over)
-    )
+    recipe: Any = load_recipe(Recipe, arguments_of({"target": {"model": "pico"}, "train": train, "data": rows}, over))
     assert recipe.train == {**train, "output_dir": "a b", "max_steps": 4}
     assert (recipe.data.source, recipe.data.rows) == (rows["source"], None)
     assert recipe.loss.divergence == over["loss"]["divergence"]

@@ -64,7 +64,9 @@ def test_a_notebook_is_kept_without_its_outputs() -> None:
 @pytest.mark.long  # two trainings, a measurement and a comparison
 def test_the_page_runs(in_empty_folder: Path) -> None:
     (in_empty_folder / "path" / "to").mkdir(parents=True)
-    tiny_target_model().save_pretrained("path/to/model")
+    target = tiny_target_model()
+    target.config.max_position_embeddings = 1024
+    target.save_pretrained("path/to/model")
     tiny_tokenizer().save_pretrained("path/to/model")
     rows = [{"text": f"Once upon a time there were {n} cats and {n * n} dogs. " * 2} for n in range(60)]
     for name, part in (("conversations", rows), ("prompts", rows[:4])):
