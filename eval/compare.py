@@ -7,26 +7,16 @@ python eval/compare.py target=path/to/model drafts=[org/draft@v1,org/draft@v2] s
 import sys
 from pathlib import Path
 
+from specdistill.api import compare_drafts
 from specdistill.command import TARGET, run
-from specdistill.comparison.compare import compare
-from specdistill.comparison.measure import measure_candidates
 from specdistill.comparison.options import CommonOptions, CompareOptions
-from specdistill.comparison.pages import FILES, print_comparison, write_comparison
-from specdistill.errors import ExitCode, UserError
-from specdistill.report.files import check_replaceable
+from specdistill.comparison.pages import print_comparison
+from specdistill.errors import ExitCode
 
 
 def main(options: CommonOptions) -> ExitCode:
-    folder = Path(options.output_dir)
-    check_replaceable(folder, "output_dir", FILES)
-    try:
-        measured = measure_candidates(options)
-    except UserError as error:  # what decodes names its keys as recipes do, whose section this command does not have
-        error.key, error.args = error.key.removeprefix("eval."), (str(error).removeprefix("eval."),)
-        raise
-    comparison = compare(measured, seed=options.seed)
-    write_comparison(folder, comparison, {entry.name: entry.records for entry in measured})
-    print_comparison(comparison, folder)
+    comparison = compare_drafts(options)
+    print_comparison(comparison, Path(options.output_dir))
     return ExitCode.DONE if all(entry["lossless"] for entry in comparison["ranking"]) else ExitCode.CHECK_FAILED
 
 

@@ -7,46 +7,17 @@ python eval/run.py target=pico draft=runs/demo/draft method=eagle3 suite=pico ou
 """
 
 import sys
-from pathlib import Path
 
+from specdistill.api import SHORTHANDS, WITHOUT_RECIPE, evaluate
 from specdistill.command import run
 from specdistill.errors import ExitCode
-from specdistill.gate.decide import EXIT_CODES, FIRST_RELEASE, Evidence, is_decided, judge, read_baseline
-from specdistill.gate.rules import load_gate
-from specdistill.measurement.evaluate import FINISHED, measure
-from specdistill.measurement.measured import discard_finished
+from specdistill.gate.decide import EXIT_CODES
 from specdistill.methods.recipe import Recipe
-from specdistill.report.files import check_replaceable, digest, previous_report, write_report
 from specdistill.report.text import print_report
-from specdistill.statistics.sample_size import PriorRun
-
-SHORTHANDS = {"target": "target.model", "draft": "eval.draft", "suite": "eval.suite", "output_dir": "eval.output_dir"}
 
 
 def main(recipe: Recipe) -> ExitCode:
-    # By which rules, and compared with what
-    config = recipe.eval
-    folder = Path(config.output_dir or Path(recipe.train["output_dir"]) / "report")
-    check_replaceable(folder, "eval.output_dir")
-    rules = load_gate(recipe.gate)
-    baseline = read_baseline(config.baseline, rules, "eval.baseline")
-    known, place = ((baseline.report, baseline.records), config.baseline) if baseline else (previous_report(folder), folder)
-    prior = PriorRun(*known, str(place)) if known else None
-
-    # Measure
-    report, records = measure(
-        recipe, folder, prior=prior, is_decided=lambda *measured: is_decided(rules, baseline, Evidence(*measured))
-    )
-
-    # Judge
-    report["digest"] = digest(report, records)
-    report = judge(rules, Evidence(report, records), baseline, first_release=config.baseline == FIRST_RELEASE)
-
-    # Write
-    write_report(folder, report, records)
-    discard_finished(folder / FINISHED)
-
-    # Say
+    report, folder = evaluate(recipe)
     print_report(report, folder)
     if report.get("incomplete"):
         print(f"error: {report['not_measured']['incomplete']}", file=sys.stderr)
@@ -55,4 +26,4 @@ def main(recipe: Recipe) -> ExitCode:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, Recipe, shorthands=SHORTHANDS, without_recipe=["train.output_dir=runs/eval"]))
+    sys.exit(run(main, Recipe, shorthands=SHORTHANDS, without_recipe=WITHOUT_RECIPE))

@@ -27,9 +27,9 @@ def without_examples(page: Path) -> str:
 
 @cache
 def keys_of(verb: str) -> frozenset[str]:
-    """The keys that `specdistill <verb> --help` lists. Those of eval and gate are read from their scripts, which import too much."""
+    """The keys that `specdistill <verb> --help` lists. Those of eval and gate are read from files that import too much."""
     if verb == "eval":
-        (shorthands,) = re.findall(r"^SHORTHANDS = (\{.*?\})$", read(ROOT / "eval" / "run.py"), re.MULTILINE | re.DOTALL)
+        (shorthands,) = re.findall(r"^SHORTHANDS = (\{.*?\})$", read(ROOT / "specdistill" / "api.py"), re.MULTILINE)
         return keys_of("train") | ast.literal_eval(shorthands).keys()
     if verb == "gate":
         return frozenset(

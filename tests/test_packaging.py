@@ -50,6 +50,7 @@ def test_wheel_carries_recipes_scripts_suites_and_assets(wheel: Path):
     shipped = in_repository("recipes", ".yaml") | in_repository("accelerate_configs", ".yaml") | in_repository("train", ".py")
     shipped |= in_repository("eval", ".py", ".yaml", ".jsonl")
     assert {f"specdistill/_project/{name}" for name in shipped} <= names
+    assert "specdistill/py.typed" in names  # type checkers read the package's types
     assert in_repository("specdistill", ".py", ".json", ".html", ".css", ".js", ".jinja", ".j2", ".md", ".safetensors") <= names
 
 

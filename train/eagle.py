@@ -6,13 +6,13 @@ accelerate launch --config_file accelerate_configs/cpu.yaml train/eagle.py recip
 import sys
 
 from specdistill import command
+from specdistill.api import train_draft
 from specdistill.methods.recipe import Recipe, TrainedRecipe, check_trainable
-from specdistill.train import train
 
 
 def main(recipe: TrainedRecipe) -> None:
     check_trainable(recipe, "train/eagle.py")
-    train(recipe)
+    train_draft(recipe)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from rich.filesize import decimal
 from specdistill.errors import ResourceError, UserError
 from specdistill.files.documents import head_of
 from specdistill.hub.model_files import HASHES, MODEL, SMALL, ModelFiles, check_hashes, say, write_hashes
-from specdistill.methods import METHODS
+from specdistill.methods import METHODS, method_named
 from specdistill.methods.checkpoint import read_config
 from specdistill.methods.load import TOKENIZER, implementation, recognized
 from specdistill.methods.target_record import check_target, recorded_target
@@ -51,7 +51,7 @@ def acquire(
     Raises UserError for a draft that is none for this target, before its weights are fetched, and for a draft that was not chosen;
     ResourceError when the Hub, the disk or the cache fails, and without the Hub for what is missing or is not what its hash says.
     """
-    if not METHODS[method].is_trained:
+    if not method_named(method).is_trained:
         raise UserError("method", got=f"{method}, which has no weights", expected="a method with something to acquire")
     if output and output.exists() and any(output.iterdir()) and not any(output.glob("models--*")):
         raise UserError(
