@@ -1,19 +1,20 @@
 """Compare drafts for one target in one paired run: comparison.json, .md and .html, and each candidate's own report.
 
-python eval/compare.py target=pico drafts=[runs/demo/draft,runs/small/draft,ngram] suite=pico output_dir=runs/comparison
-python eval/compare.py target=path/to/model drafts=[org/draft@v1,org/draft@v2] suite=path/to/prompts.jsonl output_dir=runs/comparison
+python eval/compare.py target=pico drafts=runs/demo/draft,runs/small/draft,ngram suite=pico output_dir=runs/comparison
+python eval/compare.py target=path/to/model drafts=org/draft@v1,org/draft@v2 suite=path/to/prompts.jsonl output_dir=runs/comparison
 """
 
 import sys
 from pathlib import Path
 
-from specdistill.command import TARGET, run
+from specdistill.command import COMPARE, run
 from specdistill.comparison.compare import compare
 from specdistill.comparison.measure import measure_candidates
 from specdistill.comparison.options import CommonOptions, CompareOptions
 from specdistill.comparison.pages import FILES, print_comparison, write_comparison
 from specdistill.errors import ExitCode, UserError
 from specdistill.report.files import check_replaceable
+from specdistill.terminal import result
 
 
 def main(options: CommonOptions) -> ExitCode:
@@ -27,8 +28,9 @@ def main(options: CommonOptions) -> ExitCode:
     comparison = compare(measured, seed=options.seed)
     write_comparison(folder, comparison, {entry.name: entry.records for entry in measured})
     print_comparison(comparison, folder)
+    result(comparison)
     return ExitCode.DONE if all(entry["lossless"] for entry in comparison["ranking"]) else ExitCode.CHECK_FAILED
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, CompareOptions, shorthands=TARGET))
+    sys.exit(run(main, CompareOptions, shorthands=COMPARE))

@@ -1,15 +1,16 @@
 """Measure a draft by real speculative decoding and judge it: report.json, samples.jsonl, report.md, report.html and junit.xml.
 
 python eval/run.py recipe=pico/eagle3
-python eval/run.py recipe=pico/eagle3 eval.engine=vllm 'eval.sweep.concurrency=[4,16]'
+python eval/run.py recipe=pico/eagle3 eval.engine=vllm eval.sweep.concurrency=4,16
 python eval/run.py recipe=pico/eagle3 eval.engine=vllm eval.server=http://127.0.0.1:8000 eval.baseline_server=http://127.0.0.1:8001
 python eval/run.py target=pico draft=runs/demo/draft method=eagle3 suite=pico output_dir=runs/report
 """
 
+import logging
 import sys
 from pathlib import Path
 
-from specdistill.command import run
+from specdistill.command import SHORTHANDS, run
 from specdistill.errors import ExitCode
 from specdistill.gate.decide import EXIT_CODES, FIRST_RELEASE, Evidence, is_decided, judge, read_baseline
 from specdistill.gate.rules import load_gate
@@ -19,8 +20,9 @@ from specdistill.methods.recipe import Recipe
 from specdistill.report.files import check_replaceable, digest, previous_report, write_report
 from specdistill.report.text import print_report
 from specdistill.statistics.sample_size import PriorRun
+from specdistill.terminal import result
 
-SHORTHANDS = {"target": "target.model", "draft": "eval.draft", "suite": "eval.suite", "output_dir": "eval.output_dir"}
+logger = logging.getLogger(__name__)
 
 
 def main(recipe: Recipe) -> ExitCode:
@@ -48,8 +50,9 @@ def main(recipe: Recipe) -> ExitCode:
 
     # Say
     print_report(report, folder)
+    result(report)
     if report.get("incomplete"):
-        print(f"error: {report['not_measured']['incomplete']}", file=sys.stderr)
+        logger.error(f"error: {report['not_measured']['incomplete']}")
         return ExitCode.RESOURCE_ERROR
     return EXIT_CODES[report["gate"]["verdict"]]
 

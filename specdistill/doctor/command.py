@@ -14,7 +14,7 @@ from specdistill.methods.recipe import eval_keys_of_methods, options_by_method
 from specdistill.recipe.fields import ReadWhen, Section, default_of, like, one_of, option, section
 from specdistill.recipe.load import load_recipe
 from specdistill.recipe.sections import AttentionImplementation, LookupFirstConfig, TargetConfig
-from specdistill.terminal import Console
+from specdistill.terminal import Console, result
 
 if TYPE_CHECKING:
     from specdistill.doctor.diagnosis import Diagnosis
@@ -91,6 +91,7 @@ def doctor(arguments: list[str]) -> int:
         **({} if options.target.model is None else vars(options.target)),
     )
     print_diagnosis(made)
+    result(made)
     return ExitCode.DONE if made.is_sound else ExitCode.CHECK_FAILED
 
 

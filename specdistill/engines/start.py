@@ -1,5 +1,6 @@
 """An engine's server that is started here, and ended whatever happens to either side: `guard.py` stands between the two."""
 
+import logging
 import os
 import re
 import shutil
@@ -14,6 +15,8 @@ from pathlib import Path
 from specdistill.engines.guard import end_session
 from specdistill.engines.server import Server
 from specdistill.errors import ResourceError, UserError
+
+logger = logging.getLogger(__name__)
 
 GUARD = Path(__file__).with_name("guard.py")
 HOST = "127.0.0.1"
@@ -55,7 +58,7 @@ def started(command: Sequence[str], log: Path, *, key: str, variables: Mapping[s
     except BaseException as error:
         end(guard, waits=not isinstance(error, KeyboardInterrupt))
         if isinstance(error, ResourceError):  # its log is whole by now
-            print(f"The last lines of {log}:", *lines_of(log)[-SHOWN_LINES:], sep="\n", file=sys.stderr)
+            logger.error("\n".join([f"The last lines of {log}:", *lines_of(log)[-SHOWN_LINES:]]))
         raise
     end(guard)
 

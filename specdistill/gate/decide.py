@@ -83,8 +83,10 @@ def read_baseline(name: str | None, rules: Sequence[Rule], key: str = "baseline"
     if name is None:
         return None
     if not any(rule.requirement == "max_regression" for rule in rules):
-        got = f"{name} for a gate without max_regression rules"
-        raise UserError(key, got=got, expected="the gate `release`, or another that compares with a baseline")
+        text = (
+            f"{key}: the gate has no max_regression rules, so {key}={name} has no effect: remove it, or use the gate `release`"
+        )
+        raise UserError(key, got=name, text=text)
     if name == FIRST_RELEASE:
         return None
     evidence = Evidence(*read_report(_baseline_at(name, key), key))

@@ -14,6 +14,7 @@ from specdistill.methods.recipe import Recipe
 from specdistill.recipe.fields import ReadWhen, Section, leaves, like, one_of, option, section
 from specdistill.recipe.load import load_recipe
 from specdistill.recipe.sections import PublishConfig, TargetConfig
+from specdistill.terminal import result
 
 
 class ExportedTarget(Section):
@@ -122,6 +123,7 @@ def acquire(arguments: list[str]) -> int:
         **of_method,
     )
     print(folder)
+    result({"folder": folder})
     return ExitCode.DONE
 
 
@@ -151,6 +153,7 @@ def export(arguments: list[str]) -> int:
         )
     print(f"{'an untrained draft' if recipe else 'draft'} of method {served.method} for {options.engine}: {options.output_dir}")
     print(f"how to serve it: {Path(options.output_dir) / 'SERVE.md'}")
+    result({"folder": options.output_dir, "engine": options.engine, "method": served.method})
     return ExitCode.DONE
 
 
@@ -178,4 +181,5 @@ def publish(arguments: list[str]) -> int:
         return ExitCode.DONE
     outcome = publish_run(options)
     print_outcome(outcome)
+    result(outcome)
     return ExitCode.CHECK_FAILED if outcome.refusals and outcome.folder is None else ExitCode.DONE

@@ -4,7 +4,7 @@ What is fetched is compared with the checksums that the Hub lists. A cache for a
 which is compared there.
 """
 
-import sys
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -23,6 +23,8 @@ from specdistill.repositories import hub_errors, resolve
 from specdistill.targets.files import INDEX, SINGLE, Shards
 from specdistill.targets.identity import file_hashes
 
+logger = logging.getLogger(__name__)
+
 SMALL = ("config.json", "generation_config.json", INDEX, "README.md")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 MODEL = (*SMALL, *TOKENIZER, "*processor_config.json")
@@ -31,7 +33,7 @@ HASHES = "SHA256SUMS"  # of a cache's files; `sha256sum -c` reads it
 
 def say(line: str) -> None:
     """To a person; stdout is the path's alone."""
-    print(line, file=sys.stderr, flush=True)
+    logger.info(line)
 
 
 @dataclass(frozen=True)

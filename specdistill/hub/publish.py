@@ -1,8 +1,8 @@
 """A finished run released on the Hub: the draft as it was measured, the evidence for it, exports for engines, and the card."""
 
 import json
+import logging
 import shlex
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -51,6 +51,8 @@ from specdistill.repositories import fetch, hub_errors, split_gguf
 from specdistill.targets.files import Shards, TargetFiles
 from specdistill.targets.identity import SHOWN
 from specdistill.training.history import read_history
+
+logger = logging.getLogger(__name__)
 
 STAGED = "release"  # in a run's folder
 DRY_RUN = "Dry run: nothing was uploaded."
@@ -309,10 +311,10 @@ def print_outcome(made: Publication) -> None:
         print(f"released: {url} (commit {made.commit[:SHOWN]})" if made.commit else DRY_RUN)
     elif made.refusals:
         for refusal in made.refusals:
-            print(f"refused: {refusal}", file=sys.stderr)
+            logger.error(f"refused: {refusal}")
         if made.advice:
-            print(f"to compare it with the last release: {made.advice}", file=sys.stderr)
-        print("nothing was published; force=REASON publishes it anyway, with the reason on the card", file=sys.stderr)
+            logger.error(f"to compare it with the last release: {made.advice}")
+        logger.error("nothing was published; force=REASON publishes it anyway, with the reason on the card")
     else:
         print(f"{name} is this release already: {url}")
 

@@ -2,7 +2,7 @@
 each prompt with the draft and without.
 """
 
-import sys
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -34,6 +34,8 @@ from specdistill.statistics.records import PromptRecord
 from specdistill.statistics.sample_size import PriorRun, power_analysis
 from specdistill.suites.suite import Suite, cut_prompts, load_suite, tokenize
 from specdistill.targets.frozen import FrozenTarget
+
+logger = logging.getLogger(__name__)
 
 FINISHED, ENGINE = "configurations", "engine"  # folders next to the report's files
 
@@ -118,7 +120,7 @@ def measure_each(
     for number, plan in enumerate(plans, start=1):
         if (known := finished.read(plan)) is None:
             if len(plans) > 1:
-                print(f"Configuration {number} of {len(plans)}", file=sys.stderr)
+                logger.info(f"Configuration {number} of {len(plans)}")
             now_measured = measure_configuration(target, proposer, suite, plan, is_enough, check_sampled=number == 1)
             known = finished.write(plan, now_measured)
         yield known
@@ -152,8 +154,8 @@ def load_pair(recipe: Recipe) -> tuple[FrozenTarget, Proposer, str | None]:
     """The target, what drafts for it, and the folder or Hub id of the draft; None for a method without weights."""
     trained, own = METHODS[recipe.method].is_trained, Path(recipe.train["output_dir"]) / "draft"
     if trained and recipe.eval.draft is None and not own.is_dir():
-        expected = "the run's draft, which training writes at its end, or another one"
-        raise UserError("eval.draft", got=f"null, and {own} is no folder", expected=expected)
+        text = f"eval.draft: no trained draft in {own}. Run specdistill train with this recipe first, or pass draft=PATH"
+        raise UserError("eval.draft", got="null", text=text)
     draft = recipe.eval.draft or str(own) if trained else None
     target = FrozenTarget.load(**vars(recipe.target))
     fit_threads(target)

@@ -14,8 +14,8 @@ from specdistill.files.folders import check_writable
 from specdistill.recipe.fields import ReadWhen, Section, option
 from specdistill.recipe.load import load_recipe
 from specdistill.report.phrases import between, duration, number, per_position
+from specdistill.terminal import result
 
-JSON = "--json"
 NUM_PARTS = 6  # of the time that is watched: few and long ones, which depend on each other less
 SOME_TIME = ReadWhen("with seconds above 0", lambda it: it.seconds > 0)
 
@@ -35,8 +35,8 @@ class MonitorOptions(Section):
 
 def monitor(arguments: list[str]) -> int:
     """watch what a running server accepts, by its counters; exit code 1: an acceptance rate below 0.5, 4: it cannot tell"""
-    options = load_recipe(MonitorOptions, keys_of([argument for argument in arguments if argument != JSON]))
-    output, seconds, in_words = Path(os.path.realpath(options.output or "")), options.seconds, JSON not in arguments
+    options = load_recipe(MonitorOptions, keys_of(arguments))
+    output, seconds = Path(os.path.realpath(options.output or "")), options.seconds
     if options.output is not None or "output=" in arguments:
         if output.exists() and not output.is_file():  # a folder or a device, whose place it would take
             raise UserError("output", got=repr(options.output or ""), expected="a JSON file")
@@ -50,8 +50,7 @@ def monitor(arguments: list[str]) -> int:
     engine, client = engine_of(server)
     num_parts = NUM_PARTS if seconds else 1
     intervals = f"95% intervals over {num_parts} parts of {duration(seconds / num_parts)}" if seconds else "since it started"
-    if in_words:
-        print(f"{engine} at {server.address}, {intervals}", flush=True)
+    print(f"{engine} at {server.address}, {intervals}", flush=True)
     pages: list[Counters] = [client.counters(server) if seconds else {}]
     while True:
         start, pages = time.monotonic(), pages[-1:]
@@ -60,7 +59,8 @@ def monitor(arguments: list[str]) -> int:
             pages.append(client.counters(server))
         found = acceptance(client, pages, seconds)
         found = {"server": server.address, "engine": engine, "time": time.time(), "seconds": seconds, **found}
-        print(f"{time.strftime('%H:%M:%S')} {line(found)}" if in_words else json.dumps(found), flush=True)
+        print(f"{time.strftime('%H:%M:%S')} {line(found)}", flush=True)
+        result(found)
         if options.output:
             aside = output.with_name(f".{output.name}.{os.getpid()}")
             aside.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

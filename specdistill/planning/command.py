@@ -18,7 +18,7 @@ from specdistill.recipe.fields import Section, like, option, section
 from specdistill.recipe.load import load_recipe
 from specdistill.recipe.sections import TargetConfig
 from specdistill.report.phrases import times
-from specdistill.terminal import Console
+from specdistill.terminal import Console, result
 
 if TYPE_CHECKING:
     from specdistill.planning.budget import Budget
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from specdistill.planning.plan import Plan
     from specdistill.planning.reading import KnownDraft
 
-JSON = "--json"
 SHOWN_DRAFTS = 3
 LARGEST_BATCH = 2**22  # tokens, of which the longest context known has a quarter
 COLUMNS = ("method", "size", "to train it", "accepted, AL", "speedup")
@@ -75,7 +74,7 @@ class PlanOptions(Section):
 
 def plan(arguments: list[str]) -> int:
     """say which method a target should get before anything is trained: what each costs, the speedup to expect, and on what grounds"""
-    options = load_recipe(PlanOptions, keys_of([argument for argument in arguments if argument != JSON], TARGET))
+    options = load_recipe(PlanOptions, keys_of(arguments, TARGET))
     from specdistill.planning.budget import ServingSettings  # here, and not above, because these import torch
     from specdistill.planning.estimates import MicroBatch
     from specdistill.planning.plan import make_plan
@@ -88,17 +87,15 @@ def plan(arguments: list[str]) -> int:
     made = make_plan(target, draft, serving=serving, training=MicroBatch(**vars(options.training)), computed=True)
     drafts, not_asked = known_drafts(target.name, target.hub_id) if options.hub else ([], "not asked: hub=false")
     found = {"not_asked": not_asked, "drafts": [asdict(entry) for entry in drafts]}
-    text = json.dumps({**asdict(made), "hub": found}, indent=2) + "\n"
+    numbers = {**asdict(made), "hub": found}
     if options.output is not None:
         try:
-            Path(options.output).write_text(text, encoding="utf-8")
+            Path(options.output).write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
         except OSError as error:
             got = f"{options.output} ({error.strerror})"
             raise UserError("output", got=got, expected="a file that can be written") from error
-    if JSON in arguments:
-        print(text, end="")
-    else:
-        print_plan(made, drafts, not_asked)
+    print_plan(made, drafts, not_asked)
+    result(numbers)
     return ExitCode.DONE
 
 

@@ -10,6 +10,7 @@ from specdistill.launch import LaunchOptions, run_script
 from specdistill.methods.recipe import Recipe, TrainedRecipe
 from specdistill.recipe.fields import Section, option
 from specdistill.recipe.load import load_own_keys, load_recipe
+from specdistill.terminal import result
 
 VERBS = ("make", "merge", "show", "features")
 REMOVED_VERBS = {"generate": "make"}
@@ -70,11 +71,13 @@ def _make(recipe: TrainedRecipe, *, merges_only: bool) -> ExitCode:
         make_blocks(job, index, count)
     if recipe.data.shard is not None and not merges_only:
         print(f"{job.blocks}: shard {index} of {count} is made; when all are: specdistill data merge")
+        result({"blocks": job.blocks, "shard": index, "of": count})
         return ExitCode.DONE
     merge(job)
     *_, manifest = read_rows(job.folder)
     counts = " and ".join(f"{it.tokens:,} tokens in {it.documents:,} documents" for it in manifest.splits.values())
     print(f"{job.folder}: for training and validation {counts}")
+    result({"folder": job.folder, **vars(manifest)})
     return ExitCode.DONE
 
 
@@ -100,4 +103,5 @@ def _show(recipe: TrainedRecipe, options: ShowOptions) -> ExitCode:
         page = target.name, recipe.data, show.halves(manifest), manifest.sources, of, on_page
         write_page(Path(options.output), "output", *page)
         print(f"\npage: {options.output}")
+    result({"folder": folder, **vars(manifest)})
     return ExitCode.DONE

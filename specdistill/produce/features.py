@@ -9,8 +9,8 @@ Shapes: B rows, T positions, L tokens of a row or document, A auxiliary layers, 
 """
 
 import fcntl
+import logging
 import shutil
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -47,6 +47,8 @@ from specdistill.rows.store import (
 )
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.packed_rows import Documents
+
+logger = logging.getLogger(__name__)
 
 SERVER_KEY = "hidden_states.server"
 LOCK = "lock"
@@ -86,7 +88,7 @@ def feature_store(
         return FeatureStore.open(folder, sets, origin)
     make = by_servers(target, layers, config.server, config.timeout) if config.server else by_target(target, layers, autocast)
     store = fill(folder, sets, origin, make, config.shard_tokens, config.max_bytes, batch_size=batch_size, force=force)
-    print(f"{folder}: features of {store.num_rows - store.num_missing:,} of {store.num_rows:,} rows", file=sys.stderr)
+    logger.info(f"{folder}: features of {store.num_rows - store.num_missing:,} of {store.num_rows:,} rows")
     return store
 
 
@@ -262,7 +264,7 @@ def _clear(folder: Path, shards: dict[str, range]) -> None:
         if path.name.rpartition("-")[2] != next(iter(shards), "").rpartition("-")[2]
     ]
     if shards and others:
-        print(f"{folder}: {len(others)} shards of other rows are removed", file=sys.stderr)
+        logger.info(f"{folder}: {len(others)} shards of other rows are removed")
         for path in others:
             path.unlink()
 
@@ -279,7 +281,7 @@ def _complete(path: Path, rows: Dataset, origin: Origin, make: MakeFeatures, bat
         return False
     except UnfitShardError as error:
         if path.exists():
-            print(f"{error}: it is made again", file=sys.stderr, flush=True)
+            logger.info(f"{error}: it is made again")
     features: list[Tensor] = []
     for batch in rows.iter(batch_size):
         features += make([dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)])

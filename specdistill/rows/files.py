@@ -1,6 +1,7 @@
 """Files of rows: datasets that are prepared once, and Arrow files that appear whole or not at all."""
 
 import hashlib
+import logging
 import os
 import sys
 import time
@@ -24,6 +25,8 @@ from transformers import PreTrainedTokenizerBase
 
 from specdistill.errors import ResourceError
 from specdistill.files.documents import parse_json
+
+logger = logging.getLogger(__name__)
 
 SHOWN = 12  # digits of a hash that a person compares
 VERSION = 2  # of the code that prepares rows: raise it when equal inputs give other rows
@@ -75,7 +78,7 @@ def mapped(
             next_step = "free memory, or take fewer processes (data.num_proc)"
             raise ResourceError("a process that prepared rows was ended from outside", next_step=next_step) from error
     if is_new and not has_bar and is_first_here():
-        print(f"{what}: {len(rows):,} rows in {time.monotonic() - begin:.1f} s", file=sys.stderr, flush=True)
+        logger.info(f"{what}: {len(rows):,} rows in {time.monotonic() - begin:.1f} s")
     return made
 
 

@@ -7,10 +7,10 @@ the step is saved.
 """
 
 import json
+import logging
 import math
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +28,8 @@ from transformers.trainer_utils import has_length
 from specdistill.errors import ResourceError
 from specdistill.processes import of_all
 from specdistill.training.checkpoints import ASIDE, STATE, checkpoint, launch, prune, publish, saving
+
+logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 AGAIN = 1.0  # seconds; a terminal's Ctrl-C reaches a process twice at once, from the terminal and from its launcher
@@ -175,7 +177,7 @@ class Stopping(TrainerCallback):
             return
         if state.is_world_process_zero:
             folder = checkpoint(Path(str(args.output_dir)), state.global_step)
-            print(f"Stopped after step {state.global_step}, saved in {folder}. The same command resumes.", file=sys.stderr)
+            logger.info(f"Stopped after step {state.global_step}, saved in {folder}. The same command resumes.")
         raise SystemExit(128 + (self.signals.received or signal.SIGTERM))
 
     def _not_finite(self, step: EndedStep, args: TrainingArguments) -> None:

@@ -30,6 +30,7 @@ from specdistill.project import git_revision
 from specdistill.recipe import data_sources
 from specdistill.recipe.load import recipe_yaml, save_recipe
 from specdistill.recipe.sections import FROM_HUB
+from specdistill.terminal import result
 from specdistill.training.arguments import check_precision, training_arguments
 from specdistill.training.checkpoints import ASIDE, check_launch, checkpoint, launch, saving, whole_steps
 from specdistill.training.history import ProgressLines, save_history
@@ -167,6 +168,8 @@ class TrainingRun:
                 if (self.path / ASIDE / "draft").exists():
                     os.replace(self.path / ASIDE / "draft", self.path / "draft")
                 shutil.rmtree(self.path / ASIDE, ignore_errors=True)  # not there where another machine writes the draft
+        state = trainer.state
+        result({"draft": self.path / "draft", "steps": state.global_step, "best": state.best_metric, "log": state.log_history})
 
 
 def left_open(recipe: Any) -> Iterator[str]:
