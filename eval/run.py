@@ -6,12 +6,11 @@ python eval/run.py recipe=pico/eagle3 eval.engine=vllm eval.server=http://127.0.
 python eval/run.py target=pico draft=runs/demo/draft method=eagle3 suite=pico output_dir=runs/report
 """
 
-import logging
 import sys
 from pathlib import Path
 
 from specdistill.command import SHORTHANDS, run
-from specdistill.errors import ExitCode
+from specdistill.errors import ExitCode, logger
 from specdistill.gate.decide import EXIT_CODES, FIRST_RELEASE, Evidence, is_decided, judge, read_baseline
 from specdistill.gate.rules import load_gate
 from specdistill.measurement.evaluate import FINISHED, measure
@@ -21,8 +20,6 @@ from specdistill.report.files import check_replaceable, digest, previous_report,
 from specdistill.report.text import print_report
 from specdistill.statistics.sample_size import PriorRun
 from specdistill.terminal import result
-
-logger = logging.getLogger(__name__)
 
 
 def main(recipe: Recipe) -> ExitCode:

@@ -4,7 +4,7 @@ A verb checks what it was given before it imports anything heavy. A script runs 
 written down.
 """
 
-import logging
+import pkgutil
 import shlex
 import shutil
 import subprocess
@@ -16,22 +16,20 @@ from typing import NamedTuple
 import specdistill
 from specdistill.command import COMPARE, HELP, NO_SHORTHANDS, SHORTHANDS, TARGET, keys_of, print_help
 from specdistill.credentials import check_arguments
-from specdistill.doctor.command import DOCTOR, DoctorOptions, doctor
-from specdistill.errors import ExitCode, ResourceError, UserError, nearest, reported
-from specdistill.hub.command import AcquireOptions, ExportOptions, PublishOptions, acquire, export, publish
+from specdistill.doctor.command import DOCTOR, doctor
+from specdistill.errors import ExitCode, ResourceError, UserError, logger, nearest, reported
+from specdistill.hub.command import acquire, export, publish
 from specdistill.launch import LaunchOptions, run_script
 from specdistill.methods import METHODS
 from specdistill.methods.recipe import DEFAULT_METHOD, Recipe
-from specdistill.monitor.command import MonitorOptions, monitor
+from specdistill.monitor.command import monitor
 from specdistill.next_step import next_step
-from specdistill.planning.command import PlanOptions, plan
-from specdistill.produce.command import ShowOptions, data
+from specdistill.planning.command import plan
+from specdistill.produce.command import data
 from specdistill.project import PICO
 from specdistill.recipe.fields import Section, describe
 from specdistill.recipe.load import load_own_keys, load_recipe, merged
 from specdistill.terminal import JSON, QUIET, result
-
-logger = logging.getLogger(__name__)
 
 DEMO_RECIPE, DEMO_FOLDER = "pico/eagle3", "runs/demo"
 
@@ -47,9 +45,9 @@ def _run(verb: str, arguments: list[str]) -> int:
         verb, arguments = arguments[0], [*arguments[1:], "--help"]
     if verb in {*HELP, "help"}:
         print(f"{specdistill.__doc__}\n\nUsage: specdistill VERB key=value …     specdistill help VERB lists its keys\n")
-        for name, row in VERBS.items():
-            print(f"  {name:10} {row.run.__doc__}")
-        result({name: row.run.__doc__ for name, row in VERBS.items()})
+        summaries = {name: str(row.run.__doc__).partition("\n")[0] for name, row in VERBS.items()}
+        print(*(f"  {name:10} {summary}" for name, summary in summaries.items()), sep="\n")
+        result(summaries)
         return ExitCode.DONE
     if verb == "--version":
         print(f"specdistill {specdistill.__version__}")
@@ -70,13 +68,22 @@ def _run(verb: str, arguments: list[str]) -> int:
 
 def show_help(verb: str, arguments: list[str]) -> int:
     row = VERBS[verb]
-    introduction, examples = f"specdistill {verb}: {row.run.__doc__}", row.examples.splitlines()
-    print_help(introduction, row.schemas(), arguments, shorthands=row.shorthands, common=row.common.split(), examples=examples)
+    print_help(
+        f"specdistill {verb}: {row.run.__doc__}",
+        row.sections(),
+        arguments,
+        shorthands=row.shorthands,
+        common=row.common.split(),
+    )
     return ExitCode.DONE
 
 
 def train(arguments: list[str]) -> int:
-    """train a draft model (multi-GPU with launch=ddp)"""
+    """train a draft model (multi-GPU with launch=ddp)
+
+    specdistill train recipe=pico/eagle3
+    specdistill train recipe=mine.yaml train.output_dir=runs/mine train.num_train_epochs=2
+    specdistill train recipe=mine.yaml launch=ddp num_processes=8"""
     options, others = load_own_keys(LaunchOptions, arguments)
     keys = keys_of(others)
     values = merged(keys)
@@ -93,22 +100,32 @@ def train(arguments: list[str]) -> int:
 
 
 def eval(arguments: list[str]) -> int:
-    """measure a draft by decoding with it: acceptance length, speedup, report, gate verdict"""
+    """measure a draft by decoding with it: acceptance length, speedup, report, gate verdict
+
+    specdistill eval recipe=pico/eagle3
+    specdistill eval target=path/to/model method=eagle3 draft=path/to/draft suite=path/to/prompts.jsonl
+    specdistill eval recipe=mine.yaml eval.engine=vllm eval.sweep.concurrency=4,16"""
     return run_script("eval/run.py", arguments)
 
 
 def gate(arguments: list[str]) -> int:
-    """apply a gate to an existing report (exit code 0: passed, 1: failed, 4: inconclusive)"""
+    """apply a gate to an existing report (exit code 0: passed, 1: failed, 4: inconclusive)
+
+    specdistill gate report=runs/mine/report gates=release baseline=org/name@v1.2"""
     return run_script("eval/gate.py", arguments)
 
 
 def compare(arguments: list[str]) -> int:
-    """measure several drafts for one target in one interleaved run, and rank them"""
+    """measure several drafts for one target in one interleaved run, and rank them
+
+    specdistill compare target=pico drafts=runs/demo/draft,ngram suite=pico output_dir=runs/comparison"""
     return run_script("eval/compare.py", arguments)
 
 
 def demo(arguments: list[str]) -> int:
-    """train and measure a draft for pico, the target that ships with the package (minutes on a CPU)"""
+    """train and measure a draft for pico, the target that ships with the package (minutes on a CPU)
+
+    specdistill demo train.max_steps=50"""
     keys = [f"recipe={DEMO_RECIPE}", f"train.output_dir={DEMO_FOLDER}", *arguments]
     output_dir = load_recipe(Recipe, keys_of(keys)).train["output_dir"]
     # Checked first: a mistake must not cost the earlier demo. Only what a demo wrote is cleared; any other folder is the script's to judge.
@@ -137,123 +154,80 @@ def path(arguments: list[str]) -> int:
 
 
 COMPLETION = """_specdistill() {{
-  local word="${{COMP_WORDS[COMP_CWORD]}}" keys=""
-  case "${{COMP_WORDS[1]}}" in
-{cases}
-  esac
-  if [ "$COMP_CWORD" = 1 ]; then COMPREPLY=($(compgen -W "{verbs}" -- "$word")); return; fi
+  local words=""
+  case "$COMP_CWORD ${{COMP_WORDS[1]}}" in
+{cases}  esac
   compopt -o nospace 2>/dev/null
-  COMPREPLY=($(compgen -W "$keys" -- "$word"))
+  COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
 }}
 complete -o default -F _specdistill specdistill"""
 
 
 def completion(arguments: list[str]) -> int:
-    """print shell completion of verbs and keys: source <(specdistill completion bash), or zsh"""
+    """print completion of verbs and keys for a shell: source <(specdistill completion bash), or zsh"""
     if arguments not in (["bash"], ["zsh"]):
-        raise UserError("specdistill completion", got=" ".join(arguments) or "nothing", expected="bash or zsh")
-    keys = {name: {key: None for schema in row.schemas() for key, *_ in describe(schema)} for name, row in VERBS.items()}
-    words = {
-        name: [f"{key}=" for key in ("recipe", *row.shorthands, *keys[name]) if "*" not in key] for name, row in VERBS.items()
-    }
-    cases = "\n".join(f"    {name}) keys='{' '.join(row)}' ;;" for name, row in words.items())
+        raise UserError("specdistill completion", got=" ".join(arguments) or "no shell", expected="bash or zsh")
+    cases = f"    1*) words='{' '.join([*VERBS, 'help'])}' ;;\n"
+    for name, row in VERBS.items():
+        keys = ["recipe", *row.shorthands, *(key for schema in row.sections() for key, *_ in describe(schema))]
+        cases += f"    *' {name}') words='{' '.join(f'{key}=' for key in dict.fromkeys(keys) if '*' not in key)}' ;;\n"
     if arguments == ["zsh"]:
         print("autoload -U +X bashcompinit && bashcompinit")
-    print(COMPLETION.format(cases=cases, verbs=" ".join([*VERBS, "help"])))
+    print(COMPLETION.format(cases=cases))
     return ExitCode.DONE
 
 
-def _gate_keys() -> Sequence[type[Section]]:
-    from specdistill.gate.decide import GateOptions  # here, and not above, because it imports scipy
-
-    return [GateOptions]
-
-
-def _compare_keys() -> Sequence[type[Section]]:
-    from specdistill.comparison.options import CompareOptions  # and this one torch
-
-    return [CompareOptions]
-
-
 class Verb(NamedTuple):
-    """What `run` does is its docstring. schemas: whose keys it takes. common: those that `--help` shows, all if there are none.
+    """Of the docstring of `run`, the first line says what the verb does, the others are examples.
 
-    examples: a line each, without `specdistill`.
+    schemas: whose keys it takes, as pkgutil finds them. common: keys that `--help` shows; all where there are none.
     """
 
     run: Callable[[list[str]], int]
-    schemas: Callable[[], Sequence[type[Section]]] = list
-    shorthands: Mapping[str, str] = NO_SHORTHANDS
+    schemas: str = ""
     common: str = ""
-    examples: str = ""
+    shorthands: Mapping[str, str] = NO_SHORTHANDS
+
+    def sections(self) -> list[type[Section]]:
+        return [pkgutil.resolve_name(f"specdistill.{name}") for name in self.schemas.split()]
 
 
 VERBS = {
-    "demo": Verb(demo, lambda: [Recipe], NO_SHORTHANDS, "train eval.num_prompts", "demo\ndemo train.max_steps=50"),
-    "plan": Verb(
-        plan, lambda: [PlanOptions], TARGET, "", "plan target=path/to/model\nplan target=org/name serving.batch_size=16"
-    ),
-    "acquire": Verb(acquire, lambda: [AcquireOptions], TARGET, "", "acquire method=eagle3 target=org/model draft=org/draft@v1"),
-    "export": Verb(
-        export,
-        lambda: [ExportOptions],
-        TARGET,
-        "",
-        "export engine=vllm draft=runs/mine/draft target=path/to/model output_dir=runs/mine/vllm",
-    ),
+    "demo": Verb(demo, "methods.recipe:Recipe", "train eval.num_prompts"),
+    "plan": Verb(plan, "planning.command:PlanOptions", "", TARGET),
+    "acquire": Verb(acquire, "hub.command:AcquireOptions", "", TARGET),
+    "export": Verb(export, "hub.command:ExportOptions", "", TARGET),
     "doctor": Verb(
-        doctor,
-        lambda: [DoctorOptions],
-        DOCTOR,
-        "draft target.model target.dtype engine decode eval.suite eval.num_prompts",
-        "doctor draft=runs/mine/draft target=path/to/model\ndoctor draft=org/draft engine=vllm",
+        doctor, "doctor.command:DoctorOptions", "draft target.model engine decode eval.suite eval.num_prompts", DOCTOR
     ),
     "data": Verb(
         data,
-        lambda: [Recipe, ShowOptions, LaunchOptions],
-        NO_SHORTHANDS,
+        "methods.recipe:Recipe produce.command:ShowOptions launch:LaunchOptions",
         "target.model data.source data.split data.columns data.max_length data.loss_mask data.regenerate.num_tokens "
         "data.regenerate.server data.shard data.cache_dir documents output",
-        "data show recipe=mine.yaml output=data.html\ndata make recipe=mine.yaml data.shard=0/4\ndata merge recipe=mine.yaml",
     ),
     "train": Verb(
         train,
-        lambda: [Recipe, LaunchOptions],
-        NO_SHORTHANDS,
+        "methods.recipe:Recipe launch:LaunchOptions",
         "method target.model target.dtype train data.source data.max_length data.regenerate.num_tokens draft.init draft.num_layers "
         "loss.divergence optimizer hidden_states.mode selection launch num_processes",
-        "train recipe=pico/eagle3\n"
-        "train recipe=mine.yaml train.output_dir=runs/mine train.num_train_epochs=2\n"
-        "train recipe=mine.yaml launch=ddp num_processes=8",
     ),
     "eval": Verb(
         eval,
-        lambda: [Recipe],
-        SHORTHANDS,
+        "methods.recipe:Recipe",
         "method target.model eval.draft eval.suite eval.num_prompts eval.max_new_tokens eval.num_speculative_tokens "
         "eval.temperature eval.batch_size eval.engine eval.server eval.baseline eval.output_dir gate",
-        "eval recipe=pico/eagle3\n"
-        "eval target=path/to/model draft=path/to/draft method=eagle3 suite=prompts.jsonl output_dir=runs/report\n"
-        "eval recipe=mine.yaml eval.engine=vllm eval.sweep.concurrency=4,16",
+        SHORTHANDS,
     ),
     "compare": Verb(
         compare,
-        _compare_keys,
-        COMPARE,
+        "comparison.options:CompareOptions",
         "target.model drafts suite num_prompts max_new_tokens num_speculative_tokens temperature batch_size repeats output_dir",
-        "compare target=pico drafts=runs/demo/draft,ngram suite=pico output_dir=runs/comparison",
+        COMPARE,
     ),
-    "gate": Verb(gate, _gate_keys, NO_SHORTHANDS, "", "gate report=runs/mine/report gates=release baseline=org/name@v1.2"),
-    "publish": Verb(
-        publish,
-        lambda: [PublishOptions],
-        NO_SHORTHANDS,
-        "",
-        "publish run=runs/mine repo=org/name baseline=none dry_run=true\npublish repo=org/name restore=v1",
-    ),
-    "monitor": Verb(
-        monitor, lambda: [MonitorOptions], NO_SHORTHANDS, "", "monitor server=http://127.0.0.1:8000 seconds=300 watch=true"
-    ),
+    "gate": Verb(gate, "gate.decide:GateOptions"),
+    "publish": Verb(publish, "hub.command:PublishOptions"),
+    "monitor": Verb(monitor, "monitor.command:MonitorOptions"),
     "path": Verb(path),
     "completion": Verb(completion),
 }

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from inspect import cleandoc
 from itertools import chain
 from types import MappingProxyType
 from typing import TypeVar
@@ -75,9 +76,8 @@ def print_help(
     *,
     shorthands: Mapping[str, str] = NO_SHORTHANDS,
     common: Sequence[str] = (),
-    examples: Sequence[str] = (),
 ) -> None:
-    """The command's docstring, examples, and its keys by section with meaning, type and default: those in `common`, or all with `all`.
+    """The command's docstring, and its keys by section with meaning, type and default: those in `common`, or all with `all`.
 
     arguments: of the command; with a method among them, or in their recipe, the keys of others are left out.
     """
@@ -87,9 +87,7 @@ def print_help(
     tables = (leaves(schema.schema_for(values)) if of_one else describe(schema) for schema in schemas)
     rows = [row for row in chain.from_iterable(tables) if not is_short or row[0] in common]
     result([dict(zip(("key", "type", "default", "help"), row, strict=True)) for row in rows])
-    console.print(introduction.strip())
-    for example in examples:
-        console.print(f"  $ specdistill {example}", soft_wrap=True)
+    console.print(cleandoc(introduction), soft_wrap=True)
     for title in dict.fromkeys(map(_section, rows)):
         grid = Table.grid(padding=(0, 1), pad_edge=True)
         grid.add_column(no_wrap=True, style="bold")

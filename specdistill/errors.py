@@ -16,7 +16,7 @@ from typing import Any
 
 from specdistill.terminal import guard, output
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("specdistill")  # of all that the package has to say
 MOST_CHARACTERS = 900  # of an error: some quote whole files
 STDOUT = 1
 SECONDS_APART = 30.0  # a launcher ends the other processes before that, on a busy machine too

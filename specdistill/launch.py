@@ -19,13 +19,11 @@ from typing import Any
 
 import yaml
 
-from specdistill.errors import ExitCode, ResourceError, UserError, one_line
+from specdistill.errors import ExitCode, ResourceError, UserError, logger, one_line
 from specdistill.files.documents import read_yaml
 from specdistill.project import LAUNCHES, ROOT, find_yaml
 from specdistill.recipe.fields import ReadWhen, Section, option
 from specdistill.recipe.load import validate
-
-logger = logging.getLogger(__name__)
 
 LAUNCHED = ReadWhen("with launch=…", lambda it: it.launch is not None)
 OF_ACCELERATE = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port")

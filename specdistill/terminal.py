@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import asdict, is_dataclass
+from dataclasses import is_dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,8 +65,9 @@ def output(arguments: Sequence[str]) -> Iterator[None]:
         yield
         return
     handler = logging.StreamHandler(sys.stderr)
+    handler.setLevel(logging.ERROR if QUIET in arguments else logging.INFO)
     logger.addHandler(handler)
-    logger.setLevel(logging.ERROR if QUIET in arguments else logging.INFO)
+    logger.setLevel(logging.INFO)
     for name in NOISE:
         logging.getLogger(name).addFilter(_is_news)
     try:
@@ -81,6 +82,7 @@ def output(arguments: Sequence[str]) -> Iterator[None]:
     finally:
         documents.clear()
         logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -90,7 +92,7 @@ def _is_news(record: logging.LogRecord) -> bool:
 def result(document: Any) -> None:
     """With --json, print a command's result as one line of JSON; without, do nothing, since the command prints it in words."""
     for stream in documents if os.environ.get("RANK", "0") == "0" else ():
-        print(json.dumps(document, default=lambda it: asdict(it) if is_dataclass(it) else str(it)), file=stream, flush=True)
+        print(json.dumps(document, default=lambda it: vars(it) if is_dataclass(it) else str(it)), file=stream, flush=True)
 
 
 class Console(rich.console.Console):

@@ -1,6 +1,5 @@
 """An engine's server that is started here, and ended whatever happens to either side: `guard.py` stands between the two."""
 
-import logging
 import os
 import re
 import shutil
@@ -14,9 +13,7 @@ from pathlib import Path
 
 from specdistill.engines.guard import end_session
 from specdistill.engines.server import Server
-from specdistill.errors import ResourceError, UserError
-
-logger = logging.getLogger(__name__)
+from specdistill.errors import ResourceError, UserError, logger
 
 GUARD = Path(__file__).with_name("guard.py")
 HOST = "127.0.0.1"

@@ -105,7 +105,9 @@ class PublishOptions(PublishConfig):
 
 
 def acquire(arguments: list[str]) -> int:
-    """fetch the draft of a method for a target, checked before its weights are fetched; prints the local path"""
+    """fetch a published draft, checked against its target before the weights are fetched; prints the local path
+
+    specdistill acquire method=eagle3 target=org/model draft=org/draft@v1"""
     options = load_recipe(AcquireOptions, keys_of(arguments, TARGET))
     from specdistill.hub.acquire import acquire as fetch  # here, and not above, because it imports torch
 
@@ -128,7 +130,9 @@ def acquire(arguments: list[str]) -> int:
 
 
 def export(arguments: list[str]) -> int:
-    """write a draft in the layout of an inference engine, with the command that serves it"""
+    """convert a draft for an inference engine, with the command that serves it
+
+    specdistill export engine=vllm draft=runs/mine/draft target=path/to/model output_dir=runs/mine/vllm"""
     options, recipe = _what_to_export(keys_of(arguments, TARGET))
     from specdistill.export import export as write  # here, and not above, because these import torch
     from specdistill.export import write_untrained
@@ -172,7 +176,10 @@ def _what_to_export(given: list[str]) -> tuple[ExportOptions, Recipe | None]:
 
 
 def publish(arguments: list[str]) -> int:
-    """publish a draft that passed its gate on the Hub: weights, report and card in one tagged commit"""
+    """publish a draft that passed its gate on the Hub: weights, report and card in one tagged commit
+
+    specdistill publish run=runs/mine repo=org/name baseline=none dry_run=true
+    specdistill publish repo=org/name restore=v1"""
     options = load_recipe(PublishOptions, keys_of(arguments))
     from specdistill.hub.publish import print_outcome, publish_run, restore_release  # not above: these import torch
 

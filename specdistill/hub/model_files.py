@@ -4,7 +4,6 @@ What is fetched is compared with the checksums that the Hub lists. A cache for a
 which is compared there.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -17,13 +16,11 @@ from huggingface_hub.errors import SafetensorsParsingError, XetDownloadError
 from torch import Tensor
 from transformers.modeling_utils import str_to_torch_dtype
 
-from specdistill.errors import ResourceError, UserError, one_line
+from specdistill.errors import ResourceError, UserError, logger, one_line
 from specdistill.methods.load import TOKENIZER
 from specdistill.repositories import hub_errors, resolve
 from specdistill.targets.files import INDEX, SINGLE, Shards
 from specdistill.targets.identity import file_hashes
-
-logger = logging.getLogger(__name__)
 
 SMALL = ("config.json", "generation_config.json", INDEX, "README.md")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")

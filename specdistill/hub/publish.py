@@ -1,7 +1,6 @@
 """A finished run released on the Hub: the draft as it was measured, the evidence for it, exports for engines, and the card."""
 
 import json
-import logging
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from specdistill.credentials import check_no_secret, without_places
 from specdistill.engines import ENGINES
 from specdistill.engines.engine import Engine, Served, Serving
 from specdistill.engines.loader import check_loader, loader_of
-from specdistill.errors import UserError
+from specdistill.errors import UserError, logger
 from specdistill.export import export, fit_options, length_options, measured_lookup, samples_drafts
 from specdistill.files.documents import read_json, read_keys
 from specdistill.files.folders import new_folder
@@ -51,8 +50,6 @@ from specdistill.repositories import fetch, hub_errors, split_gguf
 from specdistill.targets.files import Shards, TargetFiles
 from specdistill.targets.identity import SHOWN
 from specdistill.training.history import read_history
-
-logger = logging.getLogger(__name__)
 
 STAGED = "release"  # in a run's folder
 DRY_RUN = "Dry run: nothing was uploaded."

@@ -2,7 +2,6 @@
 each prompt with the draft and without.
 """
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -12,7 +11,7 @@ from typing import Any
 from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.proposer import Proposer
 from specdistill.decoding.tree import tree_shape
-from specdistill.errors import UserError
+from specdistill.errors import UserError, logger
 from specdistill.measurement.configurations import MeasurementPlan, Settings, plan_configurations
 from specdistill.measurement.hardware import fit_threads, resources_used
 from specdistill.measurement.in_engine import measure_in_engine
@@ -34,8 +33,6 @@ from specdistill.statistics.records import PromptRecord
 from specdistill.statistics.sample_size import PriorRun, power_analysis
 from specdistill.suites.suite import Suite, cut_prompts, load_suite, tokenize
 from specdistill.targets.frozen import FrozenTarget
-
-logger = logging.getLogger(__name__)
 
 FINISHED, ENGINE = "configurations", "engine"  # folders next to the report's files
 

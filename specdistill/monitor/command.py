@@ -34,7 +34,9 @@ class MonitorOptions(Section):
 
 
 def monitor(arguments: list[str]) -> int:
-    """watch what a running server accepts, by its counters; exit code 1: an acceptance rate below 0.5, 4: it cannot tell"""
+    """measure acceptance on a running server, by its counters (exit code 1: acceptance rate below 0.5, 4: inconclusive)
+
+    specdistill monitor server=http://127.0.0.1:8000 seconds=300 watch=true"""
     options = load_recipe(MonitorOptions, keys_of(arguments))
     output, seconds = Path(os.path.realpath(options.output or "")), options.seconds
     if options.output is not None or "output=" in arguments:

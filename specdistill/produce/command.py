@@ -23,7 +23,11 @@ class ShowOptions(Section):
 
 
 def data(arguments: list[str]) -> int:
-    """make a recipe's training rows (`data make`), merge shards of them (`merge`), show them (`show`), store features (`features`)"""
+    """make, merge or show a recipe's training data, or store hidden states: data make, merge, show, features
+
+    specdistill data show recipe=mine.yaml output=data.html
+    specdistill data make recipe=mine.yaml data.shard=0/4
+    specdistill data merge recipe=mine.yaml"""
     verb, *others = arguments if arguments and "=" not in arguments[0] else ["show", *arguments]
     if verb == "features":
         options, others = load_own_keys(LaunchOptions, others)

@@ -9,7 +9,6 @@ Shapes: B rows, T positions, L tokens of a row or document, A auxiliary layers, 
 """
 
 import fcntl
-import logging
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specdistill.engines.server import POLL_SECONDS, JsonAnswer, ServedModels, Server, asking, at
-from specdistill.errors import ResourceError, UserError
+from specdistill.errors import ResourceError, UserError, logger
 from specdistill.files.folders import alone, check_writable
 from specdistill.processes import of_all, share
 from specdistill.progress import Cost, announce, progress
@@ -47,8 +46,6 @@ from specdistill.rows.store import (
 )
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.packed_rows import Documents
-
-logger = logging.getLogger(__name__)
 
 SERVER_KEY = "hidden_states.server"
 LOCK = "lock"

@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
-from functools import cache, reduce
+from functools import reduce
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args
 
@@ -57,17 +57,15 @@ REMOVED: dict[str, tuple[Any, str]] = {
 # Names that other tools have for our keys, and for our values.
 ALIASES = {
     **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), "train.num_train_epochs"),
-    **dict.fromkeys(("lr", "learning_rate"), "train.learning_rate"),
     **dict.fromkeys(("batch_size", "train_batch_size"), "train.per_device_train_batch_size (to measure: eval.batch_size)"),
     **dict.fromkeys(("max_seq_length", "max_seq_len", "model_max_length"), "data.max_length"),
     **dict.fromkeys(("dataset", "dataset_name", "train_file"), "data.source"),
+    **dict.fromkeys(("lr", "learning_rate"), "train.learning_rate"),
+    **dict.fromkeys(("llama.cpp", "llama_cpp"), "gguf"),
+    **{name: f"train.{name}" for name in ("max_steps", "output_dir", "report_to")},
     "dataset_text_field": "data.columns={text: NAME}",
     "warmup_ratio": "train.warmup_steps, where a number below 1 is a share of the steps",
-    "max_steps": "train.max_steps",
-    "output_dir": "train.output_dir",
     "model_name_or_path": "target.model",
-    "llama.cpp": "gguf",
-    "llama_cpp": "gguf",
 }
 
 
@@ -91,7 +89,9 @@ def load_recipe(schema: type[S], arguments: Sequence[str]) -> S:
 
     A list may be given without brackets, which shells expand.
     """
-    arguments = [_in_brackets(argument) if argument.partition("=")[0] in _lists(schema) else argument for argument in arguments]
+    lists = [key for key, kind, *_ in describe(schema) if kind.startswith("list of ")]
+    bare = re.compile(rf"({'|'.join(map(re.escape, lists))})=(?!\[|\$|null$|$)(.*)", re.DOTALL)
+    arguments = [bare.sub(r"\1=[\2]", argument) if lists and bare.fullmatch(argument) else argument for argument in arguments]
     recipe, typed = validate(schema, merged(arguments)), dict(argument.split("=", 1) for argument in arguments)
     for argument in consent(recipe.model_dump()):
         key, _, value = argument.partition("=")
@@ -99,18 +99,6 @@ def load_recipe(schema: type[S], arguments: Sequence[str]) -> S:
             expected = f"it on the command line, after you have read the code: {shlex.quote(argument)}"
             raise UserError(key, got=f"{value} in {typed.get('recipe', 'a section')}", expected=expected)
     return recipe
-
-
-@cache
-def _lists(schema: type[Section]) -> set[str]:
-    """The keys whose values are lists."""
-    return {key for key, kind, *_ in describe(schema) if kind.startswith("list of ")}
-
-
-def _in_brackets(argument: str) -> str:
-    """drafts=a,b -> drafts=[a,b]"""
-    key, _, value = argument.partition("=")
-    return argument if value.startswith(("[", "$")) or value in ("", "null", REQUIRED) else f"{key}=[{value}]"
 
 
 def consent(values: Mapping[str, Any]) -> list[str]:
@@ -250,7 +238,10 @@ def _user_error(schema: type[Section], chosen: type[Section], detail: ErrorDetai
     if kind == "literal_error":
         choices = kind_of(field).split(", ")[0].replace(" or null", "").removeprefix("list of ").split("|")
         return UserError(
-            key, got=repr(value), expected=f"one of {', '.join(choices)}", nearest=also_called(str(value), choices)
+            key,
+            got=repr(value),
+            expected=f"one of {', '.join(choices)}",
+            nearest=nearest(ALIASES.get(str(value), str(value)), choices),
         )
     if kind in ("model_type", "model_attributes_type"):
         null = "null or " * (section_of(field.annotation) is not field.annotation and isinstance(place[-1], str))
@@ -285,11 +276,6 @@ def _unknown(schema: type[Section], chosen: type[Section], place: list[Any], val
     if "train" in chosen.model_fields:
         near = ALIASES.get(name, near)
     return UserError(key, got="an unknown key", expected=f"one of {', '.join(known)}" if known else "no keys", nearest=near)
-
-
-def also_called(name: str, valid: Collection[str]) -> str | None:
-    """What another tool's name is here, or else the nearest."""
-    return alias if (alias := ALIASES.get(name)) in valid else nearest(name, valid)
 
 
 def _field_at(schema: type[Section], place: list[Any]) -> FieldInfo:

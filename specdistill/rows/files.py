@@ -1,7 +1,6 @@
 """Files of rows: datasets that are prepared once, and Arrow files that appear whole or not at all."""
 
 import hashlib
-import logging
 import os
 import sys
 import time
@@ -23,10 +22,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
-from specdistill.errors import ResourceError
+from specdistill.errors import ResourceError, logger
 from specdistill.files.documents import parse_json
-
-logger = logging.getLogger(__name__)
 
 SHOWN = 12  # digits of a hash that a person compares
 VERSION = 2  # of the code that prepares rows: raise it when equal inputs give other rows

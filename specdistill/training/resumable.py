@@ -7,7 +7,6 @@ the step is saved.
 """
 
 import json
-import logging
 import math
 import os
 import signal
@@ -25,11 +24,9 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import has_length
 
-from specdistill.errors import ResourceError
+from specdistill.errors import ResourceError, logger
 from specdistill.processes import of_all
 from specdistill.training.checkpoints import ASIDE, STATE, checkpoint, launch, prune, publish, saving
-
-logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 AGAIN = 1.0  # seconds; a terminal's Ctrl-C reaches a process twice at once, from the terminal and from its launcher

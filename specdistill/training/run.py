@@ -6,7 +6,6 @@ revision, data fingerprint), which is written before the first step.
 
 import hashlib
 import json
-import logging
 import os
 import shutil
 import sys
@@ -22,7 +21,7 @@ from typing import Any
 from transformers import PrinterCallback, TrainingArguments, set_seed
 
 from specdistill.credentials import without_places
-from specdistill.errors import UserError
+from specdistill.errors import UserError, logger
 from specdistill.files.documents import parse_yaml, read_keys
 from specdistill.files.folders import alone, check_writable
 from specdistill.processes import agree, collectives, of_all
@@ -36,8 +35,6 @@ from specdistill.training.checkpoints import ASIDE, check_launch, checkpoint, la
 from specdistill.training.history import ProgressLines, save_history
 from specdistill.training.resumable import ResumableTrainer
 from specdistill.training.trainer import DraftTrainer
-
-logger = logging.getLogger(__name__)
 
 PACKAGES = ("specdistill", "torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
 RECIPE, PROVENANCE = "recipe.yaml", "provenance.json"
