@@ -157,7 +157,7 @@ COMPLETION = """_specdistill() {{
   local words=""
   case "$COMP_CWORD ${{COMP_WORDS[1]}}" in
 {cases}  esac
-  compopt -o nospace 2>/dev/null
+  [ "$COMP_CWORD" = 1 ] || compopt -o nospace 2>/dev/null
   COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
 }}
 complete -o default -F _specdistill specdistill"""

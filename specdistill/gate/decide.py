@@ -39,12 +39,10 @@ EXIT_CODES = {"passed": ExitCode.DONE, "failed": ExitCode.CHECK_FAILED, "inconcl
 
 
 class GateOptions(Section):
-    report: str = option(..., "report.json, or its folder")
-    gates: str = option("default", "gate name, or a gate YAML")
+    report: str = option(..., "report.json or its folder")
+    gates: str = option("default", "gate: a name or a YAML file")
     baseline: str | None = like(EvalConfig, "baseline")
-    output_dir: str | None = option(
-        None, "folder of the verdict's report; null: named by the gate, next to the report that is judged"
-    )
+    output_dir: str | None = option(None, "folder of the judged report; null: named after the gate, inside the report's folder")
 
 
 @dataclass(frozen=True)

@@ -24,13 +24,13 @@ class MonitorOptions(Section):
     server: str = option(..., "address of a running vLLM, SGLang or llama.cpp, e.g. http://127.0.0.1:8000")
     seconds: float = option(
         60.0,
-        f"time that is watched, in {NUM_PARTS} parts; 0: all since it started",
+        f"time to watch, in {NUM_PARTS} parts; 0: everything since the server started",
         ge=0,
         le=604_800,
     )
     watch: bool = option(False, "repeat until Ctrl-C, one line per interval", read_when=SOME_TIME)
-    output: str | None = option(None, "JSON file for the numbers of the last line; --json prints those of each line")
-    server_timeout: float = option(10.0, "seconds that one answer may take", ge=0.1)
+    output: str | None = option(None, "JSON file for the latest numbers")
+    server_timeout: float = option(10.0, "timeout of a response, in seconds", ge=0.1)
 
 
 def monitor(arguments: list[str]) -> int:

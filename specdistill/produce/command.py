@@ -18,8 +18,10 @@ IN_TERMINAL, ON_PAGE = 3, 24
 
 
 class ShowOptions(Section):
-    documents: int | None = option(None, f"documents to show as text; null: {IN_TERMINAL} here, {ON_PAGE} on a page", ge=1)
-    output: str | None = option(None, "HTML page for the same, with plots; null: none")
+    documents: int | None = option(
+        None, f"documents to show as text; null: {IN_TERMINAL} in the terminal, {ON_PAGE} on a page", ge=1
+    )
+    output: str | None = option(None, "HTML page with the same and plots; null: none")
 
 
 def data(arguments: list[str]) -> int:

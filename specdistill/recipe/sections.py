@@ -235,8 +235,8 @@ class LookupFirstConfig(Section):
     """A lookup in front of a draft (see specdistill.decoding.lookup_first)."""
 
     method: Literal["ngram", "suffix"] = option("ngram", "lookup method")
-    min: int = option(2, "shortest match", ge=1)
-    max: int = option(5, "longest match", ge=1)
+    min: int = option(2, "shortest n-gram to match", ge=1)
+    max: int = option(5, "longest n-gram to match", ge=1)
     draft_tokens: int = option(
         2,
         "draft tokens per round from the draft where the lookup finds nothing; a lookup gives num_speculative_tokens",

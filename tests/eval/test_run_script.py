@@ -351,7 +351,7 @@ def wholes(report):
 def test_what_a_run_can_tell_is_said_before_it_runs(measured, tmp_path, capsys):
     """By what is assumed, then by the report that the run replaces; and it may stop when the numbers are precise enough."""
     report, _ = measured()
-    assert "22.4%" in capsys.readouterr().out  # (1.960 + 0.842) · 0.16 / √4
+    assert "22.4%" in capsys.readouterr().err  # (1.960 + 0.842) · 0.16 / √4
     assert report["settings"]["target_precision"] is None
     report, _ = measured("eval.target_precision=0.0001")
     assert str(tmp_path / "report") in capsys.readouterr().out.splitlines()[0]

@@ -381,3 +381,15 @@ def test_a_recipe_that_0_1_recorded_loads_without_what_is_gone() -> None:
     for key, value in (("data.streaming", "true"), ("target.fp8", "true"), ("data.regenerate.set_aside", "[empty]")):
         with refused(key):
             load_recipe(Recipe, [f"recipe={recorded}", f"{key}={value}"])
+
+
+def test_lists_need_no_brackets() -> None:
+    plain = [
+        "eval.sweep.temperature=0,1.5",
+        "data.regenerate.server=http://a:1,http://b:2",
+        "eval.tree.branching=4",
+        "data.decontaminate=pico",
+    ]
+    lists = ["eval.sweep.temperature=[0,1.5]", "data.regenerate.server=['http://a:1','http://b:2']", "eval.tree.branching=[4]"]
+    base = ["target.model=pico", "train.output_dir=runs", "data.regenerate.num_tokens=9", "eval.num_speculative_tokens=1"]
+    assert load_recipe(Recipe, [*base, *plain]) == load_recipe(Recipe, [*base, *lists, "data.decontaminate=[pico]"])
