@@ -172,7 +172,7 @@ def completion(arguments: list[str]) -> int:
         keys = ["recipe", *row.shorthands, *(key for schema in row.sections() for key, *_ in describe(schema))]
         cases += f"    *' {name}') words='{' '.join(f'{key}=' for key in dict.fromkeys(keys) if '*' not in key)}' ;;\n"
     if arguments == ["zsh"]:
-        print("autoload -U +X bashcompinit && bashcompinit")
+        print("autoload -U compinit bashcompinit && compinit && bashcompinit")
     print(COMPLETION.format(cases=cases))
     return ExitCode.DONE
 

@@ -49,6 +49,7 @@ from specdistill.report.phrases import size
 from specdistill.repositories import fetch, hub_errors, split_gguf
 from specdistill.targets.files import Shards, TargetFiles
 from specdistill.targets.identity import SHOWN
+from specdistill.terminal import result
 from specdistill.training.history import read_history
 
 STAGED = "release"  # in a run's folder
@@ -297,6 +298,7 @@ def restore_release(repository: str | None, tag: str, *, dry_run: bool = False) 
     else:
         commit = restore(there, tag, changes)
         print(f"restored: {constants.ENDPOINT}/{name} holds {tag} again (commit {commit[:SHOWN]}); tags are unchanged")
+    result({"repository": name, "restored": tag, "changes": changes})
 
 
 def print_outcome(made: Publication) -> None:

@@ -83,7 +83,7 @@ def _make(recipe: TrainedRecipe, *, merges_only: bool) -> ExitCode:
     *_, manifest = read_rows(job.folder)
     counts = " and ".join(f"{it.tokens:,} tokens in {it.documents:,} documents" for it in manifest.splits.values())
     print(f"{job.folder}: for training and validation {counts}")
-    result({"folder": job.folder, **vars(manifest)})
+    result({"folder": job.folder, **manifest.model_dump(mode="json")})
     return ExitCode.DONE
 
 
@@ -109,5 +109,5 @@ def _show(recipe: TrainedRecipe, options: ShowOptions) -> ExitCode:
         page = target.name, recipe.data, show.halves(manifest), manifest.sources, of, on_page
         write_page(Path(options.output), "output", *page)
         print(f"\npage: {options.output}")
-    result({"folder": folder, **vars(manifest)})
+    result({"folder": folder, **manifest.model_dump(mode="json")})
     return ExitCode.DONE
