@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(verb: str, arguments: list[str]) -> int:
-    if verb == "help" and arguments:
+    if verb == "help" and arguments and not arguments[0].startswith("-"):
         verb, arguments = arguments[0], [*arguments[1:], "--help"]
     if verb in {*HELP, "help"}:
         print(f"{specdistill.__doc__}\n\nUsage: specdistill VERB key=value …     specdistill help VERB lists its keys\n")
@@ -86,7 +86,7 @@ def train(arguments: list[str]) -> int:
     specdistill train recipe=mine.yaml launch=ddp num_processes=8"""
     options, others = load_own_keys(LaunchOptions, arguments)
     keys = keys_of(others)
-    values = merged(keys)
+    values = merged([key for key in keys if "=" in key])
     if "curriculum" in values:  # pico's own recipe, whose keys its script knows
         return run_script("train/target.py", others, options)
     if HELP & set(arguments):
@@ -123,7 +123,7 @@ def compare(arguments: list[str]) -> int:
 
 
 def demo(arguments: list[str]) -> int:
-    """train and measure a draft for pico, the target that ships with the package (minutes on a CPU)
+    """train and measure a draft for pico, the bundled target (minutes on a CPU)
 
     specdistill demo train.max_steps=50"""
     keys = [f"recipe={DEMO_RECIPE}", f"train.output_dir={DEMO_FOLDER}", *arguments]
@@ -145,7 +145,7 @@ def demo(arguments: list[str]) -> int:
 
 
 def path(arguments: list[str]) -> int:
-    """print the folder of pico, the target that ships with the package: specdistill path pico"""
+    """print the folder of pico, the bundled target: specdistill path pico"""
     if [argument for argument in arguments if argument not in (JSON, QUIET)] != [PICO.name]:
         raise UserError("specdistill path", got=" ".join(arguments) or "nothing", expected=PICO.name)
     print(PICO)
@@ -164,7 +164,7 @@ complete -o default -F _specdistill specdistill"""
 
 
 def completion(arguments: list[str]) -> int:
-    """print completion of verbs and keys for a shell: source <(specdistill completion bash), or zsh"""
+    """print shell completion: source <(specdistill completion bash), or zsh"""
     if arguments not in (["bash"], ["zsh"]):
         raise UserError("specdistill completion", got=" ".join(arguments) or "no shell", expected="bash or zsh")
     cases = f"    1*) words='{' '.join([*VERBS, 'help'])}' ;;\n"

@@ -74,7 +74,10 @@ DoctorOptions: type[CommonDoctorOptions] = create_model("DoctorOptions", __base_
 
 
 def doctor(arguments: list[str]) -> int:
-    """examine a draft: files, fit with its target, an engine's loader, and a few prompts decoded; exit code 1 for a problem"""
+    """check a draft: files, fit with its target, an engine's loader, decoding (exit code 1: a problem)
+
+    specdistill doctor draft=runs/mine/draft target=path/to/model
+    specdistill doctor draft=org/draft engine=vllm"""
     options = load_recipe(DoctorOptions, keys_of(arguments, DOCTOR))
     from specdistill.doctor.diagnosis import diagnose  # here, and not above, because these import torch
     from specdistill.methods.load import locate

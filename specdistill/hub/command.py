@@ -105,7 +105,7 @@ class PublishOptions(PublishConfig):
 
 
 def acquire(arguments: list[str]) -> int:
-    """fetch a published draft, checked against its target before the weights are fetched; prints the local path
+    """fetch a published draft, checked against its target first; prints the local path
 
     specdistill acquire method=eagle3 target=org/model draft=org/draft@v1"""
     options = load_recipe(AcquireOptions, keys_of(arguments, TARGET))
@@ -176,7 +176,7 @@ def _what_to_export(given: list[str]) -> tuple[ExportOptions, Recipe | None]:
 
 
 def publish(arguments: list[str]) -> int:
-    """publish a draft that passed its gate on the Hub: weights, report and card in one tagged commit
+    """publish a draft that passed its gate: weights, report and card in one tagged commit
 
     specdistill publish run=runs/mine repo=org/name baseline=none dry_run=true
     specdistill publish repo=org/name restore=v1"""

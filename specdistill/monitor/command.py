@@ -34,7 +34,7 @@ class MonitorOptions(Section):
 
 
 def monitor(arguments: list[str]) -> int:
-    """measure acceptance on a running server, by its counters (exit code 1: acceptance rate below 0.5, 4: inconclusive)
+    """measure acceptance on a running server (exit code 1: rate below 0.5, 4: inconclusive)
 
     specdistill monitor server=http://127.0.0.1:8000 seconds=300 watch=true"""
     options = load_recipe(MonitorOptions, keys_of(arguments))

@@ -25,7 +25,7 @@ class ShowOptions(Section):
 
 
 def data(arguments: list[str]) -> int:
-    """make, merge or show a recipe's training data, or store hidden states: data make, merge, show, features
+    """make, merge or show training data, or store hidden states (data make, merge, show, features)
 
     specdistill data show recipe=mine.yaml output=data.html
     specdistill data make recipe=mine.yaml data.shard=0/4
