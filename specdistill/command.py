@@ -88,11 +88,14 @@ def print_help(
     rows = [row for row in chain.from_iterable(tables) if not is_short or row[0] in common]
     result([dict(zip(("key", "type", "default", "help"), row, strict=True)) for row in rows])
     console.print(cleandoc(introduction), soft_wrap=True)
-    for title in dict.fromkeys(map(_section, rows)):
+    groups: dict[str, list[tuple[str, str, str, str]]] = {}
+    for row in rows:
+        groups.setdefault(row[0].partition(".")[0] if "." in row[0] else "keys (key=value)", []).append(row)
+    for title, group in groups.items():
         grid = Table.grid(padding=(0, 1), pad_edge=True)
         grid.add_column(no_wrap=True, style="bold")
         grid.add_column()
-        for key, kind, default, meaning in (row for row in rows if _section(row) == title):
+        for key, kind, default, meaning in group:
             value = kind.replace(" or null", "") + {"null": "", "required": ", required"}.get(default, f"; default {default}")
             grid.add_row(f" {key}", f"{meaning} [{value}]")
         console.print(f"\n{title}", style="bold")
@@ -101,10 +104,6 @@ def print_help(
     more = {"--help all": "list all keys, of all methods; with method=NAME: those of that method"} if is_short else {}
     for name, meaning in {**{short: f"short for {key}" for short, key in shorthands.items()}, **EVERYWHERE, **more}.items():
         print(f"  {name:11} {meaning}")
-
-
-def _section(row: Sequence[str]) -> str:
-    return row[0].partition(".")[0] if "." in row[0] else "keys (key=value)"
 
 
 def keys_of(arguments: Sequence[str], shorthands: Mapping[str, str] = NO_SHORTHANDS) -> list[str]:

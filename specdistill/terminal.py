@@ -26,6 +26,8 @@ NOISE = {
     "DeepSpeed": "Setting accelerator to CPU",
     "huggingface_hub.utils._http": "' thrown while requesting |Retrying in ",  # the error at the end says it
 }
+for library in NOISE:
+    logging.getLogger(library).addFilter(lambda record: not re.search(NOISE[record.name], record.getMessage()))
 documents: list[Any] = []  # the stream on which --json prints results; none: they are printed in words
 
 
@@ -68,8 +70,6 @@ def output(arguments: Sequence[str]) -> Iterator[None]:
     handler.setLevel(logging.ERROR if QUIET in arguments else logging.INFO)
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    for name in NOISE:
-        logging.getLogger(name).addFilter(_is_news)
     try:
         with ExitStack() as stack:
             nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
@@ -83,10 +83,6 @@ def output(arguments: Sequence[str]) -> Iterator[None]:
         documents.clear()
         logger.removeHandler(handler)
         logger.setLevel(logging.NOTSET)
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    return not re.search(NOISE[record.name], record.getMessage())
 
 
 def result(document: Any) -> None:

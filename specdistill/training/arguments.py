@@ -175,7 +175,7 @@ def _check_trackers_and_schedule(arguments: Any) -> None:
             callback: Any = INTEGRATION_TO_CALLBACK[tracker]
             callback()
         except (ImportError, RuntimeError, ValueError) as error:
-            missing = f"train.report_to={tracker}: not installed. Run: pip install {tracker}"
+            missing = f"train.report_to: {tracker} is not installed. Run: pip install {tracker}"
             expected = "none, or what is installed and set up"
             raise UserError(
                 "train.report_to", got=f"{tracker} ({error})", expected=expected, text=missing * ("install" in str(error))

@@ -222,7 +222,7 @@ def test_a_run_is_judged_against_a_baseline_and_its_own_budget(measured, keys, g
         (["eval.max_new_tokens=400"], "eval.suite", "prompt a0 of small"),
         (["suite=pcio"], "eval.suite", "pcio"),
         (["gate=defalt"], "gate", "defalt"),
-        (["method=eagle3"], "eval.draft", "null"),
+        (["method=eagle3"], "eval.draft", "no trained draft in "),
         (["target=./nowhere"], "target.model", "./nowhere"),
         (["eval.suite=null"], "eval.suite", "nothing with target"),
         (
@@ -256,7 +256,8 @@ def test_a_run_is_judged_against_a_baseline_and_its_own_budget(measured, keys, g
 )
 def test_bad_input_is_one_line_and_leaves_nothing(keys, tmp_path, capsys, more, key, got):
     assert command(*keys, *more) == ExitCode.USER_ERROR
-    assert f"error: {key}: got {got}" in capsys.readouterr().err.splitlines()[-1]
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.removeprefix(f"error: {key}: ").removeprefix("got ").startswith(got)
     assert not (tmp_path / "report").exists()
 
 
