@@ -68,13 +68,7 @@ def _run(verb: str, arguments: list[str]) -> int:
 
 def show_help(verb: str, arguments: list[str]) -> int:
     row = VERBS[verb]
-    print_help(
-        f"specdistill {verb}: {row.run.__doc__}",
-        row.sections(),
-        arguments,
-        shorthands=row.shorthands,
-        common=row.common.split(),
-    )
+    print_help(f"specdistill {verb}: {row.run.__doc__}", row.sections(), arguments, row.shorthands, row.common.split())
     return ExitCode.DONE
 
 

@@ -54,7 +54,7 @@ def run(
 
     def command() -> ExitCode:
         if HELP & set(arguments):
-            print_help(main.__globals__.get("__doc__") or "", [schema], arguments, shorthands=shorthands)
+            print_help(main.__globals__.get("__doc__") or "", [schema], arguments, shorthands)
             return ExitCode.DONE
         hide_bars_of_transformers()
         check_arguments(arguments)
@@ -73,7 +73,6 @@ def print_help(
     introduction: str,
     schemas: Sequence[type[Section]],
     arguments: Sequence[str],
-    *,
     shorthands: Mapping[str, str] = NO_SHORTHANDS,
     common: Sequence[str] = (),
 ) -> None:
