@@ -98,6 +98,9 @@ class Console(rich.console.Console):
         super().__init__(highlight=False, markup=False, **options)
         self.file = getattr(self.file, "unguarded", self.file)
 
+    def on_broken_pipe(self) -> None:
+        raise  # rich would end with exit code 1, which says that a check failed
+
     def render(self, *given: Any, **options: Any) -> Iterator[Segment]:
         for segment in super().render(*given, **options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
