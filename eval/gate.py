@@ -14,12 +14,14 @@ from specdistill.command import run
 from specdistill.errors import ExitCode
 from specdistill.gate.decide import EXIT_CODES, GateOptions, judge_again
 from specdistill.report.text import print_gate
+from specdistill.terminal import result
 
 
 def main(options: GateOptions) -> ExitCode:
     folder = Path(options.output_dir) if options.output_dir else None
     report = judge_again(Path(options.report), options.gates, baseline=options.baseline, output_dir=folder)
     print_gate(report)
+    result(report)
     return EXIT_CODES[report["gate"]["verdict"]]
 
 

@@ -15,7 +15,7 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedModel, TrainerCallback
 
-from specdistill.command import TARGET, keys_of
+from specdistill.command import COMPARE, SHORTHANDS, keys_of
 from specdistill.comparison.candidates import UNTRAINED
 from specdistill.comparison.compare import compare as compared
 from specdistill.comparison.measure import measure_candidates
@@ -56,7 +56,6 @@ from specdistill.training.run import TrainingRun
 
 __all__ = ["Draft", "DraftConfig", "DraftTrainer", "Report", "acquire", "compare", "generate", "judge"]
 __all__ += ["load_draft", "load_target", "measure", "publish", "train"]
-SHORTHANDS = {"target": "target.model", "draft": "eval.draft", "suite": "eval.suite", "output_dir": "eval.output_dir"}
 WITHOUT_RECIPE = ["train.output_dir=runs/eval"]
 RecipeOrRun = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -300,7 +299,7 @@ def judge(report: Report | str | os.PathLike[str], gate: str = "default", *, bas
 
 def compare(target: str | Mapping[str, Any], drafts: Sequence[str | os.PathLike[str]], **keys: Any) -> dict[str, Any]:
     """Measure drafts for one target in one paired run and rank them, with the keys of `specdistill compare`; returns comparison.json."""
-    options = load_recipe(CompareOptions, keys_of(arguments_of({"target": target, "drafts": drafts}, keys), TARGET))
+    options = load_recipe(CompareOptions, keys_of(arguments_of({"target": target, "drafts": drafts}, keys), COMPARE))
     return compare_drafts(options)
 
 

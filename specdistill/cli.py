@@ -4,7 +4,7 @@ A verb checks what it was given before it imports anything heavy. A script runs 
 written down.
 """
 
-import ast
+import pkgutil
 import shlex
 import shutil
 import subprocess
@@ -14,21 +14,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 import specdistill
-from specdistill.command import HELP, NO_SHORTHANDS, TARGET, keys_of, print_help
+from specdistill.command import COMPARE, HELP, NO_SHORTHANDS, SHORTHANDS, TARGET, keys_of, print_help
 from specdistill.credentials import check_arguments
-from specdistill.doctor.command import DOCTOR, DoctorOptions, doctor
-from specdistill.errors import ExitCode, ResourceError, UserError, nearest, reported
-from specdistill.hub.command import AcquireOptions, ExportOptions, PublishOptions, acquire, export, publish
+from specdistill.doctor.command import DOCTOR, doctor
+from specdistill.errors import ExitCode, ResourceError, UserError, logger, nearest, reported
+from specdistill.hub.command import acquire, export, publish
 from specdistill.launch import LaunchOptions, run_script
 from specdistill.methods import METHODS
 from specdistill.methods.recipe import DEFAULT_METHOD, Recipe
-from specdistill.monitor.command import MonitorOptions, monitor
+from specdistill.monitor.command import monitor
 from specdistill.next_step import next_step
-from specdistill.planning.command import PlanOptions, plan
-from specdistill.produce.command import ShowOptions, data
-from specdistill.project import PICO, ROOT
-from specdistill.recipe.fields import Section
+from specdistill.planning.command import plan
+from specdistill.produce.command import data
+from specdistill.project import PICO
+from specdistill.recipe.fields import Section, describe
 from specdistill.recipe.load import load_own_keys, load_recipe, merged
+from specdistill.terminal import JSON, QUIET, result
 
 DEMO_RECIPE, DEMO_FOLDER = "pico/eagle3", "runs/demo"
 
@@ -36,70 +37,89 @@ DEMO_RECIPE, DEMO_FOLDER = "pico/eagle3", "runs/demo"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb, or without one say what to type next; returns the exit code."""
     verb, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
-    return reported(lambda: _run(verb, rest), debug="debug=true" in rest)
+    return reported(lambda: _run(verb, rest), rest)
 
 
 def _run(verb: str, arguments: list[str]) -> int:
-    if verb in HELP:
-        print(f"{specdistill.__doc__}\n\nUsage: specdistill <verb> key=value …     specdistill <verb> --help lists its keys\n")
-        for name, row in VERBS.items():
-            print(f"  {name:8} {row.run.__doc__}")
+    if verb == "help" and arguments and not arguments[0].startswith("-"):
+        verb, arguments = arguments[0], [*arguments[1:], "--help"]
+    if verb in {*HELP, "help"}:
+        print(f"{specdistill.__doc__}\n\nUsage: specdistill VERB key=value …     specdistill help VERB lists its keys\n")
+        summaries = {name: str(row.run.__doc__).partition("\n")[0] for name, row in VERBS.items()}
+        print(*(f"  {name:10} {summary}" for name, summary in summaries.items()), sep="\n")
+        result(summaries)
         return ExitCode.DONE
     if verb == "--version":
         print(f"specdistill {specdistill.__version__}")
+        result({"version": specdistill.__version__})
         return ExitCode.DONE
     if not verb:
         message, commands = next_step(Path())
-        print(message, *(f"  {command}" for command in commands), "All verbs: specdistill --help", sep="\n")
+        print(message, *(f"  {command}" for command in commands), "All verbs: specdistill help", sep="\n")
         return ExitCode.DONE
     check_arguments(arguments)
     if verb not in VERBS:
         expected = f"one of {', '.join(VERBS)}"
         raise UserError(f"specdistill {verb}", got="an unknown verb", expected=expected, nearest=nearest(verb, VERBS))
+    if HELP & set(arguments) and verb != "train":
+        return show_help(verb, arguments)
+    return VERBS[verb].run(arguments)
+
+
+def show_help(verb: str, arguments: list[str]) -> int:
     row = VERBS[verb]
-    if row.schemas and HELP & set(arguments):
-        print_help(f"specdistill {verb}: {row.run.__doc__}", *row.schemas, shorthands=row.shorthands)
-        return ExitCode.DONE
-    return row.run(arguments)
+    print_help(f"specdistill {verb}: {row.run.__doc__}", row.sections(), arguments, row.shorthands, row.common.split())
+    return ExitCode.DONE
 
 
 def train(arguments: list[str]) -> int:
-    """train a recipe's draft, or pico itself (several GPUs: launch=ddp)"""
-    options, arguments = load_own_keys(LaunchOptions, arguments)
-    keys = keys_of(arguments)
-    values = merged(keys)
+    """train a draft model (multi-GPU with launch=ddp)
+
+    specdistill train recipe=pico/eagle3
+    specdistill train recipe=mine.yaml train.output_dir=runs/mine train.num_train_epochs=2
+    specdistill train recipe=mine.yaml launch=ddp num_processes=8"""
+    options, others = load_own_keys(LaunchOptions, arguments)
+    keys = keys_of(others)
+    values = merged([key for key in keys if "=" in key])
     if "curriculum" in values:  # pico's own recipe, whose keys its script knows
-        return run_script("train/target.py", arguments, options)
-    method = METHODS.get(str(values.get("method", DEFAULT_METHOD)))
-    script = (method and method.script) or "train/eagle.py"
+        return run_script("train/target.py", others, options)
     if HELP & set(arguments):
-        introduction = ast.get_docstring(ast.parse((ROOT / script).read_text(encoding="utf-8")))  # not imported: it needs torch
-        print_help(introduction or "", Recipe, LaunchOptions)
-        return ExitCode.DONE
+        return show_help("train", arguments)
+    method = METHODS.get(str(values.get("method", DEFAULT_METHOD)))
     if method and method.script is None:
         trained = [name for name, row in METHODS.items() if row.script]
         raise UserError("method", got="one that needs no training", expected=" or ".join(trained))
     load_recipe(Recipe, keys)
-    return run_script(script, arguments, options)
+    return run_script((method and method.script) or "train/eagle.py", others, options)
 
 
 def eval(arguments: list[str]) -> int:
-    """decode with a draft, measure acceptance length and speedup, write the report, apply the gate"""
+    """measure a draft by decoding with it: acceptance length, speedup, report, gate verdict
+
+    specdistill eval recipe=pico/eagle3
+    specdistill eval target=path/to/model method=eagle3 draft=path/to/draft suite=path/to/prompts.jsonl
+    specdistill eval recipe=mine.yaml eval.engine=vllm eval.sweep.concurrency=4,16"""
     return run_script("eval/run.py", arguments)
 
 
 def gate(arguments: list[str]) -> int:
-    """apply a gate to an existing report: exit code 0 passed, 1 failed, 4 inconclusive"""
+    """apply a gate to an existing report (exit code 0: passed, 1: failed, 4: inconclusive)
+
+    specdistill gate report=runs/mine/report gates=release baseline=org/name@v1.2"""
     return run_script("eval/gate.py", arguments)
 
 
 def compare(arguments: list[str]) -> int:
-    """measure several drafts for one target in one paired run, rank them, and say why they differ"""
+    """measure several drafts for one target in one interleaved run, and rank them
+
+    specdistill compare target=pico drafts=runs/demo/draft,ngram suite=pico output_dir=runs/comparison"""
     return run_script("eval/compare.py", arguments)
 
 
 def demo(arguments: list[str]) -> int:
-    """train a head for pico, the target that ships with the package, and measure it; key=value goes to `train` and `eval`"""
+    """train and measure a draft for pico, the bundled target (minutes on a CPU)
+
+    specdistill demo train.max_steps=50"""
     keys = [f"recipe={DEMO_RECIPE}", f"train.output_dir={DEMO_FOLDER}", *arguments]
     output_dir = load_recipe(Recipe, keys_of(keys)).train["output_dir"]
     # Checked first: a mistake must not cost the earlier demo. Only what a demo wrote is cleared; any other folder is the script's to judge.
@@ -108,8 +128,8 @@ def demo(arguments: list[str]) -> int:
             raise UserError("train.output_dir", got=f"{DEMO_FOLDER}, a link", expected="a folder, or another train.output_dir")
         shutil.rmtree(DEMO_FOLDER)
     for verb in ("train", "eval"):
-        command = [verb, *keys]
-        print(f"$ specdistill {shlex.join(command)}", flush=True)
+        command = [verb, *(key for key in keys if verb == "eval" or key != JSON)]  # the report is the one result
+        logger.info(f"$ specdistill {shlex.join(command)}")
         code = subprocess.run([sys.executable, "-m", "specdistill", *command], check=False).returncode
         if code < 0:
             raise ResourceError(f"specdistill {verb} was killed by signal {-code}", next_step="free memory and start again")
@@ -119,36 +139,89 @@ def demo(arguments: list[str]) -> int:
 
 
 def path(arguments: list[str]) -> int:
-    """print the folder of pico, the target that ships with the package: specdistill path pico"""
-    if HELP & set(arguments):
-        print(f"specdistill path: {path.__doc__}")
-        return ExitCode.DONE
-    if arguments != [PICO.name]:
+    """print the folder of pico, the bundled target: specdistill path pico"""
+    if [argument for argument in arguments if argument not in (JSON, QUIET)] != [PICO.name]:
         raise UserError("specdistill path", got=" ".join(arguments) or "nothing", expected=PICO.name)
     print(PICO)
+    result({"path": PICO})
+    return ExitCode.DONE
+
+
+COMPLETION = """_specdistill() {{
+  local words=""
+  case "$COMP_CWORD ${{COMP_WORDS[1]}}" in
+{cases}  esac
+  [ "$COMP_CWORD" = 1 ] || compopt -o nospace 2>/dev/null
+  COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
+}}
+complete -o default -F _specdistill specdistill"""
+
+
+def completion(arguments: list[str]) -> int:
+    """print shell completion: source <(specdistill completion bash), or zsh"""
+    if arguments not in (["bash"], ["zsh"]):
+        raise UserError("specdistill completion", got=" ".join(arguments) or "no shell", expected="bash or zsh")
+    cases = f"    1*) words='{' '.join([*VERBS, 'help'])}' ;;\n"
+    for name, row in VERBS.items():
+        keys = ["recipe", *row.shorthands, *(key for schema in row.sections() for key, *_ in describe(schema))]
+        cases += f"    *' {name}') words='{' '.join(f'{key}=' for key in dict.fromkeys(keys) if '*' not in key)}' ;;\n"
+    if arguments == ["zsh"]:
+        print("autoload -U compinit bashcompinit && compinit && bashcompinit")
+    print(COMPLETION.format(cases=cases))
     return ExitCode.DONE
 
 
 class Verb(NamedTuple):
-    """What runs, with a docstring for `--help`, and whose keys `<verb> --help` lists; without schemas, `run` answers `--help` itself."""
+    """Of the docstring of `run`, the first line says what the verb does, the others are examples.
+
+    schemas: whose keys it takes, as pkgutil finds them. common: keys that `--help` shows; all where there are none.
+    """
 
     run: Callable[[list[str]], int]
-    schemas: Sequence[type[Section]] = ()
+    schemas: str = ""
+    common: str = ""
     shorthands: Mapping[str, str] = NO_SHORTHANDS
+
+    def sections(self) -> list[type[Section]]:
+        return [pkgutil.resolve_name(f"specdistill.{name}") for name in self.schemas.split()]
 
 
 VERBS = {
-    "demo": Verb(demo, [Recipe]),
-    "plan": Verb(plan, [PlanOptions], TARGET),
-    "acquire": Verb(acquire, [AcquireOptions], TARGET),
-    "export": Verb(export, [ExportOptions], TARGET),
-    "doctor": Verb(doctor, [DoctorOptions], DOCTOR),
-    "data": Verb(data, [Recipe, ShowOptions, LaunchOptions]),
-    "train": Verb(train),
-    "eval": Verb(eval),
-    "compare": Verb(compare),
-    "gate": Verb(gate),
-    "publish": Verb(publish, [PublishOptions]),
-    "monitor": Verb(monitor, [MonitorOptions]),
+    "demo": Verb(demo, "methods.recipe:Recipe", "train eval.num_prompts"),
+    "plan": Verb(plan, "planning.command:PlanOptions", "", TARGET),
+    "acquire": Verb(acquire, "hub.command:AcquireOptions", "", TARGET),
+    "export": Verb(export, "hub.command:ExportOptions", "", TARGET),
+    "doctor": Verb(
+        doctor, "doctor.command:DoctorOptions", "draft target.model engine decode eval.suite eval.num_prompts", DOCTOR
+    ),
+    "data": Verb(
+        data,
+        "methods.recipe:Recipe produce.command:ShowOptions launch:LaunchOptions",
+        "target.model data.source data.split data.columns data.max_length data.loss_mask data.regenerate.num_tokens "
+        "data.regenerate.server data.shard data.cache_dir documents output",
+    ),
+    "train": Verb(
+        train,
+        "methods.recipe:Recipe launch:LaunchOptions",
+        "method target.model target.dtype train data.source data.max_length data.regenerate.num_tokens draft.init draft.num_layers "
+        "loss.divergence optimizer hidden_states.mode selection launch num_processes",
+    ),
+    "eval": Verb(
+        eval,
+        "methods.recipe:Recipe",
+        "method target.model eval.draft eval.suite eval.num_prompts eval.max_new_tokens eval.num_speculative_tokens "
+        "eval.temperature eval.batch_size eval.engine eval.server eval.baseline eval.output_dir gate",
+        SHORTHANDS,
+    ),
+    "compare": Verb(
+        compare,
+        "comparison.options:CompareOptions",
+        "target.model drafts suite num_prompts max_new_tokens num_speculative_tokens temperature batch_size repeats output_dir",
+        COMPARE,
+    ),
+    "gate": Verb(gate, "gate.decide:GateOptions"),
+    "publish": Verb(publish, "hub.command:PublishOptions"),
+    "monitor": Verb(monitor, "monitor.command:MonitorOptions"),
     "path": Verb(path),
+    "completion": Verb(completion),
 }

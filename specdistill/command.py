@@ -2,21 +2,36 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from inspect import cleandoc
 from itertools import chain
 from types import MappingProxyType
 from typing import TypeVar
 
+from rich.table import Table
+
 from specdistill.credentials import check_arguments
 from specdistill.errors import ExitCode, ResourceError, reported
 from specdistill.progress import hide_bars_of_transformers
-from specdistill.recipe.fields import Section, describe
-from specdistill.recipe.load import load_recipe
+from specdistill.recipe.fields import Section, describe, leaves
+from specdistill.recipe.load import load_recipe, merged
+from specdistill.terminal import JSON, QUIET, Console, result
 
 R = TypeVar("R", bound=Section)
 
 HELP = {"-h", "--help"}
 NO_SHORTHANDS: Mapping[str, str] = MappingProxyType({})
 TARGET: Mapping[str, str] = MappingProxyType({"target": "target.model"})
+SHORTHANDS: Mapping[str, str] = MappingProxyType(
+    {"target": "target.model", "draft": "eval.draft", "suite": "eval.suite", "output_dir": "eval.output_dir"}
+)  # of eval
+COMPARE: Mapping[str, str] = MappingProxyType({**TARGET, "eval.*": "*"})
+# Of every command.
+EVERYWHERE = {
+    "recipe=NAME": "a YAML file of keys, or a name under recipes/; key=value overrides it",
+    JSON: "print the result as one line of JSON",
+    QUIET: "print results and errors only",
+    "debug=true": "show the traceback of a user's error",
+}
 
 
 def run(
@@ -29,7 +44,8 @@ def run(
 ) -> int:
     """Load a recipe from the command line and run `main` on it; `debug=true` shows the traceback of a user's error.
 
-    shorthands: short key -> recipe key, e.g. {"target": "target.model"} lets `target=pico` stand for `target.model=pico`.
+    shorthands: short key -> recipe key, e.g. {"target": "target.model"} lets `target=pico` stand for `target.model=pico`; `eval.*` -> `*`
+    drops a section's name.
     without_recipe: arguments that come first when there is no `recipe=`, for keys that only recipes need to set.
 
     Returns the exit code; scripts end with `sys.exit(run(main, Recipe))`.
@@ -38,7 +54,7 @@ def run(
 
     def command() -> ExitCode:
         if HELP & set(arguments):
-            print_help(main.__globals__.get("__doc__") or "", schema, shorthands=shorthands)
+            print_help(main.__globals__.get("__doc__") or "", [schema], arguments, shorthands)
             return ExitCode.DONE
         hide_bars_of_transformers()
         check_arguments(arguments)
@@ -50,17 +66,43 @@ def run(
             what = f"the accelerator's memory is full ({error})"
             raise ResourceError(what, next_step="lower the batch size or the lengths") from error
 
-    return reported(command, debug="debug=true" in arguments)
+    return reported(command, arguments)
 
 
-def print_help(introduction: str, *schemas: type[Section], shorthands: Mapping[str, str] = NO_SHORTHANDS) -> None:
-    """The command's docstring, then its keys with type, default and meaning."""
-    print(introduction.strip(), "\n\nKeys (key=value):")
-    for key, kind, default, meaning in chain.from_iterable(map(describe, schemas)):
-        print(f"  {key:34} {meaning} [{kind}; default {default}]")
-    for short, key in shorthands.items():
-        print(f"  {short:34} short for {key}")
-    print(f"  {'debug':34} show the traceback of a user's error [bool; default false]")
+def print_help(
+    introduction: str,
+    schemas: Sequence[type[Section]],
+    arguments: Sequence[str],
+    shorthands: Mapping[str, str] = NO_SHORTHANDS,
+    common: Sequence[str] = (),
+) -> None:
+    """The command's docstring, and its keys by section with meaning, type and default: those in `common`, or all with `all`.
+
+    arguments: of the command; with a method among them, or in their recipe, the keys of others are left out.
+    """
+    console, is_short = Console(), bool(common) and "all" not in arguments
+    values = merged([argument for argument in keys_of(arguments, shorthands) if "=" in argument])
+    of_one = is_short or "method" in values
+    tables = (leaves(schema.schema_for(values)) if of_one else describe(schema) for schema in schemas)
+    rows = [row for row in chain.from_iterable(tables) if not is_short or row[0] in common]
+    result([dict(zip(("key", "type", "default", "help"), row, strict=True)) for row in rows])
+    console.print(cleandoc(introduction), soft_wrap=True)
+    groups: dict[str, list[tuple[str, str, str, str]]] = {}
+    for row in rows:
+        groups.setdefault(row[0].partition(".")[0] if "." in row[0] else "keys (key=value)", []).append(row)
+    for title, group in groups.items():
+        grid = Table.grid(padding=(0, 1), pad_edge=True)
+        grid.add_column(no_wrap=True, style="bold")
+        grid.add_column()
+        for key, kind, default, meaning in group:
+            value = kind.replace(" or null", "") + {"null": "", "required": ", required"}.get(default, f"; default {default}")
+            grid.add_row(f" {key}", f"{meaning} [{value}]")
+        console.print(f"\n{title}", style="bold")
+        console.print(grid)
+    print()
+    more = {"--help all": "list all keys, of all methods; with method=NAME: those of that method"} if is_short else {}
+    for name, meaning in {**{short: f"short for {key}" for short, key in shorthands.items()}, **EVERYWHERE, **more}.items():
+        print(f"  {name:11} {meaning}")
 
 
 def keys_of(arguments: Sequence[str], shorthands: Mapping[str, str] = NO_SHORTHANDS) -> list[str]:
@@ -68,6 +110,11 @@ def keys_of(arguments: Sequence[str], shorthands: Mapping[str, str] = NO_SHORTHA
     keys = []
     for argument in arguments:
         key, separator, value = argument.partition("=")
-        if argument not in HELP and key != "debug":
-            keys.append(f"{shorthands.get(key, key)}{separator}{value}")
+        if argument in {*HELP, JSON, QUIET} or key == "debug":
+            continue
+        for short, whole in shorthands.items():
+            if key == short or (short.endswith("*") and key.startswith(short[:-1])):
+                key = whole.removesuffix("*") + key.removeprefix(short.removesuffix("*"))
+                break
+        keys.append(f"{key}{separator}{value}")
     return keys

@@ -3,18 +3,20 @@
 import copyreg
 import difflib
 import errno
+import logging
 import os
 import select
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import Any
 
-from specdistill.terminal import guard
+from specdistill.terminal import guard, output
 
+logger = logging.getLogger("specdistill")  # of all that the package has to say
 MOST_CHARACTERS = 900  # of an error: some quote whole files
 STDOUT = 1
 SECONDS_APART = 30.0  # a launcher ends the other processes before that, on a busy machine too
@@ -41,11 +43,14 @@ class UserError(ReportedError):
 
     >>> print(UserError("draft.num_layer", got="an unknown key", expected="a key of draft", nearest="draft.num_layers"))
     draft.num_layer: got an unknown key, expected a key of draft; did you mean draft.num_layers?
+
+    text: the sentence, where these would make none.
     """
 
-    def __init__(self, key: str, *, got: object, expected: str, nearest: str | None = None) -> None:
+    def __init__(self, key: str, *, got: object, expected: str = "", nearest: str | None = None, text: str = "") -> None:
         hint = f"; did you mean {nearest}?" if nearest else ""
-        super().__init__(one_line(f"{key}: got {got}, expected {expected}{hint}"))
+        stated = f"{key} is required: {expected}" if got == "nothing" else f"{key}: got {got}, expected {expected}{hint}"
+        super().__init__(one_line(text or stated))
         self.key, self.got = key, str(got)
 
 
@@ -56,19 +61,20 @@ class ResourceError(ReportedError):
         super().__init__(one_line(f"{what}; {next_step}"))
 
 
-def reported(command: Callable[[], int], *, debug: bool = False) -> int:
-    """The exit code of a command, whatever it raises: see `explain`. Quiet where nobody reads on, as behind `| head`."""
+def reported(command: Callable[[], int], arguments: Sequence[str] = ()) -> int:
+    """The exit code of a command with these arguments, whatever it raises: see `explain`. Quiet where nobody reads on (`| head`)."""
     guard(sys.stdout)
     guard(sys.stderr, shortens=True)
-    try:
-        code = command()
-        sys.stdout.flush()
-        return code
-    except (Exception, KeyboardInterrupt) as error:  # the one place: nothing that a command raises ends in a traceback
-        if isinstance(error, BrokenPipeError) and _is_cut_off(STDOUT):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # what is not written yet
-            return ExitCode.DONE
-        return explain(error, debug=debug)
+    with output(arguments):
+        try:
+            code = command()
+            sys.stdout.flush()
+            return code
+        except (Exception, KeyboardInterrupt) as error:  # the one place: nothing that a command raises ends in a traceback
+            if isinstance(error, BrokenPipeError) and _is_cut_off(STDOUT):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # what is not written yet
+                return ExitCode.DONE
+            return explain(error, debug="debug=true" in arguments)
 
 
 def _is_cut_off(descriptor: int) -> bool:
@@ -87,20 +93,20 @@ def explain(error: Exception | KeyboardInterrupt, *, debug: bool = False) -> Exi
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(SECONDS_APART)
     if debug:
-        traceback.print_exception(error)
+        logger.error("".join(traceback.format_exception(error)))
     if isinstance(error, KeyboardInterrupt):
-        print("interrupted", file=sys.stderr)
+        logger.error("interrupted")
         return ExitCode.INTERRUPTED
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # whoever looks for a file may find that out
         error = UserError("a path", got=error.filename, expected="names that the file system takes")
     if isinstance(error, ReportedError):
-        print(f"error: {str(error)[:MOST_CHARACTERS]}", file=sys.stderr)
+        logger.error(f"error: {str(error)[:MOST_CHARACTERS]}")
         return ExitCode.USER_ERROR if isinstance(error, UserError) else ExitCode.RESOURCE_ERROR
     descriptor, log = tempfile.mkstemp(prefix="specdistill-", suffix=".log")
     with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
         traceback.print_exception(error, file=file)
     what = one_line(f"{type(error).__name__}: {error}")[:MOST_CHARACTERS]
-    print(f"error: {what}, which specdistill did not foresee; the traceback is in {log}", file=sys.stderr)
+    logger.error(f"error: {what}, which specdistill did not foresee; the traceback is in {log}")
     return ExitCode.RESOURCE_ERROR
 
 

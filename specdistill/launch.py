@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from specdistill.errors import ExitCode, ResourceError, UserError, one_line
+from specdistill.errors import ExitCode, ResourceError, UserError, logger, one_line
 from specdistill.files.documents import read_yaml
 from specdistill.project import LAUNCHES, ROOT, find_yaml
 from specdistill.recipe.fields import ReadWhen, Section, option
@@ -31,17 +31,18 @@ OF_ACCELERATE = ("num_processes", "num_machines", "machine_rank", "main_process_
 
 class LaunchOptions(Section):
     launch: str | None = option(
-        None, "start it with accelerate: a name under accelerate_configs/, or a YAML file; null: in this process"
+        None,
+        "run several processes with accelerate: a name under accelerate_configs/ (e.g. ddp) or a YAML file; null: this process",
     )
     num_processes: int | None = option(
-        None, "processes on all machines together, one for each GPU; null: the configuration's", ge=1, read_when=LAUNCHED
+        None, "number of processes on all machines, one per GPU; null: the configuration's", ge=1, read_when=LAUNCHED
     )
-    num_machines: int | None = option(None, "null: the configuration's", ge=1, read_when=LAUNCHED)
+    num_machines: int | None = option(None, "number of machines; null: the configuration's", ge=1, read_when=LAUNCHED)
     machine_rank: int | None = option(None, "rank of this machine, from 0", ge=0, read_when=LAUNCHED)
     main_process_ip: str | None = option(None, "address of machine 0", read_when=LAUNCHED)
     main_process_port: int | None = option(
         None,
-        "port where the processes meet; null: the configuration's, else any on one machine, 29500 on several",
+        "rendezvous port; null: the configuration's, else any free port on one machine, 29500 on several",
         ge=1,
         le=65535,
         read_when=LAUNCHED,
@@ -71,7 +72,7 @@ def launch(script: Path, arguments: Sequence[str], options: LaunchOptions) -> in
     launching = _checked(configuration, given)
     flags = [f"--config_file={configuration}", *(f"--{name}={value}" for name, value in launching.items())]
     command = [*flags, str(script), *arguments]
-    print(f"$ accelerate launch {shlex.join(command)}", flush=True)
+    logger.info(f"$ accelerate launch {shlex.join(command)}")
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its messages are replaced by those below
     for number in (signal.SIGTERM, signal.SIGINT):  # for several processes torch sets handlers of its own; for one nobody does
         signal.signal(number, _forward)

@@ -58,6 +58,9 @@ def hub_errors(key: str, name: str, *, expected: str) -> Iterator[None]:
         reason, next_step = _reason(error, *split_revision(name))
         raise ResourceError(f"{key}: {name} is no folder here, and {reason}", next_step=next_step) from error
     except OSError as error:
+        if isinstance(error.__cause__, LocalEntryNotFoundError):  # which transformers tells in words of its own
+            with hub_errors(key, name, expected=expected):
+                raise error.__cause__ from None
         if not _is_of_cache(error):
             raise
         what = f"{key}: {name} could not be kept in the Hub's cache, {constants.HF_HUB_CACHE} ({error.strerror})"
@@ -78,6 +81,9 @@ def _reason(error: BaseException, repository: str, revision: str | None) -> tupl
             return reason, f"check the name; if it is private, {login}"
         if isinstance(each, RevisionNotFoundError):
             return f"could not be fetched from the Hub: {repository} has no such revision", _revisions(repository, revision)
+    if constants.HF_HUB_OFFLINE or any(isinstance(each, HTTP_ERROR) and not isinstance(each, HfHubHTTPError) for each in chain):
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "offline?"
+        return f"{constants.ENDPOINT} cannot be reached to look it up ({why})", "check the network, or name a folder"
     message = next(iter(str(error).splitlines()), "") or type(error).__name__
     return f"could not be fetched from the Hub ({message})", "check the path or the id, HF_TOKEN and the network"
 

@@ -1,6 +1,5 @@
 """What the pages tell a reader to type: the commands in them, and the keys that each verb takes."""
 
-import ast
 import contextlib
 import io
 import re
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from specdistill.cli import VERBS, main
-from specdistill.project import ROOT
 
 SCRIPTS = {"train/eagle.py": "train", "train/draft.py": "train", "eval/run.py": "eval"}
 
@@ -27,16 +25,9 @@ def without_examples(page: Path) -> str:
 
 @cache
 def keys_of(verb: str) -> frozenset[str]:
-    """The keys that `specdistill <verb> --help` lists. Those of eval and gate are read from files that import too much."""
-    if verb == "eval":
-        (shorthands,) = re.findall(r"^SHORTHANDS = (\{.*?\})$", read(ROOT / "specdistill" / "api.py"), re.MULTILINE)
-        return keys_of("train") | ast.literal_eval(shorthands).keys()
-    if verb == "gate":
-        return frozenset(
-            re.findall(r"^    (\w+): .* = (?:option|like)\(", read(ROOT / "specdistill" / "gate" / "decide.py"), re.MULTILINE)
-        )
-    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
-        main([verb, "--help"])
+    """The keys that `specdistill VERB --help all` lists."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        main([verb, "--help", "all"])
     return frozenset(re.findall(r"^  (\S+) ", printed.getvalue(), re.MULTILINE)) | {"recipe"}
 
 

@@ -20,4 +20,5 @@ def refused(key: str, got: object = "", *, holds: str = "") -> Iterator[None]:
 def refused_key(stderr: str) -> str:
     """The key that a command's only error names."""
     (error,) = (line for line in stderr.splitlines() if line.startswith("error: "))
-    return error.removeprefix("error: ").split(": got ")[0]
+    said = error.removeprefix("error: ")
+    return said.partition(next(mark for mark in (": got ", " is required: ", ": ") if mark in said))[0]

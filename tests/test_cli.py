@@ -14,13 +14,13 @@ from specdistill.cli import VERBS, main
 from specdistill.command import run
 from specdistill.methods import METHODS
 from specdistill.methods.recipe import Recipe
-from specdistill.project import ROOT
+from specdistill.project import PICO, ROOT
 from specdistill.targets.frozen import FrozenTarget
 from tests.refusals import refused_key
 from tests.scripts import specdistill
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["-h"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["help"]])
 def test_usage_lists_every_verb(arguments: list[str], capsys: pytest.CaptureFixture[str]):
     assert main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -46,17 +46,26 @@ def test_an_interrupted_command_is_one_line(monkeypatch: pytest.MonkeyPatch, cap
         ("trian", "specdistill trian: got an unknown verb, expected .*; did you mean train\\?"),
         ("train recipe=pico/eagl", "recipe: got 'pico/eagl', expected .*; did you mean pico/eagle\\?"),
         ("train recipe=pico/target shape.layers=1", "shape.layers: got an unknown key"),
-        ("train target.model=pico", "train.output_dir: got nothing"),
+        ("train target.model=pico", "train.output_dir is required: "),
+        ("train --recipe pico/eagle3", "unknown option --recipe. Options are key=value: recipe=pico/eagle3\n"),
+        ("train --train.output-dir=x", "unknown option --train.output-dir. Options are key=value: train.output_dir=x\n"),
+        ("train recipe=pico/eagle3 warmup_ratio=0.1", "warmup_ratio: .*did you mean train.warmup_steps, "),
+        ("train recipe=pico/eagle3 data.max_seq_length=9", "data.max_seq_length: .*did you mean data.max_length\\?"),
+        ("export engine=llama.cpp draft=a output_dir=b", "engine: got 'llama.cpp', .*did you mean gguf\\?"),
+        (
+            "train recipe=pico/eagle3 data.decontaminate=pico,near data.regenerate.temperatures=0,hot",
+            "data.regenerate.temperatures\\[1\\]: got 'hot'",
+        ),
         ("train recipe=pico/eagle3 method=ngram", "method: got one that needs no training"),
         ("eval recipe=nope", "recipe: got 'nope'"),
         ("demo eval.temperature=-1", "eval.temperature: got -1"),
         (f"data recipe=pico/eagle3 output={__file__}/page.html", f"output: got {__file__}"),
-        ("plan", "target.model: got nothing"),
+        ("plan", "target.model is required: "),
         ("plan target=pico suite=pico", "suite: got an unknown key"),
         ("plan target=nowhere/at/all", "target.model: got nowhere/at/all"),
         ("plan target=pico training.batch_size=2147483648", "training.batch_size: got 2147483648 rows of 2048 tokens"),
         ("plan target=pico output=no/such/plan.json", "output: got no/such/plan.json"),
-        ("acquire target=pico", "method: got nothing"),
+        ("acquire target=pico", "method is required: "),
         ("acquire target=pico method=eagle4", "method: got 'eagle4'"),
         ("path picoo", "specdistill path: got picoo"),
         ("doctor draft=runs/x target.dtype=bfloat16", "target.dtype: got "),
@@ -111,9 +120,7 @@ def test_a_mistake_in_the_training_arguments_writes_nothing(in_empty_folder: Pat
 
 
 def test_light_verbs_do_not_import_torch():
-    helped = [
-        f"{verb} --help" for verb in ("", "train", "demo", "data", "plan", "acquire", "export", "publish", "doctor", "monitor")
-    ]
+    helped = [f"{verb} --help" for verb in ("", *VERBS) if verb != "compare"]
     light = [*helped, "path pico", "train recipe=nope"]
     tried = f"import sys, specdistill.cli as c; heavy = [a for a in {light} if [c.main(a.split()), 'torch' in sys.modules][1]]"
     line = [sys.executable, "-c", f"{tried}; sys.exit(str(heavy) if heavy else 0)"]
@@ -137,8 +144,46 @@ def test_light_verbs_do_not_import_torch():
     ],
 )
 def test_help_of_a_verb_lists_its_keys(arguments: str, key: str):
-    result = specdistill(*arguments.split(), "--help")
+    result = specdistill(*arguments.split(), "--help", "all")
     assert result.returncode == 0 and f"  {key} " in result.stdout
+
+
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "compare"])
+def test_help_is_one_screen_and_its_keys_exist(verb: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    shown, whole = (specdistill("help", verb, *more).stdout for more in ((), ("all",)))
+    assert shown.count("\n") <= 60
+    keys = [re.findall(r"^  ([\w.]+) ", text, re.MULTILINE) for text in (shown, whole)]
+    assert set(VERBS[verb].common.split()) <= set(keys[0]) <= set(keys[1])
+
+
+def test_help_is_of_one_method(capsys: pytest.CaptureFixture[str]):
+    assert main(["train", "method=draft_model", "--help", "all"]) == 0
+    shown = capsys.readouterr().out
+    assert "  draft.lora.rank " in shown and "hidden_states." not in shown
+
+
+def test_json_is_one_document_and_quiet_prints_no_messages(shell: "Shell", in_empty_folder: Path):
+    for arguments in (["path", "pico"], ["help", "train"], ["--version"]):
+        assert json.loads(specdistill(*arguments, "--json").stdout)
+    assert specdistill("demo").stderr.startswith("$ specdistill train")
+    assert specdistill("demo", "--quiet").stderr == ""
+    refused = specdistill("train", "recipe=nope", "--json", "--quiet")
+    assert refused.stdout == "" and refused_key(refused.stderr) == "recipe"
+    assert specdistill("path", "pico").stdout == f"{PICO}\n"  # and the flags are forgotten
+
+
+def test_a_shell_completes_verbs_and_keys(tmp_path: Path):
+    (tmp_path / "completion").write_text(specdistill("completion", "bash").stdout, encoding="utf-8")
+    typed = "COMP_WORDS=(specdistill {}); COMP_CWORD={}; _specdistill; echo ${{COMPREPLY[@]}}"
+    line = f"source {tmp_path}/completion; {typed.format('mon', 1)}; {typed.format('train data.regenerate.t', 2)}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [
+        "monitor",
+        "data.regenerate.temperatures=",
+        "data.regenerate.timeout=",
+        "data.regenerate.template=",
+    ]
 
 
 def test_plan_for_pico_names_its_own_recipe_and_writes_its_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -187,7 +232,7 @@ def test_demo_trains_then_measures_and_says_so(shell: Shell, in_empty_folder: Pa
     assert main(["demo", "train.max_steps=3"]) == 0
     keys = ["recipe=pico/eagle3", "train.output_dir=runs/demo", "train.max_steps=3"]
     assert shell.commands == [["-m", "specdistill", "train", *keys], ["-m", "specdistill", "eval", *keys]]
-    assert capsys.readouterr().out.splitlines() == [f"$ specdistill {verb} {' '.join(keys)}" for verb in ("train", "eval")]
+    assert capsys.readouterr().err.splitlines() == [f"$ specdistill {verb} {' '.join(keys)}" for verb in ("train", "eval")]
 
 
 @pytest.mark.parametrize(("codes", "code", "started"), [([3, 0], 3, 1), ([0, 1], 1, 2), ([-9, 0], 3, 1)])

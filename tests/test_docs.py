@@ -4,6 +4,7 @@ import re
 import tomllib
 
 from specdistill.project import RECIPES, ROOT
+from specdistill.recipe.load import HARMLESS
 from tests.documented import commands, keys_of, read, shell_lines, unknown_keys, without_examples
 
 PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")] + sorted((ROOT / "docs").glob("*.md"))
@@ -109,3 +110,16 @@ def test_reading_paths_name_what_the_files_define() -> None:
     named = [(file, name.rpartition(".")[2]) for file, what in rows for name in re.findall(r"`([\w.]+)`", what)]
     assert len(rows) == 9
     assert [pair for pair in named if not re.search(rf"(?:def|class) {pair[1]}\b", read(page.parent / pair[0]))] == []
+
+
+def test_the_page_of_environment_variables_is_complete() -> None:
+    """Names that the code has: those that it asks the environment for, and every constant that is written as a variable is."""
+    sources = [path.read_text("utf-8") for folder in ("specdistill", "eval", "train") for path in (ROOT / folder).rglob("*.py")]
+    values = {"CAUSAL_LM", "FULL_STATE_DICT", "SHARDED_STATE_DICT"}
+    pattern = r'environ(?:\.get\(|\[)f?"([A-Z_]+)|"([A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+)"'
+    read = {name for source in sources for pair in re.findall(pattern, source) for name in pair} - values - {""}
+    page = re.sub(r"## Read by libraries.*", "", (ROOT / "docs" / "environment.md").read_text("utf-8"), flags=re.DOTALL)
+    named = set(re.findall(r"`([A-Z][A-Z0-9_]*[A-Z0-9])`", page))
+    assert {name for name in read - named if not any(name[-1] == "_" and it.startswith(name) for it in named)} == set()
+    by_python = {"PYTHONPATH", "PYTHONHOME", *HARMLESS}
+    assert {name for name in named - by_python - read if not any(it[-1] == "_" and name.startswith(it) for it in read)} == set()

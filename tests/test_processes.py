@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from specdistill import processes
-from specdistill.errors import ResourceError, UserError, explain
+from specdistill.errors import ResourceError, UserError, reported
 from specdistill.processes import agree, collectives, of_all
 from tests.processes import run_processes
 
@@ -29,6 +29,13 @@ def test_the_others_wait_for_longer_than_a_step_may_take(tmp_path: Path) -> None
     assert [process.out for process in ended] == ["[0, 1, 2] True\nTrue\n"] * 3
 
 
+def told(error: Exception) -> int:
+    def fails() -> int:
+        raise error
+
+    return reported(fails)
+
+
 @pytest.mark.distributed
 def test_the_end_of_a_process_ends_the_others(tmp_path: Path) -> None:
     def ends(rank: int) -> None:
@@ -39,7 +46,7 @@ def test_the_end_of_a_process_ends_the_others(tmp_path: Path) -> None:
             of_all(None)
         except ResourceError as error:
             os.environ["LOCAL_RANK"] = "0"  # that of another waits for a launcher to end it
-            os._exit(explain(error))
+            os._exit(told(error))
 
     ended = run_processes(tmp_path, ends, 0, 1, 0)
     assert [process.code for process in ended] == [3, 3, -9]
@@ -74,7 +81,7 @@ def test_a_process_that_does_not_come_to_a_step_ends_the_others(tmp_path: Path, 
                 torch.distributed.all_reduce(torch.zeros(1))
         except ResourceError as error:
             os.environ["LOCAL_RANK"] = "0"  # that of another waits for a launcher to end it
-            os._exit(explain(error))
+            os._exit(told(error))
 
     first, second, _ = run_processes(tmp_path, step, 0, 1, 0, timeout=timedelta(seconds=4))
     assert first.code == second.code == 3

@@ -16,9 +16,10 @@ import pytest
 import yaml
 
 from specdistill.cli import main
+from specdistill.errors import reported
 from specdistill.project import PICO
 from specdistill.report.files import digest, write_report
-from specdistill.terminal import guard
+from specdistill.terminal import NOISE, guard
 from tests.simulated import simulate, simulated_report
 
 EVIL = "\x1b]0;owned\x07\x9b2J\u202e\u2066\ufffe [link=http://evil.example]é[/link]"
@@ -88,6 +89,35 @@ def test_json_is_whole_in_any_encoding(tmp_path, monkeypatch):
     shutil.copy(PICO / "config.json", target)
     code, out, _ = said(["plan", f"target={target}", "hub=false", "--json"], "ascii", monkeypatch)
     assert code == 0 and json.loads(out)["target"]["model"] == str(target)
+
+
+@pytest.mark.long  # imports DeepSpeed
+def test_noise_of_libraries_is_not_shown(monkeypatch):
+    """By the libraries themselves: DeepSpeed without a GPU, and a Hub that does not answer. What else they say is shown."""
+    from deepspeed.accelerator import real_accelerator
+    from huggingface_hub.utils._http import http_backoff, httpx2
+
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    for name in ("DeepSpeed", "huggingface_hub.utils._http"):
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [handler])
+    monkeypatch.setattr(real_accelerator, "ds_accelerator", None)
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+
+    def command() -> int:
+        real_accelerator.get_accelerator()
+        with pytest.raises(httpx2.ConnectError):
+            http_backoff("GET", "http://127.0.0.1:9", max_retries=1, base_wait_time=0)
+        logging.getLogger("DeepSpeed").warning("something else")
+        return 0
+
+    assert reported(command) == 0 and records == ["something else"]
+    monkeypatch.setattr("specdistill.terminal.NOISE", dict.fromkeys(NOISE, "nothing at all"))
+    monkeypatch.setattr(real_accelerator, "ds_accelerator", None)
+    reported(command)
+    assert len(records) == 5  # so each of the others was one that is left out
 
 
 def said(arguments: list[str], encoding: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str, str]:

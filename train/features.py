@@ -14,6 +14,7 @@ from specdistill.produce.features import feature_store
 from specdistill.produce.make import make_rows
 from specdistill.rows.row_set import RowTarget, open_rows
 from specdistill.targets.frozen import FrozenTarget
+from specdistill.terminal import result
 from specdistill.training.arguments import autocast_dtype, check_precision, training_arguments
 
 
@@ -32,7 +33,8 @@ def main(recipe: HeadRecipe) -> None:
     # Features of the layers that the draft reads, by passes as training makes them
     draft = create_draft(recipe, target, train_set)
     passes = {"autocast": autocast_dtype(arguments), "batch_size": arguments.train_batch_size, "force": recipe.data.force}
-    feature_store(recipe.hidden_states, target, draft.aux_layers, [train_set, eval_set], **passes)
+    store = feature_store(recipe.hidden_states, target, draft.aux_layers, [train_set, eval_set], **passes)
+    result({"folder": recipe.hidden_states.path, "rows": store.num_rows, "missing": store.num_missing})
 
 
 if __name__ == "__main__":

@@ -23,22 +23,20 @@ CHAINS = ReadWhen("without a tree", lambda it: it.tree is None)
 
 class CommonOptions(MeasurementConfig):
     target: TargetConfig = section(TargetConfig)
-    drafts: list[str] = option(
-        ..., "two or more: draft folders, Hub ids (org/name, org/name@revision), or the word ngram or suffix"
-    )
+    drafts: list[str] = option(..., "two or more of: draft folders, Hub ids (org/name, org/name@revision), ngram, suffix")
     num_speculative_tokens: int = option(4, "K, draft tokens per round", ge=1, read_when=SAME_K)
     num_speculative_tokens_each: list[AtLeastOne] = option(
-        [], "K of each draft, in their order; []: num_speculative_tokens is that of all", read_when=CHAINS
+        [], "K of each draft, in the order of drafts; []: num_speculative_tokens for all", read_when=CHAINS
     )
     trees_each: list[TreeConfig | None] = option(
-        [], "a tree for each draft, in their order, null for a chain of its K; []: chains", read_when=CHAINS
+        [], "tree of each draft, in the order of drafts, null for a chain; []: chains", read_when=CHAINS
     )
     lookup_first_each: list[LookupFirstConfig | None] = option(
         [],
-        "a lookup in front of each draft, in their order, null for none; []: lookup_first is that of all",
+        "lookup_first of each draft, in the order of drafts, null for none; []: lookup_first for all",
         read_when=FOR_EACH,
     )
-    output_dir: str = option(..., "where the comparison and the reports go")
+    output_dir: str = option(..., "folder of the comparison and its reports")
 
 
 KEYS_OF_METHODS: dict[str, Any] = dict(eval_keys_of_methods())

@@ -14,7 +14,7 @@ from specdistill.methods.recipe import eval_keys_of_methods, options_by_method
 from specdistill.recipe.fields import ReadWhen, Section, default_of, like, one_of, option, section
 from specdistill.recipe.load import load_recipe
 from specdistill.recipe.sections import AttentionImplementation, LookupFirstConfig, TargetConfig
-from specdistill.terminal import Console
+from specdistill.terminal import Console, result
 
 if TYPE_CHECKING:
     from specdistill.doctor.diagnosis import Diagnosis
@@ -68,7 +68,10 @@ DoctorOptions: type[CommonDoctorOptions] = create_model("DoctorOptions", __base_
 
 
 def doctor(arguments: list[str]) -> int:
-    """examine a draft: files, fit with its target, an engine's loader, and a few prompts decoded; exit code 1 for a problem"""
+    """check a draft: files, fit with its target, an engine's loader, decoding (exit code 1: a problem)
+
+    specdistill doctor draft=runs/mine/draft target=path/to/model
+    specdistill doctor draft=org/draft engine=vllm"""
     options = load_recipe(DoctorOptions, keys_of(arguments, DOCTOR))
     from specdistill.doctor.diagnosis import diagnose  # here, and not above, because these import torch
     from specdistill.methods.load import locate
@@ -85,6 +88,7 @@ def doctor(arguments: list[str]) -> int:
         **({} if options.target.model is None else vars(options.target)),
     )
     print_diagnosis(made)
+    result(made)
     return ExitCode.DONE if made.is_sound else ExitCode.CHECK_FAILED
 
 

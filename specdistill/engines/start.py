@@ -13,7 +13,7 @@ from pathlib import Path
 
 from specdistill.engines.guard import end_session
 from specdistill.engines.server import Server
-from specdistill.errors import ResourceError, UserError
+from specdistill.errors import ResourceError, UserError, logger
 
 GUARD = Path(__file__).with_name("guard.py")
 HOST = "127.0.0.1"
@@ -55,7 +55,7 @@ def started(command: Sequence[str], log: Path, *, key: str, variables: Mapping[s
     except BaseException as error:
         end(guard, waits=not isinstance(error, KeyboardInterrupt))
         if isinstance(error, ResourceError):  # its log is whole by now
-            print(f"The last lines of {log}:", *lines_of(log)[-SHOWN_LINES:], sep="\n", file=sys.stderr)
+            logger.error("\n".join([f"The last lines of {log}:", *lines_of(log)[-SHOWN_LINES:]]))
         raise
     end(guard)
 

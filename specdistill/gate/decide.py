@@ -39,12 +39,10 @@ EXIT_CODES = {"passed": ExitCode.DONE, "failed": ExitCode.CHECK_FAILED, "inconcl
 
 
 class GateOptions(Section):
-    report: str = option(..., "report.json, or its folder")
-    gates: str = option("default", "gate name, or a gate YAML")
+    report: str = option(..., "report.json or its folder")
+    gates: str = option("default", "gate: a name or a YAML file")
     baseline: str | None = like(EvalConfig, "baseline")
-    output_dir: str | None = option(
-        None, "folder of the verdict's report; null: named by the gate, next to the report that is judged"
-    )
+    output_dir: str | None = option(None, "folder of the judged report; null: named after the gate, inside the report's folder")
 
 
 @dataclass(frozen=True)
@@ -83,8 +81,10 @@ def read_baseline(name: str | None, rules: Sequence[Rule], key: str = "baseline"
     if name is None:
         return None
     if not any(rule.requirement == "max_regression" for rule in rules):
-        got = f"{name} for a gate without max_regression rules"
-        raise UserError(key, got=got, expected="the gate `release`, or another that compares with a baseline")
+        text = (
+            f"{key}: the gate has no max_regression rules, so {key}={name} has no effect: remove it, or use the gate `release`"
+        )
+        raise UserError(key, got=name, text=text)
     if name == FIRST_RELEASE:
         return None
     evidence = Evidence(*read_report(_baseline_at(name, key), key))

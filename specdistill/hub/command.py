@@ -14,10 +14,13 @@ from specdistill.methods.recipe import Recipe
 from specdistill.recipe.fields import ReadWhen, Section, leaves, like, one_of, option, section
 from specdistill.recipe.load import load_recipe
 from specdistill.recipe.sections import PublishConfig, TargetConfig
+from specdistill.terminal import result
 
 
 class ExportedTarget(Section):
-    model: str | None = option(None, "the draft's target, pico, a folder or a Hub id; for method mtp and some layouts of heads")
+    model: str | None = option(
+        None, "the draft's target: pico, a folder or a Hub id; needed for method mtp and some layouts of heads"
+    )
     revision: str | None = like(TargetConfig, "revision")
     adapter: str | None = like(TargetConfig, "adapter")
 
@@ -27,24 +30,22 @@ class AcquiredTarget(ExportedTarget):
 
 
 class AcquireOptions(Section):
-    method: Annotated[str, one_of(lambda: list(METHODS))] = option(..., "what drafts; a row of docs/methods.md")
+    method: Annotated[str, one_of(lambda: list(METHODS))] = option(..., "method of the draft (docs/methods.md)")
     target: AcquiredTarget = section(AcquiredTarget)
     draft: str | None = option(
-        None, "org/name or org/name@revision on the Hub, or a folder; null: list drafts, or take a layer of the target's own"
+        None, "draft: org/name, org/name@revision or a folder; null: list drafts on the Hub; method mtp: the target's own layer"
     )
     revision: str | None = option(
         None, "branch, tag or commit of the draft", read_when=ReadWhen("with draft=…", lambda it: it.draft is not None)
     )
     heterogeneous_vocab: bool = option(
         False,
-        "a draft model may have another tokenizer than its target",
+        "accept a draft model with a different tokenizer",
         read_when=ReadWhen("by method draft_model", lambda it: it.method == "draft_model"),
     )
-    output: str | None = option(
-        None, "folder for a cache of draft and target, for a machine without the Hub, which reads it as HF_HUB_CACHE"
-    )
-    verify: bool = option(False, "compare the files in the cache with the Hub's checksums, and fetch damaged ones again")
-    dry_run: bool = option(False, "list what would be fetched; fetch only configs and headers")
+    output: str | None = option(None, "folder for a cache of draft and target, which an offline machine reads as HF_HUB_CACHE")
+    verify: bool = option(False, "verify cached files against the Hub's checksums, and fetch damaged ones again")
+    dry_run: bool = option(False, "list what would be fetched; only configs and headers are fetched")
 
     @model_validator(mode="after")
     def _an_adapter_has_a_draft(self) -> "AcquireOptions":
@@ -55,13 +56,13 @@ class AcquireOptions(Section):
 
 class ExportOptions(Section):
     engine: Annotated[str, one_of(lambda: engines_with("serve_command"))] = option(..., "target inference engine")
-    draft: str | None = option(None, "folder or Hub id of a trained draft, in any layout that is read")
-    output_dir: str = option(..., "new folder for the checkpoint and SERVE.md, the command that serves it")
+    draft: str | None = option(None, "trained draft: a folder or Hub id, in any supported layout")
+    output_dir: str = option(..., "new folder for the checkpoint and SERVE.md (how to serve it)")
     target: ExportedTarget = section(ExportedTarget)
     report: str | None = option(None, "report.json of the draft, or its folder; null: <run>/report of <run>/draft")
-    dtype: str | None = option(None, "weights of a draft model in a GGUF file: f32, f16 or q8_0; null: f16")
-    num_speculative_tokens: int | None = option(None, "draft tokens per round, for SERVE.md; null: the report's, or 3", ge=1)
-    dry_run: bool = option(False, "write the untrained draft of recipe=…, with its key=value, to try its layout in an engine")
+    dtype: str | None = option(None, "data type of a draft model in a GGUF file: f32, f16 or q8_0; null: f16")
+    num_speculative_tokens: int | None = option(None, "K, draft tokens per round, in SERVE.md; null: the report's, or 3", ge=1)
+    dry_run: bool = option(False, "export an untrained draft of recipe=…, to try its layout in an engine")
 
 
 NEW_RELEASE = ReadWhen("without restore=…", lambda it: it.restore is None)
@@ -71,22 +72,22 @@ class PublishOptions(PublishConfig):
     """The keys of a recipe's section `publish`, whose values are the defaults here, and those of one release."""
 
     run: str | None = option(None, "folder of a finished run: draft/, run/ and report/", read_when=NEW_RELEASE)
-    tag: str | None = option(None, "of the release; null: the next of v1, v2, …", read_when=NEW_RELEASE)
+    tag: str | None = option(None, "tag of the release; null: the next of v1, v2, …", read_when=NEW_RELEASE)
     baseline: str | None = option(
         None,
-        "none: a first release; or a report of the last one that was measured again; null: the last release as published",
+        "none for a first release; or a new report of the last release; null: the last release as published",
         read_when=NEW_RELEASE,
     )
     force: str | None = option(
         None,
-        "reason to publish a draft that is refused; printed on the card",
+        "publish a refused draft, for this reason, which the card states",
         min_length=1,
         read_when=NEW_RELEASE,
     )
-    restore: str | None = option(None, "tag of an earlier release that the main branch should hold again")
-    dry_run: bool = option(False, "write the folder and list how it differs from the Hub; publish nothing")
+    restore: str | None = option(None, "tag of an earlier release to restore on the main branch")
+    dry_run: bool = option(False, "write the folder and list its differences from the Hub; publish nothing")
     output_dir: str | None = option(
-        None, "new folder for what is published; null: <run>/release, which is replaced", read_when=NEW_RELEASE
+        None, "new folder for the release; null: <run>/release, which is replaced", read_when=NEW_RELEASE
     )
 
     @model_validator(mode="after")
@@ -104,7 +105,9 @@ class PublishOptions(PublishConfig):
 
 
 def acquire(arguments: list[str]) -> int:
-    """fetch the draft of a method for a target, checked before its weights are fetched; prints the local path"""
+    """fetch a published draft, checked against its target first; prints the local path
+
+    specdistill acquire method=eagle3 target=org/model draft=org/draft@v1"""
     options = load_recipe(AcquireOptions, keys_of(arguments, TARGET))
     from specdistill.hub.acquire import acquire as fetch  # here, and not above, because it imports torch
 
@@ -122,11 +125,14 @@ def acquire(arguments: list[str]) -> int:
         **of_method,
     )
     print(folder)
+    result({"folder": folder})
     return ExitCode.DONE
 
 
 def export(arguments: list[str]) -> int:
-    """write a draft in the layout of an inference engine, with the command that serves it"""
+    """convert a draft for an inference engine, with the command that serves it
+
+    specdistill export engine=vllm draft=runs/mine/draft target=path/to/model output_dir=runs/mine/vllm"""
     options, recipe = _what_to_export(keys_of(arguments, TARGET))
     from specdistill.export import export as write  # here, and not above, because these import torch
     from specdistill.export import write_untrained
@@ -151,6 +157,7 @@ def export(arguments: list[str]) -> int:
         )
     print(f"{'an untrained draft' if recipe else 'draft'} of method {served.method} for {options.engine}: {options.output_dir}")
     print(f"how to serve it: {Path(options.output_dir) / 'SERVE.md'}")
+    result({"folder": options.output_dir, "engine": options.engine, "method": served.method})
     return ExitCode.DONE
 
 
@@ -169,7 +176,10 @@ def _what_to_export(given: list[str]) -> tuple[ExportOptions, Recipe | None]:
 
 
 def publish(arguments: list[str]) -> int:
-    """publish a draft that passed its gate on the Hub: weights, report and card in one tagged commit"""
+    """publish a draft that passed its gate: weights, report and card in one tagged commit
+
+    specdistill publish run=runs/mine repo=org/name baseline=none dry_run=true
+    specdistill publish repo=org/name restore=v1"""
     options = load_recipe(PublishOptions, keys_of(arguments))
     from specdistill.hub.publish import print_outcome, publish_run, restore_release  # not above: these import torch
 
@@ -178,4 +188,5 @@ def publish(arguments: list[str]) -> int:
         return ExitCode.DONE
     outcome = publish_run(options)
     print_outcome(outcome)
+    result(outcome)
     return ExitCode.CHECK_FAILED if outcome.refusals and outcome.folder is None else ExitCode.DONE

@@ -4,7 +4,6 @@ What is fetched is compared with the checksums that the Hub lists. A cache for a
 which is compared there.
 """
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -17,7 +16,7 @@ from huggingface_hub.errors import SafetensorsParsingError, XetDownloadError
 from torch import Tensor
 from transformers.modeling_utils import str_to_torch_dtype
 
-from specdistill.errors import ResourceError, UserError, one_line
+from specdistill.errors import ResourceError, UserError, logger, one_line
 from specdistill.methods.load import TOKENIZER
 from specdistill.repositories import hub_errors, resolve
 from specdistill.targets.files import INDEX, SINGLE, Shards
@@ -31,7 +30,7 @@ HASHES = "SHA256SUMS"  # of a cache's files; `sha256sum -c` reads it
 
 def say(line: str) -> None:
     """To a person; stdout is the path's alone."""
-    print(line, file=sys.stderr, flush=True)
+    logger.info(line)
 
 
 @dataclass(frozen=True)

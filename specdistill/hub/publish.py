@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from specdistill.credentials import check_no_secret, without_places
 from specdistill.engines import ENGINES
 from specdistill.engines.engine import Engine, Served, Serving
 from specdistill.engines.loader import check_loader, loader_of
-from specdistill.errors import UserError
+from specdistill.errors import UserError, logger
 from specdistill.export import export, fit_options, length_options, measured_lookup, samples_drafts
 from specdistill.files.documents import read_json, read_keys
 from specdistill.files.folders import new_folder
@@ -50,6 +49,7 @@ from specdistill.report.phrases import size
 from specdistill.repositories import fetch, hub_errors, split_gguf
 from specdistill.targets.files import Shards, TargetFiles
 from specdistill.targets.identity import SHOWN
+from specdistill.terminal import result
 from specdistill.training.history import read_history
 
 STAGED = "release"  # in a run's folder
@@ -298,6 +298,7 @@ def restore_release(repository: str | None, tag: str, *, dry_run: bool = False) 
     else:
         commit = restore(there, tag, changes)
         print(f"restored: {constants.ENDPOINT}/{name} holds {tag} again (commit {commit[:SHOWN]}); tags are unchanged")
+    result({"repository": name, "restored": tag, "changes": changes})
 
 
 def print_outcome(made: Publication) -> None:
@@ -309,10 +310,10 @@ def print_outcome(made: Publication) -> None:
         print(f"released: {url} (commit {made.commit[:SHOWN]})" if made.commit else DRY_RUN)
     elif made.refusals:
         for refusal in made.refusals:
-            print(f"refused: {refusal}", file=sys.stderr)
+            logger.error(f"refused: {refusal}")
         if made.advice:
-            print(f"to compare it with the last release: {made.advice}", file=sys.stderr)
-        print("nothing was published; force=REASON publishes it anyway, with the reason on the card", file=sys.stderr)
+            logger.error(f"to compare it with the last release: {made.advice}")
+        logger.error("nothing was published; force=REASON publishes it anyway, with the reason on the card")
     else:
         print(f"{name} is this release already: {url}")
 

@@ -2,7 +2,6 @@
 each prompt with the draft and without.
 """
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -12,7 +11,7 @@ from typing import Any
 from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.proposer import Proposer
 from specdistill.decoding.tree import tree_shape
-from specdistill.errors import UserError
+from specdistill.errors import UserError, logger
 from specdistill.measurement.configurations import MeasurementPlan, Settings, plan_configurations
 from specdistill.measurement.hardware import fit_threads, resources_used
 from specdistill.measurement.in_engine import measure_in_engine
@@ -118,7 +117,7 @@ def measure_each(
     for number, plan in enumerate(plans, start=1):
         if (known := finished.read(plan)) is None:
             if len(plans) > 1:
-                print(f"Configuration {number} of {len(plans)}", file=sys.stderr)
+                logger.info(f"Configuration {number} of {len(plans)}")
             now_measured = measure_configuration(target, proposer, suite, plan, is_enough, check_sampled=number == 1)
             known = finished.write(plan, now_measured)
         yield known
@@ -152,8 +151,8 @@ def load_pair(recipe: Recipe) -> tuple[FrozenTarget, Proposer, str | None]:
     """The target, what drafts for it, and the folder or Hub id of the draft; None for a method without weights."""
     trained, own = METHODS[recipe.method].is_trained, Path(recipe.train["output_dir"]) / "draft"
     if trained and recipe.eval.draft is None and not own.is_dir():
-        expected = "the run's draft, which training writes at its end, or another one"
-        raise UserError("eval.draft", got=f"null, and {own} is no folder", expected=expected)
+        text = f"eval.draft: no trained draft in {own}. Run specdistill train with this recipe first, or pass draft=PATH"
+        raise UserError("eval.draft", got="null", text=text)
     draft = recipe.eval.draft or str(own) if trained else None
     target = FrozenTarget.load(**vars(recipe.target))
     fit_threads(target)

@@ -33,19 +33,23 @@ UNREAD = {
 
 DECODED = "decoded_acceptance_length"
 DIVERGENCE = (
-    "how the draft's distribution is compared with the target's: a name of specdistill/losses/divergence.py; "
-    "{name: jsd, beta: 0.3} sets its options; a list of {name, weight} adds several up"
+    "divergence from the target's distribution: a name of specdistill/losses/divergence.py, {name: jsd, beta: 0.3} with options, or a "
+    "list of {name, weight} for a weighted sum"
 )
 
 
 class Recipe(Section):
     """One method, one target, and how the draft is judged."""
 
-    method: str = option(DEFAULT_METHOD, f"how the draft proposes tokens: {', '.join(METHODS)}")
+    method: str = option(DEFAULT_METHOD, f"method of the draft: {', '.join(METHODS)}")
     target: TargetConfig = section(TargetConfig)
-    train: dict[str, Any] = option({}, "transformers.TrainingArguments, field by field; output_dir is required")
+    train: dict[str, Any] = option(
+        {},
+        "fields of transformers.TrainingArguments, e.g. train.max_steps, train.num_train_epochs, train.learning_rate, "
+        "train.per_device_train_batch_size, train.report_to; train.output_dir is required",
+    )
     eval: EvalConfig = section(EvalConfig)
-    gate: str = option("default", "gate name, or a gate YAML")
+    gate: str = option("default", "gate: a name or a YAML file")
     publish: PublishConfig = section(PublishConfig)
 
     @classmethod
@@ -65,7 +69,7 @@ class Recipe(Section):
     def _has_an_output_folder(self) -> "Recipe":
         if not isinstance(folder := self.train.get("output_dir"), str):
             got = "nothing" if folder is None else repr(folder)
-            raise UserError("train.output_dir", got=got, expected="a value (the folder of the run)")
+            raise UserError("train.output_dir", got=got, expected="the folder of the run")
         return self
 
 
@@ -81,10 +85,10 @@ class TrainedRecipe(Recipe):
     draft: Section = section(Section)
     loss: Section = section(Section)
     selection: SelectionConfig | None = option(
-        None, f"prompts of train.metric_for_best_model={DECODED}; null: none are decoded"
+        None, f"prompts decoded at each evaluation for train.metric_for_best_model={DECODED}; null: none"
     )
     optimizer: Literal["muon_adamw", "adamw"] = option(
-        "muon_adamw", "optimizer of the draft; adamw leaves train.optim to the Trainer"
+        "muon_adamw", "optimizer of the draft; adamw: the Trainer's, chosen by train.optim"
     )
 
     @property

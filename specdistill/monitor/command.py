@@ -14,8 +14,8 @@ from specdistill.files.folders import check_writable
 from specdistill.recipe.fields import ReadWhen, Section, option
 from specdistill.recipe.load import load_recipe
 from specdistill.report.phrases import between, duration, number, per_position
+from specdistill.terminal import result
 
-JSON = "--json"
 NUM_PARTS = 6  # of the time that is watched: few and long ones, which depend on each other less
 SOME_TIME = ReadWhen("with seconds above 0", lambda it: it.seconds > 0)
 
@@ -24,19 +24,21 @@ class MonitorOptions(Section):
     server: str = option(..., "address of a running vLLM, SGLang or llama.cpp, e.g. http://127.0.0.1:8000")
     seconds: float = option(
         60.0,
-        f"time that is watched, in {NUM_PARTS} parts; 0: all since it started",
+        f"time to watch, in {NUM_PARTS} parts; 0: everything since the server started",
         ge=0,
         le=604_800,
     )
     watch: bool = option(False, "repeat until Ctrl-C, one line per interval", read_when=SOME_TIME)
-    output: str | None = option(None, "JSON file for the numbers of the last line; --json prints those of each line")
-    server_timeout: float = option(10.0, "seconds that one answer may take", ge=0.1)
+    output: str | None = option(None, "JSON file for the latest numbers")
+    server_timeout: float = option(10.0, "timeout of a response, in seconds", ge=0.1)
 
 
 def monitor(arguments: list[str]) -> int:
-    """watch what a running server accepts, by its counters; exit code 1: an acceptance rate below 0.5, 4: it cannot tell"""
-    options = load_recipe(MonitorOptions, keys_of([argument for argument in arguments if argument != JSON]))
-    output, seconds, in_words = Path(os.path.realpath(options.output or "")), options.seconds, JSON not in arguments
+    """measure acceptance on a running server (exit code 1: rate below 0.5, 4: inconclusive)
+
+    specdistill monitor server=http://127.0.0.1:8000 seconds=300 watch=true"""
+    options = load_recipe(MonitorOptions, keys_of(arguments))
+    output, seconds = Path(os.path.realpath(options.output or "")), options.seconds
     if options.output is not None or "output=" in arguments:
         if output.exists() and not output.is_file():  # a folder or a device, whose place it would take
             raise UserError("output", got=repr(options.output or ""), expected="a JSON file")
@@ -50,8 +52,7 @@ def monitor(arguments: list[str]) -> int:
     engine, client = engine_of(server)
     num_parts = NUM_PARTS if seconds else 1
     intervals = f"95% intervals over {num_parts} parts of {duration(seconds / num_parts)}" if seconds else "since it started"
-    if in_words:
-        print(f"{engine} at {server.address}, {intervals}", flush=True)
+    print(f"{engine} at {server.address}, {intervals}", flush=True)
     pages: list[Counters] = [client.counters(server) if seconds else {}]
     while True:
         start, pages = time.monotonic(), pages[-1:]
@@ -60,7 +61,8 @@ def monitor(arguments: list[str]) -> int:
             pages.append(client.counters(server))
         found = acceptance(client, pages, seconds)
         found = {"server": server.address, "engine": engine, "time": time.time(), "seconds": seconds, **found}
-        print(f"{time.strftime('%H:%M:%S')} {line(found)}" if in_words else json.dumps(found), flush=True)
+        print(f"{time.strftime('%H:%M:%S')} {line(found)}", flush=True)
+        result(found)
         if options.output:
             aside = output.with_name(f".{output.name}.{os.getpid()}")
             aside.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

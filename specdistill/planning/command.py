@@ -19,7 +19,7 @@ from specdistill.recipe.fields import Section, like, option, section
 from specdistill.recipe.load import load_recipe
 from specdistill.recipe.sections import TargetConfig
 from specdistill.report.phrases import times
-from specdistill.terminal import Console
+from specdistill.terminal import Console, result
 
 if TYPE_CHECKING:
     from specdistill.planning.budget import Budget
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from specdistill.planning.plan import Plan
     from specdistill.planning.reading import KnownDraft
 
-JSON = "--json"
 SHOWN_DRAFTS = 3
 LARGEST_BATCH = 2**22  # tokens, of which the longest context known has a quarter
 COLUMNS = ("method", "size", "tokens", "GPU h", "GPU memory", "accepted, AL", "speedup")
@@ -73,8 +72,11 @@ class PlanOptions(Section):
 
 
 def plan(arguments: list[str]) -> int:
-    """estimate cost and speedup of each method for a target (no training), and print the commands to start with"""
-    options = load_recipe(PlanOptions, keys_of([argument for argument in arguments if argument != JSON], TARGET))
+    """estimate cost and speedup of each method for a target (no training), and print the commands to start with
+
+    specdistill plan target=path/to/model
+    specdistill plan target=path/to/model serving.memory_gb=24 details=true"""
+    options = load_recipe(PlanOptions, keys_of(arguments, TARGET))
     from specdistill.planning.budget import ServingSettings  # here, and not above, because these import torch
     from specdistill.planning.plan import make_plan
     from specdistill.planning.reading import known_drafts, read
@@ -86,17 +88,15 @@ def plan(arguments: list[str]) -> int:
     made = make_plan(target, draft, serving=serving, computed=True, **vars(options.training))
     drafts, not_asked = known_drafts(target.name, target.hub_id) if options.hub else ([], "not asked: hub=false")
     found = {"not_asked": not_asked, "drafts": [asdict(entry) for entry in drafts]}
-    text = json.dumps({**asdict(made), "hub": found}, indent=2) + "\n"
+    numbers = {**asdict(made), "hub": found}
     if options.output is not None:
         try:
-            Path(options.output).write_text(text, encoding="utf-8")
+            Path(options.output).write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
         except OSError as error:
             got = f"{options.output} ({error.strerror})"
             raise UserError("output", got=got, expected="a file that can be written") from error
-    if JSON in arguments:
-        print(text, end="")
-    else:
-        print_plan(made, drafts, not_asked, details=options.details)
+    print_plan(made, drafts, not_asked, details=options.details)
+    result(numbers)
     return ExitCode.DONE
 
 

@@ -11,7 +11,6 @@ What is filtered is found once, listed in a file, and counted in a table.
 """
 
 import json
-import logging
 import os
 import re
 from collections import Counter
@@ -22,7 +21,7 @@ from typing import Any
 from datasets.fingerprint import Hasher
 from rich.table import Table
 
-from specdistill.errors import ResourceError, UserError
+from specdistill.errors import ResourceError, UserError, logger
 from specdistill.files.documents import read_json
 from specdistill.produce.sources import Source
 from specdistill.progress import progress
@@ -31,8 +30,6 @@ from specdistill.recipe.sections import DataConfig
 from specdistill.rows.files import cache_folder, is_first_here, on_disk, quiet
 from specdistill.suites.suite import Suite, SuiteRow, check_suite, load_suite
 from specdistill.terminal import Console
-
-logger = logging.getLogger(__name__)
 
 VERSION = 1  # of the rules below: raise it when equal rows are filtered differently
 SUITE_NGRAM, SHORT = 13, 5

@@ -10,6 +10,7 @@ from specdistill.launch import LaunchOptions, run_script
 from specdistill.methods.recipe import Recipe, TrainedRecipe
 from specdistill.recipe.fields import Section, option
 from specdistill.recipe.load import load_own_keys, load_recipe
+from specdistill.terminal import result
 
 VERBS = ("make", "merge", "show", "features")
 REMOVED_VERBS = {"generate": "make"}
@@ -17,12 +18,18 @@ IN_TERMINAL, ON_PAGE = 3, 24
 
 
 class ShowOptions(Section):
-    documents: int | None = option(None, f"documents to show as text; null: {IN_TERMINAL} here, {ON_PAGE} on a page", ge=1)
-    output: str | None = option(None, "HTML page for the same, with plots; null: none")
+    documents: int | None = option(
+        None, f"documents to show as text; null: {IN_TERMINAL} in the terminal, {ON_PAGE} on a page", ge=1
+    )
+    output: str | None = option(None, "HTML page with the same and plots; null: none")
 
 
 def data(arguments: list[str]) -> int:
-    """make a recipe's training rows (`data make`), merge shards of them (`merge`), show them (`show`), store features (`features`)"""
+    """make, merge or show training data, or store hidden states (data make, merge, show, features)
+
+    specdistill data show recipe=mine.yaml output=data.html
+    specdistill data make recipe=mine.yaml data.shard=0/4
+    specdistill data merge recipe=mine.yaml"""
     verb, *others = arguments if arguments and "=" not in arguments[0] else ["show", *arguments]
     if verb == "features":
         options, others = load_own_keys(LaunchOptions, others)
@@ -70,11 +77,13 @@ def _make(recipe: TrainedRecipe, *, merges_only: bool) -> ExitCode:
         make_blocks(job, index, count)
     if recipe.data.shard is not None and not merges_only:
         print(f"{job.blocks}: shard {index} of {count} is made; when all are: specdistill data merge")
+        result({"blocks": job.blocks, "shard": index, "of": count})
         return ExitCode.DONE
     merge(job)
     *_, manifest = read_rows(job.folder)
     counts = " and ".join(f"{it.tokens:,} tokens in {it.documents:,} documents" for it in manifest.splits.values())
     print(f"{job.folder}: for training and validation {counts}")
+    result({"folder": job.folder, **manifest.model_dump(mode="json")})
     return ExitCode.DONE
 
 
@@ -100,4 +109,5 @@ def _show(recipe: TrainedRecipe, options: ShowOptions) -> ExitCode:
         page = target.name, recipe.data, show.halves(manifest), manifest.sources, of, on_page
         write_page(Path(options.output), "output", *page)
         print(f"\npage: {options.output}")
+    result({"folder": folder, **manifest.model_dump(mode="json")})
     return ExitCode.DONE

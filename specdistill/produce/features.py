@@ -10,7 +10,6 @@ Shapes: B rows, T positions, L tokens of a row or document, A auxiliary layers, 
 
 import fcntl
 import shutil
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -24,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specdistill.engines.server import POLL_SECONDS, JsonAnswer, ServedModels, Server, asking, at
-from specdistill.errors import ResourceError, UserError
+from specdistill.errors import ResourceError, UserError, logger
 from specdistill.files.folders import alone, check_writable
 from specdistill.processes import of_all, share
 from specdistill.progress import Cost, announce, progress
@@ -86,7 +85,7 @@ def feature_store(
         return FeatureStore.open(folder, sets, origin)
     make = by_servers(target, layers, config.server, config.timeout) if config.server else by_target(target, layers, autocast)
     store = fill(folder, sets, origin, make, config.shard_tokens, config.max_bytes, batch_size=batch_size, force=force)
-    print(f"{folder}: features of {store.num_rows - store.num_missing:,} of {store.num_rows:,} rows", file=sys.stderr)
+    logger.info(f"{folder}: features of {store.num_rows - store.num_missing:,} of {store.num_rows:,} rows")
     return store
 
 
@@ -262,7 +261,7 @@ def _clear(folder: Path, shards: dict[str, range]) -> None:
         if path.name.rpartition("-")[2] != next(iter(shards), "").rpartition("-")[2]
     ]
     if shards and others:
-        print(f"{folder}: {len(others)} shards of other rows are removed", file=sys.stderr)
+        logger.info(f"{folder}: {len(others)} shards of other rows are removed")
         for path in others:
             path.unlink()
 
@@ -279,7 +278,7 @@ def _complete(path: Path, rows: Dataset, origin: Origin, make: MakeFeatures, bat
         return False
     except UnfitShardError as error:
         if path.exists():
-            print(f"{error}: it is made again", file=sys.stderr, flush=True)
+            logger.info(f"{error}: it is made again")
     features: list[Tensor] = []
     for batch in rows.iter(batch_size):
         features += make([dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)])

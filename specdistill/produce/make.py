@@ -6,7 +6,6 @@ make_blocks     the blocks of one shard: number i, i + n, … of all
 
 import copy
 import json
-import logging
 import os
 import re
 import time
@@ -22,7 +21,7 @@ from threading import Lock
 
 from specdistill.engines.completions import CompletionServer
 from specdistill.engines.server import asking
-from specdistill.errors import UserError
+from specdistill.errors import UserError, logger
 from specdistill.files.folders import alone
 from specdistill.processes import of_all, share
 from specdistill.produce.answer_rules import RULES, CheckedAnswer, Counts, Rules
@@ -38,8 +37,6 @@ from specdistill.recipe.sections import DataConfig
 from specdistill.rows.files import cache_folder, on_disk, write_arrow
 from specdistill.rows.row_set import RowTarget, is_whole
 from specdistill.terminal import Console
-
-logger = logging.getLogger(__name__)
 
 AT_ONCE = 4  # blocks that servers work at: of one that is nearly complete few answers are missing
 FIRST_ANSWERS = 64  # new ones, that say what the others will cost

@@ -1,6 +1,5 @@
 """Merging: the row set, of blocks that are all there, or of the sources as they are: filtered, split and packed."""
 
-import logging
 import math
 import random
 from collections import Counter
@@ -13,7 +12,7 @@ import numpy as np
 from datasets import Dataset, Value, concatenate_datasets
 from numpy.typing import NDArray
 
-from specdistill.errors import UserError
+from specdistill.errors import UserError, logger
 from specdistill.files.documents import parse_json
 from specdistill.files.folders import alone
 from specdistill.produce.blocks import blocks
@@ -29,8 +28,6 @@ from specdistill.rows.encoding import ENCODED_COLUMNS, Encoder
 from specdistill.rows.files import Columns, array, mapped, read_header, tokenizer_fingerprint
 from specdistill.rows.packing import Packed, pad_token_id, usable
 from specdistill.rows.row_set import Fit, SourceCounts, SplitCounts, fingerprint, is_whole, write_rows
-
-logger = logging.getLogger(__name__)
 
 
 def merge(job: Job) -> None:

@@ -7,7 +7,6 @@ Hub id that the datasets library can load, or a list of entries, `SourceEntry`. 
 
 import hashlib
 import json
-import logging
 import lzma
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,13 +27,11 @@ from datasets.packaged_modules.json.json import Json
 from pyarrow import ArrowException
 from yaml import YAMLError
 
-from specdistill.errors import ResourceError, UserError, nearest, one_line, sibling_key
+from specdistill.errors import ResourceError, UserError, logger, nearest, one_line, sibling_key
 from specdistill.files.documents import LONGEST, json_rows
 from specdistill.recipe.data_sources import BUILT_IN, LOADERS, SELF, SourceEntry, entries
 from specdistill.recipe.sections import DataConfig
 from specdistill.rows.files import Columns, array, cache_folder, content_of, mapped, on_disk, quiet
-
-logger = logging.getLogger(__name__)
 
 COLUMNS = {"text": Value("string"), "messages": List({"role": Value("string"), "content": Value("string")})}
 READER_COLUMNS = {**COLUMNS, "row": Value("int64")}

@@ -24,7 +24,7 @@ from specdistill.credentials import check_no_secret, without_places
 from specdistill.errors import UserError, nearest, one_line
 from specdistill.files.documents import check_yaml, parse_yaml, read_text
 from specdistill.project import RECIPES, find_yaml
-from specdistill.recipe.fields import Section, default_of, kind_of, leaves, read_when_of, section_of, shown
+from specdistill.recipe.fields import Section, default_of, describe, kind_of, leaves, read_when_of, section_of, shown
 
 S = TypeVar("S", bound=Section)
 
@@ -54,6 +54,19 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "warm": (False, "output=FOLDER fetches the target's files too"),
     "spot_check": (8, "no prompt is decoded again: hashes and the report's digest are compared"),
 }
+# Names that other tools have for our keys, and for our values.
+ALIASES = {
+    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), "train.num_train_epochs"),
+    **dict.fromkeys(("batch_size", "train_batch_size"), "train.per_device_train_batch_size (to measure: eval.batch_size)"),
+    **dict.fromkeys(("max_seq_length", "max_seq_len", "model_max_length"), "data.max_length"),
+    **dict.fromkeys(("dataset", "dataset_name", "train_file"), "data.source"),
+    **dict.fromkeys(("lr", "learning_rate"), "train.learning_rate"),
+    **dict.fromkeys(("llama.cpp", "llama_cpp"), "gguf"),
+    **{name: f"train.{name}" for name in ("max_steps", "output_dir", "report_to")},
+    "dataset_text_field": "data.columns={text: NAME}",
+    "warmup_ratio": "train.warmup_steps, where a number below 1 is a share of the steps",
+    "model_name_or_path": "target.model",
+}
 
 
 def _environment(name: str, *default: Any) -> Any:
@@ -72,7 +85,13 @@ OmegaConf.register_resolver("oc.env", _environment, replace=True)
 
 
 def load_recipe(schema: type[S], arguments: Sequence[str]) -> S:
-    """Build a recipe from `recipe=… key=value …` command-line arguments. Raises UserError for anything the user got wrong."""
+    """Build a recipe from `recipe=… key=value …` command-line arguments. Raises UserError for anything the user got wrong.
+
+    A list may be given without brackets, which shells expand.
+    """
+    lists = [key for key, kind, *_ in describe(schema) if kind.startswith("list of ")]
+    bare = re.compile(rf"({'|'.join(map(re.escape, lists))})=(?!\[|\$|null$|$)(.*)", re.DOTALL)
+    arguments = [bare.sub(r"\1=[\2]", argument) if lists and bare.fullmatch(argument) else argument for argument in arguments]
     recipe, typed = validate(schema, merged(arguments)), dict(argument.split("=", 1) for argument in arguments)
     for argument in consent(recipe.model_dump()):
         key, _, value = argument.partition("=")
@@ -94,8 +113,11 @@ def merged(arguments: Sequence[str]) -> dict[str, Any]:
     Raises UserError also for a secret among them, and for a variable of the environment that is not HARMLESS.
     """
     file, overrides = None, []
-    for argument in arguments:
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=False):
         key, separator, value = argument.partition("=")
+        if argument.startswith("-"):
+            typed = f"{key.lstrip('-').replace('-', '_')}={value or following or 'VALUE'}"
+            raise UserError(key, got="an unknown option", text=f"unknown option {key}. Options are key=value: {typed}")
         if not separator or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
             raise UserError(argument, got="an argument without key=", expected="key=value, e.g. recipe=pico/eagle3")
         if key == "recipe":
@@ -211,10 +233,16 @@ def _user_error(schema: type[Section], chosen: type[Section], detail: ErrorDetai
         while inner := section_of(field.annotation):  # a section that has a required key
             name, field = next((name, entry) for name, entry in inner.model_fields.items() if entry.is_required())
             key = f"{key}.{name}"
-        return UserError(key, got="nothing", expected=f"a value ({field.description})")
+        start = ", or a recipe that names it (recipe=pico/eagle3)" if "train" in schema.model_fields else ""
+        return UserError(key, got="nothing", expected=f"{field.description}{start}")
     if kind == "literal_error":
         choices = kind_of(field).split(", ")[0].replace(" or null", "").removeprefix("list of ").split("|")
-        return UserError(key, got=repr(value), expected=f"one of {', '.join(choices)}", nearest=nearest(str(value), choices))
+        return UserError(
+            key,
+            got=repr(value),
+            expected=f"one of {', '.join(choices)}",
+            nearest=nearest(ALIASES.get(str(value), str(value)), choices),
+        )
     if kind in ("model_type", "model_attributes_type"):
         null = "null or " * (section_of(field.annotation) is not field.annotation and isinstance(place[-1], str))
         return UserError(key, got=repr(value), expected=f"{null}a section with keys of its own")
@@ -245,6 +273,8 @@ def _unknown(schema: type[Section], chosen: type[Section], place: list[Any], val
     close = nearest(name, known)
     elsewhere = {row[0].rpartition(".")[2]: row[0] for row in leaves(chosen)}
     near = f"{key.removesuffix(name)}{close}" if close else elsewhere.get(name)
+    if "train" in chosen.model_fields:
+        near = ALIASES.get(name, near)
     return UserError(key, got="an unknown key", expected=f"one of {', '.join(known)}" if known else "no keys", nearest=near)
 
 

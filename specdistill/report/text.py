@@ -144,7 +144,7 @@ def print_report(report: Mapping[str, Any], folder: Path) -> None:
 
 def print_power_analysis(sentence: str) -> None:
     """The change that a run can detect, before it runs."""
-    Console().print(Text(sentence, style="dim"), soft_wrap=True)
+    Console(stderr=True).print(Text(sentence, style="dim"), soft_wrap=True)
 
 
 def print_gate(report: Mapping[str, Any]) -> None:

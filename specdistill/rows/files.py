@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
-from specdistill.errors import ResourceError
+from specdistill.errors import ResourceError, logger
 from specdistill.files.documents import parse_json
 
 SHOWN = 12  # digits of a hash that a person compares
@@ -75,7 +75,7 @@ def mapped(
             next_step = "free memory, or take fewer processes (data.num_proc)"
             raise ResourceError("a process that prepared rows was ended from outside", next_step=next_step) from error
     if is_new and not has_bar and is_first_here():
-        print(f"{what}: {len(rows):,} rows in {time.monotonic() - begin:.1f} s", file=sys.stderr, flush=True)
+        logger.info(f"{what}: {len(rows):,} rows in {time.monotonic() - begin:.1f} s")
     return made
 
 

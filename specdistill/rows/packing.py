@@ -6,7 +6,6 @@ row, -1 for padding): tokens see only the document they are in; `position_ids`, 
 What is read off such rows is here too: a batch of them, and the draft vocabulary.
 """
 
-import logging
 import random
 from bisect import bisect_left, insort
 from collections import Counter
@@ -22,10 +21,8 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from specdistill.errors import UserError
+from specdistill.errors import UserError, logger
 from specdistill.rows.files import array
-
-logger = logging.getLogger(__name__)
 
 COLUMNS = {
     "input_ids": List(Value("int32")),

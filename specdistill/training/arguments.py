@@ -22,6 +22,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from specdistill.errors import UserError, nearest, one_line
 from specdistill.launch import check_devices
+from specdistill.recipe.load import ALIASES
 from specdistill.targets.sharding import num_processes
 
 FSDP = ("2", "FULL_STATE_DICT")  # the one that is put together to be saved
@@ -69,7 +70,7 @@ def training_arguments(train: Mapping[str, Any], **defaults: Any) -> TrainingArg
     fields = dict(defaults)
     for name, value in train.items():
         if name not in known:
-            close = f"train.{near}" if (near := nearest(name, known)) else None
+            close = ALIASES.get(name) or (f"train.{near}" if (near := nearest(name, known)) else None)
             expected = "a field of transformers.TrainingArguments"
             raise UserError(f"train.{name}", got="an unknown key", expected=expected, nearest=close)
         fields[name] = _checked(name, value, hints[name], NAMES.get(name) or known[name].get("choices") or ())
@@ -174,8 +175,11 @@ def _check_trackers_and_schedule(arguments: Any) -> None:
             callback: Any = INTEGRATION_TO_CALLBACK[tracker]
             callback()
         except (ImportError, RuntimeError, ValueError) as error:
+            missing = f"train.report_to: {tracker} is not installed. Run: pip install {tracker}"
             expected = "none, or what is installed and set up"
-            raise UserError("train.report_to", got=f"{tracker} ({error})", expected=expected) from error
+            raise UserError(
+                "train.report_to", got=f"{tracker} ({error})", expected=expected, text=missing * ("install" in str(error))
+            ) from error
     schedule, options = arguments.lr_scheduler_type, arguments.lr_scheduler_kwargs
     optimizer = torch.optim.SGD([torch.zeros(1)], arguments.learning_rate)
     try:

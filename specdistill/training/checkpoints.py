@@ -5,7 +5,6 @@ lists every file with its size, and the launch that it can be resumed by; one th
 """
 
 import json
-import logging
 import os
 import re
 import shutil
@@ -18,12 +17,10 @@ from typing import Any
 from safetensors import SafetensorError
 from transformers import TrainingArguments
 
-from specdistill.errors import ResourceError, UserError
+from specdistill.errors import ResourceError, UserError, logger
 from specdistill.files.documents import read_json
 from specdistill.processes import of_all
 from specdistill.training.arguments import launched_with
-
-logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 WRITER = ("PytorchStreamWriter", "inline_container", "iostream")  # how torch's writer of files calls itself in errors

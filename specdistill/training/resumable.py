@@ -10,7 +10,6 @@ import json
 import math
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import has_length
 
-from specdistill.errors import ResourceError
+from specdistill.errors import ResourceError, logger
 from specdistill.processes import of_all
 from specdistill.training.checkpoints import ASIDE, STATE, checkpoint, launch, prune, publish, saving
 
@@ -175,7 +174,7 @@ class Stopping(TrainerCallback):
             return
         if state.is_world_process_zero:
             folder = checkpoint(Path(str(args.output_dir)), state.global_step)
-            print(f"Stopped after step {state.global_step}, saved in {folder}. The same command resumes.", file=sys.stderr)
+            logger.info(f"Stopped after step {state.global_step}, saved in {folder}. The same command resumes.")
         raise SystemExit(128 + (self.signals.received or signal.SIGTERM))
 
     def _not_finite(self, step: EndedStep, args: TrainingArguments) -> None:

@@ -6,7 +6,6 @@ revision, data fingerprint), which is written before the first step.
 
 import hashlib
 import json
-import logging
 import os
 import shutil
 import sys
@@ -22,7 +21,7 @@ from typing import Any
 from transformers import PrinterCallback, TrainingArguments, set_seed
 
 from specdistill.credentials import without_places
-from specdistill.errors import UserError
+from specdistill.errors import UserError, logger
 from specdistill.files.documents import parse_yaml, read_keys
 from specdistill.files.folders import alone, check_writable
 from specdistill.processes import agree, collectives, of_all
@@ -30,13 +29,12 @@ from specdistill.project import git_revision
 from specdistill.recipe import data_sources
 from specdistill.recipe.load import recipe_yaml, save_recipe
 from specdistill.recipe.sections import FROM_HUB
+from specdistill.terminal import result
 from specdistill.training.arguments import check_precision, training_arguments
 from specdistill.training.checkpoints import ASIDE, check_launch, checkpoint, launch, saving, whole_steps
 from specdistill.training.history import ProgressLines, save_history
 from specdistill.training.resumable import ResumableTrainer
 from specdistill.training.trainer import DraftTrainer
-
-logger = logging.getLogger(__name__)
 
 PACKAGES = ("specdistill", "torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
 RECIPE, PROVENANCE = "recipe.yaml", "provenance.json"
@@ -167,6 +165,8 @@ class TrainingRun:
                 if (self.path / ASIDE / "draft").exists():
                     os.replace(self.path / ASIDE / "draft", self.path / "draft")
                 shutil.rmtree(self.path / ASIDE, ignore_errors=True)  # not there where another machine writes the draft
+        state = trainer.state
+        result({"draft": self.path / "draft", "steps": state.global_step, "best": state.best_metric, "log": state.log_history})
 
 
 def left_open(recipe: Any) -> Iterator[str]:

@@ -97,7 +97,7 @@ def test_sigkill_of_the_other_side_leaves_nothing(tmp_path, killed):
     wait_until_gone(tmp_path)
 
 
-def test_an_engine_that_dies_later_shows_its_last_lines(tmp_path, capsys):
+def test_an_engine_that_dies_later_shows_its_last_lines(tmp_path, caplog):
     log = tmp_path / "log"
 
     def die(address):
@@ -108,7 +108,7 @@ def test_an_engine_that_dies_later_shows_its_last_lines(tmp_path, capsys):
 
     with pytest.raises(ResourceError), start_engine(tmp_path) as address:
         die(address)
-    shown = capsys.readouterr().err.splitlines()
+    shown = caplog.messages[0].splitlines()
     assert shown[0] == f"The last lines of {log}:"
     assert "ended with status -9" in shown
 

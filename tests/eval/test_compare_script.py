@@ -6,7 +6,7 @@ import re
 import pytest
 from transformers import AutoTokenizer
 
-from specdistill.command import TARGET, run
+from specdistill.command import COMPARE, run
 from specdistill.comparison import measure
 from specdistill.comparison.compare import validate_comparison
 from specdistill.errors import ExitCode
@@ -32,7 +32,7 @@ HISTORY = {
 
 
 def command(*arguments):
-    return run(eval_compare.main, eval_compare.CompareOptions, list(arguments), shorthands=TARGET)
+    return run(eval_compare.main, eval_compare.CompareOptions, list(arguments), shorthands=COMPARE)
 
 
 @pytest.fixture(scope="module")
@@ -260,11 +260,14 @@ def test_a_draft_that_changes_the_text_is_exit_code_one(arguments, tmp_path, mon
         (["drafts=[small,run/draft]", f"{FIRST}_each=[null]"], f"{FIRST}_each", "1 of them"),
         (["drafts=[small,run/draft]", f"{TOKENS}=1", f"{FIRST}_each=[null,{{}}]"], f"{FIRST}_each", "[null,"),
         (["drafts=[small,ngram]", "draft=small"], "draft", "an unknown key"),
+        (["drafts=small,ngram", "eval.num_prompts=0"], "num_prompts", "0"),  # as eval names it
+        (["drafts=small,ngram", "eval.lookup_first.min=9"], "lookup_first.min", "9"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(arguments, tmp_path, capsys, more, key, got):
     assert command(*arguments, *more) == ExitCode.USER_ERROR
-    assert f"error: {key}: got {got}" in capsys.readouterr().err.splitlines()[-1]
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"error: {key} is required: " if got == "nothing" else f"error: {key}: got {got}")
     assert not (tmp_path / "out").exists()
 
 

@@ -39,6 +39,11 @@ def test_a_report_that_passes(folder, capsys):
     assert capsys.readouterr().out.rstrip().endswith("Passed")
 
 
+def test_json_is_the_report(folder, capsys):
+    assert command(f"report={folder}", "--json") == ExitCode.DONE
+    assert json.loads(capsys.readouterr().out) == json.loads((folder / "default" / "report.json").read_text())
+
+
 def test_a_report_that_fails(folder, tmp_path, capsys):
     gate = tmp_path / "gate.yaml"
     gate.write_text("- {metric: speedup, min: 5}\n")

@@ -88,7 +88,8 @@ def test_a_float32_target_is_near_in_bfloat16_and_less_near_in_float8(tmp_path: 
     assert 0 < errors[0] < 0.01 and errors[0] < errors[1] < 0.1
 
 
-def test_the_section_says_which_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_section_says_which_store(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     write_inputs(tmp_path)
     loaded = FrozenTarget.load(str(tmp_path / "model"))
 
@@ -101,7 +102,7 @@ def test_the_section_says_which_store(tmp_path: Path, capsys: pytest.CaptureFixt
         store("offline")
     made = store("hybrid")
     assert made is not None and (made.num_rows, made.num_missing) == (10, 0)
-    assert "features of 10 of 10 rows" in capsys.readouterr().err
+    assert "features of 10 of 10 rows" in caplog.text
     assert made.origin.weights == loaded.identity.weights and made.origin.aux_layers == (1, 2)
     with refused("hidden_states.path", holds="of other features: computed float32 for float32 under bfloat16"):
         store("offline", torch.bfloat16)

@@ -52,7 +52,8 @@ def test_what_a_store_costs_is_said_after_its_first_shard(
     assert filled(tmp_path / "small", SETS, origin(), force=True).num_missing == 0
 
 
-def test_damaged_missing_and_other_shards_are_made_again_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_missing_and_other_shards_are_made_again_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     filled(tmp_path / "whole", SETS, origin())
     filled(tmp_path / "store", SETS, origin())
     filled(tmp_path / "other", SETS, origin(weights="c"))
@@ -64,12 +65,12 @@ def test_damaged_missing_and_other_shards_are_made_again_by_name(tmp_path: Path,
     (tmp_path / "store" / ".part").mkdir()
     (tmp_path / "store" / ".part" / NAMES[3]).write_bytes(b"what a killed process left")
     (tmp_path / "store" / ".part" / ".tmpAbCdEf").write_bytes(b"and what safetensors left, killed as it wrote")
-    capsys.readouterr()
+    caplog.clear()
     make = Counting(origin())
     store = filled(tmp_path / "store", SETS, origin(), make)
     assert make.num_made == 12
     assert contents(tmp_path / "store") == contents(tmp_path / "whole")
-    said = capsys.readouterr().err
+    said = caplog.text
     assert f"{NAMES[0]}, which is damaged (row 2): it is made again" in said
     assert f"{NAMES[2]}, which is of other features: weights c for aaaaaaaaaaaa: it is made again" in said
     assert NAMES[1] not in said and NAMES[3] not in said
@@ -77,14 +78,15 @@ def test_damaged_missing_and_other_shards_are_made_again_by_name(tmp_path: Path,
     assert batch["features"].equal(expected)
 
 
-def test_other_rows_take_the_place_of_those_that_were_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_rows_take_the_place_of_those_that_were_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     filled(tmp_path, [packed(4, seed=8), *SETS], origin())
     make = Counting(origin())
     filled(tmp_path, SETS, origin(), make)
     assert make.num_made == 13 and sorted(contents(tmp_path)) == NAMES
-    assert "5 shards of other rows are removed" in capsys.readouterr().err
+    assert "5 shards of other rows are removed" in caplog.text
     filled(tmp_path, [packed(10, seed=9), SETS[1]], origin(), make)
-    assert f"{NAMES[1]}, which is of other rows: it is made again" in capsys.readouterr().err
+    assert f"{NAMES[1]}, which is of other rows: it is made again" in caplog.text
     assert FeatureStore.open(tmp_path, [packed(10, seed=9), SETS[1]], origin()).num_missing == 0
 
 

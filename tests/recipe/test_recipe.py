@@ -192,12 +192,12 @@ def test_what_a_recipe_leaves_to_be_given_is_not_filled_by_a_default():
         ("eval.top_p=1.5", "eval.top_p", "1.5"),
         ("data.regenerate.temperatures=[0,-1]", "data.regenerate.temperatures[1]", "-1"),
         ("eval.tree=4", "eval.tree", "4"),
-        ("eval.tree.branching=4", "eval.tree.branching", "4 (int)"),
+        ("eval.tree.branching=x", "eval.tree.branching[0]", "'x' (str)"),
         ("eval.sweep.tree=[{bugdet: 16}]", "eval.sweep.tree[0].bugdet", "an unknown key"),
         ("eval.sweep.tree=[{budget: 0}]", "eval.sweep.tree[0].budget", "0"),
         ("eval.sweep.tree=[4]", "eval.sweep.tree[0]", "4"),
-        ("eval.sweep.tree=4", "eval.sweep.tree", "4"),
-        ("--recipe", "--recipe", "an argument without key="),
+        ("eval.sweep.tree=4", "eval.sweep.tree[0]", "4"),
+        ("--recipe", "--recipe", "an unknown option"),
     ],
 )
 def test_mistakes_name_key_and_value(argument: str, key: str, got: str):
@@ -307,11 +307,12 @@ def test_a_target_that_could_not_be_trained_is_refused(argument: str, key: str, 
 
 @pytest.mark.parametrize("schema", [Recipe, TargetRecipe])
 def test_help_lists_every_key_with_type_default_and_meaning(schema: type, capsys: pytest.CaptureFixture[str]):
-    print_help("What it does.", schema)
-    lines = [re.sub(r"^  (\S+) +", r"\1 ", line) for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    print_help("What it does.", [schema], [])
+    shown = " ".join(capsys.readouterr().out.split())
     for key, kind, default, text in describe(schema):
         assert text
-        assert f"{key} {text} [{kind}; default {default}]" in lines
+        stated = {"null": "", "required": ", required"}.get(default, f"; default {default}")
+        assert f" {key} {text} [{kind.replace(' or null', '')}{stated}] " in shown
 
 
 @pytest.mark.parametrize(
@@ -381,3 +382,15 @@ def test_a_recipe_that_0_1_recorded_loads_without_what_is_gone() -> None:
     for key, value in (("data.streaming", "true"), ("target.fp8", "true"), ("data.regenerate.set_aside", "[empty]")):
         with refused(key):
             load_recipe(Recipe, [f"recipe={recorded}", f"{key}={value}"])
+
+
+def test_lists_need_no_brackets() -> None:
+    plain = [
+        "eval.sweep.temperature=0,1.5",
+        "data.regenerate.server=http://a:1,http://b:2",
+        "eval.tree.branching=4",
+        "data.decontaminate=pico",
+    ]
+    lists = ["eval.sweep.temperature=[0,1.5]", "data.regenerate.server=['http://a:1','http://b:2']", "eval.tree.branching=[4]"]
+    base = ["target.model=pico", "train.output_dir=runs", "data.regenerate.num_tokens=9", "eval.num_speculative_tokens=1"]
+    assert load_recipe(Recipe, [*base, *plain]) == load_recipe(Recipe, [*base, *lists, "data.decontaminate=[pico]"])

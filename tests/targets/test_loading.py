@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from specdistill.errors import ResourceError
 from specdistill.methods.draft_model.gguf import write_gguf
 from specdistill.planning.plan import make_plan
 from specdistill.planning.reading import read as read_plan
@@ -174,3 +175,12 @@ def test_layers_stay_on_disk_until_they_are_run(folder: Path) -> None:
         init = {"init": "scratch"} if method == "mtp" else {}
         own, expected = (build_head(method, target, **init).state_dict() for target in (left, whole))
         assert own.keys() == expected.keys() and all(torch.equal(own[name], expected[name]) for name in own)
+
+
+def test_a_name_on_the_hub_without_a_network_is_told_as_that() -> None:
+    """Through transformers and through the client, offline as every test."""
+    for fails in (lambda: read_tokenizer("org/nothere"), lambda: read_plan("org/nothere", key="target.model")):
+        with pytest.raises(
+            ResourceError, match=r"^target.model: org/nothere is no folder here, and \S+ cannot be reached .*HF_HUB_OFFLINE"
+        ):
+            fails()

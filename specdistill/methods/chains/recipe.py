@@ -13,8 +13,8 @@ from specdistill.recipe.sections import HiddenStatesConfig
 class HeadDraftConfig(Section):
     """The unroll and the initialization of a head."""
 
-    ttt_steps: int = option(5, "steps the training-time test unrolls; 1 is plain EAGLE, more is HASS", ge=1)
-    init: str | None = option(None, "initialization: the folder of a trained head; null: fresh weights")
+    ttt_steps: int = option(5, "unrolled steps of the training-time test; 1: EAGLE, more: HASS", ge=1)
+    init: str | None = option(None, "initialization: the folder of a trained head; null: new weights")
 
 
 class HeadSizes(HeadDraftConfig):
@@ -25,7 +25,7 @@ class HeadSizes(HeadDraftConfig):
     num_attention_heads: int | None = option(None, "null: the target's", ge=1)
     num_key_value_heads: int | None = option(None, "null: the target's", ge=1)
     head_dim: int | None = option(None, "null: the target's", ge=2, multiple_of=2)
-    sliding_window: int | None = option(None, "positions a head sees, itself included; null: all of them", ge=2)
+    sliding_window: int | None = option(None, "sliding attention window in tokens; null: full attention", ge=2)
 
     def shape(self) -> dict[str, Any]:
         """What a fresh head is built from: every key but the vocabulary, the unroll, the initialization and what trains."""
@@ -34,7 +34,7 @@ class HeadSizes(HeadDraftConfig):
 
 class HeadLossConfig(Section):
     divergence: Any = option("forward_kl", DIVERGENCE)
-    step_decay: float = option(0.8, "weight of unroll step k is step_decay ** k", ge=0, le=1)
+    step_decay: float = option(0.8, "loss weight of unrolled step k is step_decay ** k", ge=0, le=1)
     temperature: float = option(1.0, "divides both sets of logits", ge=0.01)
 
 

@@ -20,7 +20,6 @@ Kept parts stay in their order. Decoders built like Llama's and Qwen's: RMS norm
 """
 
 import copy
-import logging
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -31,13 +30,11 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from specdistill.errors import UserError
+from specdistill.errors import UserError, logger
 from specdistill.methods.draft_model.checkpoint import INITIALIZATIONS, check_attention, load_alike
 from specdistill.methods.sizes import ModelShape, shape_of, weights_read
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.sharding import whole
-
-logger = logging.getLogger(__name__)
 
 # Fewer cannot copy what followed an earlier occurrence of a token (arXiv 2209.11895).
 SHALLOWEST = 2

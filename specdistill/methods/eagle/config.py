@@ -5,14 +5,14 @@ from specdistill.recipe.fields import option, section
 
 
 class EagleDraftConfig(HeadSizes):
-    fc_bias: bool = option(False, "a bias in fc, as SafeAILab's first heads have; vLLM loads none")
+    fc_bias: bool = option(False, "bias in fc, as in SafeAILab's first heads; vLLM does not load it")
 
 
 class EagleLossConfig(HeadLossConfig):
     feature_weight: float = option(
-        0.0, "SmoothL1 to the target's next feature counts this much, in addition to the divergence", ge=0
+        0.0, "weight of the SmoothL1 loss to the target's next hidden state, added to the divergence", ge=0
     )
-    noise: float = option(0.0, "uniform noise of at most this size on the features read", ge=0)
+    noise: float = option(0.0, "maximum of the uniform noise added to the input hidden states", ge=0)
 
 
 class EagleRecipe(HeadRecipe):

@@ -16,12 +16,12 @@ SEVERAL_LENGTHS = ReadWhen("without rule=llama.cpp, which compares max tokens", 
 class NgramConfig(Section):
     rule: Literal["specdistill", "vllm", "llama.cpp"] = option(
         "specdistill",
-        "the latest occurrence, repeated past the end; vllm: the first, up to the end; llama.cpp: its ngram-simple",
+        "specdistill: continue the latest match, repeated past the end; vllm: the first match; llama.cpp: its ngram-simple",
     )
-    min: int = option(1, "fewest tokens that must agree", ge=1, read_when=SEVERAL_LENGTHS)
-    max: int = option(3, "most tokens compared, the longest agreement counts; of llama.cpp's rule as many as it compares", ge=1)
+    min: int = option(1, "shortest n-gram to match", ge=1, read_when=SEVERAL_LENGTHS)
+    max: int = option(3, "longest n-gram to match; with rule=llama.cpp the only length", ge=1)
     lookup: Literal["sequence", "prompt"] = option(
-        "sequence", "where they are looked up: prompt and output, or the prompt", read_when=OWN_RULE
+        "sequence", "where to look: prompt and output, or the prompt", read_when=OWN_RULE
     )
 
     @model_validator(mode="after")

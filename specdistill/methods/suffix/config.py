@@ -9,14 +9,12 @@ from specdistill.recipe.sections import NOT_RUNNING, STARTED, EvalConfig, check_
 
 
 class SuffixConfig(Section):
-    min: int = option(1, "fewest tokens that must agree", ge=1)
-    max: int = option(24, "most tokens compared; the longest agreement counts", ge=1)
-    max_cached_requests: int = option(
-        10000, "earlier requests whose outputs are looked up as well, the latest; 0: the request alone", ge=0
-    )
-    max_spec_factor: float = option(1.0, "most draft tokens per token that agrees", gt=0)
+    min: int = option(1, "shortest match", ge=1)
+    max: int = option(24, "longest match", ge=1)
+    max_cached_requests: int = option(10000, "latest earlier requests whose outputs are searched too; 0: none", ge=0)
+    max_spec_factor: float = option(1.0, "maximum draft tokens per matched token", gt=0)
     min_token_prob: float = option(
-        0.1, "least product of the draft tokens' shares of what followed; the draft ends before it", ge=0, le=1
+        0.1, "minimum estimated probability of the draft: the product of its tokens' frequencies after the match", ge=0, le=1
     )
 
     @model_validator(mode="after")
