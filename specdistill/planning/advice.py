@@ -74,7 +74,8 @@ def _needs(row: PlanRow, target: Mapping[str, Any], start: str | None) -> str:
 def _command(verb: str, target: Mapping[str, Any], keys: Mapping[str, Any]) -> str:
     """With those of the keys that have a value."""
     pairs = [f"{key}={value}" for key, value in keys.items() if value is not None]
-    return shlex.join(["specdistill", *verb.split(), *pairs]) + CONSENT["specdistill"] * target["trust_remote_code"]
+    consent = CONSENT["specdistill"] if target["trust_remote_code"] else ""
+    return shlex.join(["specdistill", *verb.split(), *pairs]) + consent
 
 
 def _folder(row: PlanRow, target: Mapping[str, Any]) -> str:

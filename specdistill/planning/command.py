@@ -135,9 +135,9 @@ def print_plan(
         console.print(line)
     for warning in plan.warnings:
         console.print(Text(f"note: {warning}", style="yellow"))
-    more = "" if details else " details=true says what takes the memory, and why a method is not possible."
+    rest = "" if details else " details=true says what takes the memory, and why a method is not possible."
     said = "Estimates: nothing was measured. Tokens, GPU hours and memory are of training."
-    console.print(Text(f"{said}{more} --json has all numbers and their sources.", style="dim"))
+    console.print(Text(f"{said}{rest} --json has all numbers and their sources.", style="dim"))
 
 
 def _print_commands(commands: str, console: Console) -> None:
