@@ -115,7 +115,7 @@ def print_plan(
     console = console or Console()
     advice = plan.recommendation
     console.print(Text.assemble((f"Recommended: {advice['method'] or 'none'}", "bold"), f", {advice['reason']}"))
-    _print_commands(advice["start"] or ("nothing here starts it" if advice["method"] else ""), console)
+    _print_commands(advice["start"] or "", console)
     if advice["start"] == advice["lookup"]:
         console.print("What it gains depends on the text: this measures it.")
     else:
@@ -135,9 +135,9 @@ def print_plan(
         console.print(line)
     for warning in plan.warnings:
         console.print(Text(f"note: {warning}", style="yellow"))
-    more = "" if details else " details=true says what takes the memory, and why a method is not possible."
+    hint = "" if details else " details=true says what takes the memory, and why a method is not possible."
     said = "Estimates: nothing was measured. Tokens, GPU hours and memory are of training."
-    console.print(Text(f"{said}{more} --json has all numbers and their sources.", style="dim"))
+    console.print(Text(f"{said}{hint} --json has all numbers and their sources.", style="dim"))
 
 
 def _print_commands(commands: str, console: Console) -> None:
@@ -159,7 +159,6 @@ def short(number: float, unit: str = "") -> str:
 
 
 def _gib(size: float) -> str:
-    """Of a device's memory."""
     return f"{size / 2**30:.3g} GiB"
 
 
@@ -202,7 +201,7 @@ def _line(title: str, what: str) -> Text:
 
 def _parts(sizes: Mapping[str, int]) -> str:
     parts = " + ".join(f"{name} {_gib(size)}" for name, size in sizes.items() if size)
-    return f"{parts} = {short(sum(sizes.values()), 'iB')}"
+    return f"{parts} = {_gib(sum(sizes.values()))}"
 
 
 def _budget(budget: "Budget") -> str:
