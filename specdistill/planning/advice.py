@@ -58,9 +58,7 @@ def _needs(row: PlanRow, target: Mapping[str, Any], start: str | None) -> str:
         return ""
     if (launch := row.training_launch) is None:
         rows, length = row.micro_batch
-        return (
-            f" Training fits on no {GPUS_PER_MACHINE} devices with {rows} rows of {length:,} tokens: lower training.batch_size."
-        )
+        return f" {rows} rows of {length:,} tokens on each of {GPUS_PER_MACHINE} devices are too much to train: lower training.batch_size."
     held = f" Training holds {launch.device_bytes / 2**30:.3g} GiB on "
     if launch.num_processes == 1:
         return f"{held}one device."
@@ -74,8 +72,7 @@ def _needs(row: PlanRow, target: Mapping[str, Any], start: str | None) -> str:
 def _command(verb: str, target: Mapping[str, Any], keys: Mapping[str, Any]) -> str:
     """With those of the keys that have a value."""
     pairs = [f"{key}={value}" for key, value in keys.items() if value is not None]
-    consent = CONSENT["specdistill"] if target["trust_remote_code"] else ""
-    return shlex.join(["specdistill", *verb.split(), *pairs]) + consent
+    return shlex.join(["specdistill", *verb.split(), *pairs]) + (CONSENT["specdistill"] if target["trust_remote_code"] else "")
 
 
 def _folder(row: PlanRow, target: Mapping[str, Any]) -> str:

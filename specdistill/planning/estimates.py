@@ -184,7 +184,7 @@ class Scenario:
 
 def row_of(method: str, given: Described | None, scenario: Scenario) -> PlanRow:
     """The method's row, for the draft that is given or else for the one a recipe would train."""
-    target, serving = scenario.target, scenario.serving
+    target = scenario.target
     recipe, settings = recipe_for(method, target.name)
     plan = METHODS[method].implementation().planned
     if plan is None:
@@ -198,7 +198,7 @@ def row_of(method: str, given: Described | None, scenario: Scenario) -> PlanRow:
     if not settings and recipe and target.parameters <= SMALL:
         settings = read_recipe(recipe)
     generated = settings.get("data", {}).get("regenerate", {}).get("num_tokens")
-    size, read = _bytes(method, planned, target, given, serving)
+    size, read = _bytes(method, planned, given, scenario)
     speed = _speed(planned, METHODS[method].cost, scenario, read)
     tokens = generated or planned.published.training_tokens
     return PlanRow(
@@ -211,11 +211,11 @@ def row_of(method: str, given: Described | None, scenario: Scenario) -> PlanRow:
         hidden_size=planned.shape.hidden_size if planned.shape else 0,
         parameters=planned.parts.parameters,
         bytes=int(size),
-        kv_bytes=planned.cache.per_token(serving.kv_itemsize(target)) if planned.cache else None,
+        kv_bytes=planned.cache.per_token(scenario.serving.kv_itemsize(target)) if planned.cache else None,
         acceptance_source=planned.published.acceptance_source,
         training_tokens=tokens,
         training_source=f"recipe {recipe}" if generated else planned.published.training_source,
-        serving=_serving(planned, target, serving, size, speed["high"]),
+        serving=_serving(planned, scenario, size, speed["high"]),
         recipe_keys=planned.recipe_keys,
         warnings=planned.warnings,
         **speed,
@@ -223,11 +223,10 @@ def row_of(method: str, given: Described | None, scenario: Scenario) -> PlanRow:
     )
 
 
-def _bytes(
-    method: str, planned: PlannedDraft, target: Described, given: Described | None, serving: ServingSettings
-) -> tuple[float, float]:
+def _bytes(method: str, planned: PlannedDraft, given: Described | None, scenario: Scenario) -> tuple[float, float]:
     """Of a draft's weights, and of those that a step reads."""
-    parts, itemsize = planned.parts, (serving.dtype or (given or target).dtype or target.dtype or ASSUMED_DTYPE).itemsize
+    parts, target = planned.parts, scenario.target
+    itemsize = (scenario.serving.dtype or (given or target).dtype or target.dtype or ASSUMED_DTYPE).itemsize
     if not (METHODS[method].in_target and target.native_mtp and target.quantization):
         return parts.parameters * float(itemsize), parts.read * float(itemsize)
     tables = parts.copied / 2  # all but these are stored as the target's own layers
@@ -247,14 +246,12 @@ def _speed(planned: PlannedDraft, cost: MethodCost, scenario: Scenario, read: fl
     return {"step_ratio": max(shares.values()), "step_shares": shares, "alphas": alphas, "low": low, "high": high}
 
 
-def _serving(
-    planned: PlannedDraft, target: Described, serving: ServingSettings, size: float, high: ExpectedSpeedup | None
-) -> Budget | None:
+def _serving(planned: PlannedDraft, scenario: Scenario, size: float, high: ExpectedSpeedup | None) -> Budget | None:
     """What each device holds with a draft of this size, and the context that it costs; None for one without weights."""
     if not planned.parts.parameters:
         return None
-    alone = budget(target, serving)
-    held = budget(target, serving, size, planned.cache, high.num_speculative_tokens if high else 0)
+    alone = budget(scenario.target, scenario.serving)
+    held = budget(scenario.target, scenario.serving, size, planned.cache, high.num_speculative_tokens if high else 0)
     return held if held.room is None or alone.room is None else replace(held, cost=alone.room - held.room)
 
 
@@ -273,9 +270,8 @@ def _training(
     read, positions = weights_read(target.model), draft.get("ttt_steps", cost.positions)
     memory = training_memory(parts, target.parameters * itemsize, planned.shape, planned.vocabulary, positions, rows * length)
     rate = TRAINING_FLOPS / (2 * read + 6 * parts.read * positions)
-    if is_computed := scenario.computed and planned.build is not None:
-        assert planned.build is not None
-        step = training_step(method, planned.build, {**planned.counted_with, **draft}, target, rows=rows, length=length)
+    if build := planned.build if scenario.computed else None:
+        step = training_step(method, build, {**planned.counted_with, **draft}, target, rows=rows, length=length)
         memory["activations"] = step.peak_bytes
         rate = H100.tokens_per_second(step, rows * length, 2 * read * rows * length)
     launch, trained = _launch(target, memory, scenario.serving.memory), tokens
@@ -289,7 +285,7 @@ def _training(
         "training_memory_bytes": sum(memory.values()),
         "training_memory": memory,
         "training_hours": None if trained is None else trained / rate / 3600,
-        "training_is_computed": is_computed,
+        "training_is_computed": build is not None,
         "training_devices": launch and launch.num_processes,
         "training_launch": launch,
     }
@@ -373,10 +369,8 @@ def speedup_range(
 def training_memory(
     parts: ParameterCounts, target_bytes: int, shape: ModelShape, vocabulary: int, num_steps: int, num_tokens: int
 ) -> dict[str, int]:
-    """Device memory of online training by part, roughly: the draft is counted with gradients and AdamW in float32.
-
-    Activations of each token and drafted position: 28H + 4I numbers a layer in bfloat16, as `specdistill.planning.accounting`
-    counts them in EAGLE-3 heads; and the logits of a block of the loss.
+    """Device memory of online training by part, roughly: the draft with gradients and AdamW in float32; of activations 28H + 4I numbers per
+    layer, token and drafted position in bfloat16, as `accounting` counts them in EAGLE-3 heads, and the logits of a block of the loss.
 
     vocabulary: tokens the draft's logits span. num_steps: drafted positions. num_tokens: in a micro-batch.
     """

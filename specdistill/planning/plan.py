@@ -34,8 +34,6 @@ def make_plan(
     """Plan for a target, and for a draft of it where one is given. Raises UserError for what is no target, or no draft of it.
 
     serving: None for one sequence of usual length on one H100. training: `batch_size`, `max_length` and `computed` of `Scenario`.
-
-    Whether a target's logits are scaled or capped changes nothing in a plan: alphas are published ones, sizes and passes the same.
     """
     serving = serving or ServingSettings.of(target)
     facts, scenario = _facts(target, serving), Scenario(target, serving, **training)

@@ -126,12 +126,12 @@ def test_commands_for_a_target_are_taken_up_to_its_weights(
     assert ("target.device_map=auto" in commands[-1]) == (size == "70B")
 
 
-def test_more_devices_than_a_machine_has_are_launched_on_several(large: dict[str, Described]) -> None:
-    small = ServingSettings(memory=34 * 2**30)
-    server, _, train, _ = printed(make_plan(large["70B"], serving=small, batch_size=1, max_length=1024))
-    options, _ = load_own_keys(LaunchOptions, train[2:])
-    assert options.num_processes == 8 * (options.num_machines or 0) and launched(options)["machine_rank"] == 0
-    assert server[3:5] == ["--tensor-parallel-size", "8"]
+def test_what_no_machine_holds_is_trained_in_smaller_batches(large: dict[str, Described]) -> None:
+    small = ServingSettings(memory=24 * 2**30)
+    advice = make_plan(large["8B"], serving=small, batch_size=16).recommendation
+    assert advice["start"] is None and "16 rows of 2,048 tokens on each of 8 devices" in str(advice["reason"])
+    server, make, train, _ = printed(make_plan(large["8B"], serving=small, batch_size=1))
+    assert "train.per_device_train_batch_size=1" in train and server[:2] == ["vllm", "serve"] and make[2] == "make"
 
 
 @pytest.mark.parametrize(
@@ -213,9 +213,9 @@ def test_look_up_is_recommended_where_it_promises_most_and_obstacles_are_told(tm
     only = [replace(row, high=replace(row.high, speedup=9.0)) if row.method == "eagle3" else row for row in plan.methods]
     advice = recommend(only, plan.target, plan.alone)
     assert "target.shard" in str(advice["reason"]) and "mxfp4" in str(advice["reason"])
-    nowhere = [replace(row, training_devices=None) if row.method == "eagle3" else row for row in only]
+    nowhere = [replace(row, training_launch=None) if row.method == "eagle3" else row for row in only]
     advice = recommend(nowhere, plan.target, plan.alone)
-    assert advice["start"] is None and "64" in str(advice["reason"])
+    assert advice["start"] is None and "8 devices" in str(advice["reason"])
 
 
 @pytest.mark.long  # a whole training
