@@ -27,6 +27,7 @@ RUN_IN_A_SHELL = ("cat", "cp")
 SMALL = {
     "train": ["train.max_steps=4", "train.eval_steps=2", "train.save_steps=2", "train.per_device_train_batch_size=2"],
     "eval": ["eval.num_prompts=4", "eval.max_new_tokens=12", "eval.repeats=1", "eval.warmup=0", "eval.sampling_draws=20"],
+    "compare": ["num_prompts=2", "max_new_tokens=8", "repeats=1", "warmup=0", "sampling_draws=0"],
     "doctor": ["eval.num_prompts=1"],
     "plan": ["serving.context=128"],
 }
