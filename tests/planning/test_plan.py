@@ -205,7 +205,7 @@ def test_a_head_is_planned_where_it_can_be_made(plan_for: Callable[..., Plan], k
     """Scaled logits, capped ones, layers by other names: of each class in its usual size, as docs/targets.md says from small ones."""
     plan = plan_for(CONFIG_MAPPING[kind]().to_dict())
     available = [method for method in ("eagle", "eagle3", "mtp") if row_of(plan, method).available]
-    assert (", ".join(available) or "–") == KINDS[kind].cells[4]
+    assert (", ".join(available) or "–") == KINDS[kind].cells[3]
 
 
 def test_a_head_that_cannot_be_made_has_the_reason_that_training_gives(plan_for: Callable[..., Plan], tmp_path: Path):

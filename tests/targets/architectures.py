@@ -131,34 +131,30 @@ HEADS: dict[str, Any] = {
     "eagle3": build_eagle3,
     "mtp": lambda target: build_mtp(target, init="scratch"),
 }
+KIND = "model types"
 SERVED, REFUSED, UNTRIED = "Decoded losslessly", "Refused", "Not tried"
 PACKED = {None: "–", by_lengths: "no mask"}  # other ways: yes
 
 
 @dataclass(frozen=True)
 class KindRow:
-    """A line of the page. part: SERVED, REFUSED or UNTRIED. cells: kind, class, and what its part says of it."""
+    """What the page says of a kind. part: SERVED, REFUSED or UNTRIED. cells: the kind, and what its part says of it."""
 
     part: str
     cells: tuple[str, ...]
 
-    def __str__(self) -> str:
-        return f"| {' | '.join(self.cells)} |"
-
 
 def row_of(kind: str) -> tuple[KindRow, FrozenTarget | None]:
     """A kind's row, and its target unless it is refused."""
-    named = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
-    name = (kind, f"`{named if isinstance(named, str) else named[0]}`")
     try:
         model = tiny_model(kind)
     except Exception as error:  # of transformers' own, for sizes that do not go together: nothing can be said of the kind
-        return KindRow(UNTRIED, (*name, type(error).__name__)), None
+        return KindRow(UNTRIED, (kind, type(error).__name__)), None
     try:
         target = FrozenTarget(model, tiny_tokenizer(), name=kind)
         in_float64(target, [3, 4, 5])
     except UserError as error:
-        return KindRow(REFUSED, (*name, _reason(error))), None
+        return KindRow(REFUSED, (kind, _reason(error))), None
     head = target.logits
     cells = (
         "recurrent" if target.is_recurrent else "attention",
@@ -168,14 +164,15 @@ def row_of(kind: str) -> tuple[KindRow, FrozenTarget | None]:
         "yes" if _works(lambda: check_batchable(target.model, kind)) else "–",
         PACKED.get(packing(target.model), "yes"),
     )
-    return KindRow(SERVED, (*name, *cells)), target
+    return KindRow(SERVED, (kind, *cells)), target
 
 
 def read_page() -> list[KindRow]:
     parts = PAGE.read_text(encoding="utf-8").split("\n## ")[1:]
     lines = ((part.partition(":")[0], line) for part in parts for line in part.splitlines() if line.startswith("| "))
-    rows = [KindRow(part, tuple(line.removeprefix("| ").removesuffix(" |").split(" | "))) for part, line in lines]
-    return [row for row in rows if row.cells[0] not in ("kind", "---")]
+    cells = ((part, line.removeprefix("| ").removesuffix(" |").split(" | ")) for part, line in lines)
+    alike = [(part, kinds.split(", "), rest) for part, (kinds, *rest) in cells if kinds not in (KIND, "---")]
+    return [KindRow(part, (kind, *rest)) for part, kinds, rest in alike if part in (SERVED, REFUSED, UNTRIED) for kind in kinds]
 
 
 def _works(attempt: Any) -> bool:
@@ -197,40 +194,42 @@ def _reason(error: UserError) -> str:
 def tables(rows: list[KindRow]) -> str:
     """What docs/targets.md says of each kind."""
     served, refused, untried = ([row for row in rows if row.part == part] for part in (SERVED, REFUSED, UNTRIED))
-    return f"""From tiny random models, one of each kind that `AutoModelForCausalLM` knows (transformers {transformers.__version__}), by
-`python -m tests.targets.architectures`. [A test](../tests/targets/test_architectures.py) decodes with each and compares with `generate()`;
-where logits are scaled or capped it compares distributions with those of the model's own logits. A checkpoint is tried again when it is
-loaded.
+    return f"""Tried with a tiny random model of each type that `AutoModelForCausalLM` knows (transformers {transformers.__version__}), by
+`python -m tests.targets.architectures`; the type is `model_type` in config.json. [A test](../tests/targets/test_architectures.py) decodes with
+each and compares with `generate()`. Your checkpoint is tried again when it is loaded.
 
 ## {SERVED}: {len(served)}
 
-N-gram lookup and draft models work for all of them. *Layers*: recurrent ones keep a state, of which decoding takes copies. *Logits*:
-what the class does to its head's output, and so decoding, soft targets and near-ties. *Heads*: which can be made; a class may lack RMS
-norms, one rotary embedding, one residual stream, or attention that takes plain queries, keys and values. *Trees*, *batches*, *packing*:
-`eval.tree`, `eval.batch_size` above 1, and `data.packing` (*no mask*: by kernels); a class that does not read masks or position ids is
-refused there alone.
+N-gram lookup and draft models work for all of them. *Layers*: recurrent ones keep a state that decoding copies. *Logits*: what the class does
+to its head's output. *Heads*: which can be made; a class may lack RMS norms, a single rotary embedding or residual stream, or plain
+attention. *Trees*, *batches*, *packing*: `eval.tree`, `eval.batch_size` above 1, `data.packing` (*no mask*: by kernels).
 
-| kind | class | layers | logits | heads | trees | batches | packing |
-| --- | --- | --- | --- | --- | --- | --- | --- |
+| {KIND} | layers | logits | heads | trees | batches | packing |
+| --- | --- | --- | --- | --- | --- | --- |
 {_lines(served)}
 
 ## {REFUSED}: {len(refused)}
 
-| kind | class | why |
-| --- | --- | --- |
+| {KIND} | reason |
+| --- | --- |
 {_lines(refused)}
 
 ## {UNTRIED}: {len(untried)}
 
-No tiny model of these was made: the config that the test gives them raises the error named here. They are tried when they are loaded.
+The test could not make a tiny model of these types. They are tried when they are loaded.
 
-| kind | class | error |
-| --- | --- | --- |
+| {KIND} | error of the config |
+| --- | --- |
 {_lines(untried)}"""
 
 
 def _lines(rows: list[KindRow]) -> str:
-    return "\n".join(map(str, rows))
+    """A line for all kinds of which the same is said, the most first."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        alike.setdefault(row.cells[1:], []).append(row.cells[0])
+    ordered = sorted(alike.items(), key=lambda entry: -len(entry[1]))
+    return "\n".join(f"| {' | '.join((', '.join(sorted(kinds)), *cells))} |" for cells, kinds in ordered)
 
 
 if __name__ == "__main__":
