@@ -195,13 +195,13 @@ def tables(rows: list[KindRow]) -> str:
     """What docs/targets.md says of each kind."""
     served, refused, untried = ([row for row in rows if row.part == part] for part in (SERVED, REFUSED, UNTRIED))
     return f"""Tried with a tiny random model of each type that `AutoModelForCausalLM` knows (transformers {transformers.__version__}), by
-`python -m tests.targets.architectures`; the type is `model_type` in config.json. [A test](../tests/targets/test_architectures.py) decodes with
-each and compares with `generate()`. Your checkpoint is tried again when it is loaded.
+`python -m tests.targets.architectures`; the type is `model_type` in config.json. [A test](../tests/targets/test_architectures.py)
+decodes with each and compares with `generate()`. Your checkpoint is tried again when it is loaded.
 
 ## {SERVED}: {len(served)}
 
-N-gram lookup and draft models work for all of them. *Layers*: recurrent ones keep a state that decoding copies. *Logits*: what the class does
-to its head's output. *Heads*: which can be made; a class may lack RMS norms, a single rotary embedding or residual stream, or plain
+N-gram lookup and draft models work for all of them. *Layers*: recurrent ones keep a state that decoding copies. *Logits*: what the class
+does to its head's output. *Heads*: which can be made; a class may lack RMS norms, a single rotary embedding or residual stream, or plain
 attention. *Trees*, *batches*, *packing*: `eval.tree`, `eval.batch_size` above 1, `data.packing` (*no mask*: by kernels).
 
 | {KIND} | layers | logits | heads | trees | batches | packing |
