@@ -1,4 +1,4 @@
-"""What `mkdocs` is told beyond mkdocs.yml: pages that stand beside docs/, and links from pages to files of the repository."""
+"""What `mkdocs` is told beyond mkdocs.yml: pages outside docs/, and links from pages to files of the repository."""
 
 import re
 from pathlib import Path
@@ -7,27 +7,27 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
-BESIDE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+OUTSIDE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 LINK = re.compile(r"(?<=\]\()(?!\w+:)([^)#\s]+)")
 THREAD = re.compile(r"(?<![\w/])([\w.-]+/[\w.-]+)#(\d+)\b")
 
 
 def on_files(files: Files, *, config: Any) -> Files:
-    """Add the pages beside docs/."""
-    for name, page in BESIDE.items():
+    """Add the pages outside docs/."""
+    for name, page in OUTSIDE.items():
         files.append(File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8")))
     return files
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> str:
     """Lead links to where the site has the page or image, and links to any other file into the repository; link threads."""
-    folder = ROOT if page.file.src_uri in BESIDE.values() else ROOT / "docs"
+    folder = ROOT if page.file.src_uri in OUTSIDE.values() else ROOT / "docs"
 
     def led(link: re.Match[str]) -> str:
         path = (folder / link[0]).resolve()
         name = path.relative_to(ROOT).as_posix()
-        if name in BESIDE:
-            return BESIDE[name]
+        if name in OUTSIDE:
+            return OUTSIDE[name]
         if path.is_relative_to(ROOT / "docs"):
             return name.removeprefix("docs/")
         return f"{config.extra['repository']}/{'tree' if path.is_dir() else 'blob'}/main/{name}"
