@@ -211,8 +211,16 @@ def test_a_workflow_says_its_rights_and_pins_what_it_uses(path: Path) -> None:
         assert {"contents": "read"}.items() <= (job.get("permissions") or workflow["permissions"]).items()
         for step in job.get("steps", []):
             if "uses" in step:
-                assert re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40}", step["uses"])
+                assert re.fullmatch(r"(actions|pypa)/[\w-]+@[0-9a-f]{40}", step["uses"])
                 assert "checkout" not in step["uses"] or step["with"] == {"persist-credentials": False}
+
+
+def test_what_may_publish_runs_nothing_of_the_repository() -> None:
+    """An identity token is given to jobs that hand on what another job built."""
+    for path in FOLDER.glob("*.yml"):
+        for job in yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"].values():
+            if "id-token" in job.get("permissions", {}):
+                assert job["needs"] and all("uses" in step and "checkout" not in step["uses"] for step in job["steps"]), path
 
 
 def test_ci_runs_what_any_machine_runs() -> None:
