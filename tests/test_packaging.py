@@ -134,6 +134,22 @@ def test_newest_entry_of_the_changelog_is_this_version():
     assert re.findall(r"^## (\S+)", changelog, re.MULTILINE)[0] == __version__
 
 
+def test_forms_of_issues_are_such_as_github_reads():
+    kinds = {"markdown": {"value"}, "textarea": {"label"}, "input": {"label"}, "checkboxes": {"label", "options"}}
+    forms = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")]
+    assert len(forms) == 2
+    for form in forms:
+        assert form["name"] and form["description"] and len({it["id"] for it in form["body"] if "id" in it}) > 1
+        assert all(kinds[it["type"]] <= it["attributes"].keys() for it in form["body"])
+
+
+def test_container_of_a_developer_is_a_stage_of_the_dockerfile():
+    built = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text(encoding="utf-8"))["build"]
+    stages = re.findall(r"^FROM \S+ AS (\w+)$", (ROOT / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert stages == ["cpu", "cuda"] and built["target"] in stages
+    assert (ROOT / ".devcontainer" / built["dockerfile"]).resolve() == ROOT / "Dockerfile"
+
+
 def make(*arguments: str) -> list[str]:
     """The lines that make prints when a person starts it: what a surrounding `make test` hands down is removed."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
