@@ -306,7 +306,10 @@ def test_a_target_that_could_not_be_trained_is_refused(argument: str, key: str, 
 
 
 @pytest.mark.parametrize("schema", [Recipe, TargetRecipe])
-def test_help_lists_every_key_with_type_default_and_meaning(schema: type, capsys: pytest.CaptureFixture[str]):
+def test_help_lists_every_key_with_type_default_and_meaning(
+    schema: type, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("COLUMNS", "1000")
     print_help("What it does.", [schema], [])
     shown = " ".join(capsys.readouterr().out.split())
     for key, kind, default, text in describe(schema):

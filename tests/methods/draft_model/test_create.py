@@ -172,7 +172,7 @@ def test_of_a_mixture_s_experts_a_token_reads_its_own() -> None:
 
 
 def test_each_start_builds_a_draft_and_says_what_it_costs(target: FrozenTarget, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="specdistill.methods.draft_model.create"):
+    with caplog.at_level(logging.INFO, logger="specdistill"):
         default = create_draft_model(target)
         width = create_draft_model(target, init="width", hidden_size=32, calibration=IDS)
         scratch = create_draft_model(target, init="scratch", max_parameters=60_000, seed=3)
