@@ -355,7 +355,7 @@ def test_what_a_run_can_tell_is_said_before_it_runs(measured, tmp_path, capsys):
     assert "22.4%" in capsys.readouterr().err  # (1.960 + 0.842) · 0.16 / √4
     assert report["settings"]["target_precision"] is None
     report, _ = measured("eval.target_precision=0.0001")
-    assert str(tmp_path / "report") in capsys.readouterr().out.splitlines()[0]
+    assert str(tmp_path / "report") in capsys.readouterr().err
     assert report["settings"]["target_precision"] == 0.0001
     assert "precision_not_reached" in [finding["name"] for finding in report["findings"]]
 
