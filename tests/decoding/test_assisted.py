@@ -58,12 +58,29 @@ def test_drafts_and_greedy_text_are_those_of_this_decoder_and_of_generate(
     assert len(drafted) - len(drafted_there) <= 4 and any(drafted_there)
 
 
-@pytest.mark.parametrize("k", [1, 3])
-def test_right_drafts_spare_passes_of_the_target(target: FrozenTarget, k: int) -> None:
+def widths(target: FrozenTarget, proposer: Proposer, **options: Any) -> list[int]:
+    """Tokens that the target reads in each pass: the prompt, then rounds of a token and its draft."""
     passes: list[int] = []
-    with target.backbone.register_forward_hook(lambda *_: passes.append(1)):
-        assert written(target, Oracle([*PROMPT[0].tolist(), *written(target)]), num_speculative_tokens=k)
-    assert len(passes) - 40 == 1 + -(-39 // (k + 1))  # 40 for the oracle's text, then the prompt, then rounds of k + 1
+    with target.backbone.register_forward_hook(
+        lambda _module, _inputs, output: passes.append(output.last_hidden_state.shape[1])
+    ):
+        written(target, proposer, **options)
+    return passes
+
+
+def test_nothing_is_drafted_past_a_stop_token_or_the_limit(target: FrozenTarget) -> None:
+    plain = written(target)
+    oracle = Oracle([*PROMPT[0].tolist(), *plain])
+    assert widths(target, oracle, max_new_tokens=13) == [6, 5, 5, 2]
+    assert widths(target, oracle, max_new_tokens=13, num_speculative_tokens=2) == [6, 3, 3, 3, 3]
+    assert plain.index(plain[6]) == 6
+    assert widths(target, oracle, eos_token_id=plain[6]) == [6, 5, 2]
+
+
+def test_a_draft_with_the_targets_distribution_is_accepted_in_full(target: FrozenTarget) -> None:
+    torch.manual_seed(0)
+    sampled = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "max_new_tokens": 16}
+    assert widths(target, DraftModelProposer(target.model), **sampled) == [6, 5, 5, 5]
 
 
 @pytest.mark.parametrize("kind", ["windows", "deepseek_v3"])
