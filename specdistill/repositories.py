@@ -53,18 +53,21 @@ def hub_errors(key: str, name: str, *, expected: str) -> Iterator[None]:
     except HFValidationError as error:
         raise UserError(key, got=name, expected=expected) from error
     except (HTTP_ERROR, OfflineModeIsEnabled, LocalEntryNotFoundError, RevisionResolutionError, DryRunError) as error:
-        if Path(name).is_dir():
-            raise UserError(key, got=f"{name}, which lacks files", expected=expected) from error
-        reason, next_step = _reason(error, *split_revision(name))
-        raise ResourceError(f"{key}: {name} is no folder here, and {reason}", next_step=next_step) from error
+        raise _not_fetched(error, key, name, expected) from error
     except OSError as error:
         if isinstance(error.__cause__, LocalEntryNotFoundError):  # which transformers tells in words of its own
-            with hub_errors(key, name, expected=expected):
-                raise error.__cause__ from None
+            raise _not_fetched(error.__cause__, key, name, expected) from error
         if not _is_of_cache(error):
             raise
         what = f"{key}: {name} could not be kept in the Hub's cache, {constants.HF_HUB_CACHE} ({error.strerror})"
         raise ResourceError(what, next_step="set HF_HOME to a folder that can be written and has room") from error
+
+
+def _not_fetched(error: BaseException, key: str, name: str, expected: str) -> UserError | ResourceError:
+    if Path(name).is_dir():
+        return UserError(key, got=f"{name}, which lacks files", expected=expected)
+    reason, next_step = _reason(error, *split_revision(name))
+    return ResourceError(f"{key}: {name} is no folder here, and {reason}", next_step=next_step)
 
 
 def _reason(error: BaseException, repository: str, revision: str | None) -> tuple[str, str]:

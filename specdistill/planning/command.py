@@ -115,7 +115,7 @@ def print_plan(
     console = console or Console()
     advice = plan.recommendation
     console.print(Text.assemble((f"Recommended: {advice['method'] or 'none'}", "bold"), f", {advice['reason']}"))
-    _print_commands(advice["start"] or ("nothing here starts it" if advice["method"] else ""), console)
+    _print_commands(advice["start"] or "", console)
     if advice["start"] == advice["lookup"]:
         console.print("What it gains depends on the text: this measures it.")
     else:
@@ -159,7 +159,6 @@ def short(number: float, unit: str = "") -> str:
 
 
 def _gib(size: float) -> str:
-    """Of a device's memory."""
     return f"{size / 2**30:.3g} GiB"
 
 
@@ -202,7 +201,7 @@ def _line(title: str, what: str) -> Text:
 
 def _parts(sizes: Mapping[str, int]) -> str:
     parts = " + ".join(f"{name} {_gib(size)}" for name, size in sizes.items() if size)
-    return f"{parts} = {short(sum(sizes.values()), 'iB')}"
+    return f"{parts} = {_gib(sum(sizes.values()))}"
 
 
 def _budget(budget: "Budget") -> str:
