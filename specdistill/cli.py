@@ -204,7 +204,7 @@ VERBS = {
         train,
         "methods.recipe:Recipe launch:LaunchOptions",
         "method target.model target.dtype train data.source data.max_length data.regenerate.num_tokens draft.init draft.num_layers "
-        "loss.divergence optimizer hidden_states.mode selection launch num_processes",
+        "loss.divergence optimizer launch num_processes",
     ),
     "eval": Verb(
         eval,

@@ -120,7 +120,9 @@ def test_code_of_a_draft_never_runs(command: str, model_type: str, in_empty_fold
     ran = specdistill(*command.split(), "target=target", TRUST)
     expected = (ExitCode.DONE, ExitCode.CHECK_FAILED) if model_type == "llama" else (ExitCode.CHECK_FAILED, ExitCode.USER_ERROR)
     assert ran.returncode in expected and not marker.exists(), ran
-    assert TRUST not in ran.stderr + ("" if command.startswith("plan") else ran.stdout)  # no way out; plan repeats it for the target
+    assert TRUST not in ran.stderr + (
+        "" if command.startswith("plan") else ran.stdout
+    )  # no way out; plan repeats it for the target
 
 
 def test_an_engine_that_trusts_a_target_is_given_no_code_of_its_draft(in_empty_folder: Path) -> None:
