@@ -59,8 +59,9 @@ def command(plan: Plan, method: str) -> list[str]:
     only = [replace(row, low=None, high=None) if row.method not in (method, "ngram") else row for row in plan.methods]
     only = [replace(row, high=replace(row.high, speedup=9.0)) if row.method == method else row for row in only]
     start = recommend(only, plan.target, plan.alone)["start"]
-    assert start is not None and start.startswith("specdistill ")
-    return shlex.split(start.splitlines()[-1])[1:]
+    program, *arguments = shlex.split(str(start).splitlines()[-1])  # a target that is spread has a server's command first
+    assert program == "specdistill"
+    return arguments
 
 
 def printed(plan: Plan) -> list[list[str]]:
