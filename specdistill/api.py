@@ -227,11 +227,17 @@ class DraftTrainer:
     def train(self) -> Path:
         """Returns the run's folder, with the draft in `draft`. An interrupted run resumes."""
         if self.rows is not None:
-            place = Path(self.recipe.data.source)
+            place, text = (
+                Path(self.recipe.data.source),
+                "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in self.rows),
+            )
+            if place.exists() and place.read_bytes() != text.encode():
+                raise UserError(
+                    "train_dataset", got=f"other rows than those in {place}", expected="them, or another output_dir"
+                )
             aside = place.with_name(f".{place.name}.{os.getpid()}")  # each process of a launch writes the same file
             place.parent.mkdir(parents=True, exist_ok=True)
-            with aside.open("w", encoding="utf-8") as file:
-                file.writelines(f"{json.dumps(row, ensure_ascii=False)}\n" for row in self.rows)
+            aside.write_text(text, encoding="utf-8")
             os.replace(aside, place)
         return train_draft(self.recipe, self.callbacks)
 

@@ -1,11 +1,12 @@
 """The text on which the doctor tries a draft: what it is for, as far as that is known."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from specdistill.errors import one_line
 from specdistill.files.documents import read_keys
+from specdistill.methods.recipe import Recipe
+from specdistill.recipe.load import RUNS_NOTHING, load_recipe
 from specdistill.rows.files import cache_folder, tokenizer_fingerprint
 from specdistill.rows.row_set import is_whole, read_rows
 from specdistill.suites.suite import TEXT_PROMPT_TOKENS, load_suite, tokenize
@@ -29,9 +30,9 @@ def prompts_of(run: Path | None, suite: str | None, target: FrozenTarget, num_pr
 
     Raises UserError for a suite that cannot be read, or does not fit the target.
     """
-    recipe = read_keys(run / RECIPE, KEY, "a run with its recipe") if run else {}
-    named = suite or recipe.get("eval", {}).get("suite")
-    ids = _held_out(run, recipe.get("data", {}), target, num_prompts) if run and not named else []
+    recipe = load_recipe(Recipe, [f"recipe={run / RECIPE}", *RUNS_NOTHING]) if run else None
+    named = suite or (recipe and recipe.eval.suite)
+    ids = _held_out(run, recipe, target, num_prompts) if run and not named else []
     what, is_known = f"the held-out rows of {run}", bool(named or ids)
     if not ids:
         limits = {"max_new_tokens": NUM_TOKENS, "max_length": target.max_length, "vocab_size": target.vocab_size}
@@ -42,10 +43,10 @@ def prompts_of(run: Path | None, suite: str | None, target: FrozenTarget, num_pr
     return ids, f"{len(ids)} of {what}, the first: {first[:60]!r}", is_known
 
 
-def _held_out(run: Path, data: Mapping[str, Any], target: FrozenTarget, num_prompts: int) -> list[Ids]:
+def _held_out(run: Path, recipe: Any, target: FrozenTarget, num_prompts: int) -> list[Ids]:
     """What comes before the first loss token of a document, in rows over all that the run held out; empty where they are not here."""
     made = str(read_keys(run / PROVENANCE, KEY, "a run with its record").get("data_fingerprint"))
-    folder = Path(data.get("rows") or cache_folder(data.get("cache_dir")) / "rows" / made.removesuffix("-train"))
+    folder = Path(recipe.data.rows or cache_folder(recipe.data.cache_dir) / "rows" / made.removesuffix("-train"))
     if not is_whole(folder):
         return []
     _, rows, manifest = read_rows(folder)

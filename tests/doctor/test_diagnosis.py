@@ -174,10 +174,11 @@ def test_a_draft_without_a_history_is_still_tried(folder: Path, run_of: Callable
     assert [finding.severity for finding in diagnosed(folder, tmp_path / "good").findings] == ["warning"]
 
 
-def in_a_run(learned: Path, run: Path, *, suite: str | None, data: dict[str, Any]) -> Path:
-    """A copy of a run with a recipe, and with the draft as an export next to it, whose folder is returned."""
+def in_a_run(learned: Path, run: Path, *, suite: str | None, rows: str | None = None, **data: Any) -> Path:
+    """A copy of a run with a recipe, and with the draft as an export next to it, whose folder is returned. rows: their fingerprint."""
     shutil.copytree(learned, run)
-    recipe, record = {"eval": {"suite": suite}, "data": data}, {"data_fingerprint": data.get("fingerprint")}
+    recipe = {"method": "eagle3", "target": {"model": "pico"}, "train": {"output_dir": str(run)}}
+    recipe, record = {**recipe, "eval": {"suite": suite}, "data": data}, {"data_fingerprint": rows}
     for name, content in {"recipe.yaml": recipe, "provenance.json": record}.items():
         (run / "run" / name).write_text(json.dumps(content))
     return shutil.copytree(run / "draft", run / "vllm")
@@ -186,15 +187,14 @@ def in_a_run(learned: Path, run: Path, *, suite: str | None, data: dict[str, Any
 def test_a_draft_of_a_run_is_tried_on_what_it_is_for(folder: Path, run_of: Callable[[str], Path], tmp_path: Path) -> None:
     """An export, too: on the suite of the run's recipe, else on rows that its training held out, else on plain ones, which it says."""
     target, learned = {"model": str(folder / "target"), "num_prompts": 2}, run_of("eagle3")
-    exported = in_a_run(learned, tmp_path / "suite", suite=str(folder / "prompts.jsonl"), data={})
+    exported = in_a_run(learned, tmp_path / "suite", suite=str(folder / "prompts.jsonl"))
     made = diagnose(exported, **target)
     assert made.prompts == f"1 of suite {folder / 'prompts.jsonl'}, the first: {PROMPT!r}" and made.is_sound
     assert made.recorded == SimulatedAcceptance(4, LENGTH)
 
     config = config_for(tmp_path, [{"text": f"{PROMPT} {number:02d} once upon a time"} for number in range(40)], max_length=64)
     rows, _ = opened(config, RowTarget.of(FrozenTarget.load(target["model"])))
-    data = {"cache_dir": config.cache_dir, "fingerprint": rows._fingerprint}
-    exported = in_a_run(learned, tmp_path / "rows", suite=None, data=data)
+    exported = in_a_run(learned, tmp_path / "rows", suite=None, rows=rows._fingerprint, cache_dir=config.cache_dir)
     made = diagnose(exported, **target)
     assert made.prompts is not None and made.prompts.startswith(
         f"2 of the held-out rows of {tmp_path / 'rows'}, the first: '{PROMPT}"

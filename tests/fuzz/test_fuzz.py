@@ -82,6 +82,7 @@ FOUND: list[tuple[str, str, tuple[Any, ...], Any]] = [
         ("max_position_embeddings",),
         {"x": 1},
     ),
+    (DOCTOR.replace("decode=false", "eval.num_prompts=1"), "trained/run/recipe.yaml", ("eval",), None),
     (DOCTOR, "trained/draft/config.json", ("eagle_config",), [1]),
     (DOCTOR, "trained/draft/config.json", ("eagle_config", "eagle_aux_hidden_state_layer_ids"), [{}]),
 ]
