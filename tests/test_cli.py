@@ -173,6 +173,15 @@ def test_json_is_one_document_and_quiet_prints_no_messages(shell: "Shell", in_em
     assert specdistill("path", "pico").stdout == f"{PICO}\n"  # and the flags are forgotten
 
 
+def test_quiet_leaves_the_error_of_what_else_shows_progress(in_empty_folder: Path):
+    Path("rows.jsonl").write_text('{"text": "Once upon a time there was a cat."}\n' * 4, encoding="utf-8")
+    keys = "target.model=pico data.source=rows.jsonl data.decontaminate=[pico-short] train.output_dir=run"
+    runs = (["data.cache_dir=one"], ["data.cache_dir=other", "--quiet"])
+    shown, quiet = (specdistill("data", "show", *keys.split(), *more).stderr.splitlines() for more in runs)
+    assert any(line.startswith("Comparing: 4 of 4 rows") for line in shown)
+    assert [line.partition(":")[0] for line in quiet] == ["error"] and "all alike" in quiet[0]
+
+
 def test_a_shell_completes_verbs_and_keys(tmp_path: Path):
     (tmp_path / "completion").write_text(specdistill("completion", "bash").stdout, encoding="utf-8")
     typed = "COMP_WORDS=(specdistill {}); COMP_CWORD={}; _specdistill; echo ${{COMPREPLY[@]}}"
@@ -233,6 +242,8 @@ def test_demo_trains_then_measures_and_says_so(shell: Shell, in_empty_folder: Pa
     keys = ["recipe=pico/eagle3", "train.output_dir=runs/demo", "train.max_steps=3"]
     assert shell.commands == [["-m", "specdistill", "train", *keys], ["-m", "specdistill", "eval", *keys]]
     assert capsys.readouterr().err.splitlines() == [f"$ specdistill {verb} {' '.join(keys)}" for verb in ("train", "eval")]
+    assert main(["demo", "--json"]) == 0
+    assert ["--json" in command for command in shell.commands[2:]] == [False, True]  # one document: the report
 
 
 @pytest.mark.parametrize(("codes", "code", "started"), [([3, 0], 3, 1), ([0, 1], 1, 2), ([-9, 0], 3, 1)])
