@@ -154,7 +154,7 @@ COMPLETION = """_specdistill() {{
   [ "$COMP_CWORD" = 1 ] || compopt -o nospace 2>/dev/null
   COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
 }}
-complete -o default -F _specdistill specdistill"""
+complete {options}-o default -F _specdistill specdistill"""
 
 
 def completion(arguments: list[str]) -> int:
@@ -165,9 +165,11 @@ def completion(arguments: list[str]) -> int:
     for name, row in VERBS.items():
         keys = ["recipe", *row.shorthands, *(key for schema in row.sections() for key, *_ in describe(schema))]
         cases += f"    *' {name}') words='{' '.join(f'{key}=' for key in dict.fromkeys(keys) if '*' not in key)}' ;;\n"
+    options = ""
     if arguments == ["zsh"]:
         print("autoload -U compinit bashcompinit && compinit && bashcompinit")
-    print(COMPLETION.format(cases=cases))
+        options = "-o nospace "  # zsh has no compopt
+    print(COMPLETION.format(cases=cases, options=options))
     return ExitCode.DONE
 
 

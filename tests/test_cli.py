@@ -193,6 +193,7 @@ def test_a_shell_completes_verbs_and_keys(tmp_path: Path):
         "data.regenerate.timeout=",
         "data.regenerate.template=",
     ]
+    assert "complete -o nospace " in specdistill("completion", "zsh").stdout  # so that a value follows its key
 
 
 def test_plan_for_pico_names_its_own_recipe_and_writes_its_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
