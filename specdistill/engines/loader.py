@@ -127,7 +127,7 @@ MISSING = object()
 
 @dataclass
 class LoaderCheck:
-    """refused: why the engine stops. silent: what it loads otherwise than the draft expects, without an error. notes: what to know.
+    """refused: why the engine stops. silent: what it loads differently from what the draft expects, without an error. notes: what to know.
 
     settings: what it makes of config.json.
     """

@@ -166,7 +166,7 @@ class HardwareDocument(Document, total=False):
 class LookupFirstDocument(Document):
     method: Literal["ngram", "suffix"]
     min: Annotated[AtLeastOne, about("fewest tokens that agree")]
-    max: Annotated[AtLeastOne, about("most tokens compared")]
+    max: Annotated[AtLeastOne, about("the longest n-gram to match")]
     draft_tokens: NotRequired[Annotated[AtLeastOne, about("of the draft's chain, where nothing is found")]]
     draft_tree: NotRequired[TreeDocument]
 
