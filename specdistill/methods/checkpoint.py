@@ -36,6 +36,7 @@ OPTIONAL_SIZES = (
     "num_key_value_heads", "head_dim", "num_hidden_layers", "max_position_embeddings", "draft_vocab_size", "target_hidden_size",
     "num_target_layers",
 )  # fmt: skip
+LARGEST_SIZE = 2**31 - 1  # so that the product of two is a size that torch can hold
 # What would change a head's arithmetic without a trace in its tensors' names, and the value that heads have here.
 FIXED = {
     "hidden_act": "silu",
@@ -218,8 +219,8 @@ def shape_from_json(raw: Mapping[str, Any], key: str, *, what: str) -> dict[str,
         size = raw.get(name)
         if size is None and name in SIZES:
             raise UserError(key, got=f"a config.json without {name}", expected=f"the keys of {what}")
-        if size is not None and (type(size) is not int or size < 1):
-            raise UserError(key, got=f"{name} {size!r}", expected="a whole number of 1 or more")
+        if size is not None and (type(size) is not int or not 0 < size <= LARGEST_SIZE):
+            raise UserError(key, got=f"{name} {size!r}"[:80], expected=f"a whole number from 1 to {LARGEST_SIZE:,}")
     shape = {field.name: raw[field.name] for field in dataclasses.fields(HeadShape) if field.name in raw} | {
         "num_key_value_heads": raw.get("num_key_value_heads") or raw["num_attention_heads"],
         "head_dim": raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],

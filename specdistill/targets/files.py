@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -27,13 +27,14 @@ ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 # What turns text into token ids. Templates, defaults and the names of special tokens stand in other files.
 TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
 NESTED = ("transformer_layer_config", "model", "text_config")  # where some layouts of config.json have a decoder's sizes
+MOST_LAYERS = 1000  # of a model, which are made one by one
 # Of keys of config.json that are read here.
 KINDS = {
     **dict.fromkeys((*NESTED, "rope_parameters", "rope_scaling", "quantization_config"), dict[str, Any]),
     **dict.fromkeys(("architectures", "layer_types"), list[str]),
     **dict.fromkeys(("model_type", "dtype", "torch_dtype"), str),
-    **dict.fromkeys(("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings", "draft_vocab_size"), int),
-    "sliding_window": int,
+    **dict.fromkeys(("vocab_size", "hidden_size", "max_position_embeddings", "draft_vocab_size", "sliding_window"), int),
+    "num_hidden_layers": Annotated[int, Field(le=MOST_LAYERS)],
     "rope_theta": float,
 }
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"

@@ -83,6 +83,12 @@ FOUND: list[tuple[str, str, tuple[Any, ...], Any]] = [
         {"x": 1},
     ),
     (DOCTOR.replace("decode=false", "eval.num_prompts=1"), "trained/run/recipe.yaml", ("eval",), None),
+    (DOCTOR, "trained/draft/config.json", ("hidden_size",), 2**63),
+    (DOCTOR, "trained/draft/config.json", ("num_attention_heads",), 2**62),
+    (DOCTOR, "trained/draft/config.json", ("num_hidden_layers",), 10**9),
+    (DOCTOR.replace("trained", "run"), "run/draft/config.json", ("num_hidden_layers",), 10**9),
+    (DOCTOR, "target/config.json", ("num_hidden_layers",), 10**9),
+    ("plan target=target hub=false", "target/config.json", ("num_hidden_layers",), 10**9),
     (DOCTOR, "trained/draft/config.json", ("eagle_config",), [1]),
     (DOCTOR, "trained/draft/config.json", ("eagle_config", "eagle_aux_hidden_state_layer_ids"), [{}]),
 ]
