@@ -20,6 +20,7 @@ from specdistill.methods.recipe import Recipe
 from specdistill.methods.target_record import recorded_target
 from specdistill.project import git_revision
 from specdistill.report.files import digest, read_report
+from specdistill.report.phrases import evidence, rule_name
 from specdistill.statistics.records import PromptRecord
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.identity import SHOWN, TargetIdentity
@@ -118,7 +119,7 @@ def _judged(recipe: Recipe, measured: Evidence, last: Evidence | None) -> tuple[
             elsewhere = last is not None and "max_regression" in rule["requirement"] and rule["value"] is None
             is_comparable = is_comparable and not elsewhere  # e.g. on another machine: nobody has measured both alike
             name = "not compared" if elsewhere else f"gate {rule['verdict']}"
-            refusals.append(f"{name}: {rule['metric']}: {rule['reason']}")
+            refusals.append(f"{name}: {rule_name(rule)}: {evidence(rule)}")
     return judged, refusals, is_comparable
 
 

@@ -100,12 +100,18 @@ def previous_report(folder: Path) -> tuple[dict[str, Any], list[PromptRecord]] |
 def read_report(path: Path, key: str = "report") -> tuple[dict[str, Any], list[PromptRecord]]:
     """report.json (or its folder) and the records next to it. Raises UserError when either is missing or invalid."""
     path = path / REPORT if path.is_dir() else path
+    return read_document(path, key), read_records(path.parent / SAMPLES, key)
+
+
+def read_document(path: Path, key: str = "report") -> dict[str, Any]:
+    """report.json (or its folder) alone. Raises as `read_report`."""
+    path = path / REPORT if path.is_dir() else path
     try:
-        report = read_json(path)
+        report: dict[str, Any] = read_json(path)
     except (OSError, ValueError) as error:
         raise UserError(key, got=f"{path} ({error})", expected="a report.json") from error
     validate(report, str(path), key)
-    return report, read_records(path.parent / SAMPLES, key)
+    return report
 
 
 def render(folder: Path) -> None:
