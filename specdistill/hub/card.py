@@ -16,7 +16,7 @@ from specdistill.engines import ENGINES
 from specdistill.errors import one_line
 from specdistill.export import measured_lookup, of_lookup
 from specdistill.files.documents import read_yaml
-from specdistill.hub.evidence import Release
+from specdistill.hub.evidence import REPORT, Release
 from specdistill.hub.licenses import DATA, Licensed, front_matter
 from specdistill.methods import METHODS
 from specdistill.project import SUITES
@@ -34,6 +34,7 @@ METRICS = {
     "acceptance_rate": "acceptance rate",
     "speedup": "speedup over plain decoding",
 }
+PICTURE = f"{REPORT}/picture.svg"
 # Settings of a report that `eval:` has under the same name.
 SAMPLING = ("num_speculative_tokens", "temperature", "top_p", "top_k", "max_new_tokens", "seed")
 SETTINGS = (*SAMPLING, "batch_size", "compile", "repeats", "warmup")
@@ -85,6 +86,8 @@ def model_card(of: CardContents, serving: Sequence[tuple[str, str]]) -> ModelCar
         tag=of.tag,
         version=__version__,
         verdict=_verdict(report),
+        picture=f"![{plain(phrases.title(report))}: {plain(phrases.summary(report))}]({PICTURE})",
+        headline=_headline(report),
         serving=serving,
         placeholders=_placeholders(of),
         procedure=phrases.procedure(report),
@@ -217,6 +220,18 @@ def _placeholders(of: CardContents) -> str:
 def _verdict(report: Mapping[str, Any]) -> str:
     sentences = phrases.summary(report), phrases.failed_rules(report)
     return f"Its gate: **{phrases.verdict(report).lower()}**. {' '.join(plain(words) for words in sentences if words)}"
+
+
+def _headline(report: Mapping[str, Any]) -> str:
+    """The numbers to quote, each with its interval."""
+    row, shown = report["results"][0], {True: "yes", False: "NO", None: "not compared"}
+    lines = [
+        (phrases.METRICS[name][0], "".join(phrases.in_unit(name, row[name])) + phrases.between(row, name))
+        for name in ("mean_acceptance_length", "speedup", "tokens_per_second")
+        if name in row
+    ]
+    lines += [("lossless", shown[phrases.is_lossless(report)]), ("measured with", phrases.settings_line(report))]
+    return table(("", "whole suite (95 % interval)"), (map(plain, line) for line in lines))
 
 
 def _deeper(markdown: str) -> str:

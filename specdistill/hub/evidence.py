@@ -57,9 +57,8 @@ class Release:
 
 def check_finished(run: Path) -> None:
     """Raises UserError for a folder that is no finished run."""
-    for part in (DRAFT, RECIPE, PROVENANCE, REPORT):
-        if not (run / part).exists():
-            raise UserError("run", got=f"{run}, which has no {part}", expected=FINISHED)
+    if missing := [part for part in (DRAFT, RECIPE, PROVENANCE, REPORT) if not (run / part).exists()]:
+        raise UserError("run", got=f"{run}, which has no {', no '.join(missing)}", expected=FINISHED)
 
 
 def read_release(run: Path, recipe: Recipe, last: Evidence | None = None) -> Release:

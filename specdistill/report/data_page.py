@@ -3,7 +3,8 @@
 One self-contained file. Every value is escaped: documents come from outside.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from specdistill.errors import UserError
 from specdistill.report.files import template
 from specdistill.report.phrases import percent
 from specdistill.report.tables import Table
+
+REPEATED = re.compile(r"(.{1,160}?)\1{3,}", re.DOTALL)  # the same four times or more
+SHORTEST_LOOP = 32  # characters: less is no loop but indentation or a rule of dashes
 
 
 def write_page(path: Path, key: str, *content: Any) -> None:
@@ -37,7 +41,19 @@ def to_html(
         of_sources=_of_sources(mixture),
         lengths=lengths,
         documents=documents,
+        collapsed=collapsed,
     )
+
+
+def collapsed(text: str) -> Iterator[tuple[str, int]]:
+    """Pieces of a text and how often each stands there in a row: a loop is one of them."""
+    end = 0
+    for found in REPEATED.finditer(text):
+        unit = found[1]
+        if unit.strip() and len(found[0]) >= SHORTEST_LOOP:
+            yield from ((text[end : found.start()], 1), (unit, len(found[0]) // len(unit)))
+            end = found.end()
+    yield text[end:], 1
 
 
 def _of_halves(halves: Mapping[str, Any]) -> Table:
