@@ -328,25 +328,22 @@ def holds(rule: Rule, found: Estimate) -> tuple[Verdict, str, int | None]:
     if rule.requirement == "equals":
         reason = f"{scalar(found.value)}, required {scalar(rule.threshold)}"
         return "passed" if found.value == rule.threshold else "failed", reason, None
-    low, high = found.interval or (found.value, found.value)
-    threshold, point = float(rule.threshold), found.value
-    lower, upper = (f"{side} {rule.confidence:.0%} bound " if found.interval else "" for side in ("lower", "upper"))
-    if rule.requirement == "min":
-        passed, failed = low >= threshold, high < threshold
-        shown, decisive = (upper, high) if failed else (lower, low)
-        reason = f"{shown}{scalar(decisive)}, required at least {scalar(rule.threshold)}"
-        open_end, edge = (low, threshold) if point >= threshold else (high, threshold)
-    elif rule.requirement == "max":
-        passed, failed = high <= threshold, low > threshold
-        shown, decisive = (lower, low) if failed else (upper, high)
-        reason = f"{shown}{scalar(decisive)}, required at most {scalar(rule.threshold)}"
-        open_end, edge = (high, threshold) if point <= threshold else (low, threshold)
-    else:
+    (low, high), threshold, point = found.interval or (found.value, found.value), float(rule.threshold), found.value
+    if rule.requirement == "max_regression":
         worse = -1 if METRICS[rule.metric].better == "higher" else 1
         least, most = sorted((worse * low, worse * high))  # the loss
         passed, failed = most <= threshold, least > 0 and most > threshold
-        reason = f"{lower if worse < 0 else upper}{worse * most:+.1%}, allowed {worse * threshold:+.1%}"
+        side, decisive, asked = "lower" if worse < 0 else "upper", f"{worse * most:+.1%}", f"allowed {worse * threshold:+.1%}"
         open_end, edge = (worse * most, worse * threshold) if worse * point < threshold else (worse * least, 0.0)
+    else:
+        sign = 1 if rule.requirement == "min" else -1  # of a max everything the other way round
+        least, most = sorted((sign * low, sign * high))
+        passed, failed = least >= sign * threshold, most < sign * threshold
+        side = "lower" if (sign > 0) != failed else "upper"
+        decisive = scalar(low if side == "lower" else high)
+        asked = f"required at {'least' if sign > 0 else 'most'} {scalar(rule.threshold)}"
+        open_end, edge = sign * (least if sign * point >= sign * threshold else most), threshold
+    reason = f"{f'{side} {rule.confidence:.0%} bound ' if found.interval else ''}{decisive}, {asked}"
     if passed or failed:
         return "passed" if passed else "failed", reason, None
     needed = _prompts_needed(found, open_end, edge)

@@ -87,17 +87,22 @@ def publish_run(options: PublishOptions) -> Publication:
     recipe = load_recipe(Recipe, [f"recipe={run / RECIPE}", *RUNS_NOTHING])
     config = recipe.publish.model_copy(update=given)
     name = check_names(config.repo, tag)
-    if not options.dry_run:
-        with hub_failures(name):
-            HfApi().whoami()
-    found = reachable(name, options)
-    there = found or Repository(name)
+    try:
+        if not options.dry_run:
+            with hub_failures(name):
+                HfApi().whoami()
+        there, is_reached = Repository.read(name), True
+    except ResourceError as error:
+        if not options.dry_run:
+            raise
+        logger.warning(f"{error}. Previewed as the first release of a new repository.")
+        there, is_reached = Repository(name), False
     there.check_visible(config.private)
     if known := next((it for it in ([tag] if tag else there.tags) if is_released(run, there.at(it))), None):
         return Publication(name, known, (), commit=there.tags[known])
     if tag in there.tags:
         raise UserError("tag", got=f"{tag}, which is another release of {name}", expected=f"a new one, e.g. {there.next_tag}")
-    tag, last = tag or there.next_tag, last_release(there, options.baseline) if found else None
+    tag, last = tag or there.next_tag, last_release(there, options.baseline) if is_reached else None
     release = read_release(run, recipe, last.evidence if last else None)
     target, base_model = find_target(release, config.base_model)
     if base_model == name:
@@ -132,17 +137,6 @@ def publish_run(options: PublishOptions) -> Publication:
     message = tag_message(release, tag, last)
     commit = upload(folder, changes, there, tag, message=message, private=config.private)
     return Publication(name, tag, refusals, folder, changes, commit)
-
-
-def reachable(name: str, options: PublishOptions) -> Repository | None:
-    """The repository; None for a dry run that cannot reach the Hub, and a line that says so. Raises ResourceError when the Hub fails."""
-    try:
-        return Repository.read(name)
-    except ResourceError as error:
-        if not options.dry_run:
-            raise
-        logger.warning(f"{error}. Previewed as the first release of a new repository.")
-        return None
 
 
 def is_released(run: Path, files: Mapping[str, RepoFile]) -> bool:

@@ -26,6 +26,8 @@ STROKES = ("good", "bonus", "mine", "muted")  # of one curve after the other, th
 NamedRows = Sequence[tuple[str, ResultRow]]
 Ticks = Sequence[tuple[float, str]]  # (value, label)
 Format = Callable[[float], str]
+# (colour, dashes, [(x, y, title)], (offset, labels) of its points) of a curve.
+Curve = tuple[str, str | None, Sequence[tuple[float, float, str]], tuple[int, Sequence[object]] | None]
 Segments = Sequence[tuple[str, float]]  # (kind, amount) of a bar, from left to right
 
 
@@ -99,7 +101,7 @@ def _lines(named: NamedRows, metric: str, formatted: Format, x: Scale, ticks: Ti
     drawn = _x_axis(x, ticks, top, bottom, bottom)
     if metric == "speedup":
         drawn.append(_line(x(1.0), top, x(1.0), bottom, "muted", stroke_dasharray="3 4"))
-    names = _short([name for name, row in named if metric in row], LONGEST)
+    names = [name if len(name) <= LONGEST else f"…{name[1 - LONGEST :]}" for name, row in named if metric in row]
     for index, (name, row) in enumerate(zip(names, rows, strict=True)):
         y = top + step * index + ABOVE + 15
         low, high = _interval(row, metric)
@@ -131,31 +133,22 @@ def acceptance_against_cost(ranking: Sequence[Mapping[str, Any]], reports: Mappi
     on_frontier = [place for place, (entry, _) in zip(places, drafting, strict=True) if entry["on_pareto_frontier"]]
     drawn = _axes(x, y, _ticks(0, x.high), "c, in plain decoding steps", 240)
     drawn.append(_path(sorted(on_frontier), "bar", stroke_width=2, stroke_dasharray="2 4"))
-    bars = [(along, y(high), y(low)) for (along, _), (low, high) in zip(places, intervals, strict=True)]
-    drawn += [_line(along, top, along, bottom, "bar", stroke_width=3, stroke_linecap="round") for along, top, bottom in bars]
     values: list[str] = []
-    for (entry, report), place, label in zip(drafting, places, _beside(bars, places), strict=True):
-        fill, stroke = ("good", "good") if entry["on_pareto_frontier"] else ("paper", "muted")
-        length = report["results"][0]
-        shown = f"{number(length['mean_acceptance_length'])}{between(length, 'mean_acceptance_length')}"
-        values.append(f"{entry['rank']}, {entry['name']}: acceptance length {shown} at c = {number(report['theory']['c'], 3)}")
-        drawn += [_dot(*place, 5, fill, stroke, values[-1]), _text(*label, entry["rank"], anchor="middle", kind="over strong")]
+    right = 0.0
+    for (entry, report), (along, up), (low, high) in sorted(
+        zip(drafting, places, intervals, strict=True), key=lambda it: it[1]
+    ):
+        fill, mark = ("good", "good") if entry["on_pareto_frontier"] else ("paper", "muted")
+        row, right = report["results"][0], max(along, right + 14)  # numbers stand above the plot, where no interval ends
+        shown = f"{number(row['mean_acceptance_length'])}{between(row, 'mean_acceptance_length')}"
+        title = f"{entry['rank']}, {entry['name']}: acceptance length {shown} at c = {number(report['theory']['c'], 3)}"
+        drawn += [
+            _line(along, y(low), along, y(high), "bar", stroke_width=3, stroke_linecap="round"),
+            _dot(along, up, 5, fill, mark, title),
+            _text(right, TOP - 8, entry["rank"], anchor="middle", kind="strong"),
+        ]
+        values.append(title)
     return _svg(240, "Acceptance length against c, one point per candidate", drawn, values)
-
-
-def _beside(bars: Sequence[tuple[float, float, float]], places: Sequence[tuple[float, float]]) -> Iterable[tuple[float, float]]:
-    """Where the number of each place is written: next to it, else above or below its bar, where no bar and no other number is."""
-    taken: list[tuple[float, float]] = []
-    for (along, up), (_, top, bottom) in zip(places, bars, strict=True):
-        free = ((along + 13, up + 4), (along - 13, up + 4), (along, top - 6), (along, bottom + 15))
-        free = [
-            spot
-            for spot in free
-            if not any(abs(spot[0] - bar) < 9 and high - 2 < spot[1] < low + 12 for bar, high, low in bars)
-            and not any(abs(spot[0] - other[0]) < 14 and abs(spot[1] - other[1]) < 13 for other in taken)
-        ] or [(along, top - 6)]
-        taken.append(free[0])
-    return taken
 
 
 def acceptance_while_training(candidates: Sequence[Mapping[str, Any]]) -> Markup | None:
@@ -166,18 +159,30 @@ def acceptance_while_training(candidates: Sequence[Mapping[str, Any]]) -> Markup
     trained = [(entry["name"], entry["training"]) for entry in candidates if entry["training"] and entry["training"]["curve"]]
     if not trained:
         return None
-    steps, lengths = zip(*(point for _, training in trained for point in training["curve"]), strict=True)
-    x = Scale(0, max(steps) or 1, LEFT, WIDTH - RIGHT - 8)
-    y = Scale(*_round_bounds(lengths), 240 - BOTTOM - 14, TOP)
-    drawn, values = _axes(x, y, _whole_ticks(x.high), "optimizer steps", 240), []
-    for index, (name, training) in enumerate(trained):
-        curve = [(x(step), y(length)) for step, length in training["curve"]]
-        values.append(f"{name}: {number(training['curve'][-1][1])} after {training['curve'][-1][0]:,} steps")
-        drawn.append(
-            _path(curve, *stroke(index)[:1], stroke_width=2, stroke_linejoin="round", stroke_dasharray=stroke(index)[1])
+    curves = [
+        (
+            *stroke(index),
+            [(*point, f"{name}: {number(point[1])} after {point[0]:,} steps") for point in training["curve"]],
+            None,
         )
-        drawn.append(_dot(*curve[-1], 4, stroke(index)[0], title=values[-1]))
-    return _svg(240, "Simulated acceptance length against optimizer steps, one line per candidate", drawn, values)
+        for index, (name, training) in enumerate(trained)
+    ]
+    label = "Simulated acceptance length against optimizer steps, one line per candidate"
+    return _curves(curves, label, "optimizer steps", _round_bounds([up for *_, curve, _ in curves for _, up, _ in curve]))
+
+
+def _curves(curves: Sequence[Curve], label: str, axis: str, bounds: tuple[float, float]) -> Markup:
+    points = [point for _, _, curve, _ in curves for point in curve]
+    x = Scale(0, max(along for along, *_ in points) * 1.05 or 1, LEFT, WIDTH - RIGHT)
+    y = Scale(*bounds, 240 - BOTTOM - 14, TOP)
+    drawn = _axes(x, y, _whole_ticks(x.high), axis, 240)
+    for colour, dashes, curve, names in curves:
+        drawn.append(_path([(x(along), y(up)) for along, up, _ in curve], colour, stroke_width=2, stroke_dasharray=dashes))
+        for index, (along, up, title) in enumerate(curve):
+            drawn.append(_dot(x(along), y(up), 4 if names else 2.5, colour, title=title))
+            if names:
+                drawn.append(_text(x(along), y(up) + names[0], names[1][index], anchor="middle"))
+    return _svg(240, label, drawn, (title for *_, title in points))
 
 
 def stroke(index: int) -> tuple[str, str | None]:
@@ -191,26 +196,28 @@ def throughput_against_latency(rows: Sequence[ResultRow]) -> Markup | None:
     """
     if len(rows) < 2 or any("speedup" not in row for row in rows):
         return None
-    metrics = {"with the draft": ("tokens_per_second", "good", -9), "plain": ("baseline_tokens_per_second", "muted", 17)}
-    points = {
-        name: [(1000 * row["batch_size"] / row[metric], row[metric]) for row in rows] for name, (metric, *_) in metrics.items()
-    }
-    every = [*itertools.chain(*points.values())]
-    x = Scale(0, max(ms for ms, _ in every) * 1.1, LEFT, WIDTH - RIGHT)
-    y = Scale(0, max(speed for _, speed in every) * 1.1, 240 - BOTTOM - 14, TOP)
-    drawn, values = _axes(x, y, _ticks(0, x.high), "milliseconds per token of a request", 240), []
-    for name, (_, colour, below) in metrics.items():
-        curve = [(x(ms), y(speed)) for ms, speed in points[name]]
-        drawn.append(_path(curve, colour, stroke_width=2))
-        for (along, up), row, (ms, speed) in zip(curve, rows, points[name], strict=True):
-            values.append(
-                f"{name}, {row['batch_size']} at once: {number(speed, 0)} tokens per second, {number(ms, 1)} ms per token"
-            )
-            drawn += [
-                _dot(along, up, 4, colour, title=values[-1]),
-                _text(along, up + below, row["batch_size"], anchor="middle"),
-            ]
-    return _svg(240, "Throughput against latency, by requests at once", drawn, values)
+    curves = [
+        (
+            colour,
+            None,
+            [
+                (
+                    ms,
+                    row[metric],
+                    f"{side}, {row['batch_size']} at once: {row[metric]:,.0f} tokens per second, {ms:,.1f} ms per token",
+                )
+                for row in rows
+                for ms in [1000 * row["batch_size"] / row[metric]]
+            ],
+            (below, [row["batch_size"] for row in rows]),
+        )
+        for side, metric, colour, below in (
+            ("with the draft", "tokens_per_second", "good", -9),
+            ("plain", "baseline_tokens_per_second", "muted", 17),
+        )
+    ]
+    top = 1.1 * max(up for _, _, curve, _ in curves for _, up, _ in curve)
+    return _curves(curves, "Throughput against latency, by requests at once", "milliseconds per token of a request", (0, top))
 
 
 def speedup_by_k(theory: Mapping[str, Any] | None, rows: Sequence[ResultRow]) -> Markup | None:
@@ -397,16 +404,3 @@ def _ticks(low: float, high: float) -> list[float]:
 
 def _whole_ticks(high: float) -> list[int]:
     return [int(value) for value in _ticks(0, high) if value == int(value)]
-
-
-def _short(names: Sequence[str], length: int) -> list[str]:
-    """Names of at most `length` characters: long ones lose what all long ones begin with, then their end."""
-    long = [name for name in names if len(name) > length]
-    shared = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*long, strict=False))
-    start = len(list(shared)) if len(long) > 1 else 0
-
-    def cut(name: str) -> str:
-        name = "…" * (start > 0) + name[start:]
-        return name if len(name) <= length else f"{name[: length - 1]}…"
-
-    return [name if len(name) <= length else cut(name) for name in names]

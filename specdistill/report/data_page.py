@@ -4,7 +4,7 @@ One self-contained file. Every value is escaped: documents come from outside.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,7 @@ from specdistill.report.files import template
 from specdistill.report.phrases import percent
 from specdistill.report.tables import Table
 
-REPEATED = re.compile(r"(.{1,160}?)\1{3,}", re.DOTALL)  # the same four times or more
-SHORTEST_LOOP = 32  # characters: less is no loop but indentation or a rule of dashes
+LOOP = re.compile(r"(.{4,160}?)\1{7,}", re.DOTALL)  # the same eight times or more
 
 
 def write_page(path: Path, key: str, *content: Any) -> None:
@@ -45,15 +44,9 @@ def to_html(
     )
 
 
-def collapsed(text: str) -> Iterator[tuple[str, int]]:
-    """Pieces of a text and how often each stands there in a row: a loop is one of them."""
-    end = 0
-    for found in REPEATED.finditer(text):
-        unit = found[1]
-        if unit.strip() and len(found[0]) >= SHORTEST_LOOP:
-            yield from ((text[end : found.start()], 1), (unit, len(found[0]) // len(unit)))
-            end = found.end()
-    yield text[end:], 1
+def collapsed(text: str) -> str:
+    """A text in which a loop, but for white space, stands once, with how often it is there."""
+    return LOOP.sub(lambda it: f"{it[1]}⟲{len(it[0]) // len(it[1])}× " if it[1].strip() else it[0], text)
 
 
 def _of_halves(halves: Mapping[str, Any]) -> Table:

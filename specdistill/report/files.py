@@ -26,7 +26,7 @@ from specdistill.files.folders import check_writable
 from specdistill.report import charts, phrases, tables
 from specdistill.report.documents import json_schema
 from specdistill.report.schema import ReportDocument
-from specdistill.report.text import to_junit, to_markdown
+from specdistill.report.text import to_markdown
 from specdistill.statistics.metrics import MIN_BUCKET_DRAFTS
 from specdistill.statistics.records import ALL, PromptRecord, read_records, records_of, write_records
 from specdistill.suites.suite import evenly
@@ -120,7 +120,8 @@ def render(folder: Path) -> None:
     report, records = read_report(folder)
     (folder / "report.md").write_text(to_markdown(report), encoding="utf-8")
     (folder / "report.html").write_text(to_html(report, records), encoding="utf-8")
-    (folder / "junit.xml").write_text(to_junit(report), encoding="utf-8")
+    junit = template("report/junit.xml.j2").render(report=report)
+    (folder / "junit.xml").write_text(f"{printable(junit)}\n", encoding="utf-8")  # XML cannot hold the other characters
 
 
 @cache
@@ -228,21 +229,8 @@ def to_html(report: Mapping[str, Any], records: Sequence[PromptRecord]) -> str:
 def to_picture(report: Mapping[str, Any], records: Sequence[PromptRecord]) -> str:
     """The verdict, the numbers, a marked completion and the positions as one SVG, for pages that others keep."""
     row = report["results"][0]
-    titles = {"mean_acceptance_length": "Acceptance length", "speedup": "Speedup", "tokens_per_second": "Tokens per second"}
-    shown = {name: "".join(phrases.in_unit(name, row[name])) if name in row else "–" for name in titles}
-    notes = {**{name: phrases.interval(row, name) for name in titles}, "tokens_per_second": phrases.other_speeds(row)}
-    lossless = {True: "yes", False: "NO", None: "–"}[phrases.is_lossless(report)]
-    positions = charts.acceptance_by_position(row)
-    page = template("report/picture.svg.j2").render(
-        title=phrases.title(report),
-        verdict=phrases.verdict(report),
-        settings=phrases.settings_line(report),
-        report=report,
-        numbers=[*((titles[name], shown[name], notes[name]) for name in titles), ("Lossless", lossless, "")],
-        sample=next(iter(samples(records_of(row, records))), None),
-        positions=positions and charts.Markup(positions.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)),
-    )
-    return printable(page)
+    sample = next(iter(samples(records_of(row, records))), None)
+    return printable(template("report/picture.svg.j2").render(report=report, row=row, sample=sample))
 
 
 def samples(records: Sequence[PromptRecord], max_bytes: int = MAX_BYTES) -> list[dict[str, Any]]:

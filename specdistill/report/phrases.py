@@ -85,7 +85,6 @@ METRICS = {
     "measurement.peak_memory_bytes": ("peak memory", ",.3g", " GB", 1e-9),
     "measurement.seconds": ("time of the measurement", ",.0f", " s", 1),
 }
-EXACT = ",.10g"  # a threshold, as its rule has it
 
 
 def in_unit(metric: str, value: Any, style: str = "") -> tuple[str, str]:
@@ -123,9 +122,9 @@ def summary(report: Report) -> str:
 def is_lossless(report: Report) -> bool | None:
     """Whether greedy completions are the target's, but for near-ties that rounding explains; None where they were not compared."""
     lossless = report["lossless"]
-    if "unexplained_divergences" in lossless:
-        return not lossless["unexplained_divergences"]
-    return lossless.get("greedy_identical")
+    return (
+        not lossless["unexplained_divergences"] if "unexplained_divergences" in lossless else lossless.get("greedy_identical")
+    )
 
 
 def reference(report: Report) -> str:
@@ -266,7 +265,7 @@ def metric_title(rule: Mapping[str, Any]) -> str:
 def requirement(rule: Mapping[str, Any]) -> str:
     ((kind, threshold),) = rule["requirement"].items()
     sign = {"min": "≥", "max": "≤", "equals": "=", "max_regression": "loss ≤"}[kind]
-    return f"{sign} {f'{100 * threshold:.3g}%' if kind == 'max_regression' else ''.join(in_unit(rule['metric'], threshold, EXACT))}"
+    return f"{sign} {f'{100 * threshold:.3g}%' if kind == 'max_regression' else ''.join(in_unit(rule['metric'], threshold, ',.10g'))}"
 
 
 def scope(rule: Mapping[str, Any]) -> str:
@@ -288,13 +287,9 @@ def measured(rule: Mapping[str, Any]) -> str:
     """The value with its unit and interval."""
     if rule["value"] is None:
         return "no evidence"
-    if "max_regression" in rule["requirement"]:
-        (value, unit), ends = (signed(rule["value"]), ""), map(signed, rule["ci95"] or ())
-    else:
-        value, unit = in_unit(rule["metric"], rule["value"])
-        ends = (in_unit(rule["metric"], end)[0] for end in rule["ci95"] or ())
-    interval = " to ".join(ends)
-    return f"{value}{unit} ({interval})" if interval else f"{value}{unit}"
+    is_change, values = "max_regression" in rule["requirement"], (rule["value"], *(rule["ci95"] or ()))
+    (value, unit), *ends = ((signed(it), "") if is_change else in_unit(rule["metric"], it) for it in values)
+    return f"{value}{unit}" + (f" ({ends[0][0]} to {ends[1][0]})" if ends else "")
 
 
 def note(rule: Mapping[str, Any]) -> str:

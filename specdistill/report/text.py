@@ -1,14 +1,13 @@
-"""The report without a browser: report.md, junit.xml, and a few lines on stdout.
+"""The report without a browser: report.md, annotations of a CI job, and a few lines on stdout.
 
 report.md fits a CI job's summary, which may hold 1 MiB on GitHub: the verdict, what changed, and a line for each rule, category,
-configuration and change. junit.xml has a test case for each gate rule.
+configuration and change.
 """
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import rich.table
 from rich import box
@@ -99,32 +98,6 @@ def write_between(page: Path, mark: str, text: str) -> None:
 def plain(text: str) -> str:
     """Text in which nothing is markup, and of which GitHub makes neither mentions nor links: names come from outside."""
     return REFERS.sub("\\g<0>\N{ZERO WIDTH SPACE}", MARKUP.sub(r"\\\g<0>", printable(" ".join(text.split()))))
-
-
-def to_junit(report: Mapping[str, Any]) -> str:
-    """A case for each rule, named by what stays the same when its threshold changes; warnings and findings are properties."""
-    rules = report["gate"]["rules"]
-    outcomes = [phrases.outcome(rule) for rule in rules]
-    failures = outcomes.count("failed") + outcomes.count("inconclusive")
-    counts = {"tests": len(rules), "failures": failures, "errors": 0, "skipped": 0}
-    head = {"name": phrases.title(report), "timestamp": report["created"]}
-    suite = ElementTree.Element("testsuite", head | {name: str(count) for name, count in counts.items()})
-    notes = ElementTree.SubElement(suite, "properties")
-    for finding in report["findings"]:
-        ElementTree.SubElement(notes, "property", name=f"finding.{finding['name']}", value=finding["message"])
-    for rule, outcome in zip(rules, outcomes, strict=True):
-        group = "gate" if rule["severity"] == "fail" else "gate.warnings"
-        case = ElementTree.SubElement(suite, "testcase", classname=group, name=phrases.rule_id(rule))
-        evidence = f"{phrases.rule_name(rule)}: {phrases.evidence(rule)}"
-        if outcome == "warning":
-            ElementTree.SubElement(notes, "property", name=f"warning.{phrases.rule_id(rule)}", value=evidence)
-        if outcome in ("failed", "inconclusive"):  # a job that lists tests knows no third outcome, and inconclusive is no pass
-            ElementTree.SubElement(case, "failure", message=f"{outcome}: {evidence}", type=outcome)
-        else:
-            ElementTree.SubElement(case, "system-out").text = evidence
-    ElementTree.indent(suite)
-    text = printable(ElementTree.tostring(suite, encoding="unicode"))  # XML cannot hold the others
-    return f'<?xml version="1.0" encoding="utf-8"?>\n{text}\n'
 
 
 def annotations(report: Mapping[str, Any]) -> Iterator[str]:
