@@ -82,7 +82,7 @@ def model_card(of: CardContents, serving: Sequence[tuple[str, str]]) -> ModelCar
         tag=of.tag,
         version=__version__,
         verdict=_verdict(report),
-        picture=f"![{plain(phrases.title(report))}: {plain(phrases.summary(report))}]({PICTURE})",
+        picture=f"![Its verdict, its numbers, a completion with the draft's tokens marked, and acceptance by position]({PICTURE})",
         headline=cells(numbers._replace(rows=numbers.rows[:1])),
         serving=serving,
         placeholders=_placeholders(of),
