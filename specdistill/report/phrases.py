@@ -294,7 +294,7 @@ def measured(rule: Mapping[str, Any]) -> str:
 
 def note(rule: Mapping[str, Any]) -> str:
     """What value and requirement do not show of a rule that is not passed: why there is no evidence, or what would decide."""
-    if rule["passed"] or rule["value"] is None:
+    if rule["passed"] or rule["reason"].startswith("no evidence: "):
         return "" if rule["passed"] else str(rule["reason"]).removeprefix("no evidence: ")
     at = "" if rule["confidence"] in (0, DEFAULT_CONFIDENCE) else f"at {rule['confidence']:.0%} confidence"
     could = f"{about(rule['prompts_needed'])} prompts could decide" if rule["prompts_needed"] else ""

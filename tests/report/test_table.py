@@ -50,7 +50,7 @@ def test_a_row_for_each_report(runs: Path) -> None:
 
     latex = specdistill("table", str(runs / "a"), "format=latex").stdout.splitlines()
     assert latex[0] == r"\begin{tabular}{llllrllll}" and latex[-1] == r"\end{tabular}"
-    assert rf"& org/a\_draft|50\%\&@v1 & pico & simulated & 4 &" in latex[4] and rf"{row['speedup']:.2f}$\times$ (" in latex[4]
+    assert r"& org/a\_draft|50\%\&@v1 & pico & simulated & 4 &" in latex[4] and rf"{row['speedup']:.2f}$\times$ (" in latex[4]
     assert all(line.count(" & ") == 8 for line in (latex[2], latex[4]))
 
     found = json.loads(specdistill("table", str(runs / "a"), "--json").stdout)
