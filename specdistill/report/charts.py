@@ -26,8 +26,7 @@ STROKES = ("good", "bonus", "mine", "muted")  # of one curve after the other, th
 NamedRows = Sequence[tuple[str, ResultRow]]
 Ticks = Sequence[tuple[float, str]]  # (value, label)
 Format = Callable[[float], str]
-# (colour, dashes, [(x, y, title)], (offset, labels) of its points) of a curve.
-Curve = tuple[str, str | None, Sequence[tuple[float, float, str]], tuple[int, Sequence[object]] | None]
+Curve = tuple[str, str | None, Sequence[tuple[float, float, str, str]]]  # (colour, dashes, [(x, y, title, name)])
 Segments = Sequence[tuple[str, float]]  # (kind, amount) of a bar, from left to right
 
 
@@ -133,10 +132,9 @@ def acceptance_against_cost(ranking: Sequence[Mapping[str, Any]], reports: Mappi
     on_frontier = [place for place, (entry, _) in zip(places, drafting, strict=True) if entry["on_pareto_frontier"]]
     drawn = _axes(x, y, _ticks(0, x.high), "c, in plain decoding steps", 240)
     drawn.append(_path(sorted(on_frontier), "bar", stroke_width=2, stroke_dasharray="2 4"))
-    values: list[str] = []
-    right = 0.0
-    for (entry, report), (along, up), (low, high) in sorted(
-        zip(drafting, places, intervals, strict=True), key=lambda it: it[1]
+    right, values = 0.0, list[str]()
+    for (along, up), (low, high), (entry, report) in sorted(
+        zip(places, intervals, drafting, strict=True), key=lambda it: it[0]
     ):
         fill, mark = ("good", "good") if entry["on_pareto_frontier"] else ("paper", "muted")
         row, right = report["results"][0], max(along, right + 14)  # numbers stand above the plot, where no interval ends
@@ -159,30 +157,26 @@ def acceptance_while_training(candidates: Sequence[Mapping[str, Any]]) -> Markup
     trained = [(entry["name"], entry["training"]) for entry in candidates if entry["training"] and entry["training"]["curve"]]
     if not trained:
         return None
-    curves = [
-        (
-            *stroke(index),
-            [(*point, f"{name}: {number(point[1])} after {point[0]:,} steps") for point in training["curve"]],
-            None,
-        )
-        for index, (name, training) in enumerate(trained)
-    ]
+    curves: list[Curve] = []
+    for index, (name, training) in enumerate(trained):
+        points = [(*point, f"{name}: {number(point[1])} after {point[0]:,} steps", "") for point in training["curve"]]
+        curves.append((*stroke(index), points))
     label = "Simulated acceptance length against optimizer steps, one line per candidate"
-    return _curves(curves, label, "optimizer steps", _round_bounds([up for *_, curve, _ in curves for _, up, _ in curve]))
+    return _curves(curves, label, "optimizer steps", _round_bounds([up for *_, curve in curves for _, up, *_ in curve]))
 
 
 def _curves(curves: Sequence[Curve], label: str, axis: str, bounds: tuple[float, float]) -> Markup:
-    points = [point for _, _, curve, _ in curves for point in curve]
+    """The names of a curve's points stand above it, those of the others below."""
+    points = [point for *_, curve in curves for point in curve]
     x = Scale(0, max(along for along, *_ in points) * 1.05 or 1, LEFT, WIDTH - RIGHT)
     y = Scale(*bounds, 240 - BOTTOM - 14, TOP)
-    drawn = _axes(x, y, _whole_ticks(x.high), axis, 240)
-    for colour, dashes, curve, names in curves:
-        drawn.append(_path([(x(along), y(up)) for along, up, _ in curve], colour, stroke_width=2, stroke_dasharray=dashes))
-        for index, (along, up, title) in enumerate(curve):
-            drawn.append(_dot(x(along), y(up), 4 if names else 2.5, colour, title=title))
-            if names:
-                drawn.append(_text(x(along), y(up) + names[0], names[1][index], anchor="middle"))
-    return _svg(240, label, drawn, (title for *_, title in points))
+    drawn = _axes(x, y, _ticks(0, x.high), axis, 240)
+    for index, (colour, dashes, curve) in enumerate(curves):
+        drawn.append(_path([(x(along), y(up)) for along, up, *_ in curve], colour, stroke_width=2, stroke_dasharray=dashes))
+        for along, up, title, name in curve:
+            drawn.append(_dot(x(along), y(up), 3, colour, title=title))
+            drawn.append(_text(x(along), y(up) + (17 if index else -9), name, anchor="middle"))
+    return _svg(240, label, drawn, (title for _, _, title, _ in points))
 
 
 def stroke(index: int) -> tuple[str, str | None]:
@@ -196,27 +190,18 @@ def throughput_against_latency(rows: Sequence[ResultRow]) -> Markup | None:
     """
     if len(rows) < 2 or any("speedup" not in row for row in rows):
         return None
-    curves = [
-        (
-            colour,
-            None,
-            [
-                (
-                    ms,
-                    row[metric],
-                    f"{side}, {row['batch_size']} at once: {row[metric]:,.0f} tokens per second, {ms:,.1f} ms per token",
-                )
-                for row in rows
-                for ms in [1000 * row["batch_size"] / row[metric]]
-            ],
-            (below, [row["batch_size"] for row in rows]),
-        )
-        for side, metric, colour, below in (
-            ("with the draft", "tokens_per_second", "good", -9),
-            ("plain", "baseline_tokens_per_second", "muted", 17),
-        )
-    ]
-    top = 1.1 * max(up for _, _, curve, _ in curves for _, up, _ in curve)
+    curves: list[Curve] = []
+    for side, metric, colour in (
+        ("with the draft", "tokens_per_second", "good"),
+        ("plain", "baseline_tokens_per_second", "muted"),
+    ):
+        points = []
+        for size, speed in ((row["batch_size"], row[metric]) for row in rows):
+            ms = 1000 * size / speed
+            title = f"{side}, {size} at once: {speed:,.0f} tokens per second, {ms:,.1f} ms per token"
+            points.append((ms, speed, title, str(size)))
+        curves.append((colour, None, points))
+    top = 1.1 * max(up for *_, curve in curves for _, up, *_ in curve)
     return _curves(curves, "Throughput against latency, by requests at once", "milliseconds per token of a request", (0, top))
 
 

@@ -75,7 +75,9 @@ def test_site_is_whole_and_loads_nothing_from_elsewhere(site: Path) -> None:
     assert "blob/main/specdistill/losses/divergence.py" in links
     assert [link for link in links if not (ROOT / re.sub(r"^(?:blob|tree)/main/", "", link)).exists()] == []
     overview, threads = texts[site / "index.html"], texts[site / "troubleshooting" / "index.html"]
-    assert 'href="your-target/"' in overview and 'src="images/report.svg"' in overview and 'href="sample/report.html"' in overview
+    assert (
+        'href="your-target/"' in overview and 'src="images/report.svg"' in overview and 'href="sample/report.html"' in overview
+    )
     sample = texts[site / "sample" / "report.html"]
     assert f"<title>{verdict(read_report(ROOT / 'docs/sample')[0])}: " in sample and (site / "sample" / "report.json").is_file()
     assert '<a href="https://github.com/vllm-project/speculators/issues/684">vllm-project/speculators#684</a>' in threads
