@@ -3,8 +3,9 @@
     python -m bench.sample                             # of runs/demo/report, which `make demo` leaves
     python -m bench.sample report=runs/mine/report
 
-What is there is `specdistill eval target=pico method=ngram suite=pico eval.num_prompts=8 eval.max_new_tokens=96 eval.repeats=2 gate=default`.
-docs/sample/ gets report.json, samples.jsonl and report.md, docs/images/report.svg the picture; the site renders the page itself.
+What is there is `specdistill eval target=pico method=ngram suite=pico eval.num_prompts=8 eval.max_new_tokens=96 eval.repeats=2`, judged
+by the gate `default`. docs/sample/ gets report.json, samples.jsonl and report.md, docs/images/report.svg the picture; the site renders the
+page itself.
 """
 
 import shutil

@@ -276,7 +276,7 @@ def time_per_token(bars: Sequence[tuple[str, Segments]]) -> Markup | None:
         for kind, ms in segments:
             end = start + max(ms, 0.0)
             values.append(f"{name}, {kind}: {number(end - start, 3)} ms")
-            drawn.append(_bar(x(start), y + 4, max(x(end) - x(start) - 1, 0), 32, KINDS[kind], values[-1]))
+            drawn.append(_bar(x(start), y + 4, x(end) - x(start), 32, KINDS[kind], values[-1]))
             start = end
         drawn.append(_text(x(start) + 6, y + 24, f"{number(sum(ms for _, ms in segments))} ms", kind="strong"))
     return _svg(top + len(bars) * step, "Milliseconds that a token costs", drawn, values)
