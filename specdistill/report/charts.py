@@ -105,7 +105,8 @@ def _lines(named: NamedRows, metric: str, formatted: Format, x: Scale, ticks: Ti
         y = top + step * index + ABOVE + 15
         low, high = _interval(row, metric)
         drawn += [
-            _text(0, y - 11, name, kind="over"),
+            _tag("rect", x=0, y=y - 22, width=round(len(name) * LETTER), height=14, fill="var(--paper)"),  # over the lines
+            _text(0, y - 11, name),
             _line(x(low), y, x(high), y, "bar", stroke_width=6, stroke_linecap="round"),
             _dot(x(row[metric]), y, 4.5, "good"),
             _text(WIDTH, y + 4, formatted(row[metric]), anchor="end", kind="strong"),

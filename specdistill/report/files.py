@@ -229,7 +229,8 @@ def to_html(report: Mapping[str, Any], records: Sequence[PromptRecord]) -> str:
 def to_picture(report: Mapping[str, Any], records: Sequence[PromptRecord]) -> str:
     """The verdict, the numbers, a marked completion and the positions as one SVG, for pages that others keep."""
     row = report["results"][0]
-    sample = next(iter(samples(records_of(row, records))), None)
+    varied = sorted(records_of(row, records), key=lambda record: -len(set(record.token_ids)))  # a loop shows little
+    sample = next(iter(samples(varied)), None)
     return printable(template("report/picture.svg.j2").render(report=report, row=row, sample=sample))
 
 
