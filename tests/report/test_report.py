@@ -273,7 +273,7 @@ def test_without_scripts_the_first_completions_are_there(report, records):
 
 def test_junit_has_one_case_a_rule(tmp_path, report, records):
     report["gate"]["rules"][0].update(
-        verdict="inconclusive", passed=False, value=None, reason="control \x00 character & <markup>"
+        verdict="inconclusive", passed=False, value=None, reason="no evidence: control \x00 character & <markup>"
     )
     report["gate"]["rules"][6].update(verdict="failed", passed=False, severity="warn")
     write_report(tmp_path, report, records)
