@@ -176,7 +176,7 @@ def _curves(curves: Sequence[Curve], label: str, axis: str, bounds: tuple[float,
         drawn.append(_path([(x(along), y(up)) for along, up, *_ in curve], colour, stroke_width=2, stroke_dasharray=dashes))
         for along, up, title, name in curve:
             drawn.append(_dot(x(along), y(up), 3, colour, title=title))
-            drawn.append(_text(x(along), y(up) + (17 if index else -9), name, anchor="middle"))
+            drawn += [_text(x(along), y(up) + (17 if index else -9), name, anchor="middle")] if name else []
     return _svg(240, label, drawn, (title for _, _, title, _ in points))
 
 
