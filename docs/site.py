@@ -1,4 +1,4 @@
-"""What `mkdocs` is told beyond mkdocs.yml: pages outside docs/, and links from pages to files of the repository."""
+"""What `mkdocs` is told beyond mkdocs.yml: pages outside docs/, the sample report's page, and links to files of the repository."""
 
 import re
 from pathlib import Path
@@ -6,8 +6,11 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
+from specdistill.report.files import read_report, to_html
+
 ROOT = Path(__file__).resolve().parent.parent
 OUTSIDE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+SAMPLE = "sample/report.html"  # rendered from its JSON files, so that the site shows the page as it is now
 LINK = re.compile(r"(?<=\]\()(?!\w+:)([^)#\s]+)")
 THREAD = re.compile(r"(?<![\w/])([\w.-]+/[\w.-]+)#(\d+)\b")
 
@@ -16,6 +19,7 @@ def on_files(files: Files, *, config: Any) -> Files:
     """Add the pages outside docs/."""
     for name, page in OUTSIDE.items():
         files.append(File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8")))
+    files.append(File.generated(config, SAMPLE, content=to_html(*read_report(ROOT / "docs" / "sample"))))
     return files
 
 
@@ -29,7 +33,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
         if name in OUTSIDE:
             return OUTSIDE[name]
         if path.is_relative_to(ROOT / "docs"):
-            return name.removeprefix("docs/")
+            return SAMPLE if name == "docs/sample/report.md" else name.removeprefix("docs/")
         return f"{config.extra['repository']}/{'tree' if path.is_dir() else 'blob'}/main/{name}"
 
     return THREAD.sub(r"[\g<0>](https://github.com/\1/issues/\2)", LINK.sub(led, markdown))

@@ -116,6 +116,16 @@ def compare(arguments: list[str]) -> int:
     return run_script("eval/compare.py", arguments)
 
 
+def table(arguments: list[str]) -> int:
+    """print the numbers of reports as a table: markdown, csv or latex
+
+    specdistill table runs/mine/report runs/other/report format=latex
+    specdistill table runs/comparison format=csv"""
+    from specdistill.report.command import print_table  # here, and not above, because it imports scipy
+
+    return print_table(keys_of(arguments))
+
+
 def demo(arguments: list[str]) -> int:
     """train and measure a draft for pico, the bundled target (minutes on a CPU)
 
@@ -222,6 +232,7 @@ VERBS = {
         COMPARE,
     ),
     "gate": Verb(gate, "gate.decide:GateOptions"),
+    "table": Verb(table, "report.command:TableOptions"),
     "publish": Verb(publish, "hub.command:PublishOptions"),
     "monitor": Verb(monitor, "monitor.command:MonitorOptions"),
     "path": Verb(path),

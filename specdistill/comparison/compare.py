@@ -19,7 +19,7 @@ import numpy as np
 from specdistill import __version__
 from specdistill.comparison.schema import ComparisonDocument
 from specdistill.report.files import validate
-from specdistill.report.phrases import gain, number, percent, signed
+from specdistill.report.phrases import gain, is_lossless, number, percent, signed
 from specdistill.statistics.intervals import relative_change
 from specdistill.statistics.metrics import METRICS, Metric, PromptSums, prompt_sums, value
 from specdistill.statistics.records import PromptRecord
@@ -111,11 +111,6 @@ def validate_comparison(comparison: Mapping[str, Any]) -> None:
     validate(comparison, "comparison.json", "comparison", ComparisonDocument)
     for candidate in comparison["candidates"]:
         validate(candidate["report"], f"comparison.json ({candidate['name']})", "comparison")
-
-
-def is_lossless(report: dict[str, Any]) -> bool:
-    """Whether greedy completions are the target's, but for near-ties that rounding explains."""
-    return not report["lossless"]["unexplained_divergences"]
 
 
 def pareto_frontier(reports: Sequence[dict[str, Any]]) -> list[bool]:

@@ -22,6 +22,10 @@ FILES = ("comparison.json", "comparison.md", "comparison.html")
 Comparison = Mapping[str, Any]  # a ComparisonDocument
 
 ON_STDOUT = ("candidate", "speedup", "to the best", "acceptance length", "lossless")
+MOST_BY_CATEGORY = 6  # candidates
+# At most eight columns a table. Why: what makes the difference.
+MAIN = ("", "candidate", "K", "speedup", "to the best", "acceptance length", "weights", "lossless")
+WHY = ("candidate", "rate", "first", "c", "v", "predicted", "best K", "training")
 FOOTNOTE = (
     "Every prompt was decoded with each candidate and once without, interleaved; intervals are 95 %, from a bootstrap over prompts, and "
     "differences are paired. Per round: tokens per round where some rounds drafted nothing, which the acceptance length leaves out. First: "
@@ -49,11 +53,13 @@ def to_markdown(comparison: Comparison) -> str:
     categories, ranked = by_category(comparison), rows(comparison)
     sections = [
         f"# {plain(title(comparison))}",
+        plain(headline(comparison)),
         plain(settings(comparison)),
-        cells(tables.Table(tuple(ranked[0]), [tuple(row.values()) for row in ranked])),
+        cells(_table(ranked, MAIN)),
         *(["## By category", cells(categories)] if categories else []),
         "## Why they differ",
         plain(paragraph(comparison)),
+        cells(_table(ranked, WHY)),
         plain(FOOTNOTE),
     ]
     return "\n\n".join(sections) + "\n"
@@ -61,26 +67,39 @@ def to_markdown(comparison: Comparison) -> str:
 
 def to_html(comparison: Comparison) -> str:
     """comparison.html: one self-contained file. Every value is escaped: names come from outside."""
-    ranked, best = _ranked(comparison), comparison["ranking"][0]
-    numbers = [{name: cell for name, cell in row.items() if name not in ("", "candidate")} for row in rows(comparison)]
+    ranked, entries, lines = _ranked(comparison), comparison["ranking"], rows(comparison)
     reports = {candidate["name"]: candidate["report"] for candidate in ranked}
+    by_k: dict[int, list[Mapping[str, Any]]] = {}
+    for entry in entries:
+        by_k.setdefault(reports[entry["name"]]["settings"]["num_speculative_tokens"], []).append(entry)
     return template("comparison/comparison.html.j2").render(
         title=title(comparison),
-        verdict=best["name"],
+        verdict=headline(comparison),
         settings=settings(comparison),
         created=comparison["created"],
-        report=reports[best["name"]],
-        best=best,
-        table=tables.Table(tuple(numbers[0]), [tuple(row.values()) for row in numbers]),
+        report=reports[entries[0]["name"]],
+        best=entries[0],
+        table=_table(lines, MAIN[2:]),
+        details=_table(lines, WHY),
         by_category=by_category(comparison),
         candidates=ranked,
         shape=phrases.shape,
         why=comparison["why"],
         footnote=FOOTNOTE,
-        ranking=comparison["ranking"],
+        by_k=by_k,
         reports=reports,
-        named=[(name, report["results"][0]) for name, report in reports.items()],
     )
+
+
+def headline(comparison: Comparison) -> str:
+    """The fastest candidate, where its lead is more than chance; it is not named best where it is not lossless."""
+    best, *others = comparison["ranking"]
+    unsure = any(other["lossless"] and not other["separable_from_best"] for other in others)
+    return "No lossless draft" if not best["lossless"] else "No clear winner" if unsure else f"{best['name']} is the fastest"
+
+
+def _table(ranked: Sequence[Mapping[str, Cell]], names: Sequence[str]) -> tables.Table:
+    return tables.Table(tuple(names), [tuple(row[name] for name in names) for row in ranked])
 
 
 def print_comparison(comparison: Comparison, folder: Path) -> None:
@@ -122,11 +141,11 @@ def rows(comparison: Comparison) -> list[dict[str, Cell]]:
 
 
 def by_category(comparison: Comparison) -> tables.Table | None:
-    """A row for the whole suite and each category: speedup and acceptance length of each candidate, best first. None of one category."""
-    of_each = [tables.main_rows(candidate["report"]) for candidate in _ranked(comparison)]
+    """A row for the whole suite and each category: speedup and acceptance length of the first six candidates. None of one category."""
+    of_each = [tables.main_rows(candidate["report"]) for candidate in _ranked(comparison)[:MOST_BY_CATEGORY]]
     if min(map(len, of_each)) < 3:
         return None
-    head = ("category", "prompts", *(entry["name"] for entry in comparison["ranking"]))
+    head = ("category", "prompts", *(entry["name"] for entry in comparison["ranking"][:MOST_BY_CATEGORY]))
     lines = (
         ((phrases.row_name(of_all[0]),), (str(of_all[0]["num_prompts"]),), *map(_speedup_and_length, of_all))
         for of_all in zip(*of_each, strict=True)
@@ -163,7 +182,6 @@ def _cells(entry: Mapping[str, Any], candidate: Mapping[str, Any]) -> dict[str, 
         "best K": (str(theory.get("best_k", "–")),),
         "weights": (f"{draft['parameters']:,}", size(draft["bytes"])),
         "training": (duration(training["seconds"]), f"{training['steps']:,} steps") if training else ("–",),
-        "long context": cell(percent(row.get("context_ratio")), " to ".join(map(percent, row.get("context_ratio_ci95", ())))),
         "lossless": ("yes" if entry["lossless"] else "NO",),
     }
 

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from specdistill.errors import ExitCode, UserError
-from specdistill.gate.rules import DEFAULT_CONFIDENCE, SCOPES, Rule, load_gate
+from specdistill.gate.rules import SCOPES, Rule, load_gate
 from specdistill.recipe.fields import Section, like, option
 from specdistill.recipe.sections import EvalConfig
 from specdistill.report.files import REPORT, SAMPLES, check_replaceable, digest, read_report, row_metrics, write_report
-from specdistill.report.phrases import scalar
-from specdistill.report.tables import METRICS_SHOWN, main_rows
+from specdistill.report.phrases import DEFAULT_CONFIDENCE, about, scalar
+from specdistill.report.tables import CHANGED, main_rows
 from specdistill.repositories import fetch, split_revision
 from specdistill.statistics.intervals import Interval, interval, relative_change
 from specdistill.statistics.metrics import METRICS, prompt_sums
@@ -144,11 +144,10 @@ def decide(
     results = [_decide(rule, estimate(rule, evidence, baseline)) for rule in asked]
     if evidence.report.get("incomplete"):
         reason = evidence.report["not_measured"].get("incomplete", "what it did not measure could change the verdict")
-        cut_short = _decide(Rule("incomplete", "equals", False), Estimate(True))
-        results.insert(0, {**cut_short, "reason": f"the run was cut short: {reason}"})
+        results.insert(0, _decide(Rule("incomplete", "equals", False), Estimate(reason=f"the run was cut short: {reason}")))
     if evidence.is_edited:
-        edited = _decide(Rule("digest", "equals", True), Estimate(False))
-        results.insert(0, {**edited, "reason": "the report or its records were changed after they were measured"})
+        changed = "the report or its records were changed after they were measured"
+        results.insert(0, _decide(Rule("digest", "equals", True), Estimate(reason=changed)))
     verdicts = {result["verdict"] for result in results if result["severity"] != "warn"}
     verdict = next((name for name in ("failed", "inconclusive") if name in verdicts), "passed")
     return {"verdict": verdict, "passed": verdict == "passed", "first_release": first_release, "rules": results}
@@ -303,7 +302,7 @@ def changes(evidence: Evidence, baseline: Evidence) -> dict[str, Any]:
         "changes": [],
     }
     categories = [row["category"] for row in main_rows(evidence.report) if row["category"] != ALL]
-    asked = [(metric, ALL) for metric in METRICS_SHOWN] + [("mean_acceptance_length", category) for category in categories]
+    asked = [(metric, ALL) for metric in CHANGED] + [("mean_acceptance_length", category) for category in categories]
     try:
         return {**section, "changes": [_change(metric, category, evidence, baseline) for metric, category in asked]}
     except UserError as error:  # the report is shown anyway, with the reason
@@ -329,25 +328,22 @@ def holds(rule: Rule, found: Estimate) -> tuple[Verdict, str, int | None]:
     if rule.requirement == "equals":
         reason = f"{scalar(found.value)}, required {scalar(rule.threshold)}"
         return "passed" if found.value == rule.threshold else "failed", reason, None
-    low, high = found.interval or (found.value, found.value)
-    threshold, point = float(rule.threshold), found.value
-    lower, upper = (f"{side} {rule.confidence:.0%} bound " if found.interval else "" for side in ("lower", "upper"))
-    if rule.requirement == "min":
-        passed, failed = low >= threshold, high < threshold
-        shown, decisive = (upper, high) if failed else (lower, low)
-        reason = f"{shown}{scalar(decisive)}, required at least {scalar(rule.threshold)}"
-        open_end, edge = (low, threshold) if point >= threshold else (high, threshold)
-    elif rule.requirement == "max":
-        passed, failed = high <= threshold, low > threshold
-        shown, decisive = (lower, low) if failed else (upper, high)
-        reason = f"{shown}{scalar(decisive)}, required at most {scalar(rule.threshold)}"
-        open_end, edge = (high, threshold) if point <= threshold else (low, threshold)
-    else:
+    (low, high), threshold, point = found.interval or (found.value, found.value), float(rule.threshold), found.value
+    if rule.requirement == "max_regression":
         worse = -1 if METRICS[rule.metric].better == "higher" else 1
         least, most = sorted((worse * low, worse * high))  # the loss
         passed, failed = most <= threshold, least > 0 and most > threshold
-        reason = f"{lower if worse < 0 else upper}{worse * most:+.1%}, allowed {worse * threshold:+.1%}"
+        side, decisive, asked = "lower" if worse < 0 else "upper", f"{worse * most:+.1%}", f"allowed {worse * threshold:+.1%}"
         open_end, edge = (worse * most, worse * threshold) if worse * point < threshold else (worse * least, 0.0)
+    else:
+        sign = 1 if rule.requirement == "min" else -1  # of a max everything the other way round
+        least, most = sorted((sign * low, sign * high))
+        passed, failed = least >= sign * threshold, most < sign * threshold
+        side = "lower" if (sign > 0) != failed else "upper"
+        decisive = scalar(low if side == "lower" else high)
+        asked = f"required at {'least' if sign > 0 else 'most'} {scalar(rule.threshold)}"
+        open_end, edge = sign * (least if sign * point >= sign * threshold else most), threshold
+    reason = f"{f'{side} {rule.confidence:.0%} bound ' if found.interval else ''}{decisive}, {asked}"
     if passed or failed:
         return "passed" if passed else "failed", reason, None
     needed = _prompts_needed(found, open_end, edge)
@@ -362,7 +358,7 @@ def _prompts_needed(found: Estimate, open_end: float, edge: float) -> tuple[str,
     if not found.num_prompts or math.isclose(edge, found.value):
         return "the interval includes both", None
     needed = math.ceil(found.num_prompts * ((open_end - found.value) / (edge - found.value)) ** 2)
-    return f"{found.num_prompts} prompts cannot tell, about {needed:,} could", needed
+    return f"{found.num_prompts} prompts cannot tell, {about(needed)} could", needed
 
 
 def _scope(rule: Rule) -> str:

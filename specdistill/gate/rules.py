@@ -16,11 +16,11 @@ from specdistill.errors import UserError, nearest, one_line
 from specdistill.files.documents import read_yaml
 from specdistill.project import GATES, ROOT
 from specdistill.report.files import document_metrics, row_metrics
+from specdistill.report.phrases import DEFAULT_CONFIDENCE
 from specdistill.statistics.metrics import METRICS
 
 REQUIREMENTS = ("min", "max", "equals", "max_regression")
 SCOPES = ("suite", "category", "temperature", "context_bucket", "num_speculative_tokens", "batch_size", "tree")
-DEFAULT_CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)

@@ -16,24 +16,20 @@ from specdistill.engines import ENGINES
 from specdistill.errors import one_line
 from specdistill.export import measured_lookup, of_lookup
 from specdistill.files.documents import read_yaml
-from specdistill.hub.evidence import Release
+from specdistill.hub.evidence import REPORT, Release
 from specdistill.hub.licenses import DATA, Licensed, front_matter
 from specdistill.methods import METHODS
 from specdistill.project import SUITES
 from specdistill.recipe.fields import default_of
 from specdistill.report import phrases, tables
-from specdistill.report.text import measured, plain, table
+from specdistill.report.text import cells, measured, plain, table
 from specdistill.statistics.records import ALL
 from specdistill.targets.identity import TargetIdentity
 from specdistill.training.history import History
 
 TEMPLATE = Path(__file__).with_name("card.md.j2")
-# Rows of a report -> how a card's metadata names and shows them.
-METRICS = {
-    "mean_acceptance_length": "acceptance length",
-    "acceptance_rate": "acceptance rate",
-    "speedup": "speedup over plain decoding",
-}
+METRICS = ("mean_acceptance_length", "acceptance_rate", "speedup")  # of a report's row, that a card's metadata has
+PICTURE = f"{REPORT}/picture.svg"
 # Settings of a report that `eval:` has under the same name.
 SAMPLING = ("num_speculative_tokens", "temperature", "top_p", "top_k", "max_new_tokens", "seed")
 SETTINGS = (*SAMPLING, "batch_size", "compile", "repeats", "warmup")
@@ -71,6 +67,7 @@ def model_card(of: CardContents, serving: Sequence[tuple[str, str]]) -> ModelCar
     Everything from outside is escaped; names of repositories and tags are checked by the Hub's own rules before.
     """
     release, report = of.release, of.release.report
+    numbers = tables.by_category(report)
     terms = list(dict.fromkeys(part.terms for part in of.parts if part.terms))
     card: ModelCard = ModelCard.from_template(
         metadata(of),
@@ -85,6 +82,8 @@ def model_card(of: CardContents, serving: Sequence[tuple[str, str]]) -> ModelCar
         tag=of.tag,
         version=__version__,
         verdict=_verdict(report),
+        picture=f"![Its verdict, its numbers, a completion with the draft's tokens marked, and acceptance by position]({PICTURE})",
+        headline=cells(numbers._replace(rows=numbers.rows[:1])),
         serving=serving,
         placeholders=_placeholders(of),
         procedure=phrases.procedure(report),
@@ -174,7 +173,7 @@ def _yaml(value: Any) -> str:
 def _results(of: CardContents) -> Iterator[EvalResult]:
     """For the whole suite each metric, with its interval and what it was measured on."""
     report, row = of.release.report, of.release.report["results"][0]
-    for metric, name in METRICS.items():
+    for metric in METRICS:
         if metric in row:
             settings = {key: row[key] for key in ("num_speculative_tokens", "temperature", "batch_size", "num_prompts")}
             interval = {"ci95": list(row[f"{metric}_ci95"])} if row.get(f"{metric}_ci95") else {}
@@ -184,7 +183,7 @@ def _results(of: CardContents) -> Iterator[EvalResult]:
                 dataset_type=row["suite"],
                 dataset_name=f"{row['suite']}, version {row['suite_version']}",
                 metric_type=metric,
-                metric_name=name,
+                metric_name=phrases.METRICS[metric][0],
                 metric_value=row[metric],
                 metric_args={**settings, "hardware": report["hardware"]["name"], **interval},
                 source_name="its report",

@@ -20,6 +20,7 @@ from specdistill.methods.recipe import Recipe
 from specdistill.methods.target_record import recorded_target
 from specdistill.project import git_revision
 from specdistill.report.files import digest, read_report
+from specdistill.report.phrases import evidence, rule_name
 from specdistill.statistics.records import PromptRecord
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.identity import SHOWN, TargetIdentity
@@ -56,9 +57,8 @@ class Release:
 
 def check_finished(run: Path) -> None:
     """Raises UserError for a folder that is no finished run."""
-    for part in (DRAFT, RECIPE, PROVENANCE, REPORT):
-        if not (run / part).exists():
-            raise UserError("run", got=f"{run}, which has no {part}", expected=FINISHED)
+    if missing := [part for part in (DRAFT, RECIPE, PROVENANCE, REPORT) if not (run / part).exists()]:
+        raise UserError("run", got=f"{run}, which has no {', no '.join(missing)}", expected=FINISHED)
 
 
 def read_release(run: Path, recipe: Recipe, last: Evidence | None = None) -> Release:
@@ -118,7 +118,7 @@ def _judged(recipe: Recipe, measured: Evidence, last: Evidence | None) -> tuple[
             elsewhere = last is not None and "max_regression" in rule["requirement"] and rule["value"] is None
             is_comparable = is_comparable and not elsewhere  # e.g. on another machine: nobody has measured both alike
             name = "not compared" if elsewhere else f"gate {rule['verdict']}"
-            refusals.append(f"{name}: {rule['metric']}: {rule['reason']}")
+            refusals.append(f"{name}: {rule_name(rule)}: {evidence(rule)}")
     return judged, refusals, is_comparable
 
 

@@ -14,11 +14,11 @@ from specdistill.credentials import check_no_secret, without_places
 from specdistill.engines import ENGINES
 from specdistill.engines.engine import Engine, Served, Serving
 from specdistill.engines.loader import check_loader, loader_of
-from specdistill.errors import UserError, logger
+from specdistill.errors import ResourceError, UserError, logger
 from specdistill.export import export, fit_options, length_options, measured_lookup, samples_drafts
 from specdistill.files.documents import read_json, read_keys
 from specdistill.files.folders import new_folder
-from specdistill.hub.card import CardContents, model_card
+from specdistill.hub.card import PICTURE, CardContents, model_card
 from specdistill.hub.command import PublishOptions
 from specdistill.hub.evidence import DRAFT, FINISHED, PROVENANCE, RECIPE, Release, check_finished, read_release
 from specdistill.hub.licenses import CARD, TEXTS, Licensed, forbidden, license_of_draft, licensed_data, licensed_model
@@ -44,7 +44,7 @@ from specdistill.methods.recipe import Recipe
 from specdistill.recipe.load import RUNS_NOTHING, load_recipe, recipe_yaml
 from specdistill.recipe.sections import PublishConfig
 from specdistill.report.draft_lengths import draft_lengths, usual_length
-from specdistill.report.files import SAMPLES, write_report
+from specdistill.report.files import SAMPLES, to_picture, write_report
 from specdistill.report.phrases import size
 from specdistill.repositories import fetch, hub_errors, split_gguf
 from specdistill.targets.files import Shards, TargetFiles
@@ -56,7 +56,7 @@ STAGED = "release"  # in a run's folder
 DRY_RUN = "Dry run: nothing was uploaded."
 WEIGHTS = (".safetensors", ".gguf")
 # Prompts and completions, which may be about addresses; what else these say report.json says.
-OF_A_SUITE = (SAMPLES, "report.html")
+OF_A_SUITE = (SAMPLES, "report.html", Path(PICTURE).name)
 
 
 @dataclass(frozen=True)
@@ -87,16 +87,22 @@ def publish_run(options: PublishOptions) -> Publication:
     recipe = load_recipe(Recipe, [f"recipe={run / RECIPE}", *RUNS_NOTHING])
     config = recipe.publish.model_copy(update=given)
     name = check_names(config.repo, tag)
-    if not options.dry_run:
-        with hub_failures(name):
-            HfApi().whoami()
-    there = Repository.read(name)
+    try:
+        if not options.dry_run:
+            with hub_failures(name):
+                HfApi().whoami()
+        there, is_reached = Repository.read(name), True
+    except ResourceError as error:
+        if not options.dry_run:
+            raise
+        logger.warning(f"{error}. Previewed as the first release of a new repository.")
+        there, is_reached = Repository(name), False
     there.check_visible(config.private)
     if known := next((it for it in ([tag] if tag else there.tags) if is_released(run, there.at(it))), None):
         return Publication(name, known, (), commit=there.tags[known])
     if tag in there.tags:
         raise UserError("tag", got=f"{tag}, which is another release of {name}", expected=f"a new one, e.g. {there.next_tag}")
-    tag, last = tag or there.next_tag, last_release(there, options.baseline)
+    tag, last = tag or there.next_tag, last_release(there, options.baseline) if is_reached else None
     release = read_release(run, recipe, last.evidence if last else None)
     target, base_model = find_target(release, config.base_model)
     if base_model == name:
@@ -188,6 +194,7 @@ def stage(of: CardContents, target: TargetFiles, exports: Sequence[str], output:
         recipe = read_keys(release.run / RECIPE, "run", FINISHED)
         (folder / Path(RECIPE).name).write_text(recipe_yaml(recipe, public=True), encoding="utf-8")
         write_report(folder / REPORT, release.report, release.records)
+        (folder / PICTURE).write_text(to_picture(release.report, release.records), encoding="utf-8")
         exported = {}
         for engine in exports:
             exported[engine] = export(draft, engine, folder / engine, target)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specdistill.report.phrases import ResultRow, between, duration, number, percent, times
+from specdistill.report.phrases import ResultRow, between, number, percent, times
 
 WIDTH = 420
 LEFT, RIGHT = 46, 22  # margins of plots with a vertical axis
@@ -19,13 +19,14 @@ AXIS = 16  # the height of an axis's name
 LETTER = 7.6  # the width that a character of a label takes, generously
 ABOVE, LONGEST = 14, int(WIDTH / LETTER)  # the height of a name above what it names, and the characters that fit there
 
-KINDS = {"prefill": "line", "draft": "bonus", "target": "bar", "rest": "faint"}  # what time goes into, and its colour
+KINDS = {"prefill": "muted", "draft": "bonus", "target": "bar", "rest": "mine"}  # what time goes into, and its colour
 A_DOUBLING = 2  # bars of a histogram of lengths while they double
-STROKES = ("good", "bonus", "mine", "muted")  # of one curve after the other
+STROKES = ("good", "bonus", "mine", "muted")  # of one curve after the other, then again in dashes
 
 NamedRows = Sequence[tuple[str, ResultRow]]
 Ticks = Sequence[tuple[float, str]]  # (value, label)
 Format = Callable[[float], str]
+Curve = tuple[str, str | None, Sequence[tuple[float, float, str, str]]]  # (colour, dashes, [(x, y, title, name)])
 Segments = Sequence[tuple[str, float]]  # (kind, amount) of a bar, from left to right
 
 
@@ -58,11 +59,11 @@ def acceptance_by_position(row: ResultRow) -> Markup | None:
     y = Scale(0, 1, height - BOTTOM - AXIS, TOP)
     slot = (WIDTH - LEFT - RIGHT) / len(rates)
     width = round(min(slot * 0.56, 56), 1)
-    drawn = _y_axis(y, [(share, percent(share)) for share in (0, 0.25, 0.5, 0.75, 1)], WIDTH - RIGHT)
+    drawn, titles = _y_axis(y, [(share, percent(share)) for share in (0, 0.25, 0.5, 0.75, 1)], WIDTH - RIGHT), []
     for index, (rate, conditional) in enumerate(zip(rates, row["conditional_acceptance_rate"], strict=True)):
         centre, top, label = round(LEFT + slot * (index + 0.5), 1), y(rate), percent(rate)
-        title = f"position {index + 1}: {label} of drafts, {percent(conditional)} once reached"
-        drawn.append(_bar(centre - width / 2, top, width, y.start - top, "bar", title))
+        titles.append(f"position {index + 1}: {label} of drafts, {percent(conditional)} once reached")
+        drawn.append(_bar(centre - width / 2, top, width, y.start - top, "bar", titles[-1]))
         if width > 4 * LETTER and y.start - top > 20:
             drawn.append(_text(centre, y.start - 7, label, anchor="middle", kind="strong"))
         if conditional is not None:
@@ -70,12 +71,12 @@ def acceptance_by_position(row: ResultRow) -> Markup | None:
         name = index + 1 if slot > 2 * LETTER or index % 4 == 0 else ""
         drawn.append(_text(centre, y.start + 17, name, anchor="middle"))
     drawn.append(_text((LEFT + WIDTH - RIGHT) / 2, height - 6, "position in the draft", anchor="middle"))
-    return _svg(height, "Acceptance rate by position in the draft", drawn)
+    return _svg(height, "Acceptance rate by position in the draft", drawn, titles)
 
 
 def acceptance_by(what: str, named: NamedRows, k: int) -> Markup | None:
     """One line per row: the acceptance length and its interval, from 1 (no gain) to K + 1 (all accepted)."""
-    x = Scale(1, k + 1, 16, WIDTH - 44)
+    x = Scale(1, k + 1, 16, WIDTH - 52)
     ticks = [(value, str(value)) for value in range(1, k + 2, 1 + k // 8)]
     label, axis = f"Acceptance length by {what}", "acceptance length, tokens per round"
     return _lines(named, "mean_acceptance_length", number, x, ticks, label, axis)
@@ -84,7 +85,7 @@ def acceptance_by(what: str, named: NamedRows, k: int) -> Markup | None:
 def speedup_by(what: str, named: NamedRows, axis: str) -> Markup | None:
     """One line per row: the speedup and its interval; dashed: plain decoding."""
     ends = [1.0, *(end for _, row in named if "speedup" in row for end in _interval(row, "speedup"))]
-    x = Scale(*_round_bounds(ends), 16, WIDTH - 44)
+    x = Scale(*_round_bounds(ends), 16, WIDTH - 52)
     ticks = [(value, f"{value:g}×") for value in _ticks(x.low, x.high)]
     return _lines(named, "speedup", times, x, ticks, f"Speedup {what}", axis)
 
@@ -99,22 +100,25 @@ def _lines(named: NamedRows, metric: str, formatted: Format, x: Scale, ticks: Ti
     drawn = _x_axis(x, ticks, top, bottom, bottom)
     if metric == "speedup":
         drawn.append(_line(x(1.0), top, x(1.0), bottom, "muted", stroke_dasharray="3 4"))
-    names = _short([name for name, row in named if metric in row], LONGEST)
+    names = [name if len(name) <= LONGEST else f"…{name[1 - LONGEST :]}" for name, row in named if metric in row]
     for index, (name, row) in enumerate(zip(names, rows, strict=True)):
         y = top + step * index + ABOVE + 15
         low, high = _interval(row, metric)
         drawn += [
-            _text(0, y - 11, name, kind="over"),
+            _tag("rect", x=0, y=y - 22, width=round(len(name) * LETTER), height=14, fill="var(--paper)"),  # over the lines
+            _text(0, y - 11, name),
             _line(x(low), y, x(high), y, "bar", stroke_width=6, stroke_linecap="round"),
             _dot(x(row[metric]), y, 4.5, "good"),
             _text(WIDTH, y + 4, formatted(row[metric]), anchor="end", kind="strong"),
         ]
     drawn.append(_text((x(ticks[0][0]) + x(ticks[-1][0])) / 2, bottom + 34, axis, anchor="middle"))
-    return _svg(bottom + 40, label, drawn)
+    values = (f"{name}: {formatted(row[metric])}{between(row, metric)}" for name, row in named if metric in row)
+    return _svg(bottom + 40, label, drawn, values)
 
 
 def acceptance_against_cost(ranking: Sequence[Mapping[str, Any]], reports: Mapping[str, Mapping[str, Any]]) -> Markup | None:
-    """A point per candidate: c to the right, the acceptance length and its interval upward; a line joins the points of the frontier.
+    """A point per candidate of a ranking, with its rank: c to the right, the acceptance length and its interval upward; a line joins the
+    points of the frontier.
 
     Left and up is better. None when no candidate drafted anything.
     """
@@ -129,48 +133,77 @@ def acceptance_against_cost(ranking: Sequence[Mapping[str, Any]], reports: Mappi
     on_frontier = [place for place, (entry, _) in zip(places, drafting, strict=True) if entry["on_pareto_frontier"]]
     drawn = _axes(x, y, _ticks(0, x.high), "c, in plain decoding steps", 240)
     drawn.append(_path(sorted(on_frontier), "bar", stroke_width=2, stroke_dasharray="2 4"))
-    names, heights = [entry["name"] for entry, _ in drafting], _label_heights(places, 15, y.start)
-    for index, ((entry, _), (along, up), (low, high)) in enumerate(zip(drafting, places, intervals, strict=True)):
-        side = -1 if along > WIDTH * 0.6 else 1
-        room = (along - LEFT if side < 0 else WIDTH - along) - 9
-        fill, stroke = ("good", "good") if entry["on_pareto_frontier"] else ("paper", "muted")
-        label, anchor = _short(names, int(room / LETTER))[index], "end" if side < 0 else "start"
+    right, values = 0.0, list[str]()
+    for (along, up), (low, high), (entry, report) in sorted(
+        zip(places, intervals, drafting, strict=True), key=lambda it: it[0]
+    ):
+        fill, mark = ("good", "good") if entry["on_pareto_frontier"] else ("paper", "muted")
+        row, right = report["results"][0], max(along, right + 14)  # numbers stand above the plot, where no interval ends
+        shown = f"{number(row['mean_acceptance_length'])}{between(row, 'mean_acceptance_length')}"
+        title = f"{entry['rank']}, {entry['name']}: acceptance length {shown} at c = {number(report['theory']['c'], 3)}"
         drawn += [
             _line(along, y(low), along, y(high), "bar", stroke_width=3, stroke_linecap="round"),
-            _dot(along, up, 5, fill, stroke),
-            _text(along + 9 * side, heights[index], label, anchor=anchor, kind="over strong" if entry["rank"] == 1 else "over"),
+            _dot(along, up, 5, fill, mark, title),
+            _text(right, TOP - 8, entry["rank"], anchor="middle", kind="strong"),
         ]
-    return _svg(240, "Acceptance length against c, one point per candidate", drawn)
+        values.append(title)
+    return _svg(240, "Acceptance length against c, one point per candidate", drawn, values)
 
 
 def acceptance_while_training(candidates: Sequence[Mapping[str, Any]]) -> Markup | None:
-    """A line for each candidate with a curve: simulated acceptance length against optimizer steps, its name where it ends.
+    """A line for each candidate with a curve, in the colours of `stroke`: simulated acceptance length against optimizer steps.
 
     Left and up is better: the same acceptance for less training. None when none of them has a curve.
     """
     trained = [(entry["name"], entry["training"]) for entry in candidates if entry["training"] and entry["training"]["curve"]]
     if not trained:
         return None
-    names, line = [name for name, _ in trained], 28  # a name with the time below it
-    height = max(240, TOP + BOTTOM + 14 + line * len(trained))
-    steps, lengths = zip(*(point for _, training in trained for point in training["curve"]), strict=True)
-    x = Scale(0, max(steps) or 1, LEFT, WIDTH - 140)
-    y = Scale(*_round_bounds(lengths), height - BOTTOM - 14, TOP)
-    curves = [[(x(step), y(length)) for step, length in training["curve"]] for _, training in trained]
-    ends = [curve[-1] for curve in curves]
-    heights = _label_heights(ends, line, y.start - 14)
-    drawn = _axes(x, y, _whole_ticks(x.high), "optimizer steps", height)
-    labels = []
-    for index, ((_, training), (along, up)) in enumerate(zip(trained, ends, strict=True)):
-        stroke, dashes = STROKES[index % len(STROKES)], "6 3" if index >= len(STROKES) else None
-        drawn.append(_path(curves[index], stroke, stroke_width=2, stroke_linejoin="round", stroke_dasharray=dashes))
-        drawn.append(_dot(along, up, 4, stroke))
-        name = _short(names, int((WIDTH - along - 8) / LETTER))[index]
-        time = "" if training["seconds"] is None else duration(training["seconds"])
-        lines = [(name, heights[index]), (time, heights[index] + 13)]
-        named = [_text(along + 8, place, text, kind="over named") for text, place in lines]
-        labels.append(_tag("g", Markup("".join(named)), style=f"--stroke: var(--{stroke})"))
-    return _svg(height, "Simulated acceptance length against optimizer steps, one line per candidate", drawn + labels)
+    curves: list[Curve] = []
+    for index, (name, training) in enumerate(trained):
+        points = [(*point, f"{name}: {number(point[1])} after {point[0]:,} steps", "") for point in training["curve"]]
+        curves.append((*stroke(index), points))
+    label = "Simulated acceptance length against optimizer steps, one line per candidate"
+    return _curves(curves, label, "optimizer steps", _round_bounds([up for *_, curve in curves for _, up, *_ in curve]))
+
+
+def _curves(curves: Sequence[Curve], label: str, axis: str, bounds: tuple[float, float]) -> Markup:
+    """The names of a curve's points stand above it, those of the others below."""
+    points = [point for *_, curve in curves for point in curve]
+    x = Scale(0, max(along for along, *_ in points) * 1.05 or 1, LEFT, WIDTH - RIGHT)
+    y = Scale(*bounds, 240 - BOTTOM - 14, TOP)
+    drawn = _axes(x, y, _ticks(0, x.high), axis, 240)
+    for index, (colour, dashes, curve) in enumerate(curves):
+        drawn.append(_path([(x(along), y(up)) for along, up, *_ in curve], colour, stroke_width=2, stroke_dasharray=dashes))
+        for along, up, title, name in curve:
+            drawn.append(_dot(x(along), y(up), 3, colour, title=title))
+            drawn += [_text(x(along), y(up) + (17 if index else -9), name, anchor="middle")] if name else []
+    return _svg(240, label, drawn, (title for _, _, title, _ in points))
+
+
+def stroke(index: int) -> tuple[str, str | None]:
+    """Colour and dashes of a curve among others."""
+    return STROKES[index % len(STROKES)], "6 3" if index >= len(STROKES) else None
+
+
+def throughput_against_latency(rows: Sequence[ResultRow]) -> Markup | None:
+    """A curve with the draft and one without over a sweep of the requests in flight: tokens per second of all against milliseconds that a
+    request waits for a token. Left and up is better. None without a sweep.
+    """
+    if len(rows) < 2 or any("speedup" not in row for row in rows):
+        return None
+    curves: list[Curve] = []
+    for side, metric, colour in (
+        ("with the draft", "tokens_per_second", "good"),
+        ("plain", "baseline_tokens_per_second", "muted"),
+    ):
+        points = []
+        for size, speed in ((row["batch_size"], row[metric]) for row in rows):
+            ms = 1000 * size / speed
+            title = f"{side}, {size} at once: {speed:,.0f} tokens per second, {ms:,.1f} ms per token"
+            points.append((ms, speed, title, str(size)))
+        curves.append((colour, None, points))
+    top = 1.1 * max(up for *_, curve in curves for _, up, *_ in curve)
+    return _curves(curves, "Throughput against latency, by requests at once", "milliseconds per token of a request", (0, top))
 
 
 def speedup_by_k(theory: Mapping[str, Any] | None, rows: Sequence[ResultRow]) -> Markup | None:
@@ -184,11 +217,13 @@ def speedup_by_k(theory: Mapping[str, Any] | None, rows: Sequence[ResultRow]) ->
     ceiling = {point["k"]: point["mean_acceptance_length"] for point in curve} or {0: 1.0}
     ceiling |= {row["num_speculative_tokens"]: row["mean_acceptance_length"] for row in rows if "mean_acceptance_length" in row}
     intervals = [_interval(row, "speedup") for row in measured]
-    values = [1.0, *ceiling.values(), *(point["predicted_speedup"] for point in curve), *itertools.chain(*intervals)]
     height = 260
-    longest = max(1, int(max(ceiling)), *(row["num_speculative_tokens"] for row in measured))
+    beyond = one_more(curve)
+    longest = max(1, int(max(ceiling)), *(row["num_speculative_tokens"] for row in measured), *(k for k, _ in beyond))
     x = Scale(0, longest, LEFT + 8, WIDTH - RIGHT - 14)
-    y = Scale(*_round_bounds(values), height - BOTTOM - AXIS, TOP)
+    guesses = [*((point["k"], point["predicted_speedup"]) for point in curve), *beyond]
+    ends = [1.0, *ceiling.values(), *(speedup for _, speedup in guesses), *itertools.chain(*intervals)]
+    y = Scale(*_round_bounds(ends), height - BOTTOM - AXIS, TOP)
     drawn = _y_axis(y, [(value, f"{value:g}×") for value in _ticks(y.low, y.high)], WIDTH - RIGHT)
     drawn += [_text(x(k), y.start + 17, k, anchor="middle") for k in range(0, longest + 1, 1 + longest // 13)]
     drawn.append(_line(LEFT, y(1.0), WIDTH - RIGHT, y(1.0), "muted", stroke_dasharray="3 4"))
@@ -196,6 +231,11 @@ def speedup_by_k(theory: Mapping[str, Any] | None, rows: Sequence[ResultRow]) ->
     predicted = [(x(point["k"]), y(point["predicted_speedup"])) for point in curve]
     drawn.append(_path(highest, "muted", stroke_width=1.5, stroke_dasharray="6 3"))
     drawn.append(_path(predicted, "bar", stroke_width=2.5))
+    for k, speedup in beyond:
+        drawn += [
+            _path([predicted[-1], (x(k), y(speedup))], "bar", stroke_width=2, stroke_dasharray="1 4", stroke_linecap="round"),
+            _dot(x(k), y(speedup), 3.5, "paper", "bar"),
+        ]
     for point, place in zip(curve, predicted, strict=True):
         best = theory is not None and point["k"] == theory["best_k"]
         drawn.append(_dot(*place, 5 if best else 3.5, "good" if best else "bar"))
@@ -204,7 +244,20 @@ def speedup_by_k(theory: Mapping[str, Any] | None, rows: Sequence[ResultRow]) ->
         drawn.append(_line(along, y(low), along, y(high), "mine", stroke_width=2))
         drawn.append(_dot(along, y(row["speedup"]), 4.5, "paper", "mine", at_k(row)))
     drawn.append(_text((LEFT + WIDTH - RIGHT) / 2, height - 6, "K, tokens drafted per round", anchor="middle"))
-    return _svg(height, "Speedup against K: predicted, its ceiling, and measured", drawn)
+    values = [f"measured at {at_k(row)}" for row in measured] + [
+        f"predicted at K = {k}: {times(guess)}" for k, guess in guesses
+    ]
+    return _svg(height, "Speedup against K: predicted, its ceiling, and measured", drawn, values)
+
+
+def one_more(curve: Sequence[Mapping[str, float]]) -> list[tuple[int, float]]:
+    """(K + 1, predicted speedup): the last position's acceptance and cost once more. Empty where the curve lacks the K just below."""
+    if [point["k"] for point in curve[-3:]] != [len(curve) - 3, len(curve) - 2, len(curve) - 1] or len(curve) < 3:
+        return []
+    before, last = (curve[-n]["mean_acceptance_length"] - curve[-n - 1]["mean_acceptance_length"] for n in (2, 1))
+    length = curve[-1]["mean_acceptance_length"] + (last * last / before if before > 0 else 0.0)
+    cost = sum(2 * curve[-1][name] - curve[-2][name] for name in ("verify_ms", "draft_ms"))
+    return [(int(curve[-1]["k"]) + 1, length / cost * curve[0]["verify_ms"])]
 
 
 def at_k(row: ResultRow) -> str:
@@ -217,40 +270,43 @@ def time_per_token(bars: Sequence[tuple[str, Segments]]) -> Markup | None:
         return None
     step, top = 52 + ABOVE, 8
     x = Scale(0, max(sum(ms for _, ms in segments) for _, segments in bars), 0, WIDTH - 72)
-    drawn = []
+    drawn, values = [], []
     for index, (name, segments) in enumerate(bars):
         y, start = top + step * index + ABOVE, 0.0
         drawn.append(_text(0, y - 1, name))
         for kind, ms in segments:
             end = start + max(ms, 0.0)
-            title = f"{kind}: {number(end - start, 3)} ms"
-            drawn.append(_bar(x(start), y + 4, x(end) - x(start), 32, KINDS[kind], title))
+            values.append(f"{name}, {kind}: {number(end - start, 3)} ms")
+            drawn.append(_bar(x(start), y + 4, x(end) - x(start), 32, KINDS[kind], values[-1]))
             start = end
         drawn.append(_text(x(start) + 6, y + 24, f"{number(sum(ms for _, ms in segments))} ms", kind="strong"))
-    return _svg(top + len(bars) * step, "Milliseconds that a token costs", drawn)
+    return _svg(top + len(bars) * step, "Milliseconds that a token costs", drawn, values)
 
 
 def lengths(tokens: Sequence[int], axis: str, limit: int | None = None) -> Markup | None:
-    """Bars: how many documents have a number of tokens, on a scale that doubles. limit: dashed."""
-    places = [int(A_DOUBLING * math.log2(count)) for count in tokens if count > 0]
+    """Bars: how many documents have a number of tokens, on a scale that doubles. limit: dashed; no bar is drawn beyond it."""
+    places = [math.ceil(A_DOUBLING * math.log2(count)) for count in tokens if count > 0]  # a bar ends where its place is
     if not places:
         return None
-    first, last = min(places), max(places)
-    counts = [places.count(place) for place in range(first, last + 1)]
+    first, last = min(places) - 1, max(places)
+    counts = [places.count(place) for place in range(first + 1, last + 1)]
     height = 230
-    x = Scale(first, last + 1, LEFT, WIDTH - RIGHT)
+    x = Scale(first, last, LEFT, WIDTH - RIGHT)
     y = Scale(0, max(counts), height - BOTTOM - AXIS, TOP)
-    drawn = _y_axis(y, [(value, f"{value:,}") for value in _whole_ticks(y.high)], WIDTH - RIGHT)
+    dashed = A_DOUBLING * math.log2(limit) if limit else last
+    drawn, titles = _y_axis(y, [(value, f"{value:,}") for value in _whole_ticks(y.high)], WIDTH - RIGHT), []
     for place, count in enumerate(counts, first):
-        title = f"{math.ceil(2 ** (place / A_DOUBLING)):,} to {math.ceil(2 ** ((place + 1) / A_DOUBLING)) - 1:,}: {count:,} documents"
-        drawn.append(_bar(x(place) + 1, y(count), x(place + 1) - x(place) - 2, y.start - y(count), "bar", title))
+        ends = math.floor(2 ** (place / A_DOUBLING)) + 1, min(math.floor(2 ** ((place + 1) / A_DOUBLING)), max(tokens))
+        titles.append(f"{ends[0]:,} to {ends[1]:,}: {count:,} documents")
+        right = x(min(place + 1, max(dashed, place)))
+        drawn.append(_bar(x(place) + 1, y(count), max(right - x(place) - 2, 1), y.start - y(count), "bar", titles[-1]))
     every = 1 + (last - first) // (9 * A_DOUBLING)
-    for power in range(-(-first // A_DOUBLING), (last + 1) // A_DOUBLING + 1, every):
+    for power in range(-(-first // A_DOUBLING), last // A_DOUBLING + 1, every):
         drawn.append(_text(x(power * A_DOUBLING), y.start + 17, f"{2**power:,}", anchor="middle"))
-    if limit is not None and first <= (dashed := A_DOUBLING * math.log2(limit)) <= last + 1:
+    if limit is not None and first <= dashed <= last:
         drawn.append(_line(x(dashed), TOP, x(dashed), y.start, "muted", stroke_dasharray="3 4"))
     drawn.append(_text((LEFT + WIDTH - RIGHT) / 2, height - 6, axis, anchor="middle"))
-    return _svg(height, f"Documents by {axis}", drawn)
+    return _svg(height, f"Documents by {axis}", drawn, titles)
 
 
 def _tag(name: str, content: object = "", **attributes: object) -> Markup:
@@ -261,8 +317,10 @@ def _tag(name: str, content: object = "", **attributes: object) -> Markup:
     return Markup(f"<{name}{written}>{inside}</{name}>")
 
 
-def _svg(height: float, label: str, drawn: Iterable[Markup]) -> Markup:
-    return _tag("svg", Markup("\n".join(drawn)), viewBox=f"0 0 {WIDTH} {height}", role="img", aria_label=label)
+def _svg(height: float, label: str, drawn: Iterable[Markup], values: Iterable[str]) -> Markup:
+    """values: what the figure shows, for those who do not see it."""
+    inside = "\n".join([_tag("desc", "; ".join(values)), *drawn])
+    return _tag("svg", Markup(inside), viewBox=f"0 0 {WIDTH} {height}", role="img", aria_label=label)
 
 
 def _text(x: float, y: float, content: object, *, anchor: str | None = None, kind: str | None = None) -> Markup:
@@ -332,31 +390,3 @@ def _ticks(low: float, high: float) -> list[float]:
 
 def _whole_ticks(high: float) -> list[int]:
     return [int(value) for value in _ticks(0, high) if value == int(value)]
-
-
-def _label_heights(places: Sequence[tuple[float, float]], line: float, lowest: float) -> list[float]:
-    """The y of each place's label: its own, moved down from other labels and up from `lowest` where they would overlap."""
-    heights = [up + 4 for _, up in places]
-    order = sorted(range(len(places)), key=lambda index: places[index][::-1])
-
-    def near(index: int, others: Iterable[int]) -> list[float]:
-        return [heights[other] for other in others if abs(places[other][0] - places[index][0]) < WIDTH / 2]
-
-    for rank, index in enumerate(order):
-        heights[index] = max([heights[index], *(label + line for label in near(index, order[:rank]))])
-    for rank, index in reversed(list(enumerate(order))):
-        heights[index] = min([heights[index], lowest, *(label - line for label in near(index, order[rank + 1 :]))])
-    return heights
-
-
-def _short(names: Sequence[str], length: int) -> list[str]:
-    """Names of at most `length` characters: long ones lose what all long ones begin with, then their end."""
-    long = [name for name in names if len(name) > length]
-    shared = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*long, strict=False))
-    start = len(list(shared)) if len(long) > 1 else 0
-
-    def cut(name: str) -> str:
-        name = "…" * (start > 0) + name[start:]
-        return name if len(name) <= length else f"{name[: length - 1]}…"
-
-    return [name if len(name) <= length else cut(name) for name in names]

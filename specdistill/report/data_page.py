@@ -3,6 +3,7 @@
 One self-contained file. Every value is escaped: documents come from outside.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,6 +13,8 @@ from specdistill.errors import UserError
 from specdistill.report.files import template
 from specdistill.report.phrases import percent
 from specdistill.report.tables import Table
+
+LOOP = re.compile(r"(.{4,160}?)\1{7,}", re.DOTALL)  # the same eight times or more
 
 
 def write_page(path: Path, key: str, *content: Any) -> None:
@@ -37,7 +40,13 @@ def to_html(
         of_sources=_of_sources(mixture),
         lengths=lengths,
         documents=documents,
+        collapsed=collapsed,
     )
+
+
+def collapsed(text: str) -> str:
+    """A text in which a loop, but for white space, stands once, with how often it is there."""
+    return LOOP.sub(lambda it: f"{it[1]}⟲{len(it[0]) // len(it[1])}× " if it[1].strip() else it[0], text)
 
 
 def _of_halves(halves: Mapping[str, Any]) -> Table:

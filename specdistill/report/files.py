@@ -26,10 +26,11 @@ from specdistill.files.folders import check_writable
 from specdistill.report import charts, phrases, tables
 from specdistill.report.documents import json_schema
 from specdistill.report.schema import ReportDocument
-from specdistill.report.text import to_junit, to_markdown
+from specdistill.report.text import to_markdown
 from specdistill.statistics.metrics import MIN_BUCKET_DRAFTS
 from specdistill.statistics.records import ALL, PromptRecord, read_records, records_of, write_records
 from specdistill.suites.suite import evenly
+from specdistill.terminal import printable
 
 REPORT, SAMPLES = "report.json", "samples.jsonl"
 FILES = (REPORT, SAMPLES, "report.md", "report.html", "junit.xml")
@@ -100,12 +101,18 @@ def previous_report(folder: Path) -> tuple[dict[str, Any], list[PromptRecord]] |
 def read_report(path: Path, key: str = "report") -> tuple[dict[str, Any], list[PromptRecord]]:
     """report.json (or its folder) and the records next to it. Raises UserError when either is missing or invalid."""
     path = path / REPORT if path.is_dir() else path
+    return read_document(path, key), read_records(path.parent / SAMPLES, key)
+
+
+def read_document(path: Path, key: str = "report") -> dict[str, Any]:
+    """report.json (or its folder) alone. Raises as `read_report`."""
+    path = path / REPORT if path.is_dir() else path
     try:
-        report = read_json(path)
+        report: dict[str, Any] = read_json(path)
     except (OSError, ValueError) as error:
         raise UserError(key, got=f"{path} ({error})", expected="a report.json") from error
     validate(report, str(path), key)
-    return report, read_records(path.parent / SAMPLES, key)
+    return report
 
 
 def render(folder: Path) -> None:
@@ -113,7 +120,8 @@ def render(folder: Path) -> None:
     report, records = read_report(folder)
     (folder / "report.md").write_text(to_markdown(report), encoding="utf-8")
     (folder / "report.html").write_text(to_html(report, records), encoding="utf-8")
-    (folder / "junit.xml").write_text(to_junit(report), encoding="utf-8")
+    junit = template("report/junit.xml.j2").render(report=report)
+    (folder / "junit.xml").write_text(f"{printable(junit)}\n", encoding="utf-8")  # XML cannot hold the other characters
 
 
 @cache
@@ -216,6 +224,14 @@ def to_html(report: Mapping[str, Any], records: Sequence[PromptRecord]) -> str:
         num_plain_samples=NUM_PLAIN_SAMPLES,
         num_records=len(main_records),
     )
+
+
+def to_picture(report: Mapping[str, Any], records: Sequence[PromptRecord]) -> str:
+    """The verdict, the numbers, a marked completion and the positions as one SVG, for pages that others keep."""
+    row = report["results"][0]
+    varied = sorted(records_of(row, records), key=lambda record: -len(set(record.token_ids)))  # a loop shows little
+    sample = next(iter(samples(varied)), None)
+    return printable(template("report/picture.svg.j2").render(report=report, row=row, sample=sample))
 
 
 def samples(records: Sequence[PromptRecord], max_bytes: int = MAX_BYTES) -> list[dict[str, Any]]:

@@ -7,6 +7,8 @@ from specdistill.statistics.records import ALL
 
 Report = Mapping[str, Any]
 ResultRow = Mapping[str, Any]  # of a report's results
+DEFAULT_CONFIDENCE = 0.95  # of a rule
+MOST_PROMPTS = 10_000  # estimates of how many prompts a rule needs end here: nobody measures more
 
 
 def times(value: float | None) -> str:
@@ -58,6 +60,41 @@ def size(num_bytes: int) -> str:
     return f"{num_bytes / 2**power:,.1f} {unit}" if num_bytes else "none"
 
 
+def scalar(value: Any) -> str:
+    """A number, a truth value or a name that a rule is about."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# Of metrics that rules name: title, how the value is written, its unit, and what makes it that unit's. Others go by their names.
+METRICS = {
+    "mean_acceptance_length": ("acceptance length", ".2f", " tokens", 1),
+    "acceptance_rate": ("acceptance rate", ".3g", "%", 100),
+    "speedup": ("speedup", ".2f", "×", 1),
+    "tokens_per_second": ("tokens per second", ",.0f", "", 1),
+    "draft_ms": ("time to draft a token", ".3f", " ms", 1),
+    "verify_ms": ("time to verify a draft", ".3f", " ms", 1),
+    "baseline_over_hf_generate": ("speed of plain decoding over transformers' generate()", ".2f", "×", 1),
+    "prediction_gap": ("gap between measured and predicted speedup", ".3g", "%", 100),
+    "context_ratio": ("acceptance length at long contexts over that at shorter ones", ".3g", "%", 100),
+    "vocabulary_coverage": ("share of tokens that the draft can propose", ".3g", "%", 100),
+    "lossless.greedy_identical": ("greedy completions are the target's", "", "", 1),
+    "lossless.unexplained_divergences": ("greedy completions that are not the target's", ",d", "", 1),
+    "lossless.sampling_test.p_value": ("p-value of the sampling test", ".2g", "", 1),
+    "lossless.sampling_test.negative_control_p_value": ("p-value of the sampling test on a wrong rule", ".2g", "", 1),
+    "draft.bytes": ("size of the draft", ",.3g", " MB", 1e-6),
+    "measurement.peak_memory_bytes": ("peak memory", ",.3g", " GB", 1e-9),
+    "measurement.seconds": ("time of the measurement", ",.0f", " s", 1),
+}
+
+
+def in_unit(metric: str, value: Any, style: str = "") -> tuple[str, str]:
+    """A metric's value as it is written, and its unit."""
+    if isinstance(value, bool | str) or metric not in METRICS:
+        return scalar(value), ""
+    _, own, unit, scale = METRICS[metric]
+    return format(value * scale, style or own), unit
+
+
 def title(report: Report) -> str:
     return f"{report['draft']['method']} draft for {report['target']['model']}"
 
@@ -80,6 +117,14 @@ def summary(report: Report) -> str:
         same = f"{lossless['divergences']} of {checked} DIFFERENT from {judge}"
     why = reason(row, "speedup")
     return f"Speed not measured ({why}), {same}." if why else f"{gain(row)}, {same}."
+
+
+def is_lossless(report: Report) -> bool | None:
+    """Whether greedy completions are the target's, but for near-ties that rounding explains; None where they were not compared."""
+    lossless = report["lossless"]
+    return (
+        not lossless["unexplained_divergences"] if "unexplained_divergences" in lossless else lossless.get("greedy_identical")
+    )
 
 
 def reference(report: Report) -> str:
@@ -112,23 +157,30 @@ def losslessness(report: Report) -> tuple[str, str]:
     return f"Greedy: {greedy}.", f"Sampled: {sampled}."
 
 
+def about(count: int) -> str:
+    """An estimated number of prompts, to two digits, e.g. about 800."""
+    step = 10 ** max(0, len(str(count)) - 2)
+    return f"more than {MOST_PROMPTS:,}" if count > MOST_PROMPTS else f"about {-(-count // step) * step:,}"
+
+
 def undecided(report: Report) -> str:
     """What an inconclusive verdict lacks, and the key that gets it; empty for another verdict."""
     rules = [rule for rule in report["gate"]["rules"] if outcome(rule) == "inconclusive"]
     if report["gate"]["verdict"] != "inconclusive":
         return ""
-    names, needed = ", ".join(dict.fromkeys(rule["metric"] for rule in rules)), [rule["prompts_needed"] for rule in rules]
+    names, needed = ", ".join(dict.fromkeys(map(metric_title, rules))), [rule["prompts_needed"] for rule in rules]
     if None in needed or (enough := max(needed)) <= report["results"][0]["num_prompts"]:
         return f"The evidence cannot decide {names}."
     name, has = report["suite"]["name"], report["suite"]["num_prompts"]
     how = f"eval.num_prompts={enough}" if enough <= has else f"a suite with more than the {has} of {name}"
-    return f"The evidence cannot decide {names}: about {enough:,} prompts could ({how})."
+    how = "it is too close to the requirement" if enough > MOST_PROMPTS else how
+    return f"The evidence cannot decide {names}: {about(enough)} prompts could ({how})."
 
 
 def failed_rules(report: Report) -> str:
     """Which rules failed the gate, or which it cannot decide; empty when it passed."""
     rules = report["gate"]["rules"]
-    failed = [rule["metric"] for rule in rules if outcome(rule) == "failed"]
+    failed = [metric_title(rule) for rule in rules if outcome(rule) == "failed"]
     return f"{len(failed)} of {len(rules)} rules failed: {', '.join(dict.fromkeys(failed))}." if failed else undecided(report)
 
 
@@ -205,28 +257,58 @@ def online_length(row: ResultRow) -> str:
     return f"length chosen online: {number(sum(k * count for k, count in enumerate(counts)) / sum(counts))} tokens on average"
 
 
+def metric_title(rule: Mapping[str, Any]) -> str:
+    metric = rule["metric"]
+    return METRICS[metric][0] if metric in METRICS else metric.replace("_", " ").replace(".", " ")
+
+
 def requirement(rule: Mapping[str, Any]) -> str:
     ((kind, threshold),) = rule["requirement"].items()
-    sign = {"min": "≥", "max": "≤", "equals": "=", "max_regression": "regression ≤"}[kind]
-    return f"{sign} {f'{threshold:g}' if isinstance(threshold, float) else scalar(threshold)}"
+    sign = {"min": "≥", "max": "≤", "equals": "=", "max_regression": "loss ≤"}[kind]
+    return f"{sign} {f'{100 * threshold:.3g}%' if kind == 'max_regression' else ''.join(in_unit(rule['metric'], threshold, ',.10g'))}"
 
 
 def scope(rule: Mapping[str, Any]) -> str:
     return ", ".join(map(str, rule["scope"].values())) or "all"
 
 
+def rule_id(rule: Mapping[str, Any]) -> str:
+    """The same for a rule whatever its threshold, e.g. speedup.min[category=chat]."""
+    (kind,), scope = rule["requirement"], ",".join(f"{name}={value}" for name, value in rule["scope"].items())
+    confidence = "" if rule["confidence"] == DEFAULT_CONFIDENCE else f"@{rule['confidence']:g}"
+    return f"{rule['metric']}.{kind}{f'[{scope}]' if scope else ''}{confidence}"
+
+
 def rule_name(rule: Mapping[str, Any]) -> str:
-    return f"{rule['metric']} {requirement(rule)} [{scope(rule)}]"
+    return f"{metric_title(rule)} {requirement(rule)}" + (f" [{scope(rule)}]" if rule["scope"] else "")
 
 
 def measured(rule: Mapping[str, Any]) -> str:
-    bounds = f" ({rule['ci95'][0]:.3g} to {rule['ci95'][1]:.3g})" if rule["ci95"] else ""
-    return "no evidence" if rule["value"] is None else f"{scalar(rule['value'])}{bounds}"
+    """The value with its unit and interval."""
+    if rule["value"] is None:
+        return "no evidence"
+    is_change, values = "max_regression" in rule["requirement"], (rule["value"], *(rule["ci95"] or ()))
+    (value, unit), *ends = ((signed(it), "") if is_change else in_unit(rule["metric"], it) for it in values)
+    return f"{value}{unit}" + (f" ({ends[0][0]} to {ends[1][0]})" if ends else "")
 
 
-def scalar(value: Any) -> str:
-    """A number, a truth value or a name that a rule is about."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
+def note(rule: Mapping[str, Any]) -> str:
+    """What value and requirement do not show of a rule that is not passed: why there is no evidence, or what would decide."""
+    if rule["passed"] or rule["reason"].startswith("no evidence: "):
+        return "" if rule["passed"] else str(rule["reason"]).removeprefix("no evidence: ")
+    at = "" if rule["confidence"] in (0, DEFAULT_CONFIDENCE) else f"at {rule['confidence']:.0%} confidence"
+    could = f"{about(rule['prompts_needed'])} prompts could decide" if rule["prompts_needed"] else ""
+    return ", ".join(filter(None, (at, could)))
+
+
+def evidence(rule: Mapping[str, Any]) -> str:
+    return measured(rule) + (f"; {note(rule)}" if note(rule) else "")
+
+
+def warnings(report: Report) -> list[str]:
+    """A sentence for each rule that warns."""
+    rules = [rule for rule in report["gate"]["rules"] if outcome(rule) == "warning"]
+    return [f"Warning: {rule_name(rule)} is not shown: {evidence(rule)}." for rule in rules]
 
 
 def outcome(rule: Mapping[str, Any]) -> str:

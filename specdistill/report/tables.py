@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from specdistill.report.phrases import (
+    METRICS,
     Report,
     ResultRow,
     configuration_name,
     counted,
     direction,
+    in_unit,
     interval,
     number,
     percent,
@@ -111,14 +113,7 @@ def cell(value: str, *notes: str) -> Cell:
     return (value, *filter(None, notes))
 
 
-METRICS_SHOWN: dict[str, tuple[str, Callable[[float | None], str]]] = {
-    "mean_acceptance_length": ("acceptance length", number),
-    "acceptance_rate": ("acceptance rate", percent),
-    "speedup": ("speedup", times),
-    "tokens_per_second": ("tokens per second", lambda value: number(value, 0)),
-    "draft_ms": ("ms to draft a token", lambda value: number(value, 3)),
-    "verify_ms": ("ms to verify a draft", lambda value: number(value, 3)),
-}
+CHANGED = ("mean_acceptance_length", "acceptance_rate", "speedup", "tokens_per_second", "draft_ms", "verify_ms")
 
 
 def changes(report: Report) -> Table:
@@ -128,12 +123,12 @@ def changes(report: Report) -> Table:
 
 
 def _change(change: Mapping[str, Any]) -> tuple[Cell, ...]:
-    name, shown = METRICS_SHOWN[change["metric"]]
+    metric = change["metric"]
     category = "" if change["category"] == ALL else f", {change['category'].replace('_', ' ')}"
     note = " to ".join(map(signed, change["ci95"])) if "ci95" in change else change.get("reason", "")
     relative = signed(change["change"]) if "change" in change else "–"
-    old, new = shown(change.get("old")), shown(change.get("new"))
-    return (f"{name}{category}",), (old,), (new,), cell(relative, note), (direction(change),)
+    old, new = ("".join(in_unit(metric, change[side])) if side in change else "–" for side in ("old", "new"))
+    return (f"{METRICS[metric][0]}{category}",), (old,), (new,), cell(relative, note), (direction(change),)
 
 
 def training(report: Report) -> Table:

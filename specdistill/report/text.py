@@ -1,14 +1,13 @@
-"""The report without a browser: report.md, junit.xml, and a few lines on stdout.
+"""The report without a browser: report.md, annotations of a CI job, and a few lines on stdout.
 
 report.md fits a CI job's summary, which may hold 1 MiB on GitHub: the verdict, what changed, and a line for each rule, category,
-configuration and change. junit.xml has a test case for each gate rule; a warning is a skipped case with a message: visible, no failure.
+configuration and change.
 """
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import rich.table
 from rich import box
@@ -40,13 +39,14 @@ def _sections(report: Mapping[str, Any]) -> Iterator[str]:
     rules = report["gate"]["rules"]
     yield plain(phrases.settings_line(report))
     yield _list(f"**{plain(finding['name'])}**: {plain(finding['message'])}" for finding in report["findings"])
+    yield _list(map(plain, phrases.warnings(report)))
     if "baseline" in report:
         yield "## Since the last release"
         yield plain(phrases.since(report))
         yield cells(tables.changes(report))
     if rules:
         yield "## Gate"
-        yield table(("", "metric", "scope", "required", "measured", "why"), map(_rule, rules))
+        yield table(("", "rule", "scope", "required", "measured", "note"), map(_rule, rules))
     yield "## Results"
     yield cells(tables.by_category(report))
     yield _list(map(plain, [*phrases.averages(report), f"Accepted per position: {phrases.per_position(report['results'][0])}"]))
@@ -68,8 +68,8 @@ def _sections(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _rule(rule: Mapping[str, Any]) -> tuple[str, ...]:
-    named = phrases.outcome(rule), rule["metric"], phrases.scope(rule), phrases.requirement(rule)
-    return tuple(map(plain, (*named, phrases.measured(rule), rule["reason"])))
+    named = phrases.outcome(rule), phrases.metric_title(rule), phrases.scope(rule), phrases.requirement(rule)
+    return tuple(map(plain, (*named, phrases.measured(rule), phrases.note(rule))))
 
 
 def _list(items: Iterable[str]) -> str:
@@ -100,24 +100,17 @@ def plain(text: str) -> str:
     return REFERS.sub("\\g<0>\N{ZERO WIDTH SPACE}", MARKUP.sub(r"\\\g<0>", printable(" ".join(text.split()))))
 
 
-def to_junit(report: Mapping[str, Any]) -> str:
-    rules = report["gate"]["rules"]
-    outcomes = [phrases.outcome(rule) for rule in rules]
-    failures = outcomes.count("failed") + outcomes.count("inconclusive")
-    counts = {"tests": len(rules), "failures": failures, "errors": 0, "skipped": outcomes.count("warning")}
-    head = {"name": phrases.title(report), "timestamp": report["created"]}
-    suite = ElementTree.Element("testsuite", head | {name: str(count) for name, count in counts.items()})
-    for rule, outcome in zip(rules, outcomes, strict=True):
-        case = ElementTree.SubElement(suite, "testcase", classname="gate", name=phrases.rule_name(rule))
-        evidence = f"{phrases.measured(rule)}: {rule['reason']}"
-        if outcome == "passed":
-            ElementTree.SubElement(case, "system-out").text = evidence
-        else:  # a job that lists tests knows no third outcome, and inconclusive is no pass
-            kind = "skipped" if outcome == "warning" else "failure"
-            ElementTree.SubElement(case, kind, message=f"{outcome}: {evidence}", type=outcome)
-    ElementTree.indent(suite)
-    text = printable(ElementTree.tostring(suite, encoding="unicode"))  # XML cannot hold the others
-    return f'<?xml version="1.0" encoding="utf-8"?>\n{text}\n'
+def annotations(report: Mapping[str, Any]) -> Iterator[str]:
+    """Workflow commands for GitHub, which shows a rule that failed, is inconclusive or warns next to the job."""
+    for rule in report["gate"]["rules"]:
+        if (outcome := phrases.outcome(rule)) != "passed":
+            kind, name = "warning" if outcome == "warning" else "error", f"{outcome}: {phrases.rule_name(rule)}"
+            title = _for_github(name).replace(":", "%3A").replace(",", "%2C")
+            yield f"::{kind} title={title}::{_for_github(phrases.evidence(rule))}"
+
+
+def _for_github(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
 def print_report(report: Mapping[str, Any], folder: Path) -> None:
@@ -158,7 +151,7 @@ def _print_rules(console: Console, report: Mapping[str, Any], rules: Iterable[Ma
     """The rules with their evidence, and what an inconclusive verdict lacks."""
     for rule in rules:
         outcome = phrases.outcome(rule)
-        line = f"{phrases.rule_name(rule)}: {phrases.measured(rule)}; {rule['reason']}"
+        line = f"{phrases.rule_name(rule)}: {phrases.evidence(rule)}"
         console.print(Text(f"{outcome:7}", style=COLOURS[outcome]), Text(line), soft_wrap=True)
     if missing := phrases.undecided(report):
         console.print(Text(missing), soft_wrap=True)

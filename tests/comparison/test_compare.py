@@ -20,11 +20,11 @@ from specdistill.comparison.compare import (
     reasons,
     validate_comparison,
 )
-from specdistill.comparison.pages import print_comparison, to_html, to_markdown, write_comparison
+from specdistill.comparison.pages import headline, print_comparison, to_html, to_markdown, write_comparison
 from specdistill.comparison.schema import ComparisonDocument
 from specdistill.errors import UserError
 from specdistill.project import ROOT
-from specdistill.report.charts import acceptance_while_training
+from specdistill.report.charts import acceptance_against_cost, acceptance_while_training
 from specdistill.report.documents import json_schema
 from specdistill.report.phrases import duration
 from specdistill.statistics.records import PromptRecord, RoundRecord, Timing
@@ -274,7 +274,7 @@ def test_less_acceptance_in_long_contexts_is_said() -> None:
     comparison = compare(drafts)
     (changed,) = sentences(comparison, "context")
     assert "tired" in changed and "57%" in changed and "(49% to 66%)" in changed
-    assert "57% (49% to 66%)" in to_markdown(comparison)
+    assert "57% of that in short ones (49% to 66%)" in to_markdown(comparison)
 
 
 # The file
@@ -310,10 +310,10 @@ def test_what_does_not_fit_is_not_written(tmp_path, comparison, candidates, path
 
 def test_the_table_says_what_training_took(candidates, comparison) -> None:
     resumed = replace(candidates[0], training={"seconds": None, "steps": 1200, "curve": []})
-    ranked = to_markdown(compare([resumed, *candidates[1:]])).partition("\n## ")[0]
-    rows = [line.split(" | ") for line in ranked.splitlines() if "|" in line]
-    column = rows[0].index("training")
-    assert [row[column] for row in rows[2:]] == ["2 min 21 s (400 steps)", "– (1,200 steps)", "–"]
+    ranked = to_markdown(compare([resumed, *candidates[1:]])).partition("## Why")[2]
+    rows = [line.strip("| ").split(" | ") for line in ranked.splitlines() if "|" in line]
+    assert rows[0][-1] == "training"
+    assert [row[-1] for row in rows[2:]] == ["2 min 21 s (400 steps)", "– (1,200 steps)", "–"]
     assert re.search(r">2 min 21 s(</span>)?<small>400 steps</small>", to_html(comparison))
 
 
@@ -329,7 +329,7 @@ def test_rounds_without_a_draft_are_told_beside_the_acceptance_length(candidates
     row = candidates[0].report["results"][0]
     report = {**candidates[0].report, "results": [{**row, "num_rounds": 2 * row["num_drafts"], "tokens_per_round": 1.234}]}
     comparison = compare([replace(candidates[0], report=report), candidates[1]])
-    lines = [line for line in to_markdown(comparison).splitlines() if line.startswith("|")]
+    lines = [line for line in to_markdown(comparison).partition("\n## ")[0].splitlines() if line.startswith("|")]
     assert [" poor " in line for line in lines] == ["1.23 per round" in line for line in lines] == [False, False, False, True]
     assert "<small>1.23 per round</small>" in to_html(comparison)
     assert " per round" not in "".join(line for line in to_markdown(compare(candidates)).splitlines() if line.startswith("|"))
@@ -339,7 +339,7 @@ def test_curves_are_drawn_of_those_that_have_one(candidates, comparison) -> None
     title = "Training: simulated acceptance length against steps"
     page = to_html(comparison)
     assert title in page and page.count("<polyline") == 2  # the frontier's, and the one curve
-    assert ">best</text>" in page[page.index(title) :] and ">2 min 21 s</text>" in page
+    assert "</span>best, 2 min 21 s</span>" in page[page.index(title) :]
     untrained = [replace(candidate, training=None) for candidate in candidates]
     assert title not in to_html(compare(untrained))
     assert acceptance_while_training(compare(untrained)["candidates"]) is None
@@ -351,11 +351,11 @@ def test_a_cheaper_training_ends_further_left() -> None:
     single = {"name": "single", "training": {"seconds": 1.0, "steps": 5, "curve": [[0, 1.0]]}}
     plot = curves([cheap, long, single])
     axis = next(plot.iter("line"))
-    ends = [(float(dot.get("cx")), float(dot.get("cy"))) for dot in plot.iter("circle")]
-    assert ends[0][0] < ends[1][0] == float(axis.get("x2")) and ends[0][1] == ends[1][1]
-    assert ends[2][0] == float(axis.get("x1"))
-    assert [text.text for text, _ in labels(plot)] == ["cheap", "long", "single"]
-    assert [text.text for _, text in labels(plot)] == ["1 min 0 s", None, "1.0 s"]
+    dots = [(float(dot.get("cx")), float(dot.get("cy")), dot.findtext("title")) for dot in plot.iter("circle")]
+    (_, _, _), cheap_end, _, long_end, single_end = dots
+    assert cheap_end[0] < long_end[0] < float(axis.get("x2")) and cheap_end[1] == long_end[1]
+    assert single_end[0] == float(axis.get("x1"))
+    assert plot.findtext("desc").endswith("long: 2.50 after 20,000 steps; single: 1.00 after 0 steps")
     steps = [text.text for text in plot.iter("text") if text.get("text-anchor") == "middle"]
     assert steps == ["0", "5,000", "10,000", "15,000", "20,000"]
 
@@ -366,27 +366,40 @@ def curves(candidates: list[dict[str, Any]]) -> ElementTree.Element:
     return ElementTree.fromstring(plot)
 
 
-def labels(plot: ElementTree.Element) -> list[list[ElementTree.Element]]:
-    """A name and a time for each curve."""
-    return [list(group) for group in plot.iter("g")]
+def test_no_label_lies_on_an_error_bar_where_costs_are_alike() -> None:
+    drafts = [
+        simulated_candidate(f"draft-{index}", num_prompts=8, draft_step=(1 + index / 1000) * DRAFT_STEP) for index in range(5)
+    ]
+    ranking = compare(drafts)["ranking"]
+    plot = ElementTree.fromstring(str(acceptance_against_cost(ranking, {draft.name: draft.report for draft in drafts})))
+    bars = [
+        float(line.get("y1")) for line in plot.iter("line") if line.get("stroke-width") == "3"
+    ]  # y1: the upper of both ends or the lower
+    bars += [float(line.get("y2")) for line in plot.iter("line") if line.get("stroke-width") == "3"]
+    places = [(float(text.get("x")), float(text.get("y"))) for text in plot.iter("text") if text.get("class") == "strong"]
+    assert len(bars) == 10 and len(places) == 5
+    assert all(y < min(bars) for _, y in places)
+    assert all(right - left >= 13.9 for (left, _), (right, _) in pairwise(sorted(places)))
 
 
-def test_labels_that_meet_are_set_apart_and_stay_on_the_page() -> None:
-    trainings = [{"seconds": 9.0, "steps": 100, "curve": [[100, 1.0 + 1e-3 * index]]} for index in range(8)]
-    plot = curves([{"name": f"draft-{index}", "training": training} for index, training in enumerate(trainings)])
-    heights = sorted(float(name.get("y", 0)) for name, _ in labels(plot))
-    bottom = max(float(line.get("y1", 0)) for line in plot.iter("line"))
-    assert all(lower - upper >= 27.9 for upper, lower in pairwise(heights))
-    assert heights[0] > 0 and heights[-1] + 13 < bottom
+def test_a_chart_has_one_k_and_a_table_eight_columns_at_most() -> None:
+    drafts = [simulated_candidate(name, num_prompts=8, conditional=(0.7,) * k) for name, k in (("four", 4), ("two", 2))]
+    page = to_html(compare(drafts))
+    for k, own, other in ((4, "four", "two"), (2, "two", "four")):
+        for chart in re.findall(rf"<h3>[^<]*, K = {k}</h3>.*?</figure>", page, re.DOTALL):
+            assert own in chart and other not in chart
+    assert page.count(", K = 4</h3>") == page.count(", K = 2</h3>") == 2
+    for head in re.findall("<thead>.*?</thead>", page, re.DOTALL):
+        assert 2 < head.count('<th scope="col"') == head.count("<th") - 1 <= 8
 
 
-def test_long_names_keep_what_tells_them_apart() -> None:
-    curve = {"seconds": 9.0, "steps": 100, "curve": [[100, 2.0]]}
-    names = ["runs-of-may-rate-1e-3-small-draft", "runs-of-may-rate-1e-4-small-draft", "short"]
-    plot = curves([{"name": name, "training": curve} for name in names])
-    assert [name.text for name, _ in labels(plot)] == ["…3-small-draft", "…4-small-draft", "short"]
-    alone, _ = labels(curves([{"name": "a" * 60, "training": curve}]))[0]
-    assert alone.text is not None and re.fullmatch("a{8,20}…", alone.text)
+def test_a_tie_has_no_winner(candidates, comparison) -> None:
+    assert headline(comparison) == "best is the fastest" and ">best is the fastest<" in to_html(comparison)
+    tied = edited(comparison, ("ranking", 1, "separable_from_best"), False)
+    for page in (to_html(tied), to_markdown(tied)):
+        assert "No clear winner" in page
+    assert headline(edited(tied, ("ranking", 1, "lossless"), False)) == "best is the fastest"
+    assert headline(edited(comparison, ("ranking", 0, "lossless"), False)) == "No lossless draft"
 
 
 def test_names_cannot_become_markup(candidates: list[Measured]) -> None:

@@ -12,6 +12,9 @@ import pytest
 import yaml
 
 from specdistill.project import ROOT
+from specdistill.report.files import read_report, to_picture
+from specdistill.report.phrases import verdict
+from specdistill.report.text import to_markdown
 
 CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 LOADED = re.compile(r"<(?:link|script|img|iframe)\b[^>]*?\b(?:src|href)=\"?((?:https?:)?//[^\"\s>]+)")
@@ -27,6 +30,14 @@ def leaves(nav: Any) -> list[str]:
 def test_navigation_has_every_page_once() -> None:
     others = ["index.md", "contributing.md", "changelog.md"]  # the README and others, which docs/site.py adds
     assert sorted(leaves(CONFIG["nav"])) == sorted([*others, *(page.name for page in (ROOT / "docs").glob("*.md"))])
+
+
+def test_the_sample_report_is_what_the_code_makes_of_its_numbers() -> None:
+    report, records = read_report(ROOT / "docs/sample")
+    again = "python -m bench.sample report=docs/sample"
+    assert (ROOT / "docs/sample/report.md").read_text(encoding="utf-8") == to_markdown(report), again
+    assert (ROOT / "docs/images/report.svg").read_text(encoding="utf-8") == to_picture(report, records), again
+    assert sum(path.stat().st_size for path in (ROOT / "docs/sample").iterdir()) < 1_000_000
 
 
 @pytest.fixture(scope="module")
@@ -64,5 +75,9 @@ def test_site_is_whole_and_loads_nothing_from_elsewhere(site: Path) -> None:
     assert "blob/main/specdistill/losses/divergence.py" in links
     assert [link for link in links if not (ROOT / re.sub(r"^(?:blob|tree)/main/", "", link)).exists()] == []
     overview, threads = texts[site / "index.html"], texts[site / "troubleshooting" / "index.html"]
-    assert 'href="your-target/"' in overview and 'src="images/report.png"' in overview
+    assert (
+        'href="your-target/"' in overview and 'src="images/report.svg"' in overview and 'href="sample/report.html"' in overview
+    )
+    sample = texts[site / "sample" / "report.html"]
+    assert f"<title>{verdict(read_report(ROOT / 'docs/sample')[0])}: " in sample and (site / "sample" / "report.json").is_file()
     assert '<a href="https://github.com/vllm-project/speculators/issues/684">vllm-project/speculators#684</a>' in threads

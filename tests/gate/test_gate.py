@@ -10,6 +10,7 @@ from specdistill.gate.decide import Estimate, Evidence, decide, estimate, holds,
 from specdistill.gate.rules import Rule, load_gate
 from specdistill.project import GATES
 from specdistill.report.build import result_rows
+from specdistill.report.phrases import about
 from specdistill.statistics.intervals import interval
 from specdistill.statistics.metrics import METRICS, prompt_sums
 from specdistill.statistics.records import Configuration
@@ -328,11 +329,17 @@ def test_an_interval_that_is_too_wide_says_how_many_prompts_would_do(evidence):
     assert low < -0.004 < value  # allowed itself
     needed = math.ceil(48 * ((value - low) / (value + 0.004)) ** 2)
     assert needed > 48
-    for fact in ("lower 95% bound", f"{low:+.1%}", "allowed -0.4%", "48 prompts", f"about {needed:,}"):
+    for fact in ("lower 95% bound", f"{low:+.1%}", "allowed -0.4%", "48 prompts", about(needed)):
         assert fact in result["reason"]
     assert (result["verdict"], result["passed"], result["prompts_needed"]) == ("inconclusive", False, needed)
     worse = judged(Evidence(evidence.report, churned(records, 0.2, seed=1)), NO_WORSE, Evidence(evidence.report, records))
     assert worse["value"] < -0.03 and "prompts" not in worse["reason"]
+
+
+def test_estimates_of_prompts_are_rounded_and_capped():
+    assert [about(count) for count in (7, 60, 904, 9_901, 10_000, 45_634)] == [
+        "about 7", "about 60", "about 910", "about 10,000", "about 10,000", "more than 10,000",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

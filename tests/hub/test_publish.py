@@ -28,7 +28,7 @@ from tests.tiny import SMALL, write_inputs
 
 pytestmark = pytest.mark.xdist_group("measured run")  # one worker measures
 DRAFT = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-REPORT = {f"report/{name}" for name in ("junit.xml", "report.html", "report.json", "report.md", "samples.jsonl")}
+REPORT = {f"report/{name}" for name in ("junit.xml", "report.html", "report.json", "report.md", "samples.jsonl", "picture.svg")}
 RELEASE = {"README.md", "recipe.yaml", "provenance.json", *DRAFT, *REPORT}
 
 
@@ -82,6 +82,8 @@ def test_the_card_says_what_it_is_and_what_was_measured(lfs: Hub, run: Path) -> 
     report, _ = read_report(run / "report")
     row = report["results"][0]
     assert (card.data.library_name, card.data.pipeline_tag, card.data.license) == ("transformers", "text-generation", "unknown")
+    headline = card.text[: card.text.index("## Serving it")]
+    assert "| acceptance length |" in headline and "report/picture.svg" in headline
     assert card.data.tags == ["speculative-decoding", "draft_model", "specdistill"]
     results = {result.metric_type: result for result in card.data.eval_results}
     assert {name: result.metric_value for name, result in results.items()} == {name: row[name] for name in results}
@@ -95,6 +97,8 @@ def test_the_card_says_what_it_is_and_what_was_measured(lfs: Hub, run: Path) -> 
         "| training data | pico | PSF-2.0 |",
         "| target | target | unknown |",
         "Its gate: **passed**",
+        f"| all of {row['suite']} | {row['num_prompts']} | {row['mean_acceptance_length']:.2f} (",
+        "](report/picture.svg)",
         f"`{report['target']['weights']}`",
     ):
         assert said in card.text
@@ -333,7 +337,7 @@ def test_a_run_that_is_not_measured(lfs: Hub, run: Path, capsys: pytest.CaptureF
     shutil.rmtree(run / "report")
     assert f"run: got {run}, which has no report" in refused(capsys, 2, run)
     shutil.rmtree(run / "draft")
-    assert f"run: got {run}, which has no draft" in refused(capsys, 2, run)
+    assert f"run: got {run}, which has no draft, no report, expected" in refused(capsys, 2, run)
 
 
 @pytest.mark.parametrize(
@@ -413,6 +417,13 @@ def test_a_hub_that_is_not_there(tmp_path: Path, run: Path, capsys: pytest.Captu
         pass
     with hub.client(tmp_path / "home"):
         assert hub.address in refused(capsys, 3, run)
+        assert publish(run, "dry_run=true", first=False) == 0  # the card can be read before there is an account
+        printed = capsys.readouterr()
+        assert hub.address in printed.err and "Previewed as the first release" in printed.err
+        assert "Dry run: nothing was uploaded." in printed.out
+        assert files_in(run / "release").keys() == RELEASE
+        shutil.rmtree(run / "report")
+        assert f"run: got {run}, which has no report" in refused(capsys, 2, run, "dry_run=true")
 
 
 def test_a_secret_in_any_file_is_not_published(lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ import pytest
 from recipes.pico.corpus import CHAT_TEMPLATE
 from specdistill.errors import ExitCode
 from specdistill.report import charts
+from specdistill.report.data_page import collapsed
 from tests.browser import look
 from tests.refusals import refused_key
 from tests.scripts import specdistill
@@ -87,11 +88,24 @@ def test_a_page_that_cannot_be_written_is_one_line_at_once(folder: Path) -> None
 
 
 def test_lengths_are_counted_on_a_scale_that_doubles() -> None:
-    plot = charts.lengths([4, 5, 5, 6, 8, 16, 0], "tokens", limit=8)
-    bars = list(ElementTree.fromstring(str(plot)).iter("rect"))
-    titles = [bar.findtext("title") for bar in bars]
-    assert titles[:3] == ["4 to 5: 3 documents", "6 to 7: 1 documents", "8 to 11: 1 documents"]
-    assert titles[-1] == "16 to 22: 1 documents"
+    plot = charts.lengths([3, 4, 4, 5, 8, 8, 0], "tokens", limit=8)
+    svg = ElementTree.fromstring(str(plot))
+    bars, (dashed,) = list(svg.iter("rect")), [line for line in svg.iter("line") if line.get("stroke-dasharray")]
+    assert [bar.findtext("title") for bar in bars] == [
+        "3 to 4: 3 documents", "5 to 5: 1 documents", "6 to 8: 2 documents",
+    ]  # fmt: skip
     assert float(bars[0].attrib["height"]) == pytest.approx(3 * float(bars[1].attrib["height"]), rel=0.02)
-    assert str(plot).count("stroke-dasharray") == 1 and charts.lengths([0], "tokens") is None
+    assert "3 to 4: 3 documents" in svg.findtext("desc", "")
+    for limit, tokens in ((8, [8, 8, 3]), (200, [200, 40])):  # no document is drawn beyond the limit
+        svg = ElementTree.fromstring(str(charts.lengths(tokens, "tokens", limit=limit)))
+        ends = [float(bar.attrib["x"]) + float(bar.attrib["width"]) for bar in svg.iter("rect")]
+        (dashed,) = [float(line.attrib["x1"]) for line in svg.iter("line") if line.get("stroke-dasharray")]
+        assert max(ends) <= dashed
+    assert charts.lengths([0], "tokens") is None
     assert "stroke-dasharray" not in str(charts.lengths([4, 5], "tokens", limit=4096))
+
+
+def test_a_loop_stands_once_with_how_often() -> None:
+    code = f"def f():{chr(10)}{' ' * 40}return 1{chr(10)}"
+    assert collapsed(code + "again " * 12 + "end") == f"{code}again ⟲12× end"
+    assert collapsed("no no no " + "-" * 20) == "no no no " + "-" * 20

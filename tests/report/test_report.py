@@ -15,12 +15,22 @@ from specdistill.gate.decide import Evidence, decide, judge
 from specdistill.gate.rules import load_gate
 from specdistill.measurement.in_engine import DOCUMENT_REASONS, NO_BASELINE, NO_BASELINE_ROW, ROW_REASONS
 from specdistill.project import ROOT
-from specdistill.report import charts, tables
+from specdistill.report import charts, phrases, tables
 from specdistill.report.build import findings, result_rows
-from specdistill.report.files import previous_report, read_report, render, samples, schema, to_html, validate, write_report
+from specdistill.report.files import (
+    previous_report,
+    read_report,
+    render,
+    samples,
+    schema,
+    to_html,
+    to_picture,
+    validate,
+    write_report,
+)
 from specdistill.report.phrases import procedure, settings_line
 from specdistill.report.tables import sweep
-from specdistill.report.text import print_gate, print_report, to_markdown, write_between
+from specdistill.report.text import annotations, print_gate, print_report, to_markdown, write_between
 from specdistill.statistics.records import Configuration
 from tests.refusals import refused
 from tests.rendered import HOSTILE as HOSTILE_MARKDOWN
@@ -149,7 +159,7 @@ def test_the_verdict_comes_first(report, records):
     assert to_markdown(report).startswith("# Passed: eagle3 draft for pico\n")
     report["gate"]["rules"][0].update(verdict="failed", passed=False)
     report["gate"].update(verdict="failed", passed=False)
-    assert "1 of 9 rules failed: lossless.unexplained_divergences" in to_html(report, records)
+    assert "1 of 9 rules failed: greedy completions that are not" in to_html(report, records)
     assert to_markdown(report).startswith("# Failed: ")
     report["gate"] = {"verdict": None, "passed": False, "rules": []}
     assert "Not judged" in to_html(report, records)
@@ -262,17 +272,59 @@ def test_without_scripts_the_first_completions_are_there(report, records):
 
 
 def test_junit_has_one_case_a_rule(tmp_path, report, records):
-    report["gate"]["rules"][0].update(verdict="inconclusive", passed=False, reason="control \x00 character & <markup>")
-    report["gate"]["rules"][1].update(verdict="failed", passed=False, severity="warn")
+    report["gate"]["rules"][0].update(
+        verdict="inconclusive", passed=False, value=None, reason="no evidence: control \x00 character & <markup>"
+    )
+    report["gate"]["rules"][6].update(verdict="failed", passed=False, severity="warn")
     write_report(tmp_path, report, records)
     suite = ElementTree.parse(tmp_path / "junit.xml").getroot()
-    assert [suite.get(name) for name in ("tests", "failures", "errors", "skipped")] == ["9", "1", "0", "2"]
-    assert len(suite) == 9
-    assert "<markup>" in suite[0].find("failure").get("message")
-    assert suite[0].find("failure").get("type") == "inconclusive"
-    assert suite[1].find("failure") is None
-    assert suite[1].find("skipped").get("message").startswith("warning: ")
-    assert [child.tag for child in suite[2]] == ["system-out"]
+    assert [suite.get(name) for name in ("tests", "failures", "errors", "skipped")] == ["9", "1", "0", "0"]
+    properties, *cases = suite
+    assert [case.get("name") for case in cases[:2]] == [
+        "lossless.unexplained_divergences.equals",
+        "lossless.sampling_test.p_value.min",
+    ]
+    assert cases[-1].get("name") == "context_ratio.min@0.8"
+    assert "<markup>" in cases[0].find("failure").get("message")
+    assert cases[0].find("failure").get("type") == "inconclusive"
+    assert (cases[6].find("failure"), cases[6].get("classname")) == (None, "gate.warnings")
+    notes = {entry.get("name"): entry.get("value") for entry in properties}
+    assert notes["warning.acceptance_rate.min"].startswith("acceptance rate ≥ 50%: 4")
+    assert notes["finding.best_k"] == report["findings"][0]["message"]
+    assert [child.tag for child in cases[2]] == ["system-out"]
+
+
+@pytest.mark.parametrize("gate", sorted(path.stem for path in (ROOT / "eval/gates").glob("*.yaml")))
+def test_names_of_rules_differ_and_stay_when_a_threshold_changes(records, gate):
+    evidence = Evidence(simulated_report(records), records)
+    rules = load_gate(gate)
+    names = [phrases.rule_id(rule) for rule in decide(rules, evidence, first_release=True)["rules"]]
+    assert len(set(names)) == len(names)
+    stricter = [replace(rule, threshold=rule.threshold * 2) for rule in rules]
+    assert [phrases.rule_id(rule) for rule in decide(stricter, evidence, first_release=True)["rules"]] == names
+
+
+def test_a_rule_says_each_value_once_with_its_unit(report, records):
+    page = html_library.unescape(re.sub(r"<[^>]+>", " ", to_html(report, records))).replace("\xa0", " ")
+    assert "Acceptance length ≥ 2.7 tokens" in page and "2.79 tokens (2.70 to 2.88)" in page
+    assert "Warning: acceptance rate ≥ 50% is not shown: 44.8% (42.6 to 47)." in page[: page.index("The gate")]
+    gate = page[page.index("Outcome") : page.index("Token by token")]
+    assert "lower 95%" not in gate and "required" not in gate and gate.count("0.42") == 1
+    budget = {**report["gate"]["rules"][0], "metric": "measurement.peak_memory_bytes", "requirement": {"max": 80_000_000_000}}
+    assert phrases.rule_name(budget) == "peak memory ≤ 80 GB"
+    assert phrases.measured({**budget, "value": 678_000_000}) == "0.678 GB"
+    unsure = {**budget, "passed": False, "verdict": "inconclusive", "confidence": 0.8, "prompts_needed": 45_634}
+    assert phrases.note(unsure) == "at 80% confidence, more than 10,000 prompts could decide"
+
+
+def test_annotations_are_workflow_commands(report):
+    assert [line.partition(" ")[0] for line in annotations(report)] == ["::warning"]
+    report["gate"]["rules"][0].update(verdict="failed", passed=False, value=None, reason="no evidence: 100%\n::error::it")
+    first, second = annotations(report)
+    assert first == (
+        "::error title=failed%3A greedy completions that are not the target's = 0::no evidence; 100%25%0A::error::it"
+    )
+    assert second.startswith("::warning title=warning%3A acceptance rate ≥ 50%25::44.8%25 (")
 
 
 def test_a_page_changes_between_its_marks_alone(tmp_path):
@@ -385,7 +437,7 @@ def test_a_bar_is_as_long_as_its_milliseconds():
     )
     assert [text.text for text in plot.iter("text")][:3] == ["plain", "2.60 ms", "with draft"]
     plain, *drafted = plot.iter("rect")
-    assert [bar.find("title").text.split(":")[0] for bar in drafted] == ["draft", "target"]
+    assert [bar.find("title").text.split(":")[0] for bar in drafted] == ["with draft, draft", "with draft, target"]
     width = sum(float(bar.get("width")) for bar in drafted)
     assert width == pytest.approx(float(plain.get("width")) / 2, abs=0.2)
 
@@ -406,12 +458,70 @@ def test_the_parts_of_a_token_s_time_add_up(records):
 def test_the_ceiling_is_the_acceptance_length(report):
     row, theory = report["results"][0], report["theory"]
     plot = ElementTree.fromstring(charts.speedup_by_k(theory, [row]))
-    up, predicted = ([float(point.split(",")[1]) for point in curve.get("points").split()] for curve in plot.iter("polyline"))
+    up, predicted, (last, beyond) = (
+        [float(point.split(",")[1]) for point in curve.get("points").split()] for curve in plot.iter("polyline")
+    )
     (one,) = (float(line.get("y1")) for line in plot.iter("line") if line.get("stroke-dasharray") == "3 4")
     (measured,) = (float(dot.get("cy")) for dot in plot.iter("circle") if dot.find("title") is not None)
     assert up[0] == one == predicted[0]  # a draft of no tokens gains nothing
     assert all(high < low for high, low in zip(up[1:], predicted[1:], strict=True))  # higher stands further up, at less y
     assert up[4] < measured < one
+    assert predicted[4] == last < beyond  # one token more, on the right of what was measured: slower here
+    assert [text.text for text in plot.iter("text") if text.get("text-anchor") == "middle"][:6] == [*"012345"]
+
+
+def test_throughput_against_latency_of_a_sweep_of_the_load(report, records):
+    assert charts.throughput_against_latency(sweep(report, "batch_size")) is None
+    rows = sweep(simulated_sweep(report, num_prompts=8), "batch_size")
+    plot = ElementTree.fromstring(charts.throughput_against_latency(rows))
+    (first, *_), (last, *_) = (
+        [dot for dot in plot.iter("circle") if dot.findtext("title").startswith(side)] for side in ("with the draft", "plain")
+    )
+    assert float(first.get("cx")) < float(last.get("cx"))  # a token comes earlier with the draft
+    assert f"with the draft, 1 at once: {rows[0]['tokens_per_second']:,.0f} tokens per second" in first.findtext("title")
+    assert "Throughput against latency" in to_html(simulated_sweep(report, num_prompts=8), records)
+    assert "Throughput against latency" not in to_html(report, records)
+
+
+def test_a_page_can_be_heard(report, records):
+    page = to_html(simulated_sweep(report, num_prompts=8), records)
+    figures = re.findall(r"<svg .*?</svg>", page, re.DOTALL)
+    assert len(figures) >= 8
+    for figure in figures:
+        svg = ElementTree.fromstring(figure)
+        assert svg.get("aria-label") and re.search(r"\d", svg.findtext("desc"))
+    heads = re.findall(r"<th\b[^>]*>", page)
+    assert heads and all(re.search(r'scope="(col|row)"', head) for head in heads)
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["light", "dark"])
+def test_bars_stand_out_from_the_page(number):
+    style = (ROOT / "specdistill/report/style.css").read_text(encoding="utf-8")
+    colours = dict(re.findall(r"--(\w+): (#[0-9a-f]+)", re.findall(r":root \{(.*?)\}", style, re.DOTALL)[number]))
+
+    def luminance(colour):
+        channels = (
+            int(digits * (2 // len(digits)), 16) / 255 for digits in re.findall("." * ((len(colour) - 1) // 3), colour[1:])
+        )
+        linear = [it / 12.92 if it <= 0.03928 else ((it + 0.055) / 1.055) ** 2.4 for it in channels]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    paper = luminance(colours["paper"])
+    for name in {"bar", "low", *charts.KINDS.values(), *charts.STROKES}:
+        darker, lighter = sorted((luminance(colours[name]), paper))
+        assert (lighter + 0.05) / (darker + 0.05) >= 3, name
+
+
+def test_the_picture_is_one_file_of_xml(report, records):
+    hostile = [with_text(record, f"{HOSTILE}\x00") for record in records]
+    report["target"]["model"] = HOSTILE
+    picture = ElementTree.fromstring(to_picture(report, hostile))
+    text = "".join(picture.itertext())
+    for shown in ("Passed", "2.79 tokens", "1.56×", "yes", "74%", "position in the draft", "alert(1)"):
+        assert shown in text
+    assert {element.tag.rpartition("}")[2] for element in picture.iter()} & {"script", "img"} == set()
+    nothing = to_picture(simulated_report(records[:1], theory=None), [])
+    assert "Not judged" in "".join(ElementTree.fromstring(nothing).itertext())
 
 
 def test_the_console_says_the_main_things(report, tmp_path, capsys):

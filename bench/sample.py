@@ -1,0 +1,40 @@
+"""The sample report of the pages and the README's picture, from a report.
+
+    python -m bench.sample                             # of runs/demo/report, which `make demo` leaves
+    python -m bench.sample report=runs/mine/report
+
+What is there is `specdistill eval target=pico method=ngram suite=pico eval.num_prompts=8 eval.max_new_tokens=96 eval.repeats=2`, judged
+by the gate `default`. docs/sample/ gets report.json, samples.jsonl and report.md, docs/images/report.svg the picture; the site renders the
+page itself.
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+from specdistill.command import run
+from specdistill.project import ROOT
+from specdistill.recipe.fields import Section, option
+from specdistill.report.files import REPORT, SAMPLES, read_report, to_picture
+from specdistill.report.text import to_markdown
+
+FOLDER, PICTURE = ROOT / "docs" / "sample", ROOT / "docs" / "images" / "report.svg"
+
+
+class SampleOptions(Section):
+    report: str = option("runs/demo/report", "folder of the report")
+
+
+def main(options: SampleOptions) -> None:
+    source = Path(options.report)
+    report, records = read_report(source)
+    FOLDER.mkdir(exist_ok=True)
+    for name in (REPORT, SAMPLES):
+        if source.resolve() != FOLDER:
+            shutil.copyfile(source / name, FOLDER / name)
+    (FOLDER / "report.md").write_text(to_markdown(report), encoding="utf-8")
+    PICTURE.write_text(to_picture(report, records), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, SampleOptions))

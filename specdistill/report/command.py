@@ -1,0 +1,81 @@
+"""`specdistill table`: a row for each report, for a paper, a spreadsheet or a page."""
+
+import csv
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from specdistill.errors import ExitCode, UserError
+from specdistill.recipe.fields import Section, option
+from specdistill.recipe.load import load_recipe
+from specdistill.report.files import REPORT, read_document
+from specdistill.report.phrases import Report, is_lossless
+from specdistill.report.text import plain, table
+from specdistill.terminal import result
+
+HEAD = ("method", "draft", "target", "suite", "K", "acceptance length", "speedup", "lossless", "verdict")
+LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "×": r"$\times$", "–": "--"}
+
+
+class TableOptions(Section):
+    reports: list[str] = option(..., "report.json files or their folders, or folders of these; also without reports=")
+    format: Literal["markdown", "csv", "latex"] = option("markdown", "csv: numbers and bounds in columns; latex: for booktabs")
+
+
+def print_table(given: Sequence[str]) -> int:
+    places = [place for argument in given if "=" not in argument and argument[0] != "-" for place in argument.split(",")]
+    keys = [argument for argument in given if "=" in argument or argument[0] == "-"]
+    options = load_recipe(TableOptions, [*keys, *([f"reports={json.dumps(places)}"] if places else [])])
+    rows = [_numbers(read_document(path, "reports")) for place in options.reports for path in _reports(Path(place))]
+    if options.format == "csv":
+        csv.writer(sys.stdout, lineterminator="\n").writerows([rows[0], *(row.values() for row in rows)])
+    elif options.format == "markdown":
+        print(table(HEAD, ([plain(cell) for cell in _cells(row)] for row in rows)))
+    else:
+        lines = [" & ".join(re.sub(r"[&%$#_{}\\~^×–]", _latex, cell) for cell in cells) + r" \\" for cells in map(_cells, rows)]
+        head = rf"{' & '.join(HEAD)} \\"
+        print(r"\begin{tabular}{llllrllll}", r"\toprule", head, r"\midrule", *lines, r"\bottomrule", r"\end{tabular}", sep="\n")
+    result(rows)
+    return ExitCode.DONE
+
+
+def _latex(letter: re.Match[str]) -> str:
+    return LATEX.get(letter[0], f"\\{letter[0]}")
+
+
+def _reports(place: Path) -> Sequence[Path]:
+    """A report.json; that of a folder; those of its folders, e.g. of a run or a comparison."""
+    found = [place] if place.is_file() or (place / REPORT).is_file() else sorted(place.glob(f"*/{REPORT}"))
+    if not found:
+        raise UserError("reports", got=str(place), expected="a report.json, its folder or a folder of such")
+    return found
+
+
+def _numbers(report: Report) -> dict[str, Any]:
+    """Of the whole suite in the main configuration; None for what was not measured."""
+    row, draft = report["results"][0], report["draft"]
+    numbers = {"acceptance_length": "mean_acceptance_length", "speedup": "speedup"}
+    values = {name: (row.get(metric), *row.get(f"{metric}_ci95", (None, None))) for name, metric in numbers.items()}
+    return {
+        "method": draft["method"],
+        "draft": "@".join(filter(None, (draft["model"], draft["revision"]))) or draft["method"],
+        "target": report["target"]["model"],
+        "suite": row["suite"],
+        "K": row["num_speculative_tokens"],
+        **{f"{name}{end}": value for name, of in values.items() for end, value in zip(("", "_low", "_high"), of, strict=True)},
+        "lossless": is_lossless(report),
+        "verdict": report["gate"]["verdict"],
+    }
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    shown = []
+    for name, unit in (("acceptance_length", ""), ("speedup", "×")):
+        value, low, high = (row[f"{name}{end}"] for end in ("", "_low", "_high"))
+        interval = "" if low is None else f" ({low:.2f} to {high:.2f})"
+        shown.append("–" if value is None else f"{value:.2f}{unit}{interval}")
+    lossless = {True: "yes", False: "NO", None: "–"}[row["lossless"]]
+    return [*(str(row[name]) for name in HEAD[:5]), *shown, lossless, row["verdict"] or "–"]

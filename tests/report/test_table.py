@@ -1,0 +1,78 @@
+"""`specdistill table` as a user runs it, and the annotations of `specdistill gate`."""
+
+import csv
+import json
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from specdistill.errors import ExitCode
+from specdistill.gate.decide import Evidence, decide
+from specdistill.gate.rules import load_gate
+from specdistill.report.files import digest, write_report
+from tests.refusals import refused_key
+from tests.scripts import specdistill
+from tests.simulated import simulate, simulated_report
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Two runs: one judged, of a draft with a hard name, and one whose server had no baseline."""
+    records = simulate(12)
+    judged = simulated_report(records)
+    judged["draft"]["model"] = "org/a_draft|50%&"
+    judged["draft"]["revision"] = "v1"
+    judged["gate"] = decide(load_gate("default"), Evidence(judged, records))
+    judged["digest"] = digest(judged, records)
+    unjudged = simulated_report(records, lossless={"prompts_checked": 0})
+    for name in ("speedup", "speedup_ci95"):
+        del unjudged["results"][0][name]
+    for name, report in (("a", judged), ("b", unjudged)):
+        write_report(tmp_path / "runs" / name / "report", report, records)
+    return tmp_path / "runs"
+
+
+def test_a_row_for_each_report(runs: Path) -> None:
+    row = json.loads((runs / "a/report/report.json").read_text(encoding="utf-8"))["results"][0]
+    low, high = row["speedup_ci95"]
+    shown = specdistill("table", str(runs / "a/report"), str(runs / "b"))
+    assert shown.returncode == 0, shown.stderr
+    head, _, first, second = shown.stdout.splitlines()
+    assert head == "| method | draft | target | suite | K | acceptance length | speedup | lossless | verdict |"
+    assert f"| {row['speedup']:.2f}× ({low:.2f} to {high:.2f}) | yes | passed |" in first and r"a_draft\|50%\&" in first
+    assert second.endswith("| – | – | – |")
+
+    listed = specdistill("table", f"reports={runs / 'a/report/report.json'},{runs / 'b'}", "format=csv")
+    rows = list(csv.DictReader(StringIO(listed.stdout)))
+    assert (rows[0]["draft"], float(rows[0]["speedup_low"]), rows[0]["verdict"]) == ("org/a_draft|50%&@v1", low, "passed")
+    assert (rows[1]["speedup"], rows[1]["lossless"], rows[1]["K"]) == ("", "", "4")
+
+    latex = specdistill("table", str(runs / "a"), "format=latex").stdout.splitlines()
+    assert latex[0] == r"\begin{tabular}{llllrllll}" and latex[-1] == r"\end{tabular}"
+    assert r"& org/a\_draft|50\%\&@v1 & pico & simulated & 4 &" in latex[4] and rf"{row['speedup']:.2f}$\times$ (" in latex[4]
+    assert all(line.count(" & ") == 8 for line in (latex[2], latex[4]))
+
+    found = json.loads(specdistill("table", str(runs / "a"), "--json").stdout)
+    assert found[0]["acceptance_length"] == row["mean_acceptance_length"] and found[0]["lossless"] is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [([], "reports"), (["nowhere"], "reports"), (["reports=."], "reports"), (["x", "format=tex"], "format")],
+)
+def test_what_is_no_report(arguments: list[str], key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    refused = specdistill("table", *arguments)
+    assert (refused.returncode, refused.stdout) == (ExitCode.USER_ERROR, "") and key in refused_key(refused.stderr)
+
+
+def test_the_gate_annotates_a_job_of_github_alone(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ("gate", f"report={runs / 'a/report'}", "gates=release", "baseline=none", "--json")
+    monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
+    assert "::" not in specdistill(*command).stderr
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    judged = specdistill(*command)
+    assert judged.returncode == ExitCode.CHECK_FAILED and json.loads(judged.stdout)["gate"]["verdict"] == "failed"
+    assert "::error title=failed%3A peak memory ≤ 80 GB::no evidence; it was not measured\n" in judged.stderr
+    assert "::warning title=warning%3A acceptance rate ≥ 50%25::4" in judged.stderr
