@@ -46,10 +46,10 @@ def progress(description: str, total: int, unit: str) -> Iterator[Callable[..., 
             done, now = done + count, time.monotonic()
             if now - shown >= SECONDS and 0 < done < total:
                 shown = now
-                line(f"{_clock((now - start) * (total / done - 1))} left")
+                line(f"{clock((now - start) * (total / done - 1))} left")
 
         yield advance
-        line(f"took {_clock(time.monotonic() - start)}")
+        line(f"took {clock(time.monotonic() - start)}")
 
 
 def hide_bars_of_transformers() -> None:
@@ -59,7 +59,7 @@ def hide_bars_of_transformers() -> None:
         logging.disable_progress_bar()
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
