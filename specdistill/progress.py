@@ -33,7 +33,7 @@ def progress(description: str, total: int, unit: str) -> Iterator[Callable[..., 
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn())
         with Progress(*columns, console=Console(stderr=True)) as bar:
             task = bar.add_task(description, total=total)
-            yield lambda count=1, more=0: bar.update(task, advance=count, total=bar.tasks[0].total + more)  # type: ignore[operator]
+            yield lambda count=1, more=0: bar.update(task, advance=count, total=bar.tasks[0].total + more)
     else:
         done, start = 0, time.monotonic()
         shown = start

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import matplotlib
 from pydantic import Field, TypeAdapter, ValidationError
-from tqdm.auto import tqdm
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 matplotlib.use("Agg")
@@ -110,7 +110,7 @@ def save_history(state: TrainerState, folder: Path, seconds: float, *, has_best:
 class Bar(ProgressCallback):
     """The Trainer's own, which prints no log as a dictionary."""
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         pass
 
 

@@ -194,7 +194,8 @@ class DraftTrainer(ResumableTrainer):
         super().log(logs, start_time)
 
     def _count_tokens_from_now(self) -> None:
-        self.num_tokens, self.counted_from = torch.tensor(0), time.monotonic()
+        self.num_tokens: Tensor = torch.tensor(0)
+        self.counted_from = time.monotonic()
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
