@@ -102,6 +102,7 @@ class DraftTrainer(ResumableTrainer):
         self.target = target
         self.save = save
         self.decode = decode
+        self.num_tokens: Tensor
         self._count_tokens_from_now()
         # Compiled, the loss takes its gradients inside of forward (specdistill.losses.chunked).
         torch._dynamo.config.trace_autograd_ops = arguments.torch_compile
@@ -194,7 +195,7 @@ class DraftTrainer(ResumableTrainer):
         super().log(logs, start_time)
 
     def _count_tokens_from_now(self) -> None:
-        self.num_tokens: Tensor = torch.tensor(0)
+        self.num_tokens = torch.tensor(0)
         self.counted_from = time.monotonic()
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
