@@ -38,9 +38,10 @@ from specdistill.methods import METHODS
 from specdistill.methods.load import create_draft, implementation, load_proposer, locate, method_of
 from specdistill.methods.recipe import Recipe, TrainedRecipe, check_trainable, own_eval_keys
 from specdistill.methods.target_record import save_draft
+from specdistill.next_step import after
 from specdistill.produce.features import feature_store
 from specdistill.produce.make import make_rows
-from specdistill.recipe.load import load_recipe, validate
+from specdistill.recipe.load import load_recipe, merged, validate
 from specdistill.recipe.sections import HiddenStatesConfig, MeasurementConfig, TargetConfig
 from specdistill.report.files import check_replaceable, digest, previous_report, write_report
 from specdistill.rows.row_set import RowTarget, open_rows
@@ -51,6 +52,7 @@ from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.loading import read_tokenizer
 from specdistill.training import trainer as training
 from specdistill.training.arguments import autocast_dtype
+from specdistill.training.history import read_history
 from specdistill.training.optimizer import build_optimizer
 from specdistill.training.run import TrainingRun
 
@@ -192,7 +194,21 @@ def train_draft(recipe: TrainedRecipe, callbacks: Sequence[TrainerCallback] = ()
     for callback in callbacks:
         trainer.add_callback(callback)
     run.train(trainer)
+    if run.arguments.process_index == 0:
+        _print_trained(run.path)
     return run.path
+
+
+def _print_trained(run: Path) -> None:
+    """Where the draft is, what it reached, and what to type next."""
+    history = read_history(run / "draft", key="train.output_dir")
+    assert history is not None
+    lengths = dict(history.summary()["curve"])
+    step, reached = history.saved_step, lengths.get(history.saved_step)
+    simulated = f", acceptance length {reached:.2f} (simulated on held-out data)" if reached else ""
+    print(f"The draft of step {step} of {history.steps} is in {run / 'draft'}{simulated}.")
+    message, commands = after(run, run, merged([f"recipe={run / 'run' / 'recipe.yaml'}"]))
+    print(message, *(f"  {command}" for command in commands), sep="\n")
 
 
 class DraftConfig:

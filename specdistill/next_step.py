@@ -22,7 +22,11 @@ def next_step(folder: Path) -> tuple[str, list[str]]:
     run, recipe = _latest(folder)
     if run is None:
         return "There is no run here yet.", TO_START
-    name = run.relative_to(folder)
+    return after(run, run.relative_to(folder), recipe)
+
+
+def after(run: Path, name: Path, recipe: dict[str, Any]) -> tuple[str, list[str]]:
+    """The same of a run, by the name that is typed for it. Raises UserError for a report that cannot be read."""
     again = [f"recipe={name / 'run' / 'recipe.yaml'}", *(given := consent(recipe))]
     code = [argument for argument in given if argument.startswith("target.")]
     if recipe["train"]["output_dir"] != str(name):  # it was trained from another folder, or moved

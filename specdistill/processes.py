@@ -4,19 +4,30 @@ A step's collectives give up on a late process within minutes (`train.ddp_timeou
 own, over gloo, whose connections fail at once when a process has ended.
 """
 
+import resource
 import socket
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from typing import Any
 
+import torch
 from torch import distributed
 
 from specdistill.errors import ResourceError, UserError
 
 PATIENCE = timedelta(days=2)  # for a process that lives
 COMES_WITHIN = 5.0  # seconds, for the processes of a step that failed
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The accelerator's that this process held at once, or without one all of this process's."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024  # what getrusage counts in
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def are_several() -> bool:

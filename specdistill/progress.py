@@ -23,17 +23,17 @@ PREPARED_BYTES = 18  # of a token as a document (4 + 1) and in a packed row (3 Â
 
 @contextmanager
 def progress(description: str, total: int, unit: str) -> Iterator[Callable[..., None]]:
-    """Show on stderr how many of `total` units are done; yields the function that adds a number of them, or 1.
+    """Show on stderr how many of `total` units are done; yields the function that adds a number of them, or 1, and `more` to the total.
 
     Without a terminal: a line every SECONDS at most, and one at the end. Only the first process on each machine shows anything.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        yield lambda count=1: None
+        yield lambda count=1, more=0: None
     elif sys.stderr.isatty():
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn())
         with Progress(*columns, console=Console(stderr=True)) as bar:
             task = bar.add_task(description, total=total)
-            yield lambda count=1: bar.advance(task, count)
+            yield lambda count=1, more=0: bar.update(task, advance=count, total=bar.tasks[0].total + more)
     else:
         done, start = 0, time.monotonic()
         shown = start
@@ -41,15 +41,15 @@ def progress(description: str, total: int, unit: str) -> Iterator[Callable[..., 
         def line(times: str) -> None:
             print(f"{description}: {done} of {total} {unit}, {times}", file=sys.stderr, flush=True)
 
-        def advance(count: int = 1) -> None:
-            nonlocal done, shown
-            done, now = done + count, time.monotonic()
+        def advance(count: int = 1, more: int = 0) -> None:
+            nonlocal done, shown, total
+            done, total, now = done + count, total + more, time.monotonic()
             if now - shown >= SECONDS and 0 < done < total:
                 shown = now
-                line(f"{_clock((now - start) * (total / done - 1))} left")
+                line(f"{clock((now - start) * (total / done - 1))} left")
 
         yield advance
-        line(f"took {_clock(time.monotonic() - start)}")
+        line(f"took {clock(time.monotonic() - start)}")
 
 
 def hide_bars_of_transformers() -> None:
@@ -59,7 +59,7 @@ def hide_bars_of_transformers() -> None:
         logging.disable_progress_bar()
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 

@@ -41,7 +41,7 @@ def memorise(method: str, target: FrozenTarget, run: Path, *, num_steps: int = 2
         optimizer.step()
         schedule.step()
     save_head(method, head, run / "draft")
-    accepted = {f"eval_acceptance_{k}": 0.9 for k in range(K)} | {"eval_acceptance_length": LENGTH}
+    accepted = {f"eval_acceptance_{k}": 0.9 for k in range(1, K + 1)} | {"eval_acceptance_length": LENGTH}
     (run / HISTORY).parent.mkdir()
     (run / HISTORY).write_text(json.dumps(asdict(History(None, num_steps, [{"step": num_steps, **accepted}]))))
     return run / "draft"

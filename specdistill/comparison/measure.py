@@ -18,7 +18,7 @@ from specdistill.measurement.measured import MeasuredConfiguration, draft_report
 from specdistill.methods.load import describe_draft, load_proposer
 from specdistill.methods.recipe import options_by_method
 from specdistill.report.files import digest
-from specdistill.suites.suite import Prompt, Suite, load_suite, tokenize
+from specdistill.suites.suite import Prompt, Suite, load_suite, num_measured, tokenize
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.history import History, read_history
 
@@ -41,7 +41,7 @@ def measure_candidates(options: CommonOptions) -> list[Measured]:
     target = FrozenTarget.load(**vars(options.target))
     fit_threads(target)
     loaded = _loaded(options, candidates, settings, target)
-    limits: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "num_prompts": options.num_prompts}
+    limits: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "num_prompts": num_measured(suite, options.num_prompts)}
     prompts = tokenize(suite, target.tokenizer, max_length=target.max_length, vocab_size=target.vocab_size, **limits)
     return _measured(target, loaded, suite, prompts, num_draws=options.sampling_draws)
 

@@ -15,6 +15,7 @@ from specdistill.errors import UserError, logger
 from specdistill.measurement.configurations import MeasurementPlan, Settings, plan_configurations
 from specdistill.measurement.hardware import fit_threads, resources_used
 from specdistill.measurement.in_engine import measure_in_engine
+from specdistill.measurement.journal import Journal
 from specdistill.measurement.losslessness import greedy_check, sampling_test
 from specdistill.measurement.measure import calibrate, measure_plan, prompt_records, round_costs
 from specdistill.measurement.measured import (
@@ -31,7 +32,7 @@ from specdistill.recipe.sections import EvalConfig
 from specdistill.report.text import print_power_analysis
 from specdistill.statistics.records import PromptRecord
 from specdistill.statistics.sample_size import PriorRun, power_analysis
-from specdistill.suites.suite import Suite, cut_prompts, load_suite, tokenize
+from specdistill.suites.suite import Suite, cut_prompts, load_suite, num_measured, tokenize
 from specdistill.targets.frozen import FrozenTarget
 
 FINISHED, ENGINE = "configurations", "engine"  # folders next to the report's files
@@ -118,7 +119,8 @@ def measure_each(
         if (known := finished.read(plan)) is None:
             if len(plans) > 1:
                 logger.info(f"Configuration {number} of {len(plans)}")
-            now_measured = measure_configuration(target, proposer, suite, plan, is_enough, check_sampled=number == 1)
+            journal = finished.journal(plan)
+            now_measured = measure_configuration(target, proposer, suite, plan, is_enough, journal, check_sampled=number == 1)
             known = finished.write(plan, now_measured)
         yield known
 
@@ -129,6 +131,7 @@ def measure_configuration(
     suite: Suite,
     plan: MeasurementPlan,
     is_enough: Callable[[Sequence[PromptRecord]], bool],
+    journal: Journal,
     *,
     check_sampled: bool,
 ) -> MeasuredConfiguration:
@@ -140,10 +143,11 @@ def measure_configuration(
     settings = plan.settings
     with resources_used(target.device) as took:
         calibrate(target, proposer, [*plan.prompts, *plan.further], settings)
-        runs = measure_plan(target, proposer, suite.name, plan, is_enough)
+        runs = measure_plan(target, proposer, suite.name, plan, is_enough, journal)
         checked = check_sampled or settings.sampling.is_greedy
         lossless = greedy_check(target, proposer, runs, settings) if checked else None
         records = prompt_records(suite.name, settings.configuration, target, proposer, runs)
+    took["seconds"] += journal.seconds
     return MeasuredConfiguration(records, lossless, took)
 
 
@@ -166,7 +170,8 @@ def plan_all(config: EvalConfig, suite: Suite, target: FrozenTarget) -> list[Mea
     axes = suite.sweep.model_copy(update={name: values for name, values in vars(config.sweep).items() if values})
     room = {"max_new_tokens": config.max_new_tokens, "max_length": target.max_length}
     tokens = partial(tokenize, suite, target.tokenizer, vocab_size=target.vocab_size, **room)
-    prompts = tokens(num_prompts=config.num_prompts)
+    num_prompts = num_measured(suite, config.num_prompts)
+    prompts = tokens(num_prompts=num_prompts)
     further = []
     if config.max_minutes:
         further = [prompt for prompt in tokens() if prompt not in prompts]
@@ -179,5 +184,5 @@ def plan_all(config: EvalConfig, suite: Suite, target: FrozenTarget) -> list[Mea
         temperatures=axes.temperature,
         batch_sizes=axes.batch_size,
         trees=[tree_shape(**vars(tree)) for tree in axes.tree],
-        contexts=cut_prompts(suite, target.tokenizer, axes.context, num_prompts=config.num_prompts, **room),
+        contexts=cut_prompts(suite, target.tokenizer, axes.context, num_prompts=num_prompts, **room),
     )

@@ -4,8 +4,6 @@ import gc
 import importlib.metadata
 import os
 import platform
-import resource
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +13,7 @@ from typing import Any
 import psutil
 import torch
 
+from specdistill.processes import peak_memory_bytes
 from specdistill.targets.frozen import FrozenTarget
 
 WEIGHTS_A_THREAD = 32 * 2**20  # bytes; a step over fewer is done before two threads have shared it out
@@ -59,9 +58,7 @@ def resources_used(device: torch.device) -> Iterator[dict[str, Any]]:
     start = time.perf_counter()
     yield used
     used["seconds"] = time.perf_counter() - start
-    unit = 1 if sys.platform == "darwin" else 1024  # what getrusage counts in
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    used["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident
+    used["peak_memory_bytes"] = peak_memory_bytes(device)
 
 
 @contextmanager

@@ -164,12 +164,11 @@ def sampling_test(
             advance()
         return chi_square(outcomes, probabilities)
 
-    with progress("Testing sampling", 2 * num_draws, "draws") as advance:
-        compiled = settings.compile
-        result, control = (
-            test(Decoder(target, proposer, rule=rule, compiled=compiled), arm)
-            for arm, rule in enumerate((exact, wrong_residual))
-        )
+    compiled, found = settings.compile, []
+    for arm, (what, rule) in enumerate((("Testing sampling", exact), ("Testing a wrong rule, as a control", wrong_residual))):
+        with progress(what, num_draws, "draws") as advance:
+            found.append(test(Decoder(target, proposer, rule=rule, compiled=compiled), arm))
+    result, control = found
     if result is None or control is None:
         return f"{num_draws} draws hold no two outcomes that are frequent enough to compare; draw more"
     statistic, p_value, num_cells = result

@@ -29,6 +29,7 @@ from specdistill.decoding.online_length import OnlineLengthProposer
 from specdistill.decoding.proposer import Proposer, Remembering
 from specdistill.measurement.configurations import MeasurementPlan, Settings
 from specdistill.measurement.hardware import frozen_garbage_collector
+from specdistill.measurement.journal import Journal, Ways
 from specdistill.measurement.reference import timed_generate
 from specdistill.measurement.timing import disturbed_rounds, prompt_timing
 from specdistill.progress import progress
@@ -68,6 +69,7 @@ def measure_plan(
     suite: str,
     plan: MeasurementPlan,
     is_decided: Callable[[Sequence[PromptRecord]], bool] = lambda records: True,
+    journal: Journal | None = None,
 ) -> list[PromptRuns]:
     """The runs of a plan's prompts: all of them, or as many as its target precision takes; its further ones until `is_decided`.
 
@@ -82,14 +84,14 @@ def measure_plan(
         order = [*range(first), *(first + index for index in spread_out(categories[first:], settings.seed))]
         sizes = interim_sizes(len(everything), first)
     else:
-        return measure_together(target, [proposer], plan.prompts, settings)[0]
+        return measure_together(target, [proposer], plan.prompts, settings, journal=journal)[0]
     runs: list[PromptRuns] = []
     for num_prompts in sizes:
         end = math.ceil(num_prompts / settings.batch_size) * settings.batch_size  # whole batches
         prompts = [everything[index] for index in order[len(runs) : end]]
         # The seed continues, so that no two prompts are sampled with the same one.
         part = replace(settings, seed=settings.seed + len(runs), warmup=0 if runs else settings.warmup)
-        runs += measure_together(target, [proposer], prompts, part, before=runs)[0]
+        runs += measure_together(target, [proposer], prompts, part, before=runs, journal=journal)[0]
         records = prompt_records(suite, settings.configuration, target, proposer, runs)
         if is_decided(records):
             break
@@ -104,10 +106,12 @@ def measure_together(
     prompts: Sequence[Prompt],
     *each: Settings,
     before: Sequence[PromptRuns] = (),
+    journal: Journal | None = None,
 ) -> list[list[PromptRuns]]:
     """The runs of each proposer: every prompt is decoded `repeats` times without a draft and with each of them.
 
     each: settings of all proposers, or of each of them, which differ in K alone. before: of the prompts that came before these.
+    journal: keeps what is decoded.
 
     The proposers share one baseline, and their times are paired with each other. Sampled tokens are the same in each repetition:
     a prompt has its own seed.
@@ -124,6 +128,8 @@ def measure_together(
         for prompt in batch.prompts
     ]
     runs = [[PromptRuns(run.prompt, run.batch, [], run.baseline, run.hf_generate) for run in baselines] for _ in proposers]
+    lists = [[run.baseline for run in baselines], *([run.speculative for run in one] for one in runs)]
+    lists.append([run.hf_generate for run in baselines])
     hf_batches = some(batches, math.ceil(NUM_HF_PROMPTS / settings.batch_size))
     warmup = some(batches, settings.warmup)
 
@@ -132,17 +138,20 @@ def measure_together(
             if isinstance(proposer, Remembering):
                 proposer.remember([run.baseline[0].token_ids for run in earlier])
 
-    def decode_all_ways(batch: PromptBatch, first: int) -> None:
+    def decode_all_ways(batch: PromptBatch, first: int) -> Ways:
         remember([*before, *baselines[: batch.start]])
+        made: Ways = [[] for _ in ways]
         for way in [*range(first, len(ways)), *range(first)]:  # 0 is plain decoding
-            decoder, chosen = ways[way]
-            for index, generation in enumerate(decode(decoder, batch, chosen), start=batch.start):
-                (runs[way - 1][index].speculative if way else baselines[index].baseline).append(generation)
-        if batch in hf_batches:
-            shared = baselines[batch.start : batch.end]
-            timed = generate_as_long(target, batch, [run.baseline[-1] for run in shared], settings)
-            for run, generation in zip(shared, timed, strict=True):
-                run.hf_generate.append(generation)
+            made[way] = decode(ways[way][0], batch, ways[way][1])
+        return [*made, generate_as_long(target, batch, made[0], settings)] if batch in hf_batches else made
+
+    def measure(batch: PromptBatch, first: int) -> None:
+        again = bool(journal and journal.known)
+        made = journal.decoded(lambda: decode_all_ways(batch, first)) if journal else decode_all_ways(batch, first)
+        for generations, kept in zip(made, lists, strict=False):
+            for index, generation in enumerate(generations, start=batch.start):
+                kept[index].append(generation)
+        advance(0 if again else len(batch.prompts))
 
     def is_disturbed(batch: PromptBatch) -> bool:
         """Whether a prompt of the batch has fewer undisturbed repetitions than it should."""
@@ -151,20 +160,21 @@ def measure_together(
         repetitions = filter(None, [*plain, *drafted])
         return any(disturbed_rounds(generations).count(0) < settings.repeats for generations in repetitions)
 
-    num_steps = len(warmup) + settings.repeats * len(batches)
-    unit = "prompts" if settings.batch_size == 1 else "batches"
-    with progress("Measuring", num_steps, unit) as advance, frozen_garbage_collector():
+    order = [(repeat, number) for repeat in range(settings.repeats) for number in range(len(batches))]
+    num_known = len(journal.known) if journal else 0  # which take no time
+    num_runs = sum(len(batches[number].prompts) for _, number in order[num_known:])
+    title = f"Measuring {len(prompts)} prompts, {settings.repeats} times each"
+    with progress(title, num_runs, "runs") as advance, frozen_garbage_collector():
         for batch in warmup:
             plain, *_ = [decode(decoder, batch, chosen) for decoder, chosen in ways]
             generate_as_long(target, batch, plain, settings)
-            advance()
-        for repeat in range(settings.repeats):
-            for number, batch in enumerate(batches):
-                decode_all_ways(batch, first=(repeat + number) % len(ways))
-                advance()
+        for repeat, number in order:
+            measure(batches[number], first=(repeat + number) % len(ways))
         for again in range(MOST_AGAIN if settings.repeats > 1 else 0):  # one repetition has nothing to be compared with
-            for number, batch in enumerate(filter(is_disturbed, batches)):
-                decode_all_ways(batch, first=(again + number) % len(ways))
+            disturbed = [*filter(is_disturbed, batches)]
+            advance(0, more=sum(len(batch.prompts) for batch in disturbed))
+            for number, batch in enumerate(disturbed):
+                measure(batch, first=(again + number) % len(ways))
     remember([])
     return runs
 

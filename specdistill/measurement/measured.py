@@ -15,8 +15,10 @@ from pydantic import TypeAdapter
 
 from specdistill import __version__
 from specdistill.decoding.proposer import Proposer
+from specdistill.errors import logger
 from specdistill.measurement.configurations import MeasurementPlan
 from specdistill.measurement.hardware import hardware, software
+from specdistill.measurement.journal import Journal
 from specdistill.measurement.losslessness import together
 from specdistill.methods.load import locate
 from specdistill.project import git_revision
@@ -30,7 +32,7 @@ from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.identity import content_hash
 
 FINGERPRINT_DIGITS = 32
-FINISHED = re.compile(rf"[0-9a-f]{{{FINGERPRINT_DIGITS}}}\.json")
+FINISHED = re.compile(rf"[0-9a-f]{{{FINGERPRINT_DIGITS}}}\.jsonl?")
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,17 @@ class FinishedConfigurations:
         """Whole or not at all; returns it as `read` would. Raises ResourceError when the disk fails."""
         with staged(self.folder) as staging:
             (staging / self._path(plan).name).write_text(json.dumps(asdict(measured)), encoding="utf-8")
+        self._path(plan).with_suffix(".jsonl").unlink(missing_ok=True)
         stored = self.read(plan)
         assert stored is not None
         return stored
+
+    def journal(self, plan: MeasurementPlan) -> Journal:
+        """What was decoded for a plan that is not finished."""
+        journal = Journal(self._path(plan).with_suffix(".jsonl"))
+        if journal.known:
+            logger.info(f"Resuming: {len(journal.known)} batches were decoded before the measurement was interrupted")
+        return journal
 
     def _path(self, plan: MeasurementPlan) -> Path:
         return self.folder / f"{fingerprint(plan, self.identity)}.json"
@@ -70,7 +80,7 @@ class FinishedConfigurations:
 
 def discard_finished(folder: Path) -> None:
     """Remove the files of finished configurations, and their folder if it holds nothing else."""
-    for path in folder.glob("*.json"):
+    for path in folder.glob("*.json*"):
         if FINISHED.fullmatch(path.name):
             path.unlink()
     if folder.is_dir() and not any(folder.iterdir()):

@@ -24,7 +24,7 @@ from specdistill.methods.load import locate
 from specdistill.methods.target_record import check_target
 from specdistill.progress import progress
 from specdistill.recipe.sections import EvalConfig, TargetConfig
-from specdistill.suites.suite import Prompt, Suite, evenly, tokenize
+from specdistill.suites.suite import Prompt, Suite, evenly, num_measured, tokenize
 from specdistill.targets.files import TargetFiles
 
 # (K, 0 without a draft; load) -> the repetitions of each prompt. One that a server no longer answered is missing.
@@ -119,7 +119,7 @@ class ServerTask:
     def of(cls, config: EvalConfig, suite: Suite, tokenizer: Any, max_length: int) -> "ServerTask":
         """A recipe's own K and load first. max_length: of prompt and completion. Raises UserError for more load than prompts."""
         room = {"max_new_tokens": config.max_new_tokens, "max_length": max_length}
-        prompts = tokenize(suite, tokenizer, num_prompts=config.num_prompts, **room)
+        prompts = tokenize(suite, tokenizer, num_prompts=num_measured(suite, config.num_prompts), **room)
         ks = dict.fromkeys([config.num_speculative_tokens, *config.sweep.num_speculative_tokens])
         loads = dict.fromkeys([config.concurrency, *config.sweep.concurrency])
         if max(loads) > len(prompts):

@@ -115,6 +115,10 @@ class TrainedRecipe(Recipe):
         for unread, why in UNREAD.items():
             if (value := self.train.get(unread)) is not None and value is not False:
                 raise UserError(f"train.{unread}", got=value, expected=f"no such key: {why}")
+        epochs, steps = (self.train.get(name) for name in ("num_train_epochs", "max_steps"))
+        if epochs is not None and steps not in (None, -1):
+            got = f"{epochs} with train.max_steps={steps}, which would decide"
+            raise UserError("train.num_train_epochs", got=got, expected="one of both, e.g. with train.max_steps=-1")
         metric, metrics = self.train.get("metric_for_best_model"), self.metrics()
         if metric is not None and str(metric).removeprefix("eval_") not in metrics:
             close = nearest(str(metric), metrics)
@@ -136,7 +140,7 @@ class TrainedRecipe(Recipe):
 
     def metrics(self) -> list[str]:
         """What is measured in training, of held-out rows and by decoding: names for `train.metric_for_best_model`."""
-        measured = [f"{name}_{k}" for name in ("loss", "accuracy", "acceptance") for k in range(self.num_positions)]
+        measured = [f"{name}_{k}" for name in ("loss", "accuracy", "acceptance") for k in range(1, self.num_positions + 1)]
         return ["acceptance_length", "acceptance_length_sampled", "loss", *measured, DECODED]
 
 

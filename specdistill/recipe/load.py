@@ -137,6 +137,9 @@ def merged(arguments: Sequence[str]) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         got = one_line(str(error).split("\n")[0])
         raise UserError(error.full_key or "recipe", got=got, expected="a value, or ${another.key}") from error
+    given = {argument.partition("=")[0] for argument in arguments}
+    if "train.num_train_epochs" in given and "train.max_steps" not in given:  # of the file, which would decide
+        values["train"].pop("max_steps", None)
     _check_values(values)
     return values
 

@@ -322,7 +322,11 @@ class MeasurementConfig(Section):
     top_p: float = option(1.0, "nucleus sampling, for target and draft", ge=0.01, le=1, read_when=SAMPLED)
     top_k: int = option(0, "top-k sampling, for target and draft; 0: off", ge=0, read_when=SAMPLED)
     max_new_tokens: int = option(128, "tokens generated per prompt", ge=1)
-    num_prompts: int | None = option(None, "number of prompts, spread evenly over the categories; null: all", ge=1)
+    num_prompts: int | None = option(
+        None,
+        "number of prompts, spread evenly over the categories; null: all of a suite, at most 200 of a file of prompts",
+        ge=1,
+    )
     batch_size: int = option(1, "prompts decoded together, with and without the draft", ge=1, le=64, read_when=IN_PROCESS)
     compile: bool = option(
         False, "compile the target's verification pass (torch.compile), with and without the draft", read_when=LONE_CHAINS

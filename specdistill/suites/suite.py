@@ -29,7 +29,7 @@ import pyarrow.parquet
 from jinja2 import TemplateError
 from pydantic import BeforeValidator, Field
 
-from specdistill.errors import ResourceError, UserError, nearest, one_line
+from specdistill.errors import ResourceError, UserError, logger, nearest, one_line
 from specdistill.files.documents import json_rows, parse_yaml
 from specdistill.project import SUITES
 from specdistill.recipe.fields import Section, option, section
@@ -42,6 +42,7 @@ KINDS = ("prompt", "messages", "user", "text")
 SCORED_BY = ("reference", "test", "entry_point")
 COLUMNS = (*KINDS, "id", "category", *SCORED_BY)
 REMOTE = ("https://", "http://", "hf://")
+FILE_PROMPTS = 200  # of a file of prompts, by default: enough to know an acceptance length to a few percent
 TEXT_PROMPT_TOKENS = 32
 
 T = TypeVar("T")
@@ -77,7 +78,7 @@ class SuiteRow:
 
 @dataclass(frozen=True)
 class Suite:
-    """sha256: of the prompts' file."""
+    """sha256: of the prompts' file. is_file: it is a file of prompts, which no suite YAML describes."""
 
     name: str
     version: str
@@ -87,6 +88,7 @@ class Suite:
     rows: tuple[SuiteRow, ...]
     sweep: SweepConfig = field(default_factory=SweepConfig)
     quality: str | None = None
+    is_file: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def load_suite(name: str | None, target: str = "pico") -> Suite:
     if path.suffix == ".jsonl":
         content = read(str(path))
         digest = hashlib.sha256(content).hexdigest()
-        return Suite(path.stem, digest[:12], "not stated", path.name, digest, parse(path.name, content, {}))
+        return Suite(path.stem, digest[:12], "not stated", path.name, digest, parse(path.name, content, {}), is_file=True)
     header = _header(path)
     prompts = header.prompts if header.prompts.startswith(REMOTE) else str(path.parent / header.prompts)
     content = read(prompts, is_pinned=header.sha256 is not None)
@@ -130,6 +132,17 @@ def check_suite(name: str | None, *, key: str = "eval.suite") -> None:
         path = _find(name, key=key)
         if path.suffix == ".jsonl" or not _header(path).prompts.startswith(REMOTE):
             load_suite(name)
+
+
+def num_measured(suite: Suite, num_prompts: int | None) -> int | None:
+    """How many prompts are measured, where `num_prompts` are asked for; None: all. Of a file FILE_PROMPTS are by default, and says so."""
+    if not suite.is_file or num_prompts is not None or len(suite.rows) <= FILE_PROMPTS:
+        return num_prompts
+    total = len(suite.rows)
+    logger.info(
+        f"Measuring {FILE_PROMPTS} of the {total:,} prompts of {suite.source}, evenly spread; num_prompts={total} measures all"
+    )
+    return FILE_PROMPTS
 
 
 def tokenize(

@@ -79,6 +79,8 @@ def training_arguments(train: Mapping[str, Any], **defaults: Any) -> TrainingArg
             raise UserError(f"train.{name}", got=fields[name], expected=f"no such key without train.{other}")
     if fields.get("output_dir") is None:
         raise UserError("train.output_dir", got="nothing", expected="a folder")
+    if metric := fields.get("metric_for_best_model"):
+        fields.setdefault("greater_is_better", "loss" not in metric)  # transformers takes loss_1 for a score
     precision = _take_precision(fields)
     try:
         arguments = TrainingArguments(**{**_launch_defaults(), **fields})

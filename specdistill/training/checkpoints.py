@@ -39,12 +39,14 @@ def steps(run: Path) -> list[int]:
     return sorted(int(match[1]) for match in names if match)
 
 
-def publish(folder: Path, run: Path, launch: dict[str, Any]) -> None:
-    """Give a checkpoint that all processes have written its manifest, and its place in the run."""
+def publish(folder: Path, run: Path, launch: dict[str, Any], seconds: float) -> None:
+    """Give a checkpoint that all processes have written its manifest, and its place in the run. seconds: that its steps took."""
     for parts in folder.glob("global_step*"):  # DeepSpeed's, which are looked up by a file that only its first machine writes
         (folder / LATEST).write_text(parts.name, encoding="utf-8")
     files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
-    (folder / MANIFEST).write_text(json.dumps({"files": files, "launch": launch}, indent=2) + "\n", encoding="utf-8")
+    (folder / MANIFEST).write_text(
+        json.dumps({"files": files, "launch": launch, "seconds": seconds}, indent=2) + "\n", encoding="utf-8"
+    )
     shutil.rmtree(run / folder.name, ignore_errors=True)  # a damaged one of this step
     os.replace(folder, run / folder.name)
 

@@ -1,5 +1,5 @@
-"""A run's trajectory, from the Trainer's log: plain lines while it trains where there is no terminal, whose bar would overwrite itself;
-when it ends a drawing, `training_curve.png`, and `run/history.json` to read back.
+"""A run's trajectory, from the Trainer's log: lines while it trains, a drawing, `training_curve.png`, after each evaluation, and when it
+ends `run/history.json` to read back.
 """
 
 import json
@@ -12,29 +12,36 @@ from typing import Annotated, Any
 
 import matplotlib
 from pydantic import Field, TypeAdapter, ValidationError
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
+from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from specdistill.errors import UserError
+from specdistill.errors import UserError, logger
 from specdistill.files.documents import read_json
-from specdistill.progress import SECONDS
+from specdistill.progress import SECONDS, clock
+from specdistill.training.checkpoints import checkpoint, saving
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
-HISTORY = Path("run") / "history.json"  # in a run's folder
+HISTORY, CURVE = Path("run") / "history.json", "training_curve.png"  # in a run's folder
+CUMULATIVE = "eval_cumulative_acceptance_"  # and a position in the draft, from 1
 SHOWN = {
-    "loss": "loss",
-    "eval_loss": "held-out loss",
-    "eval_acceptance_length": "acceptance length",
-    "eval_decoded_acceptance_length": "decoded",
+    "loss": "loss {:.3f}",
+    "eval_decoded_acceptance_length": "decoded acceptance length {:.2f}",
+    "tokens_per_second": "{:,.0f} tok/s",
+    "learning_rate": "lr {:.1e}",
+    "grad_norm": "grad {:.1f}",
+    "peak_memory_gib": "{:.1f} GiB",
 }
 
 
 @dataclass(frozen=True)
 class History:
-    """A finished training. seconds: its wall time, None (unknown) when it was resumed; log: the Trainer's `log_history`; best_step: of
-    the draft that was saved, None for that of the last step.
+    """A finished training.
+
+    seconds: its wall time, without steps that were lost and repeated, None where that is unknown. log: the Trainer's `log_history`.
+    best_step: of the draft that was saved, None for that of the last step.
     """
 
     seconds: float | None
@@ -48,13 +55,17 @@ class History:
         curve = [[step, length] for step, length in points if math.isfinite(length)]
         return {"seconds": self.seconds, "steps": self.steps, "curve": curve}
 
+    @property
+    def saved_step(self) -> int:
+        """After which the draft was as it was saved."""
+        return self.steps if self.best_step is None else self.best_step
+
     def before_and_after(self) -> dict[str, Any] | None:
         """For a report: acceptance length before the first step and of the draft that was saved, of a training that was evaluated at both.
 
         `simulated` on held-out rows; `decoded` where each evaluation decoded.
         """
-        step = self.steps if self.best_step is None else self.best_step
-        found: dict[str, Any] = {}
+        step, found = self.saved_step, dict[str, Any]()
         for name, key in (("simulated", "eval_acceptance_length"), ("decoded", "eval_decoded_acceptance_length")):
             measured = {at: value for at, value in zip(*_series(self.log, key), strict=True) if math.isfinite(value)}
             if 0 in measured and step in measured:
@@ -84,68 +95,90 @@ def read_history(draft_folder: Path, *, key: str) -> History | None:
     raise UserError(key, got=f"{path} ({why})", expected="seconds, steps and log, as training saves them")
 
 
-def save_history(state: TrainerState, folder: Path, *, resumed: bool, has_best: bool = False) -> None:
+def save_history(state: TrainerState, folder: Path, seconds: float, *, has_best: bool = False) -> None:
     """Of a training that has ended: the drawing in the run's folder, and the history next to the run's record.
 
-    has_best: the draft is that of the best evaluation, not of the last step.
+    seconds: of all its steps; NaN: unknown. has_best: the draft is that of the best evaluation, not of the last step.
     """
-    draw(state.log_history, folder / "training_curve.png")
-    seconds = None if resumed else state.log_history[-1]["train_runtime"]
+    draw(state.log_history, folder / CURVE)
     best_step = state.best_global_step if has_best else None
-    history = History(seconds, state.global_step, state.log_history, best_step)
+    history = History(None if math.isnan(seconds) else seconds, state.global_step, state.log_history, best_step)
     (folder / HISTORY).parent.mkdir(parents=True, exist_ok=True)
     (folder / HISTORY).write_text(json.dumps(asdict(history), indent=2) + "\n", encoding="utf-8")
 
 
+class Bar(ProgressCallback):
+    """The Trainer's own, which prints no log as a dictionary."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        pass
+
+
 class ProgressLines(TrainerCallback):
-    """Prints to stderr the step, the last loss, the last evaluation and the time left: every `SECONDS`, and at the end."""
+    """Prints to stderr how training goes: every `SECONDS`, after each evaluation, after which it draws too, and at the end."""
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.begin = self.last = time.monotonic()
         self.first_step = state.global_step
-        self.figures: dict[str, float] = {}
+        self.figures, self.shown = dict[str, float](), -1
+        if state.is_world_process_zero and self.first_step:
+            found = checkpoint(Path(str(args.output_dir)), self.first_step)
+            logger.info(f"Resuming after step {self.first_step} of {state.max_steps}, from {found}")
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.figures |= {SHOWN[key]: value for key, value in kwargs["logs"].items() if key in SHOWN}
+        self.figures |= kwargs["logs"]
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.is_world_process_zero and time.monotonic() - self.last >= SECONDS:
             self._print(state)
 
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        self._print(state)
+        if f"{CUMULATIVE}1" in self.figures:
+            with saving(path := str(Path(str(args.output_dir)) / CURVE)):
+                draw(state.log_history, Path(path))
+
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
+        if state.is_world_process_zero and self.shown < state.global_step:
             self._print(state)
 
     def _print(self, state: TrainerState) -> None:
-        self.last = time.monotonic()
-        seconds_per_step = (self.last - self.begin) / max(1, state.global_step - self.first_step)
-        minutes = seconds_per_step * (state.max_steps - state.global_step) / 60
-        figures = "".join(f", {name} {value:.3f}" for name, value in self.figures.items())
-        print(
-            f"Training: step {state.global_step}/{state.max_steps}{figures}, {minutes:.1f} min left",
-            file=sys.stderr,
-            flush=True,
-        )
+        self.last, self.shown = time.monotonic(), state.global_step
+        parts = [form.format(self.figures[name]) for name, form in SHOWN.items() if name in self.figures]
+        if rates := cumulative(self.figures):
+            parts.insert(1, f"simulated at K = {len(rates)}: {'/'.join(f'{100 * rate:.0f}' for rate in rates)}% accepted")
+        if done := state.global_step - self.first_step:
+            parts.append(f"{clock((self.last - self.begin) * (state.max_steps - state.global_step) / done)} left")
+        tqdm.write(f"Step {state.global_step}/{state.max_steps}: {', '.join(parts)}", file=sys.stderr)
+
+
+def cumulative(entry: dict[str, float]) -> list[float]:
+    """Of an evaluation in the log, by position in the draft: the share of simulated drafts that are accepted up to there."""
+    return [entry[key] for k in range(1, len(entry)) if (key := f"{CUMULATIVE}{k}") in entry]
 
 
 def draw(log: list[dict[str, float]], path: Path) -> None:
-    """Three panels from a Trainer's log history: loss, accuracy of each unroll step, simulated acceptance length."""
+    """Three panels from a Trainer's log history: loss, simulated acceptance by position at each evaluation, and its sum over training."""
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.8), constrained_layout=True)
     left.plot(*_series(log, "loss"), label="training", color="tab:gray", linewidth=1)
     left.plot(*_series(log, "eval_loss"), label="held out", color="tab:blue", marker="o", markersize=3)
     left.set(title="Loss", ylabel="nats per token")
     left.legend(frameon=False)
-    steps = sorted({int(key.rsplit("_", 1)[1]) for entry in log for key in entry if key.startswith("eval_accuracy_")})
-    for step in steps:
-        shade = plt.get_cmap("viridis")(step / max(1, len(steps)))
-        middle.plot(*_series(log, f"eval_accuracy_{step}"), color=shade, label=f"position {step + 1}")
-    middle.set(title="Held-out accuracy", ylabel="share of draft tokens that are correct", ylim=(0, 1))
-    if steps:
+    evaluations = [(entry["step"], rates) for entry in log if (rates := cumulative(entry))]
+    for index, (step, rates) in enumerate(evaluations, start=1):
+        shade, is_last = plt.get_cmap("viridis_r")(index / len(evaluations)), index in (1, len(evaluations))
+        middle.plot(
+            range(1, len(rates) + 1), rates, color=shade, marker="o", markersize=3, label=f"step {step}" if is_last else None
+        )
+    middle.set(title="Simulated acceptance", ylabel="share of drafts accepted up to a position", ylim=(0, 1))
+    if evaluations:
         middle.legend(frameon=False, fontsize="small")
     right.plot(*_series(log, "eval_acceptance_length"), color="tab:green", marker="o", markersize=3)
     right.set(title="Simulated acceptance length", ylabel="tokens per target pass")
-    for axis in (left, middle, right):
-        axis.set_xlabel("optimizer step")
+    for axis, along in ((left, "optimizer step"), (middle, "position in the draft"), (right, "optimizer step")):
+        axis.set_xlabel(along)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)

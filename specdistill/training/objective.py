@@ -129,20 +129,22 @@ class StepSums:
 
 
 def step_metrics(prediction: EvalPrediction) -> dict[str, float]:
-    """The loss; loss_k, accuracy_k, acceptance_k for every drafted position that was measured; the simulated acceptance lengths.
+    """The loss; loss_k, accuracy_k, acceptance_k for every drafted position k, from 1, that was measured; the simulated acceptance lengths.
 
-    acceptance_length = 1 + sum_k P(the first k + 1 draft tokens are all correct), counted chain by chain and not as a product of
-    marginals. The 1 is the bonus token, so that it compares with the acceptance length of greedy decoding. acceptance_length_sampled is
-    that of sampling: the first k + 1 draft tokens are accepted with the product of their expected acceptances.
+    acceptance_length = 1 + sum_k cumulative_acceptance_k, the share of chains whose first k draft tokens are all correct, counted chain
+    by chain and not as a product of marginals. The 1 is the bonus token, so that it compares with the acceptance length of greedy
+    decoding. acceptance_length_sampled is that of sampling: the first k draft tokens are accepted with the product of their expected
+    acceptances.
     """
     table = torch.as_tensor(prediction.predictions).double().sum(0)
     loss, loss_tokens, correct, accepted, chain_correct, chain_accepted, chains = table
     total, count = torch.as_tensor(prediction.label_ids).double().sum(0)
     metrics = {"loss": float((total / count).sum())}
     for k in loss_tokens.isfinite().nonzero().flatten().tolist():
-        metrics[f"loss_{k}"] = float(loss[k] / loss_tokens[k])
-        metrics[f"accuracy_{k}"] = float(correct[k] / loss_tokens[k])
-        metrics[f"acceptance_{k}"] = float(accepted[k] / loss_tokens[k])
+        metrics[f"loss_{k + 1}"] = float(loss[k] / loss_tokens[k])
+        metrics[f"accuracy_{k + 1}"] = float(correct[k] / loss_tokens[k])
+        metrics[f"acceptance_{k + 1}"] = float(accepted[k] / loss_tokens[k])
+    metrics |= {f"cumulative_acceptance_{k}": rate for k, rate in enumerate((chain_correct / chains).tolist(), start=1)}
     metrics["acceptance_length"] = 1.0 + float((chain_correct / chains).sum())
     metrics["acceptance_length_sampled"] = 1.0 + float((chain_accepted / chains).sum())
     return metrics

@@ -37,12 +37,13 @@ NOT_FINITE = Path("run") / "loss_not_finite.json"
 class ResumableTrainer(Trainer):
     """Writes checkpoints aside and renames them, and stops between two steps (see `Stopping`).
 
-    micro_batch_losses: of the step under way.
+    micro_batch_losses: of the step under way. begun: when an uninterrupted run would have, by `time.monotonic`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._run_dir: str | None = None
         self.micro_batch_losses: list[Tensor] = []
+        self.begun = time.monotonic()
         super().__init__(*args, **kwargs)
         self.stop_signals = StopSignals()
         self.add_callback(Stopping(self, self.stop_signals))
@@ -90,7 +91,7 @@ class ResumableTrainer(Trainer):
         if self.args.should_save:
             with saving(str(checkpoint(run, step))):
                 self.state.save_to_json(str(aside / STATE))  # which names the best by its place
-                publish(aside, run, launch(self.args))
+                publish(aside, run, launch(self.args), time.monotonic() - self.begun)
             best = self.state.best_model_checkpoint
             prune(run, self.args.save_total_limit, {checkpoint(run, step), *([Path(best)] if best else [])})
         self.accelerator.wait_for_everyone()

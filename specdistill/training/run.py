@@ -6,6 +6,7 @@ revision, data fingerprint), which is written before the first step.
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import sys
@@ -18,11 +19,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from transformers import PrinterCallback, TrainingArguments, set_seed
+from transformers import PrinterCallback, ProgressCallback, TrainingArguments, set_seed
 
 from specdistill.credentials import without_places
 from specdistill.errors import UserError, logger
-from specdistill.files.documents import parse_yaml, read_keys
+from specdistill.files.documents import parse_yaml, read_json, read_keys
 from specdistill.files.folders import alone, check_writable
 from specdistill.processes import agree, collectives, of_all
 from specdistill.project import git_revision
@@ -31,8 +32,8 @@ from specdistill.recipe.load import recipe_yaml, save_recipe
 from specdistill.recipe.sections import FROM_HUB
 from specdistill.terminal import result
 from specdistill.training.arguments import check_precision, training_arguments
-from specdistill.training.checkpoints import ASIDE, check_launch, checkpoint, launch, saving, whole_steps
-from specdistill.training.history import ProgressLines, save_history
+from specdistill.training.checkpoints import ASIDE, MANIFEST, check_launch, checkpoint, launch, saving, whole_steps
+from specdistill.training.history import Bar, ProgressLines, save_history
 from specdistill.training.resumable import ResumableTrainer
 from specdistill.training.trainer import DraftTrainer
 
@@ -49,6 +50,7 @@ PLACES = (
 )
 # Keys of `train:` that say how processes share a step's rows. A run resumes with other values, as long as a step has as many rows.
 SHARE_OUT = ("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size", "ddp_timeout")
+LENGTHS = ("max_steps", "num_train_epochs")  # keys of `train:` by which a finished run is trained further
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ class TrainingRun:
 
     @classmethod
     def open(cls, recipe: Any, *, target_dtype: str | None = None, **defaults: Any) -> "TrainingRun":
-        """A new run, or an interrupted one: join the processes of the launch and seed the run; writes nothing.
+        """A new run, an interrupted one, or a finished one that is trained further: join the processes of the launch and seed the
+        run; writes nothing.
 
         target_dtype: of the frozen target, if there is one. defaults: for fields that `train:` leaves out. Raises UserError for a
         section or a dtype that cannot be used, for machines that differ in their recipe, for a folder that cannot be written or holds
@@ -76,9 +79,10 @@ class TrainingRun:
         path = Path(str(arguments.output_dir))
         check_writable(path, "train.output_dir")
         # All processes look before any of them writes.
-        obstacles, whole = zip(*of_all((_obstacle(path, recipe), whole_steps(path))), strict=True)
+        own = whole_steps(path)
+        obstacles, whole = zip(*of_all((_obstacle(path, recipe, own), own)), strict=True)
         if obstacle := next(filter(None, obstacles), None):
-            expected = "a new folder, or an interrupted run"
+            expected = "a new folder, an interrupted run, or a larger train.max_steps to train a finished run further"
             raise UserError("train.output_dir", got=f"{path}, which holds {obstacle}", expected=expected)
         step = max(set(whole[0]).intersection(*whole), default=None)
         if step is None and any(whole):
@@ -121,6 +125,7 @@ class TrainingRun:
         }
         if self.arguments.should_save:
             with saving(str(folder)):
+                self._keep_finished()
                 aside.mkdir(parents=True, exist_ok=True)
                 save_recipe(self.recipe, aside / RECIPE)
                 (aside / PROVENANCE).write_text(json.dumps(provenance, indent=2) + "\n", encoding="utf-8")
@@ -137,15 +142,32 @@ class TrainingRun:
                 raise UserError("train.save_on_each_node", got=got, expected="true, or a folder that all machines share")
             time.sleep(1)
 
+    def _keep_finished(self) -> None:
+        """Of a finished run that is trained further: the draft and its report get names of their own."""
+        if self.checkpoint is None or not (self.path / "draft").exists():
+            return
+        step = self.checkpoint.name.removeprefix("checkpoint-")
+        for name in ("report", "draft"):  # without a draft the run is an interrupted one
+            if (self.path / name).exists():
+                shutil.rmtree(kept := self.path / f"{name}-{step}", ignore_errors=True)
+                os.replace(self.path / name, kept)
+        logger.info(
+            f"{self.path} is trained further from step {step}, its last checkpoint, with the learning rates of a run of the new length; "
+            f"its draft so far is kept in {self.path / f'draft-{step}'}"
+        )
+
     def train(self, trainer: ResumableTrainer) -> None:
         """Train, or resume where an interrupted run stopped; save the best draft, which a DraftTrainer has loaded back by then."""
         with self.writer:
             self._train(trainer)
 
     def _train(self, trainer: ResumableTrainer) -> None:
-        if self.arguments.disable_tqdm:
-            trainer.remove_callback(PrinterCallback)  # it prints every log as a dictionary
-            trainer.add_callback(ProgressLines())
+        for verbose in (PrinterCallback, ProgressCallback):  # they print every log as a dictionary
+            trainer.remove_callback(verbose)
+        for callback in [ProgressLines()] if self.arguments.disable_tqdm else [Bar(), ProgressLines()]:
+            trainer.add_callback(callback)
+        if self.checkpoint is not None:
+            trainer.begun -= read_json(self.checkpoint / MANIFEST).get("seconds", math.nan)
         if self.arguments.should_save:
             shutil.rmtree(self.path / ASIDE, ignore_errors=True)
         of_all(None)
@@ -156,12 +178,8 @@ class TrainingRun:
         with saving(str(self.path / "draft")):
             trainer.save_draft(self.path / ASIDE / "draft")
             if self.arguments.should_save:
-                save_history(
-                    trainer.state,
-                    self.path,
-                    resumed=self.checkpoint is not None,
-                    has_best=self.arguments.load_best_model_at_end,
-                )
+                seconds, has_best = time.monotonic() - trainer.begun, self.arguments.load_best_model_at_end
+                save_history(trainer.state, self.path, seconds, has_best=has_best)
                 if (self.path / ASIDE / "draft").exists():
                     os.replace(self.path / ASIDE / "draft", self.path / "draft")
                 shutil.rmtree(self.path / ASIDE, ignore_errors=True)  # not there where another machine writes the draft
@@ -187,8 +205,8 @@ def recipe_keys(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return keys
 
 
-def _obstacle(path: Path, recipe: Any) -> str | None:
-    """The files in a folder that keep a run out of it, in words; None: there are none."""
+def _obstacle(path: Path, recipe: Any, whole: list[int]) -> str | None:
+    """The files in a folder that keep a run out of it, in words; None: there are none. whole: steps of its checkpoints."""
     held = {entry.name for entry in path.iterdir()} if path.exists() else set()
     record = path / "run" / RECIPE
     if not record.exists():
@@ -196,13 +214,18 @@ def _obstacle(path: Path, recipe: Any) -> str | None:
     if held <= {"run", "runs", ASIDE, LOCK}:  # a record and a tracker's log: that run died before its first checkpoint
         return None
     recorded = read_keys(record, "train.output_dir", "a new folder, or an interrupted run")
-    if _same_steps(recorded) != _same_steps(parse_yaml(recipe_yaml(recipe))):
+    asked, is_finished = parse_yaml(recipe_yaml(recipe)), "draft" in held
+    if _same_steps(recorded, is_finished) != _same_steps(asked, is_finished):
         return "a run of another recipe"
-    return "a finished run" if "draft" in held else None
+    if is_finished and not any((asked["train"].get(key) or 0) > (recorded["train"].get(key) or 0) for key in LENGTHS):
+        return "a finished run"
+    return "a finished run without a whole checkpoint" if is_finished and not whole else None
 
 
-def _same_steps(recipe: dict[str, Any]) -> Any:
-    """A recipe without the keys that share out the rows of its steps, and those that are read once it is trained."""
-    train = recipe.get("train")
-    steps = {name: value for name, value in train.items() if name not in SHARE_OUT} if isinstance(train, dict) else train
+def _same_steps(recipe: dict[str, Any], is_finished: bool) -> Any:
+    """A recipe without the keys that share out the rows of its steps, those that are read once it is trained, and of a finished one its
+    length.
+    """
+    train, others = recipe.get("train"), SHARE_OUT + LENGTHS * is_finished
+    steps = {name: value for name, value in train.items() if name not in others} if isinstance(train, dict) else train
     return {**recipe, "train": steps, "publish": None}

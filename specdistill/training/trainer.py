@@ -7,6 +7,7 @@ they are sharded.
 
 import copy
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch.utils.data import Sampler
 from transformers import TrainingArguments
 
 from specdistill.errors import UserError
+from specdistill.processes import peak_memory_bytes
 from specdistill.rows.packing import PADDING_DOCUMENT, collate
 from specdistill.rows.store import FeatureStore
 from specdistill.targets.frozen import FrozenTarget
@@ -100,6 +102,8 @@ class DraftTrainer(ResumableTrainer):
         self.target = target
         self.save = save
         self.decode = decode
+        self.num_tokens: Tensor
+        self._count_tokens_from_now()
         # Compiled, the loss takes its gradients inside of forward (specdistill.losses.chunked).
         torch._dynamo.config.trace_autograd_ops = arguments.torch_compile
         # compute_loss divides by the whole batch's count itself: the Trainer must not divide again.
@@ -125,6 +129,7 @@ class DraftTrainer(ResumableTrainer):
             self.objective.prepare(batch, (first + index) * self.args.world_size + self.args.process_index)
             for index, batch in enumerate(islice(epoch_iterator, num_batches))
         ]
+        self.num_tokens = self.num_tokens + sum((batch["document_ids"] != PADDING_DOCUMENT).sum() for batch in batches)
         loss_tokens = sum((self.objective.num_loss_tokens(batch) for batch in batches), torch.tensor(0))
         count: Tensor = self.accelerator.reduce(loss_tokens.to(device), "sum")
         return batches, count.clamp_min(1)
@@ -177,7 +182,25 @@ class DraftTrainer(ResumableTrainer):
                 shutil.rmtree(folder, ignore_errors=True)  # not there where another machine writes the draft
             self.log(measured)
             metrics |= measured
+        self._count_tokens_from_now()
         return metrics
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """The Trainer's own; with the loss of steps also their tokens per second, evaluations and saving left out, and the peak memory."""
+        if "loss" in logs:
+            tokens = int(self.accelerator.reduce(torch.as_tensor(self.num_tokens, device=self.args.device), "sum"))
+            logs["tokens_per_second"] = tokens / (time.monotonic() - self.counted_from)
+            logs["peak_memory_gib"] = peak_memory_bytes(self.args.device) / 2**30
+            self._count_tokens_from_now()
+        super().log(logs, start_time)
+
+    def _count_tokens_from_now(self) -> None:
+        self.num_tokens = torch.tensor(0)
+        self.counted_from = time.monotonic()
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        self._count_tokens_from_now()
 
     def _loss_sum(self, model: nn.Module, inputs: TrainingBatch, measure: bool) -> tuple[Tensor, StepSums]:
         dtype = autocast_dtype(self.args)

@@ -249,7 +249,7 @@ def test_the_best_evaluation_is_what_was_recorded(tmp_path: Path) -> None:
     assert recorded(tmp_path / "draft") is None
     log = [{"step": 1, "loss": 2.0}]
     log += [
-        {"step": step, "eval_acceptance_length": length, "eval_acceptance_length_sampled": 2.0, "eval_acceptance_0": 0.5}
+        {"step": step, "eval_acceptance_length": length, "eval_acceptance_length_sampled": 2.0, "eval_acceptance_1": 0.5}
         for step, length in ((2, 3.5), (4, 3.0))
     ]
     (tmp_path / "run").mkdir()

@@ -10,7 +10,8 @@ import torch
 
 from specdistill.command import run
 from specdistill.errors import ExitCode
-from specdistill.measurement import evaluate
+from specdistill.measurement import evaluate, journal
+from specdistill.measurement import measure as module
 from specdistill.methods.recipe import Recipe
 from specdistill.report.files import validate
 from tests.draft_models import other_tokenizer, tiny_draft_model
@@ -318,6 +319,32 @@ def test_a_sweep_resumes_with_the_configuration_that_was_interrupted(measured, k
     _, samples = measured(*sweep)
     assert [configuration.num_speculative_tokens for configuration in done] == [2, 1]
     assert len(samples) == 8 and seconds_of(samples)[:4] == kept
+
+
+def test_a_measurement_resumes_with_the_prompt_that_was_interrupted(measured, keys, tmp_path, monkeypatch, capsys):
+    """Stopped after five of the eight runs of its prompts, the last of them cut on the disk."""
+    decoded, as_it_is = [], journal.Journal.decoded
+    monkeypatch.setattr(module, "MOST_AGAIN", 0)  # prompts of so few tokens are often disturbed
+
+    def interrupted(self, decode):
+        if len(decoded) == 5:
+            raise KeyboardInterrupt
+        decoded.append(as_it_is(self, decode))
+        return decoded[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal.Journal, "decoded", interrupted)
+        assert command(*keys, "eval.repeats=2", "eval.warmup=0") == ExitCode.INTERRUPTED
+    (path,) = tmp_path.glob("report/configurations/*.jsonl")
+    path.write_bytes(path.read_bytes()[:-9])
+    capsys.readouterr()
+    _, samples = measured("eval.repeats=2", "eval.warmup=0")
+    printed = capsys.readouterr().err
+    assert "Resuming: 4 batches were decoded before" in printed
+    assert "Measuring 4 prompts, 2 times each: 4 of 4 runs, took" in printed
+    first = [ways[1][0] for ways in decoded[:4]]  # with the draft, of the first repetition
+    assert [tuple(sample["rounds"][0]["emitted"]) for sample in samples] == [run.rounds[0].emitted for run in first]
+    assert not path.exists()
 
 
 def test_a_sweep_has_rows_for_every_cell(measured):

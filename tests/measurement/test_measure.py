@@ -71,12 +71,13 @@ def stalled(function: Callable[..., object], call: int, monkeypatch: pytest.Monk
     return stalling
 
 
-def test_a_prompt_with_a_stalled_round_is_decoded_again(target, monkeypatch):
+def test_a_prompt_with_a_stalled_round_is_decoded_again(target, monkeypatch, capsys):
     """In the second prompt's second round: it has a repetition more, and no trace of the stall in its times."""
     proposer = ModelProposer(tiny_target(seed=0).model)
     monkeypatch.setattr(proposer, "propose", stalled(proposer.propose, NUM_ROUNDS_A_PROMPT + 2, monkeypatch))
     runs = measure(target, proposer, PROMPTS, replace(SETTINGS, warmup=0))
     assert [len(run.speculative) for run in runs] == [len(run.baseline) for run in runs] == [2, 3, 2]
+    assert "Measuring 3 prompts, 2 times each: 7 of 7 runs, took" in capsys.readouterr().err
     quiet, disturbed, _ = prompt_records("suite", SETTINGS.configuration, target, proposer, runs)
     assert (quiet.speculative.num_disturbed_rounds, disturbed.speculative.num_disturbed_rounds) == (0, 1)
     assert disturbed.speculative.seconds == pytest.approx(quiet.speculative.seconds)

@@ -397,3 +397,10 @@ def test_lists_need_no_brackets() -> None:
     lists = ["eval.sweep.temperature=[0,1.5]", "data.regenerate.server=['http://a:1','http://b:2']", "eval.tree.branching=[4]"]
     base = ["target.model=pico", "train.output_dir=runs", "data.regenerate.num_tokens=9", "eval.num_speculative_tokens=1"]
     assert load_recipe(Recipe, [*base, *plain]) == load_recipe(Recipe, [*base, *lists, "data.decontaminate=[pico]"])
+
+
+def test_epochs_that_are_typed_act_over_the_steps_of_a_recipe() -> None:
+    epochs = load_recipe(Recipe, ["recipe=pico/eagle3", "train.num_train_epochs=2"])
+    assert epochs.train["num_train_epochs"] == 2 and "max_steps" not in epochs.train
+    with refused("train.num_train_epochs", "2 with train.max_steps=5"):
+        load_recipe(Recipe, ["recipe=pico/eagle3", "train.num_train_epochs=2", "train.max_steps=5"])

@@ -8,7 +8,7 @@ from recipes.pico.corpus import CHAT_TEMPLATE
 from specdistill.pico import split_of
 from specdistill.project import SUITES
 from specdistill.recipe.sections import SweepConfig
-from specdistill.suites.suite import check_suite, cut_prompts, evenly, load_suite, tokenize
+from specdistill.suites.suite import check_suite, cut_prompts, evenly, load_suite, num_measured, tokenize
 from tests.refusals import refused
 from tests.tiny import tiny_tokenizer
 
@@ -44,6 +44,16 @@ def test_a_jsonl_file_is_a_suite_named_by_its_content(tmp_path):
     assert suite.name == "stories"
     assert suite.version == hashlib.sha256(path.read_bytes()).hexdigest()[:12]
     assert [(row.id, row.category) for row in suite.rows] == [("1", "default"), ("2", "default")]
+
+
+def test_of_a_file_of_many_prompts_some_are_measured_and_it_says_so(tmp_path, caplog):
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps({"prompt": f"say {n}"}) + "\n" for n in range(201)))
+    suite = load_suite(str(tmp_path / "mine.jsonl"))
+    with caplog.at_level("INFO", logger="specdistill"):
+        assert num_measured(suite, None) == 200 and num_measured(suite, 201) == 201
+    (message,) = caplog.messages
+    assert message == "Measuring 200 of the 201 prompts of mine.jsonl, evenly spread; num_prompts=201 measures all"
+    assert num_measured(load_suite("pico"), None) is None
 
 
 def test_what_training_will_be_judged_by_is_checked_without_a_network(tmp_path):

@@ -45,7 +45,7 @@ def test_a_run_leaves_a_model_that_any_tool_loads(folder: Path, tmp_path: Path, 
     log = json.loads((tmp_path / "run" / "checkpoint-2" / "trainer_state.json").read_text())["log_history"]
     measured = next(entry for entry in log if "eval_acceptance_length" in entry)
     assert 1 <= measured["eval_acceptance_length"] <= 5
-    assert 0 < measured["eval_acceptance_0"] <= 1
+    assert 0 < measured["eval_acceptance_1"] <= 1
     assert (tmp_path / "run" / "training_curve.png").exists()
 
 

@@ -32,6 +32,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("eagle3", "draft.fc_bias=true", "draft.fc_bias"),
         ("eagle3", "draft={hidden_size: 48, train_head: false}", "draft.train_head"),
         ("eagle3", "train.num_train_epochs=0", "train.num_train_epochs"),
+        ("eagle3", "train={num_train_epochs: 2, max_steps: 4}", "train.num_train_epochs"),
+        ("eagle3", "train.metric_for_best_model=acceptance_9", "train.metric_for_best_model"),
         ("eagle3", "train.metric_for_best_model=aceptance_length", "train.metric_for_best_model"),
         ("eagle3", "train.report_to=wandb", "train.report_to"),
         ("eagle3", "data.cache_dir=pyproject.toml/cache", "data.cache_dir"),

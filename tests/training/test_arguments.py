@@ -27,6 +27,11 @@ def test_an_int_is_good_for_a_float(tmp_path: Path):
     assert build(tmp_path, learning_rate=1).learning_rate == 1
 
 
+@pytest.mark.parametrize(("metric", "is_score"), [("loss", False), ("loss_1", False), ("acceptance_1", True), (None, None)])
+def test_the_best_has_the_least_loss_or_the_greatest_score(tmp_path: Path, metric: str | None, is_score: bool | None):
+    assert build(tmp_path, metric_for_best_model=metric).greater_is_better is is_score
+
+
 def test_unquoted_no_is_a_name(tmp_path: Path):
     assert build(tmp_path, eval_strategy=False).eval_strategy == "no"
 

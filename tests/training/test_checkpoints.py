@@ -26,7 +26,7 @@ def save(run: Path, step: int, best: int | None = None, **launch: Any) -> Path:
     save_file({"fc.weight": torch.zeros(2, 3)}, aside / "model.safetensors")
     place = None if best is None else str(checkpoint(run, best))
     (aside / "trainer_state.json").write_text(json.dumps({"best_model_checkpoint": place}))
-    publish(aside, run, {"sharding": "none", "processes": 2, "rows": 8, **launch})
+    publish(aside, run, {"sharding": "none", "processes": 2, "rows": 8, **launch}, 1.0)
     return checkpoint(run, step)
 
 

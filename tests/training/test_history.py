@@ -13,7 +13,15 @@ def test_the_curve_is_drawn_from_the_trainers_log(tmp_path: Path, monkeypatch: p
     figures: list[Any] = []
     monkeypatch.setattr("specdistill.training.history.plt.close", figures.append)
     log = [{"step": 10, "loss": 2.0}, {"step": 20, "loss": 1.0}]
-    log += [{"step": 20, "eval_loss": 1.5, "eval_accuracy_0": 0.5, "eval_accuracy_1": 0.3, "eval_acceptance_length": 1.8}]
+    log += [
+        {
+            "step": 20,
+            "eval_loss": 1.5,
+            "eval_cumulative_acceptance_1": 0.5,
+            "eval_cumulative_acceptance_2": 0.3,
+            "eval_acceptance_length": 1.8,
+        }
+    ]
     for entries in (log, log[:1]):  # the second never evaluated
         draw(entries, tmp_path / "curve.png")
     drawn, short = (
@@ -21,7 +29,7 @@ def test_the_curve_is_drawn_from_the_trainers_log(tmp_path: Path, monkeypatch: p
         for figure in figures
     )
     losses = [([10, 20], [2.0, 1.0]), ([20], [1.5])]
-    assert drawn == [losses, [([20], [0.5]), ([20], [0.3])], [([20], [1.8])]]
+    assert drawn == [losses, [([1, 2], [0.5, 0.3])], [([20], [1.8])]]
     assert short == [[([10], [2.0]), ([], [])], [], [([], [])]]
     height, width, _ = matplotlib.image.imread(tmp_path / "curve.png").shape
     assert width > 2 * height
@@ -31,9 +39,8 @@ def test_a_run_leaves_its_history(tmp_path: Path) -> None:
     log: list[dict[str, float]] = [
         {"step": 2, "eval_acceptance_length": 1.5},
         {"step": 4, "eval_acceptance_length": float("nan")},
-        {"step": 4, "train_runtime": 7.0},
     ]
-    save_history(TrainerState(global_step=4, log_history=log), tmp_path, resumed=False)
+    save_history(TrainerState(global_step=4, log_history=log), tmp_path, 7.0)
     history = read_history(tmp_path / "draft", key="drafts")
     assert history is not None and history.best_step is None
     assert history.summary() == {"seconds": 7.0, "steps": 4, "curve": [[2, 1.5]]}
@@ -71,12 +78,18 @@ def test_progress_is_a_line_now_and_then(
     lines.on_train_begin(arguments, state, control)
     for step in range(1, 101):
         clock[0], state.global_step = 2.0 * step, step
-        lines.on_log(arguments, state, control, logs={"loss": 1 / step, "grad_norm": 1.0})
+        lines.on_log(arguments, state, control, logs={"loss": 1 / step, "grad_norm": 1.0, "learning_rate": 5e-3})
         lines.on_step_end(arguments, state, control)
+        if step == 97:
+            rates = {f"eval_cumulative_acceptance_{k}": 0.9 / k for k in (1, 2, 3, 4)}
+            lines.on_log(arguments, state, control, logs=rates | {"tokens_per_second": 12345.6, "peak_memory_gib": 1.25})
+            lines.on_evaluate(arguments, state, control)
     lines.on_train_end(arguments, state, control)
     printed = capsys.readouterr().err.splitlines()
-    assert printed[0] == "Training: step 15/100, loss 0.067, 2.8 min left"
-    assert len(printed) == 7 and printed[-1] == "Training: step 100/100, loss 0.010, 0.0 min left"
+    assert printed[0] == "Step 15/100: loss 0.067, lr 5.0e-03, grad 1.0, 0:02:50 left"
+    evaluated = "loss 0.010, simulated at K = 4: 90/45/30/22% accepted, 12,346 tok/s, lr 5.0e-03, grad 1.0, 1.2 GiB"
+    assert printed[-2] == f"Step 97/100: {evaluated}, 0:00:06 left" and (tmp_path / "training_curve.png").exists()
+    assert len(printed) == 8 and printed[-1] == f"Step 100/100: {evaluated}, 0:00:00 left"
 
 
 def test_what_a_training_gained_is_of_the_draft_that_was_saved() -> None:

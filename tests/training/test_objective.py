@@ -33,12 +33,15 @@ def test_metrics_divide_sums_over_batches() -> None:
     assert metrics == pytest.approx(
         {
             "loss": 12 / 4,
-            "loss_0": 6 / 4,
-            "loss_1": 4 / 2,
-            "accuracy_0": 2 / 4,
-            "accuracy_1": 1 / 2,
-            "acceptance_0": 1.2 / 4,
-            "acceptance_1": 0.9 / 2,
+            "loss_1": 6 / 4,
+            "loss_2": 4 / 2,
+            "accuracy_1": 2 / 4,
+            "accuracy_2": 1 / 2,
+            "acceptance_1": 1.2 / 4,
+            "acceptance_2": 0.9 / 2,
+            "cumulative_acceptance_1": 2 / 4,
+            "cumulative_acceptance_2": 1 / 2,
+            "cumulative_acceptance_3": 1 / 2,
             "acceptance_length": 1 + 2 / 4 + 1 / 2 + 1 / 2,
             "acceptance_length_sampled": 1 + 1.2 / 4 + 0.25 / 2 + 0.1 / 2,
         }

@@ -110,10 +110,31 @@ def test_a_signal_saves_and_the_same_command_resumes_to_the_same_draft(keys: lis
     newest = max((tmp_path / "run").glob("checkpoint-*"), key=lambda path: path.stat().st_ctime)
     assert stopped.returncode == 143 and str(newest) in stopped.stderr
     assert not (tmp_path / "run" / "draft").exists()
-    assert train(*command) == 0
+    resumed = specdistill("train", *command)
+    assert resumed.returncode == 0
     assert weights(tmp_path / "run") == weights(whole) and record(tmp_path / "run") == record(whole)
     history = read_history(tmp_path / "run" / "draft", key="drafts")
-    assert history is not None and history.seconds is None
+    assert history is not None and history.seconds is not None
+    assert "Resuming after step 6 of 12, from" in resumed.stderr
+    before = json.loads((newest / "manifest.json").read_text())["seconds"]
+    assert history.seconds > before > 0
+
+
+def test_a_finished_run_is_trained_further(keys: list[str], whole: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    recipe = run / "run" / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace(str(whole), str(run)))
+    finished = read_history(run / "draft", key="drafts")
+    longer = specdistill("train", *keys, f"train.output_dir={run}", "train.max_steps=16")
+    assert longer.returncode == 0 and f"{run} is trained further from step 12" in longer.stderr
+    assert f"The draft of step 2 of 16 is in {run / 'draft'}, acceptance length" in longer.stdout
+    assert f"specdistill eval recipe={recipe}" in longer.stdout
+    assert (run / "draft-12" / "model.safetensors").read_bytes() == weights(whole) and (run / "checkpoint-16").is_dir()
+    history = read_history(run / "draft", key="drafts")
+    assert history and finished and history.steps == 16 and history.log[: len(finished.log) - 1] == finished.log[:-1]
+    again = specdistill("train", *keys, f"train.output_dir={run}", "train.max_steps=16")
+    assert again.returncode == 2 and "a finished run" in again.stderr
 
 
 @pytest.mark.usefixtures("interrupted")

@@ -48,7 +48,7 @@ def test_a_new_divergence_is_a_function_and_its_row(
     assert (tmp_path / "run" / "draft" / "model.safetensors").exists()
     assert "name: powered_kl" in (tmp_path / "run" / "run" / "recipe.yaml").read_text()
     printed = capsys.readouterr()
-    assert re.search(r"^Training: step 1/1.*, 0\.0 min left$", printed.err, re.MULTILINE)
+    assert re.search(r"^Step 1/1: .*0:00:00 left$", printed.err, re.MULTILINE)
     assert "%|" not in printed.err and "train_runtime" not in printed.out
 
 
@@ -66,7 +66,9 @@ def test_the_record_comes_first_and_reads_back_equal(tmp_path: Path) -> None:
     assert provenance["data_fingerprint"] == "abc" and "torch" in provenance["packages"] and provenance["command"]
 
 
-@pytest.mark.parametrize("held", ["another recipe", "a finished run", "other files"])
+@pytest.mark.parametrize(
+    "held", ["another recipe", "a finished run", "other files", "a finished run without a whole checkpoint"]
+)
 def test_a_folder_that_holds_something_else_is_refused_and_left_alone(tmp_path: Path, held: str) -> None:
     folder = tmp_path / "run"
     if held == "other files":
@@ -76,11 +78,12 @@ def test_a_folder_that_holds_something_else_is_refused_and_left_alone(tmp_path: 
         other = ["draft.ttt_steps=3"] if held == "another recipe" else []
         TrainingRun.open(recipe(folder, *other)).record()
         (folder / "checkpoint-10").mkdir()
-    if held == "a finished run":
+    if held.startswith("a finished run"):
         (folder / "draft").mkdir()
+    longer = ["train.max_steps=5000"] if held.endswith("checkpoint") else []
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    with refused("train.output_dir"):
-        TrainingRun.open(recipe(folder))
+    with refused("train.output_dir", holds=f"which holds {'a run of ' * held.startswith('another')}{held}"):
+        TrainingRun.open(recipe(folder, *longer))
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 

@@ -114,7 +114,7 @@ def test_an_evaluation_is_what_its_formulas_say(tmp_path: Path) -> None:
         p, q = (model(ids_BT).logits[:, :-1].double().softmax(-1) for model in (target.model, fit.objective.draft))
     loss_BT, accepted_BT = (p * (p.log() - q.log())).sum(-1), torch.minimum(p, q).sum(-1)
     correct_BT = (p.argmax(-1) == q.argmax(-1)).double()
-    expected = {"loss": loss_BT, "loss_0": loss_BT, "accuracy_0": correct_BT, "acceptance_0": accepted_BT}
+    expected = {"loss": loss_BT, "loss_1": loss_BT, "accuracy_1": correct_BT, "acceptance_1": accepted_BT}
     for name, values_BT in expected.items():
         assert metrics[f"eval_{name}"] == pytest.approx(float(values_BT[has_loss_BT].mean()), rel=1e-4), name
     for name, values_BT in (("acceptance_length", correct_BT), ("acceptance_length_sampled", accepted_BT)):
@@ -123,7 +123,7 @@ def test_an_evaluation_is_what_its_formulas_say(tmp_path: Path) -> None:
             whole = has_loss_BT.unfold(1, k, 1).all(-1)
             length += float(values_BT.unfold(1, k, 1).prod(-1)[whole].mean())
         assert metrics[f"eval_{name}"] == pytest.approx(length, rel=1e-4), name
-    assert 0 < metrics["eval_accuracy_0"] < 1
+    assert 0 < metrics["eval_accuracy_1"] < 1
 
 
 def test_generated_batches_are_numbered_over_steps_and_processes(tmp_path: Path) -> None:
