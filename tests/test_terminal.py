@@ -66,8 +66,8 @@ def test_names_of_others_steer_no_terminal_and_break_no_xml(judged_again, encodi
     assert code == 1 and err == ""
     assert "failed" in out and "[link=http://evil.example]" in out and ("é" if encoding == "utf-8" else "\\xe9") in out
     assert not STEERS.search(out)
-    cases = ElementTree.parse(tmp_path / "junit.xml").getroot()
-    assert "\ufffd]0;owned" in cases[0].get("name", "") and "[link=" in cases.get("name", "")
+    suite = ElementTree.parse(tmp_path / "junit.xml").getroot()
+    assert "\ufffd]0;owned" in suite.findall("testcase")[0].get("name", "") and "[link=" in suite.get("name", "")
 
 
 def test_a_message_that_quotes_much_is_shortened_and_what_is_asked_for_is_not(monkeypatch, tmp_path):
