@@ -73,7 +73,7 @@ def test_a_release_says_what_changed(lfs: Hub, first: Path, second: Path, capsys
     assert rules.keys() == {"mean_acceptance_length", "speedup"} and report["gate"]["passed"]
     changes = card.partition("## Changes since v1\n")[2].partition("\n## What was measured")[0]
     assert f"Compared with {NAME}@v1, measured" in changes
-    assert "| acceptance length | 2.58 | " in changes and "| acceptance length, b |" in changes and "| speedup |" in changes
+    assert "| acceptance length | 2.58 tokens | " in changes and "| acceptance length, b |" in changes and "| speedup |" in changes
     assert "- `data.max_length`: 512 → 256" in changes and "train.output_dir" not in changes
     assert f"Compared with {NAME}@v1, measured" in lfs.repositories[NAME].tag_messages["v2"]
 
@@ -82,7 +82,7 @@ def test_a_regression_is_refused(lfs: Hub, first: Path, second: Path, capsys: py
     assert publish(first, "baseline=none") == 0
     remake(second, lambda record: slower(record, 1.4))
     assert publish(second) == 1
-    assert "refused: gate failed: speedup: " in said(capsys)
+    assert "refused: gate failed: speedup loss " in said(capsys)
     assert lfs.tags(NAME).keys() == {"v1"}
 
 
