@@ -98,7 +98,10 @@ def test_a_head_that_is_not_trained_stays_the_targets(folder: Path, tmp_path: Pa
 
 def test_a_tracker_has_every_figure_by_step(folder: Path, tmp_path: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="needs tensorboard")
-    assert train(folder, tmp_path / "run", "train.report_to=tensorboard", "train.logging_steps=1", "train.eval_steps=1").returncode == 0
+    assert (
+        train(folder, tmp_path / "run", "train.report_to=tensorboard", "train.logging_steps=1", "train.eval_steps=1").returncode
+        == 0
+    )
     (path,) = (tmp_path / "run" / "runs").glob("*/events.out.*")
     read = events.EventAccumulator(str(path)).Reload()
     steps, rates = zip(*((event.step, event.value) for event in read.Scalars("eval/cumulative_acceptance_3")), strict=True)
