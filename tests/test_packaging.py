@@ -101,8 +101,9 @@ def pins() -> dict[str, str]:
 
 
 def declared() -> list[Requirement]:
-    """All but those of an engine's environment, which has pins of its own."""
-    extras = [needs for name, needs in PYPROJECT["project"]["optional-dependencies"].items() if name != "vllm"]
+    """All but those of an engine's environment, which has pins of its own, and of trackers that only some install."""
+    optional = PYPROJECT["project"]["optional-dependencies"]
+    extras = [needs for name, needs in optional.items() if name not in {"vllm", "trackio", "wandb"}]
     groups = [PYPROJECT["build-system"]["requires"], PYPROJECT["project"]["dependencies"], *extras]
     return [Requirement(line) for group in groups for line in group]
 

@@ -46,7 +46,7 @@ from specdistill.recipe.sections import PublishConfig
 from specdistill.report.draft_lengths import draft_lengths, usual_length
 from specdistill.report.files import SAMPLES, to_picture, write_report
 from specdistill.report.phrases import size
-from specdistill.repositories import fetch, hub_errors, split_gguf
+from specdistill.repositories import fetch, hub_errors, split_gguf, split_revision
 from specdistill.targets.files import Shards, TargetFiles
 from specdistill.targets.identity import SHOWN
 from specdistill.terminal import result
@@ -170,8 +170,9 @@ def made_from(recipe: Recipe, target: TargetFiles, base_model: str | None) -> li
     others = {"target's adapter": recipe.target.adapter, "initialization": init if "/" in init else None}
     for what, model in others.items():
         if model:
-            folder = fetch(model, key=what, expected="a folder or a Hub id", patterns=[CARD])
-            parts.append(licensed_model(what, Path(model).name if Path(model).exists() else model, folder))
+            name, revision = split_revision(model)
+            folder = fetch(name, key=what, expected="a folder or a Hub id", revision=revision, patterns=[CARD])
+            parts.append(licensed_model(what, Path(name).name if Path(name).exists() else name, folder))
     data = getattr(recipe, "data", None)
     return [*parts, *(licensed_data(data.source) if data else [])]
 

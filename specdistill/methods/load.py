@@ -134,7 +134,7 @@ def draft_hash(folder: Path) -> str:
 
 def describe_draft(draft: str | None, method: str) -> dict[str, Any]:
     """A report's `draft`, as far as its name and files say: the folder or Hub id, the commit of the latter, the hash of its files, and what
-    its training gained where it was evaluated before and after.
+    its run's history says of its training.
 
     draft: None for a method without weights. Raises as `locate`.
     """
@@ -144,8 +144,8 @@ def describe_draft(draft: str | None, method: str) -> dict[str, Any]:
     is_here = Path(resolve(split_revision(draft)[0])).is_dir()
     described = {"model": draft, "revision": None if is_here else folder.name, "method": method, "weights": draft_hash(folder)}
     history = read_history(folder, key="eval.draft")
-    training = history and history.before_and_after()
-    return {**described, "training": training} if training else described
+    found = {"training": history.before_and_after(), "acceptance_curve": history.acceptance_curve()} if history else {}
+    return described | {name: part for name, part in found.items() if part}
 
 
 def method_of(folder: Path, *, key: str = "eval.draft") -> str:

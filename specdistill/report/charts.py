@@ -166,6 +166,23 @@ def acceptance_while_training(candidates: Sequence[Mapping[str, Any]]) -> Markup
     return _curves(curves, label, "optimizer steps", _round_bounds([up for *_, curve in curves for _, up, *_ in curve]))
 
 
+def acceptance_by_step(draft: Mapping[str, Any]) -> Markup | None:
+    """A line for each position in the draft, in the colours of `stroke`: cumulative acceptance at each evaluation of the draft's training.
+
+    None for a draft whose report has no such curve.
+    """
+    evaluations: Sequence[Mapping[str, Any]] = draft.get("acceptance_curve", [])
+    if not evaluations:
+        return None
+    curves: list[Curve] = []
+    for index in range(max(len(each["rates"]) for each in evaluations)):
+        reached = [(each["step"], each["rates"][index]) for each in evaluations if index < len(each["rates"])]
+        points = [(step, rate, f"position {index + 1}: {percent(rate)} after {step:,} steps", "") for step, rate in reached]
+        curves.append((*stroke(index), points))
+    label = f"Cumulative acceptance by position during training (simulated at K = {len(curves)}, held-out rows)"
+    return _curves(curves, label, "optimizer steps", (0, 1))
+
+
 def _curves(curves: Sequence[Curve], label: str, axis: str, bounds: tuple[float, float]) -> Markup:
     """The names of a curve's points stand above it, those of the others below."""
     points = [point for *_, curve in curves for point in curve]

@@ -143,6 +143,11 @@ class GainsDocument(Document, total=False):
     decoded: Annotated[BeforeAndAfterDocument, about("on the prompts of the recipe's selection")]
 
 
+class EvaluationDocument(Document):
+    step: Annotated[Count, about("optimizer steps before it")]
+    rates: Annotated[list[Share], about("[K] simulated on held-out rows: share of drafts accepted up to position k")]
+
+
 class DraftDocument(Document, total=False):
     model: Required[Annotated[str | None, about("folder or Hub id; null for methods without weights")]]
     revision: Required[Annotated[str | None, about("of a Hub id")]]
@@ -151,6 +156,7 @@ class DraftDocument(Document, total=False):
     parameters: Annotated[Count, about("count, without those shared with the target")]
     bytes: Annotated[Count, about("of its weights")]
     training: GainsDocument
+    acceptance_curve: Annotated[list[EvaluationDocument], about("of its training, evaluation by evaluation")]
 
 
 class HardwareDocument(Document, total=False):

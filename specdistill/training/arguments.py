@@ -73,6 +73,8 @@ def training_arguments(train: Mapping[str, Any], **defaults: Any) -> TrainingArg
             close = ALIASES.get(name) or (f"train.{near}" if (near := nearest(name, known)) else None)
             expected = "a field of transformers.TrainingArguments"
             raise UserError(f"train.{name}", got="an unknown key", expected=expected, nearest=close)
+        if name == "report_to" and isinstance(value, str):
+            value = value.split(",")
         fields[name] = _checked(name, value, hints[name], NAMES.get(name) or known[name].get("choices") or ())
     for name, other in READ_WITH.items():
         if fields.get(name) and not fields.get(other):
@@ -176,9 +178,9 @@ def _check_trackers_and_schedule(arguments: Any) -> None:
         try:
             callback: Any = INTEGRATION_TO_CALLBACK[tracker]
             callback()
-        except (ImportError, RuntimeError, ValueError) as error:
+        except (ImportError, RuntimeError, ValueError, KeyError) as error:
             missing = f"train.report_to: {tracker} is not installed. Run: pip install {tracker}"
-            expected = "none, or what is installed and set up"
+            expected = "none alone, or what is installed and set up"
             raise UserError(
                 "train.report_to", got=f"{tracker} ({error})", expected=expected, text=missing * ("install" in str(error))
             ) from error

@@ -26,9 +26,9 @@ from specdistill.training.checkpoints import checkpoint, saving
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 HISTORY, CURVE = Path("run") / "history.json", "training_curve.png"  # in a run's folder
 CUMULATIVE = "eval_cumulative_acceptance_"  # and a position in the draft, from 1
+DECODED = "eval_decoded_acceptance_length"
 SHOWN = {
     "loss": "loss {:.3f}",
-    "eval_decoded_acceptance_length": "decoded acceptance length {:.2f}",
     "tokens_per_second": "{:,.0f} tok/s",
     "learning_rate": "lr {:.1e}",
     "grad_norm": "grad {:.1f}",
@@ -66,11 +66,16 @@ class History:
         `simulated` on held-out rows; `decoded` where each evaluation decoded.
         """
         step, found = self.saved_step, dict[str, Any]()
-        for name, key in (("simulated", "eval_acceptance_length"), ("decoded", "eval_decoded_acceptance_length")):
+        for name, key in (("simulated", "eval_acceptance_length"), ("decoded", DECODED)):
             measured = {at: value for at, value in zip(*_series(self.log, key), strict=True) if math.isfinite(value)}
             if 0 in measured and step in measured:
                 found[name] = {"before": measured[0], "after": measured[step]}
         return {"steps": step, **found} if found else None
+
+    def acceptance_curve(self) -> list[dict[str, Any]]:
+        """For a report: the simulated cumulative acceptance by position in the draft, at each evaluation on held-out rows."""
+        found = [(entry["step"], cumulative(entry)) for entry in self.log]
+        return [{"step": step, "rates": rates} for step, rates in found if rates and all(map(math.isfinite, rates))]
 
 
 validated = TypeAdapter(History).validate_python  # of what else the file holds, as those of 0.1 do, nothing is read
@@ -115,7 +120,7 @@ class Bar(ProgressCallback):
 
 
 class ProgressLines(TrainerCallback):
-    """Prints to stderr how training goes: every `SECONDS`, after each evaluation, after which it draws too, and at the end."""
+    """Prints to stderr how training goes: every `SECONDS`, at the end, and after each evaluation, with what that found and a drawing."""
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.begin = self.last = time.monotonic()
@@ -136,7 +141,10 @@ class ProgressLines(TrainerCallback):
         if not state.is_world_process_zero:
             return
         self._print(state)
-        if f"{CUMULATIVE}1" in self.figures:
+        if rates := cumulative(self.figures):
+            parts = [f"simulated at K = {len(rates)}: {'/'.join(f'{100 * rate:.0f}' for rate in rates)}% accepted"]
+            parts += [f"decoded acceptance length {self.figures[DECODED]:.2f}"] if DECODED in self.figures else []
+            self._write(state, parts)
             with saving(path := str(Path(str(args.output_dir)) / CURVE)):
                 draw(state.log_history, Path(path))
 
@@ -147,10 +155,11 @@ class ProgressLines(TrainerCallback):
     def _print(self, state: TrainerState) -> None:
         self.last, self.shown = time.monotonic(), state.global_step
         parts = [form.format(self.figures[name]) for name, form in SHOWN.items() if name in self.figures]
-        if rates := cumulative(self.figures):
-            parts.insert(1, f"simulated at K = {len(rates)}: {'/'.join(f'{100 * rate:.0f}' for rate in rates)}% accepted")
         if done := state.global_step - self.first_step:
             parts.append(f"{clock((self.last - self.begin) * (state.max_steps - state.global_step) / done)} left")
+        self._write(state, parts)
+
+    def _write(self, state: TrainerState, parts: list[str]) -> None:
         tqdm.write(f"Step {state.global_step}/{state.max_steps}: {', '.join(parts)}", file=sys.stderr)
 
 

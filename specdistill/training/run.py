@@ -152,7 +152,7 @@ class TrainingRun:
                 shutil.rmtree(kept := self.path / f"{name}-{step}", ignore_errors=True)
                 os.replace(self.path / name, kept)
         logger.info(
-            f"{self.path} is trained further from step {step}, its last checkpoint, with the learning rates of a run of the new length; "
+            f"{self.path} is trained further from step {step}, with the learning rates of a run of the new length; "
             f"its draft so far is kept in {self.path / f'draft-{step}'}"
         )
 

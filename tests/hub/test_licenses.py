@@ -1,12 +1,17 @@
 """What licences ask of who publishes a draft, and how they are stated."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specdistill.hub.licenses import Licensed, forbidden, front_matter, license_of_draft, licensed_data, licensed_model, stated
+from specdistill.hub.publish import made_from
+from specdistill.methods.recipe import Recipe
 from specdistill.produce.sources import load_sources
+from specdistill.recipe.load import load_recipe
 from specdistill.recipe.sections import DataConfig
+from specdistill.targets.files import TargetFiles
 from tests.loopback_hub import loopback_hub
 from tests.refusals import refused
 
@@ -41,6 +46,16 @@ def test_what_is_refused(license: str | None, name: str, refused: bool) -> None:
 def test_data_of_no_stated_licence_is_refused() -> None:
     (why,) = forbidden([of("mit"), of(None, "training data")], "org/draft")
     assert "org/it" in why
+
+
+def test_an_initialization_of_the_hub_is_read_at_its_revision_and_named_without_it(tmp_path: Path) -> None:
+    keys = ["method=eagle3", "target.model=pico", "data.source=self", "draft.init=org/first@v1", f"train.output_dir={tmp_path}"]
+    with loopback_hub(tmp_path / "hub") as hub, hub.client(tmp_path / "home"):
+        hub.create("org/first", card="---\nlicense: mit\n---\n")
+        hub.tag("org/first", "v1")
+        hub.commit("org/first", {"README.md": b"---\nlicense: cc-by-nd-4.0\n---\n"})
+        parts = made_from(load_recipe(Recipe, keys), TargetFiles.of("pico"), None)
+    assert parts[-1] == Licensed("initialization", "org/first", "mit")
 
 
 @pytest.mark.parametrize(

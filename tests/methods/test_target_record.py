@@ -22,6 +22,7 @@ from specdistill.recipe.load import load_recipe
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from tests.heads import build_head
+from tests.loopback_hub import loopback_hub
 from tests.mtp_targets import write_checkpoint
 from tests.refusals import refused, refused_key
 from tests.scripts import load_script
@@ -139,10 +140,15 @@ def test_a_trained_draft_continues_in_float32_whatever_its_file_holds(method: st
     save_draft(implementation(method), target, trained, draft)
     keys = [f"method={method}", f"target.model={folder / 'target'}", f"train.output_dir={tmp_path / 'run'}"]
     rows = Dataset.from_dict({"input_ids": [[5, 6, 7, 8]]})
-    continued = create_draft(load_recipe(Recipe, [*keys, f"draft.init={draft}"]), target, rows)
-    assert {tensor.dtype for tensor in continued.parameters()} == {torch.float32}
     own = {name: tensor for name, tensor in trained.named_parameters() if name not in getattr(trained, "shared", ())}
-    assert all(torch.equal(continued.get_parameter(name), tensor.float()) for name, tensor in own.items())
+    with loopback_hub(tmp_path / "hub") as hub, hub.client(tmp_path / "home"):
+        hub.create("org/draft", {path.name: path for path in draft.iterdir()})
+        hub.tag("org/draft", "v1")
+        hub.commit("org/draft", {"config.json": b"{}"})
+        for init in (draft, "org/draft@v1"):
+            continued = create_draft(load_recipe(Recipe, [*keys, f"draft.init={init}"]), target, rows)
+            assert {tensor.dtype for tensor in continued.parameters()} == {torch.float32}
+            assert all(torch.equal(continued.get_parameter(name), tensor.float()) for name, tensor in own.items())
 
 
 def test_a_draft_that_began_as_another_targets_is_for_the_one_it_was_trained_on(folder: Path, tmp_path: Path) -> None:

@@ -483,7 +483,25 @@ def test_throughput_against_latency_of_a_sweep_of_the_load(report, records):
     assert "Throughput against latency" not in to_html(report, records)
 
 
+def test_a_trained_draft_shows_how_its_acceptance_rose(report, records):
+    title = "Cumulative acceptance by position during training (simulated at K = 5, held-out rows)"
+    assert charts.acceptance_by_step(report["draft"]) is None and title not in to_html(report, records)
+    rates = [0.5, 0.25, 0.1, 0.05, 0.02]
+    report["draft"]["acceptance_curve"] = [
+        {"step": step, "rates": [step / 400 * rate for rate in rates]} for step in (200, 400)
+    ]
+    validate(report)
+    page = ElementTree.fromstring(charts.acceptance_by_step(report["draft"]))
+    assert page.get("aria-label") == title and page.findtext("desc").startswith(
+        "position 1: 25% after 200 steps; position 1: 50%"
+    )
+    lines = [line for line in page.iter("polyline") if line.get("fill") == "none"]
+    assert len({(line.get("stroke"), line.get("stroke-dasharray")) for line in lines}) == len(lines) == 5
+    assert f"<h3>{title}</h3>" in to_html(report, records)
+
+
 def test_a_page_can_be_heard(report, records):
+    report["draft"]["acceptance_curve"] = [{"step": 0, "rates": [0.5]}]
     page = to_html(simulated_sweep(report, num_prompts=8), records)
     figures = re.findall(r"<svg .*?</svg>", page, re.DOTALL)
     assert len(figures) >= 8

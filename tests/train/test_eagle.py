@@ -96,6 +96,20 @@ def test_a_head_that_is_not_trained_stays_the_targets(folder: Path, tmp_path: Pa
     assert not torch.equal(draft.norm.weight, target.norm.weight)  # the rest was trained
 
 
+def test_a_tracker_has_every_figure_by_step(folder: Path, tmp_path: Path) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="needs tensorboard")
+    assert (
+        train(folder, tmp_path / "run", "train.report_to=tensorboard", "train.logging_steps=1", "train.eval_steps=1").returncode
+        == 0
+    )
+    (path,) = (tmp_path / "run" / "runs").glob("*/events.out.*")
+    read = events.EventAccumulator(str(path)).Reload()
+    steps, rates = zip(*((event.step, event.value) for event in read.Scalars("eval/cumulative_acceptance_3")), strict=True)
+    log = [entry for entry in json.loads((tmp_path / "run/run/history.json").read_text())["log"] if "eval_loss" in entry]
+    assert steps == (1, 2) and rates == pytest.approx([entry["eval_cumulative_acceptance_3"] for entry in log])
+    assert {"train/loss", "train/grad_norm", "train/tokens_per_second"} <= {*read.Tags()["scalars"]}
+
+
 def test_training_continues_an_earlier_draft(folder: Path, tmp_path: Path) -> None:
     assert train(folder, tmp_path / "first").returncode == 0
     start = f"draft.init={tmp_path / 'first' / 'draft'}"

@@ -42,6 +42,14 @@ def test_trackers_by_name(tmp_path: Path, given: str | list[str]):
     assert built.report_to == ([] if given == "none" else ["tensorboard"])
 
 
+def test_several_trackers_stand_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for tracker in ("wandb", "trackio"):
+        monkeypatch.setitem(arguments.INTEGRATION_TO_CALLBACK, tracker, lambda: None)
+    assert build(tmp_path, report_to="wandb,trackio").report_to == ["wandb", "trackio"]
+    with refused("train.report_to", "none"):
+        build(tmp_path, report_to="wandb,none")
+
+
 @pytest.mark.parametrize(
     ("name", "value", "got"),
     [
@@ -58,6 +66,7 @@ def test_trackers_by_name(tmp_path: Path, given: str | list[str]):
         ("eval_strategy", "step", "'step'"),
         ("lr_scheduler_type", "cosin", "'cosin'"),
         ("report_to", "tensorbord", "'tensorbord'"),
+        ("report_to", "none,tensorbord", "'tensorbord'"),
         ("report_to", None, "None"),
         ("output_dir", None, "nothing"),
         ("per_device_eval_batch_size", 0, "0"),

@@ -82,14 +82,17 @@ def test_progress_is_a_line_now_and_then(
         lines.on_step_end(arguments, state, control)
         if step == 97:
             rates = {f"eval_cumulative_acceptance_{k}": 0.9 / k for k in (1, 2, 3, 4)}
+            rates["eval_decoded_acceptance_length"] = 2.345
             lines.on_log(arguments, state, control, logs=rates | {"tokens_per_second": 12345.6, "peak_memory_gib": 1.25})
             lines.on_evaluate(arguments, state, control)
     lines.on_train_end(arguments, state, control)
     printed = capsys.readouterr().err.splitlines()
     assert printed[0] == "Step 15/100: loss 0.067, lr 5.0e-03, grad 1.0, 0:02:50 left"
-    evaluated = "loss 0.010, simulated at K = 4: 90/45/30/22% accepted, 12,346 tok/s, lr 5.0e-03, grad 1.0, 1.2 GiB"
-    assert printed[-2] == f"Step 97/100: {evaluated}, 0:00:06 left" and (tmp_path / "training_curve.png").exists()
-    assert len(printed) == 8 and printed[-1] == f"Step 100/100: {evaluated}, 0:00:00 left"
+    figures = "loss 0.010, 12,346 tok/s, lr 5.0e-03, grad 1.0, 1.2 GiB"
+    assert printed[-3] == f"Step 97/100: {figures}, 0:00:06 left"
+    assert printed[-2] == "Step 97/100: simulated at K = 4: 90/45/30/22% accepted, decoded acceptance length 2.35"
+    assert len(printed) == 9 and printed[-1] == f"Step 100/100: {figures}, 0:00:00 left"
+    assert max(map(len, printed)) <= 100 and (tmp_path / "training_curve.png").exists()
 
 
 def test_what_a_training_gained_is_of_the_draft_that_was_saved() -> None:
@@ -100,6 +103,14 @@ def test_what_a_training_gained_is_of_the_draft_that_was_saved() -> None:
     best = History(None, 4, [*log, *decoded, {"step": 0, "eval_decoded_acceptance_length": 1.1}], best_step=2)
     both = {"simulated": {"before": 1.2, "after": 1.9}, "decoded": {"before": 1.1, "after": 1.6}}
     assert best.before_and_after() == {"steps": 2, **both}
+
+
+def test_the_curve_of_a_training_is_of_evaluations_that_are_numbers() -> None:
+    log: list[dict[str, Any]] = [{"step": 0, "loss": 2.0}]
+    log += [{"step": step, "eval_cumulative_acceptance_1": rate} for step, rate in ((0, 0.5), (2, float("nan")), (4, 0.75))]
+    log[1]["eval_cumulative_acceptance_2"] = 0.25
+    curve = [{"step": 0, "rates": [0.5, 0.25]}, {"step": 4, "rates": [0.75]}]
+    assert History(None, 4, log).acceptance_curve() == curve
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from specdistill.errors import UserError
 from specdistill.methods.checkpoint import ROPE_TYPES
 from specdistill.methods.layers import KVCache, check_window
+from specdistill.methods.load import locate
 from specdistill.methods.sizes import ParameterCounts, shape_of
 from specdistill.recipe.fields import default_of
 from specdistill.targets.anatomy import LogitsHead
@@ -121,13 +122,13 @@ def initialized(head: Callable[[], T], seed: int) -> T:
 def create_head(recipe: Any, target: FrozenTarget, build: Callable[..., Any], load: Callable[..., Any]) -> Any:
     """The head of an EAGLE recipe before its first step: trained, from `draft.init`, or fresh.
 
-    Raises UserError for a shape asked of a trained head that has another, and for an unroll longer than the head's window.
+    Raises UserError for a shape asked of a trained head that has another, and for an unroll longer than the head's window; as `locate`.
     """
     asked = recipe.draft
     if not asked.init:
         head = build(target, seed=recipe.seed, **asked.shape())
     else:
-        head = load(asked.init, target, key="draft.init")
+        head = load(locate(asked.init, key="draft.init"), target, key="draft.init")
         for name in (*asked.shape(), *({"vocab_size"} & asked.model_fields_set)):
             value = getattr(asked, name)
             has = getattr(head.config, "draft_vocab_size" if name == "vocab_size" else name, None)

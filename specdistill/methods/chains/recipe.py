@@ -14,7 +14,7 @@ class HeadDraftConfig(Section):
     """The unroll and the initialization of a head."""
 
     ttt_steps: int = option(5, "unrolled steps of the training-time test; 1: EAGLE, more: HASS", ge=1)
-    init: str | None = option(None, "initialization: the folder of a trained head; null: new weights")
+    init: str | None = option(None, "initialization: the folder or Hub id of a trained head; null: new weights")
 
 
 class HeadSizes(HeadDraftConfig):

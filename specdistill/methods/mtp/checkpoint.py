@@ -23,6 +23,7 @@ from specdistill.engines.engine import Layout
 from specdistill.errors import UserError
 from specdistill.files.documents import read_json
 from specdistill.methods.checkpoint import check_tensors, link, read_config, read_tensors, write_draft
+from specdistill.methods.load import locate
 from specdistill.methods.mtp import tensor_names
 from specdistill.methods.mtp.module import MtpDraft
 from specdistill.methods.mtp.tensor_names import NATIVE_KEYS, Naming, depth_key, has_fused_experts, naming_of
@@ -39,13 +40,13 @@ def build_mtp(target: FrozenTarget, *, init: str | None = None, seed: int = 0) -
     """A draft in float32 on the target's device: one layer, called again for each further token.
 
     Args:
-        init: None for the weights that the target's checkpoint has, `scratch` for a fresh layer, or a draft's folder.
+        init: None for the weights that the target's checkpoint has, `scratch` for a fresh layer, or a draft's folder or Hub id.
 
     Raises UserError when the target has no such weights and `init` is None, when they are not those of one layer, or when the
     target's architecture does not fit (see `MtpDraft`).
     """
     if init is not None and init != "scratch":
-        return load_mtp(init, target, key="draft.init")
+        return load_mtp(locate(init, key="draft.init"), target, key="draft.init")
     draft = MtpDraft(target)
     if init == "scratch":
         _initialize(draft, target, seed)
@@ -72,7 +73,7 @@ def _initialize(draft: MtpDraft, target: FrozenTarget, seed: int) -> None:
 def _fill_from_target(draft: MtpDraft, target: FrozenTarget) -> None:
     """The layer of the target's checkpoint, which transformers does not load. It shares embedding and head with the target."""
     got = f"null, and {target.name} has no multi-token-prediction weights"
-    nothing = UserError("draft.init", got=got, expected="scratch, or the folder of a trained draft")
+    nothing = UserError("draft.init", got=got, expected="scratch, or the folder or Hub id of a trained draft")
     if target.files is None:  # a model made in memory
         raise nothing
     shards = Shards.open(target.files.fetch("config.json", INDEX, SINGLE), "target.model", complete=False)

@@ -6,7 +6,7 @@ from specdistill.recipe.fields import option, section
 
 class MtpDraftConfig(HeadDraftConfig):
     init: str | None = option(
-        None, "initialization: scratch, or the folder of a trained draft; null: the layer in the target's checkpoint"
+        None, "initialization: scratch, or the folder or Hub id of a trained draft; null: the target's own layer"
     )
 
 
