@@ -73,7 +73,9 @@ def test_a_release_says_what_changed(lfs: Hub, first: Path, second: Path, capsys
     assert rules.keys() == {"mean_acceptance_length", "speedup"} and report["gate"]["passed"]
     changes = card.partition("## Changes since v1\n")[2].partition("\n## What was measured")[0]
     assert f"Compared with {NAME}@v1, measured" in changes
-    assert "| acceptance length | 2.58 tokens | " in changes and "| acceptance length, b |" in changes and "| speedup |" in changes
+    assert (
+        "| acceptance length | 2.58 tokens | " in changes and "| acceptance length, b |" in changes and "| speedup |" in changes
+    )
     assert "- `data.max_length`: 512 → 256" in changes and "train.output_dir" not in changes
     assert f"Compared with {NAME}@v1, measured" in lfs.repositories[NAME].tag_messages["v2"]
 
