@@ -243,10 +243,8 @@ class DraftTrainer:
     def train(self) -> Path:
         """Returns the run's folder, with the draft in `draft`. An interrupted run resumes."""
         if self.rows is not None:
-            place, text = (
-                Path(self.recipe.data.source),
-                "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in self.rows),
-            )
+            place = Path(self.recipe.data.source)
+            text = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in self.rows)
             if place.exists() and place.read_bytes() != text.encode():
                 raise UserError(
                     "train_dataset", got=f"other rows than those in {place}", expected="them, or another output_dir"

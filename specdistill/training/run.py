@@ -5,6 +5,7 @@ revision, data fingerprint), which is written before the first step.
 """
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -147,13 +148,15 @@ class TrainingRun:
         if self.checkpoint is None or not (self.path / "draft").exists():
             return
         step = self.checkpoint.name.removeprefix("checkpoint-")
+        kept = self.path
         for name in ("report", "draft"):  # without a draft the run is an interrupted one
             if (self.path / name).exists():
-                shutil.rmtree(kept := self.path / f"{name}-{step}", ignore_errors=True)
+                names = (f"{name}-{step}{f'-{number}' if number > 1 else ''}" for number in itertools.count(1))
+                kept = next(self.path / each for each in names if not (self.path / each).exists())
                 os.replace(self.path / name, kept)
         logger.info(
             f"{self.path} is trained further from step {step}, with the learning rates of a run of the new length; "
-            f"its draft so far is kept in {self.path / f'draft-{step}'}"
+            f"its draft so far is kept in {kept}"
         )
 
     def train(self, trainer: ResumableTrainer) -> None:

@@ -126,11 +126,14 @@ def test_a_finished_run_is_trained_further(keys: list[str], whole: Path, tmp_pat
     recipe = run / "run" / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace(str(whole), str(run)))
     finished = read_history(run / "draft", key="drafts")
+    (run / "draft-12").mkdir()
+    (run / "draft-12" / "theirs.txt").write_text("kept")
     longer = specdistill("train", *keys, f"train.output_dir={run}", "train.max_steps=16")
     assert longer.returncode == 0 and f"{run} is trained further from step 12" in longer.stderr
     assert f"The draft of step 2 of 16 is in {run / 'draft'}, acceptance length" in longer.stdout
     assert f"specdistill eval recipe={recipe}" in longer.stdout
-    assert (run / "draft-12" / "model.safetensors").read_bytes() == weights(whole) and (run / "checkpoint-16").is_dir()
+    assert (run / "draft-12-2" / "model.safetensors").read_bytes() == weights(whole) and (run / "checkpoint-16").is_dir()
+    assert [path.name for path in (run / "draft-12").iterdir()] == ["theirs.txt"]
     history = read_history(run / "draft", key="drafts")
     assert history and finished and history.steps == 16 and history.log[: len(finished.log) - 1] == finished.log[:-1]
     again = specdistill("train", *keys, f"train.output_dir={run}", "train.max_steps=16")
