@@ -58,7 +58,6 @@ CHOICE_SHARE, CHOICE_PROMPTS = 4, 9  # one prompt in 4 is for choosing K and the
 CHAINS = (2, 3, 4)  # draft tokens behind a lookup
 # Small ones: here a target's step over 13 tokens costs a third more than over one, and a tree of 12 was the slowest of three.
 TREES = [{"budget": budget, "depth": depth, "top_k": top_k} for budget, depth, top_k in ((6, 3, 3), (8, 4, 3))]
-MEASURED_FOR = (f"target.model={FOLDER / 'target'}", "target.dtype=bfloat16")
 
 # Little of everything. Measured with it, nothing is fast: the verdict is shown and does not count.
 SMALL = [
@@ -133,7 +132,7 @@ def main(options: Options) -> ExitCode:
     place, mark = (place, "smollm2") if len(recipes) == 1 else (place / "methods", "smollm2_methods")
     folders = {name: place / recipe.method for name, recipe in recipes.items()}
     drafts = [*(str(folder / "draft") for folder in folders.values()), "ngram"]
-    phases = phases_of(measured)
+    phases = phases_of(measured, alike(recipes, "target"))
 
     # The target, the prompts, and what it answers
     fetch_target()
@@ -311,9 +310,10 @@ def write_suites() -> None:
 # What is measured
 
 
-def phases_of(measured: Any) -> dict[str, dict[str, Any]]:
-    """Keys of each comparison, from a recipe's `eval:`. Temperature 1 takes half of its prompts and of its tokens, choosing few."""
-    whole = {name: getattr(measured, name) for name in ("suite", "num_prompts", "max_new_tokens", "repeats", "warmup", "seed")}
+def phases_of(measured: Any, target: Any) -> dict[str, dict[str, Any]]:
+    """Keys of each comparison, from a recipe. Temperature 1 takes half of its prompts and of its tokens, choosing few."""
+    whole = {f"target.{name}": getattr(target, name) for name in ("model", "dtype")}
+    whole |= {name: getattr(measured, name) for name in ("suite", "num_prompts", "max_new_tokens", "repeats", "warmup", "seed")}
     half = {"max_new_tokens": whole["max_new_tokens"] // 2}
     few, some = min(CHOICE_PROMPTS, whole["num_prompts"]), max(len(MEASURED_ON), whole["num_prompts"] // 2)
     return {
@@ -327,7 +327,6 @@ def compare(folder: Path, shapes: Sequence[tuple[str, Shape]], phase: dict[str, 
     """`specdistill compare` of drafts, each in its shape, into a folder, where the same has not been measured there."""
     trees, lookups = ([getattr(shape, name) for _, shape in shapes] for name in ("tree", "lookup_first"))
     arguments = [
-        *MEASURED_FOR,
         f"drafts=[{','.join(draft for draft, _ in shapes)}]",
         f"num_speculative_tokens_each=[{','.join(str(shape.k) for _, shape in shapes)}]",
         *([f"trees_each={json.dumps(trees)}"] if any(trees) else []),

@@ -105,5 +105,5 @@ def history(folder: Path, name: str, keys: Sequence[str], store: Path | None, *m
     ended = run(words) if more else specdistill(*words)
     assert ended.returncode == 0, ended.stderr[-3000:]
     state = json.loads((folder / name / "checkpoint-4" / "trainer_state.json").read_text(encoding="utf-8"))
-    timed = ("runtime", "per_second")
-    return [{key: value for key, value in entry.items() if not key.endswith(timed)} for entry in state["log_history"]]
+    of_the_machine = ("runtime", "per_second", "memory_gib")
+    return [{key: value for key, value in entry.items() if not key.endswith(of_the_machine)} for entry in state["log_history"]]
