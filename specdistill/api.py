@@ -28,6 +28,7 @@ from specdistill.gate.decide import FIRST_RELEASE, Evidence, GateOptions, is_dec
 from specdistill.gate.decide import judge as decide
 from specdistill.gate.rules import load_gate
 from specdistill.hub.acquire import acquire
+from specdistill.hub.checkpoints import PushCheckpoints
 from specdistill.hub.command import PublishOptions
 from specdistill.hub.publish import Publication, publish_run
 from specdistill.measurement import evaluate as measurement
@@ -160,6 +161,7 @@ def train_draft(recipe: TrainedRecipe, callbacks: Sequence[TrainerCallback] = ()
     if recipe.selection is not None:
         check_suite(recipe.selection.suite, key="selection.suite")
     load_gate(recipe.gate)
+    push = PushCheckpoints.of(recipe)
     run = TrainingRun.open(recipe, target_dtype=recipe.target.dtype, eval_on_start=recipe.evaluates_first)
     method = implementation(recipe.method)
     assert method.objective is not None, recipe.method
@@ -191,7 +193,7 @@ def train_draft(recipe: TrainedRecipe, callbacks: Sequence[TrainerCallback] = ()
     save, decode = partial(save_draft, method, target), decoded_acceptance_length(recipe, target)
     options: dict[str, Any] = {"save": save, "decode": decode, "optimizer": optimizer, "store": store}
     trainer = training.DraftTrainer(objective, target, run.arguments, train_set, eval_set, **options)
-    for callback in callbacks:
+    for callback in [*callbacks, *([push] if push else [])]:
         trainer.add_callback(callback)
     run.train(trainer)
     if run.arguments.process_index == 0:

@@ -55,7 +55,9 @@ READ_WITH = {
     **dict.fromkeys(("dataloader_persistent_workers", "dataloader_multiprocessing_context"), "dataloader_num_workers"),
     "activation_checkpointing_kwargs": "activation_checkpointing",
     "gradient_checkpointing_kwargs": "gradient_checkpointing",
+    "hub_model_id": "push_to_hub",
 }
+PUSH = ("push_to_hub", "hub_model_id")  # read by specdistill.hub.checkpoints
 
 
 def training_arguments(train: Mapping[str, Any], **defaults: Any) -> TrainingArguments:
@@ -83,6 +85,8 @@ def training_arguments(train: Mapping[str, Any], **defaults: Any) -> TrainingArg
         raise UserError("train.output_dir", got="nothing", expected="a folder")
     if metric := fields.get("metric_for_best_model"):
         fields.setdefault("greater_is_better", "loss" not in metric)  # transformers takes loss_1 for a score
+    for pushed in PUSH:
+        fields.pop(pushed, None)  # the Trainer would push its own files
     precision = _take_precision(fields)
     try:
         arguments = TrainingArguments(**{**_launch_defaults(), **fields})

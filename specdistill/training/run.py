@@ -32,10 +32,10 @@ from specdistill.recipe import data_sources
 from specdistill.recipe.load import recipe_yaml, save_recipe
 from specdistill.recipe.sections import FROM_HUB
 from specdistill.terminal import result
-from specdistill.training.arguments import check_precision, training_arguments
+from specdistill.training.arguments import PUSH, check_precision, training_arguments
 from specdistill.training.checkpoints import ASIDE, MANIFEST, check_launch, checkpoint, launch, saving, whole_steps
 from specdistill.training.history import Bar, ProgressLines, save_history
-from specdistill.training.resumable import ResumableTrainer
+from specdistill.training.resumable import ResumableTrainer, Stopping
 from specdistill.training.trainer import DraftTrainer
 
 PACKAGES = ("specdistill", "torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
@@ -169,6 +169,8 @@ class TrainingRun:
             trainer.remove_callback(verbose)
         for callback in [ProgressLines()] if self.arguments.disable_tqdm else [Bar(), ProgressLines()]:
             trainer.add_callback(callback)
+        callbacks = trainer.callback_handler.callbacks  # Stopping last: on a save it may end the run, before others are told
+        callbacks.sort(key=lambda callback: isinstance(callback, Stopping))
         if self.checkpoint is not None:
             trainer.begun -= read_json(self.checkpoint / MANIFEST).get("seconds", math.nan)
         if self.arguments.should_save:
@@ -226,9 +228,7 @@ def _obstacle(path: Path, recipe: Any, whole: list[int]) -> str | None:
 
 
 def _same_steps(recipe: dict[str, Any], is_finished: bool) -> Any:
-    """A recipe without the keys that share out the rows of its steps, those that are read once it is trained, and of a finished one its
-    length.
-    """
-    train, others = recipe.get("train"), SHARE_OUT + LENGTHS * is_finished
+    """A recipe without the keys that share out the rows of its steps, those of the Hub, and of a finished one its length."""
+    train, others = recipe.get("train"), SHARE_OUT + PUSH + LENGTHS * is_finished
     steps = {name: value for name, value in train.items() if name not in others} if isinstance(train, dict) else train
     return {**recipe, "train": steps, "publish": None}
