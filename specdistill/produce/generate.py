@@ -56,11 +56,14 @@ def documents(answers: Sequence[Answer], *, all_tokens: bool) -> list[dict[str, 
 
 @dataclass
 class BlockOutput:
-    """What a block's answers have given so far. rows: documents with BLOCK_COLUMNS. wanted: tokens that are to come; tokens: that came."""
+    """What a block's answers have given so far. rows: documents with BLOCK_COLUMNS. wanted: tokens that are to come; tokens: that came, of which
+    `advance` is told.
+    """
 
     rules: Rules
     checked: Callable[[GenerationTask, Answer], CheckedAnswer]
     all_tokens: bool
+    advance: Callable[[int], object]
     rows: list[dict[str, Any]] = field(default_factory=list)
     counts: Counts = field(default_factory=Counts)
     wanted: float = 0.0
@@ -77,7 +80,9 @@ class BlockOutput:
         prompt = task.prompt
         for row in documents(kept, all_tokens=self.all_tokens or not prompt.messages):
             self.rows.append({**row, "source": prompt.source, "row": prompt.row, "asked": prompt.asked})
-        self.tokens += sum(len(answer.token_ids) for answer in kept)
+        tokens = sum(len(answer.token_ids) for answer in kept)
+        self.tokens += tokens
+        self.advance(tokens)
         self.barren = 0 if kept else self.barren + 1
         if self.barren == MOST_BARREN:
             ((rule, _),) = self.counts.filtered.most_common(1)

@@ -114,7 +114,7 @@ def make_blocks(job: Job, index: int = 0, count: int = 1) -> None:
         pool = stack.enter_context(asking(AT_ONCE))  # ends after the backend, which stops what its threads wait for
         _ = job.sources  # read once, before threads share them
         backend = stack.enter_context(_backend(job))
-        made = partial(_make_block, job, backend=backend, estimate=GenerationEstimate(job, num_tokens, advance))
+        made = partial(_make_block, job, backend=backend, estimate=GenerationEstimate(job, num_tokens), advance=advance)
         if job.config.regenerate.server:
             found: Iterator[Counts] = (it.result() for it in as_completed([pool.submit(made, block) for block in missing]))
         else:
@@ -141,7 +141,9 @@ def _backend(job: Job) -> Iterator[Backend]:
         logger.info("%s gave %d answers", server.address, server.num_answers)
 
 
-def _make_block(job: Job, block: Block, *, backend: Backend, estimate: "GenerationEstimate") -> Counts:
+def _make_block(
+    job: Job, block: Block, *, backend: Backend, estimate: "GenerationEstimate", advance: Callable[[int], object]
+) -> Counts:
     """A block from its first answer, or from where a killed process left it, to its documents."""
     path, config, target = job.blocks / f"{block.name}.arrow", job.config, job.target
     rules: Rules = {name: RULES[name] for name in config.regenerate.filter if config.regenerate.server}
@@ -152,7 +154,7 @@ def _make_block(job: Job, block: Block, *, backend: Backend, estimate: "Generati
         texts = (decoder.text(answer.token_ids), decoder.text(answer.context)) if rules else ("", "")
         return CheckedAnswer(answer, *texts, not task.prompt.messages, decoder.special)
 
-    made = BlockOutput(rules, checked, config.loss_mask == "all")
+    made = BlockOutput(rules, checked, config.loss_mask == "all", advance)
     with alone(path.with_suffix(".lock"), "data.shard", path):
         if path.exists():
             return Counts()
@@ -179,15 +181,14 @@ def _make_block(job: Job, block: Block, *, backend: Backend, estimate: "Generati
 class GenerationEstimate:
     """What generation will cost, by its first answers; `announce` prints it once."""
 
-    def __init__(self, job: Job, num_tokens: int, advance: Callable[[int], object]) -> None:
-        self.job, self.num_tokens, self.advance = job, num_tokens, advance
+    def __init__(self, job: Job, num_tokens: int) -> None:
+        self.job, self.num_tokens = job, num_tokens
         self.begin, self.answers, self.tokens, self.generated, self.num_bytes = time.monotonic(), 0, 0, 0, 0
         self.is_announced, self.lock = False, Lock()
 
     def add(self, answers: Sequence[Answer], size: int) -> None:
         """Count answers that take `size` bytes. Raises ResourceError where the disk has no room for what is to come."""
         generated = sum(len(it.token_ids) for it in answers)
-        self.advance(generated)
         with self.lock:
             self.answers, self.generated = self.answers + len(answers), self.generated + generated
             self.tokens += generated + sum(len(it.context) for it in answers)

@@ -18,7 +18,7 @@ from datasets import Dataset
 from specdistill.errors import ResourceError, UserError
 from specdistill.files.folders import alone
 from specdistill.produce import blocks as blocks_module
-from specdistill.produce import make, merge
+from specdistill.produce import generate, make, merge
 from specdistill.produce.blocks import Block, blocks
 from specdistill.produce.job import Job
 from specdistill.produce.make import make_blocks, make_rows, shard_of
@@ -170,7 +170,9 @@ def test_the_same_bytes_by_any_servers_and_shards(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("by_server", [False, True])
-def test_an_interrupted_block_goes_on_to_the_same_bytes(tmp_path: Path, by_server: bool) -> None:
+def test_an_interrupted_block_goes_on_to_the_same_bytes(
+    tmp_path: Path, by_server: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     with running() as server:
         config = generating(tmp_path, server=[server.address] if by_server else [], batch_size=4, num_tokens=400)
         target = row_target() if by_server else generator()
@@ -178,7 +180,10 @@ def test_an_interrupted_block_goes_on_to_the_same_bytes(tmp_path: Path, by_serve
         needed, moments, job = server.num_requests, random.Random(0), Job(tmp_path / "cut" / "set", config, target)
         for torn in (False, True, False):
             killed(partial(make_blocks, job), moments.randint(1, 4), torn=torn)
+        capsys.readouterr()
         make_blocks(job)
+        (told,) = re.findall(r"Generating training data: (\d+) of (\d+) tokens, took", capsys.readouterr().err)
+        assert generate.ENOUGH <= int(told[0]) / int(told[1]) < 1.5  # what was there counts, and nothing that is not kept
         merge.merge(job)
         assert contents(job.folder) == expected
         assert server.num_requests <= 2 * needed + 3 * 4 * 2  # little is asked again: what was in flight

@@ -227,7 +227,7 @@ def block_of(
     def candidate(task: GenerationTask, answer: Answer) -> CheckedAnswer:
         return CheckedAnswer(answer, words.text(answer.token_ids), "", not task.prompt.messages, words.special)
 
-    made = BlockOutput({name: RULES[name] for name in rules}, candidate, all_tokens)
+    made = BlockOutput({name: RULES[name] for name in rules}, candidate, all_tokens, lambda tokens: None)
     with AnswerFile(folder / "answers.jsonl", "plan") as known, ServerBackend(servers, words, concurrency) as backend:
         generate_block(num_tokens, [Stream(tasks(None), 1.0)], backend, known, made)
     return made
