@@ -12,7 +12,6 @@ import specdistill
 from specdistill.engines import ENGINES
 from specdistill.engines.engine import Engine, Served
 from specdistill.errors import UserError, nearest
-from specdistill.files.documents import read_json
 from specdistill.files.folders import check_new, new_folder
 from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import read_config
@@ -21,6 +20,7 @@ from specdistill.methods.recipe import Recipe, TrainedRecipe
 from specdistill.methods.target_record import check_target, copy_record, save_draft
 from specdistill.recipe.sections import LookupFirstConfig
 from specdistill.report.draft_lengths import DraftLength, by_length, draft_lengths, usual_length
+from specdistill.report.files import read_document
 from specdistill.report.phrases import between, failed_rules, lookup_first, online_length, times, tree, verdict
 from specdistill.report.tables import by_load
 from specdistill.report.text import cells, plain, table
@@ -242,13 +242,8 @@ def find_report(draft: Path, report: Path | None, method: str) -> dict[str, Any]
     path = path / "report.json" if path.is_dir() else path
     if report is None and not path.is_file():
         return None
-    expected = f"the report.json of a draft of method {method}"
-    try:
-        read: dict[str, Any] = read_json(path)
-        measured = read["draft"]["method"]
-        _ = caveats(read, ENGINES["vllm"], DEFAULT_NUM_TOKENS), expectation(read), draft_lengths(read)
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        raise UserError("report", got=f"{path} ({error or type(error).__name__})", expected=expected) from error
-    if measured != method:
-        raise UserError("report", got=f"{path}, of a draft of method {measured}", expected=expected)
+    read = read_document(path)
+    if (measured := read["draft"]["method"]) != method:
+        got = f"{path}, of a draft of method {measured}"
+        raise UserError("report", got=got, expected=f"the report.json of a draft of method {method}")
     return read

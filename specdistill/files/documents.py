@@ -1,7 +1,7 @@
 """JSON and YAML that somebody else may have written, read strictly and within bounds.
 
-Refused are what parsers disagree about (keys twice, NaN, half of a surrogate pair, tags of YAML) and what exhausts them (depth, size,
-aliases of aliases).
+Refused are what parsers disagree about (keys twice, NaN, integers of more than 64 bits, half of a surrogate pair, tags of YAML) and what
+exhausts them (depth, size, aliases of aliases).
 """
 
 import json
@@ -23,14 +23,32 @@ LONGEST = 2**26  # bytes of a line
 MOST_EXPANDED = 2**22  # characters of a YAML document with its aliases written out
 HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 HEAD = re.compile(r"\s*---[ \t]*\r?\n(.*?)^---[ \t]*\r?$", re.DOTALL | re.MULTILINE)  # of a Markdown file
-Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+LARGEST = 2**63 - 1  # integer: beyond it a product may be more than a float holds
+MANY_DIGITS = re.compile(r"\d{19}")
+
+
+class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # chosen when it is imported
+    def construct_yaml_int(self, node: Any) -> int:
+        return checked_integer(super().construct_yaml_int(node))
+
+
+Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_yaml_int)
+
+
+def checked_integer(digits: str | int) -> int:
+    """The integer. Raises ValueError for one of more than 64 bits."""
+    if abs(number := int(digits)) > LARGEST:
+        raise ValueError(f"an integer of {len(str(number))} digits, more than {LARGEST:,}")
+    return number
 
 
 def parse_json(text: str | bytes, *, allow_nan: bool = False) -> Any:
     """The value of a JSON document. Raises ValueError. allow_nan: NaN and Infinity are read, which torch and transformers write."""
     text = decoded(text) if isinstance(text, bytes) else text
     try:
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=None if allow_nan else _refuse)
+        integers = checked_integer if MANY_DIGITS.search(text) else None  # json's own is fast
+        constants = None if allow_nan else _refuse
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=constants, parse_int=integers)
     except RecursionError as error:
         raise ValueError(f"more than {DEEPEST} levels") from error
     level = [value]

@@ -69,7 +69,7 @@ def read_rule(place: str, entry: Any) -> Rule:
             expected = f"one of {', '.join(METRICS)}, which can be compared prompt by prompt"
             raise UserError(f"{place}: max_regression", got=f"metric {metric}", expected=expected)
         _check_number(f"{place}: max_regression", threshold, share=True)
-    elif requirement != "equals":
+    elif requirement != "equals" or not isinstance(threshold, bool):
         _check_number(f"{place}: {requirement}", threshold)
     _check_keys(f"{place}: scope", scope, SCOPES)
     _check_number(f"{place}: confidence", confidence, share=True)

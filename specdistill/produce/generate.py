@@ -56,7 +56,7 @@ def documents(answers: Sequence[Answer], *, all_tokens: bool) -> list[dict[str, 
 
 @dataclass
 class BlockOutput:
-    """What a block's answers have given so far. rows: documents with BLOCK_COLUMNS. wanted: tokens that are to come; tokens: that came, of which
+    """What a block's answers have given so far. rows: documents with BLOCK_COLUMNS. wanted: tokens that are to come; tokens: that came, as
     `advance` is told.
     """
 

@@ -22,7 +22,7 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 
 from specdistill.credentials import check_no_secret, without_places
 from specdistill.errors import UserError, nearest, one_line
-from specdistill.files.documents import check_yaml, parse_yaml, read_text
+from specdistill.files.documents import LARGEST, check_yaml, parse_yaml, read_text
 from specdistill.project import RECIPES, find_yaml
 from specdistill.recipe.fields import Section, default_of, describe, kind_of, leaves, read_when_of, section_of, shown
 
@@ -33,7 +33,6 @@ REQUIRED = "???"  # OmegaConf's mark of a value that the command line must give
 HARMLESS = ("HOME", "HOSTNAME", "SLURM_JOB_ID", "TMPDIR", "USER")
 # Of ${…}: each value that names another one twice doubles it, so that these make a text about 1,000 times as long, and 60 fill a memory.
 MOST_INTERPOLATIONS = 20
-LARGEST = 2**63 - 1  # integer: beyond it a product may be more than a float holds
 # What runs somebody's code. A reader gives it: a file alone cannot.
 CONSENT = ("target.trust_remote_code", "eval.run_code", "eval.engine_command")
 # Arguments of a command that reads files alone, whatever a run's recipe ran.

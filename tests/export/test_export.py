@@ -12,10 +12,13 @@ from safetensors.torch import load_file
 from specdistill.cli import main
 from specdistill.engines import ENGINES
 from specdistill.export import caveats, expectation, export
+from specdistill.files.documents import read_json
 from specdistill.methods.eagle3.checkpoint import load_eagle3
 from specdistill.methods.load import method_of
 from specdistill.methods.mtp.checkpoint import build_mtp, save_mtp
 from specdistill.methods.target_record import SECTION
+from specdistill.project import ROOT
+from specdistill.report.files import PER_POSITION
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from tests.export.layouts import saved_target
@@ -36,19 +39,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def report(method: str = "eagle3", **settings: Any) -> dict[str, Any]:
-    row = {
-        "suite": "pico",
+    """The sample of the pages, of one row, without what it says of K."""
+    sample = read_json(ROOT / "docs" / "sample" / "report.json")
+    measured = {name: part for name, part in sample.items() if name not in ("theory", "engine")}
+    k = settings.get("num_speculative_tokens", 4)
+    row = {name: value for name, value in measured["results"][0].items() if not name.endswith("_ci95")} | {
         "num_prompts": 24,
         "mean_acceptance_length": 2.891,
         "mean_acceptance_length_ci95": [2.73, 3.08],
-        "acceptance_rate_per_position": [0.7, 0.551, 0.4, 0.3],
+        "acceptance_rate_per_position": [0.7, 0.551, 0.4, 0.3, 0.2, 0.1][:k],
     }
-    return {
-        "draft": {"method": method},
-        "target": {"model": "pico", "dtype": "float32"},
-        "settings": {"num_speculative_tokens": 4, "temperature": 0.0, "draft_sampling": "greedy", **settings},
-        "results": [row],
+    return measured | {
+        "draft": measured["draft"] | {"method": method},
+        "target": measured["target"] | {"dtype": "float32"},
+        "settings": measured["settings"] | {"drafting": {}, **settings},
+        "results": [of_k(row, k)],
     }
+
+
+def of_k(row: dict[str, Any], k: int) -> dict[str, Any]:
+    """A result with the positions of another K."""
+    lists = {name: (row[name] * 2)[:k] for name in PER_POSITION}
+    return row | lists | {"num_speculative_tokens": k}
 
 
 def test_what_a_report_says_is_text_alone_in_how_to_serve_it() -> None:
@@ -151,8 +163,9 @@ def test_a_report_of_a_tree_says_so(folder: Path, tmp_path: Path) -> None:
 
 
 def test_what_speaks_against_serving_a_draft_stands_before_the_command(folder: Path, tmp_path: Path) -> None:
-    rules = [{"metric": "speedup", "verdict": verdict, "severity": "error"} for verdict in ("failed", "passed")]
-    judged = {**report(), "gate": {"verdict": "failed", "passed": False, "rules": rules}}
+    judged = report()
+    rule = next(rule for rule in judged["gate"]["rules"] if rule["metric"] == "speedup")
+    judged["gate"] |= {"verdict": "failed", "rules": [rule | {"verdict": verdict} for verdict in ("failed", "passed")]}
     judged["results"][0].update(speedup=0.87, speedup_ci95=[0.83, 0.91])
     (tmp_path / "report.json").write_text(json.dumps(judged))
     export(folder / "run" / "draft", "vllm", tmp_path / "out", report=tmp_path / "report.json")
@@ -173,8 +186,7 @@ def test_an_engines_report_says_the_fastest_k_for_each_load(folder: Path, tmp_pa
     speeds = [(4, 1, 1.5), (2, 1, 1.8), (4, 16, 0.7), (2, 16, 0.9)]
     measured["results"] = [
         {
-            **row,
-            "num_speculative_tokens": k,
+            **of_k(row, k),
             "batch_size": load,
             "speedup": speedup,
             "tokens_per_second": 100 * speedup,
@@ -197,7 +209,7 @@ def swept(*speeds: tuple[int, int, float]) -> dict[str, Any]:
     row |= {"category": "all", "temperature": 0.0, "tree": None, "context_bucket": "all"}
     row |= {"tokens_per_second": 100.0, "baseline_tokens_per_second": 100.0}
     names = ("num_speculative_tokens", "batch_size", "speedup")
-    return measured | {"results": [{**row, **dict(zip(names, entry, strict=True))} for entry in speeds]}
+    return measured | {"results": [{**of_k(row, entry[0]), **dict(zip(names, entry, strict=True))} for entry in speeds]}
 
 
 SWEPT = swept((4, 1, 1.5), (2, 1, 1.8), (4, 8, 1.4), (2, 8, 1.3), (4, 32, 0.7), (2, 32, 0.9))
@@ -278,7 +290,10 @@ def test_flags_fit_the_target(folder: Path, tmp_path: Path) -> None:
         export(folder / "run" / "draft", engine, tmp_path / engine, target)
         text = served(tmp_path / engine)[1]
         assert f"`{flag}`" in text and (engine == "gguf" or "`--dtype float32`" in text)
-    in_gguf = report() | {"engine": {"name": "llama.cpp", "version": "b1"}, "target": {"model": "pico", "dtype": "MOSTLY_Q4_1"}}
+    in_gguf = report() | {
+        "engine": {"name": "llama.cpp", "version": "b1"},
+        "target": report()["target"] | {"dtype": "MOSTLY_Q4_1"},
+    }
     (tmp_path / "report.json").write_text(json.dumps(in_gguf))
     export(folder / "run" / "draft", "vllm", tmp_path / "out", target, report=tmp_path / "report.json")
     assert "`--dtype float32`" in served(tmp_path / "out")[1] and "target pico in MOSTLY_Q4_1" in served(tmp_path / "out")[1]

@@ -63,6 +63,7 @@ def test_a_hostile_input_is_refused_or_read(name: str, sandbox: Sandbox) -> None
 
 # What ended a command in another way once: a file, the way to a node in it, and what was in its place.
 TRAIN, DOCTOR = SURFACES["interrupted run"].commands, "doctor draft=trained/draft target=target decode=false"
+GATE = "gate report=run/report gates=gate.yaml output_dir=out baseline=none"
 FOUND: list[tuple[str, str, tuple[Any, ...], Any]] = [
     (TRAIN, "interrupted/run/recipe.yaml", (), "x"),
     (TRAIN, "interrupted/run/recipe.yaml", ("train",), None),
@@ -91,6 +92,15 @@ FOUND: list[tuple[str, str, tuple[Any, ...], Any]] = [
     ("plan target=target hub=false", "target/config.json", ("num_hidden_layers",), 10**9),
     (DOCTOR, "trained/draft/config.json", ("eagle_config",), [1]),
     (DOCTOR, "trained/draft/config.json", ("eagle_config", "eagle_aux_hidden_state_layer_ids"), [{}]),
+    (
+        "export draft=run/draft engine=vllm report=run/report output_dir=out target=target",
+        "run/report/report.json",
+        ("results", 0),
+        None,
+    ),
+    (GATE, "gate.yaml", (0, "min"), 10**400),
+    (GATE, "gate.yaml", (1, "equals"), 10**400),
+    (GATE, "gate.yaml", (1, "equals"), None),
 ]
 
 
