@@ -202,6 +202,7 @@ def shape_from_json(raw: Mapping[str, Any], key: str, *, what: str) -> dict[str,
 
     Raises UserError for a size that is not there, and for a setting that a head cannot have.
     """
+    raw = {name: value for name, value in raw.items() if value is not None}  # null is as if it were absent
     check_settings(raw, FIXED, key, what=what)
     rope = {**(raw.get("rope_parameters") or {}), **(raw.get("rope_scaling") or {})}  # of both, transformers takes the second
     older_name = rope.pop("type", None)

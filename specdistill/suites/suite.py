@@ -356,7 +356,8 @@ def _row(number: int, place: str, entry: Any, placeholder: str | None) -> SuiteR
     kind = next((kind for kind in KINDS if kind in entry), None)
     if kind is None:
         got, close = ", ".join(entry) or "no keys", next((close for key in entry if (close := nearest(key, KINDS))), None)
-        raise UserError("eval.suite", got=f"{place} with {got}", expected=f"one of {', '.join(KINDS)}", nearest=close)
+        expected = f"one of {', '.join(KINDS)}; a suite's YAML names other columns, e.g. columns: {{user: turns}}"
+        raise UserError("eval.suite", got=f"{place} with {got}", expected=expected, nearest=close)
     content = entry[kind]
     if kind == "user":
         first = content[0] if isinstance(content, list) and content else content

@@ -151,10 +151,11 @@ def test_the_page_leads_from_the_run_to_the_hub_and_to_an_engine(made: MadeRun, 
         assert line.startswith(("refused: gate failed: ", "refused: gate inconclusive: ")) or "sampling_test" in line, line
     assert "it shows how" in card and "license: apache-2.0" in card
 
-    # What was fetched drafts as it did before it was published, with the K of the page
+    # What was fetched drafts as it did before it was published, with the K and the lookup of the page
     runs = made.folder / smollm2.FOLDER
     before, after = (read_report(runs / name) for name in ("small/methods/eagle3/report", "fetched"))
-    assert before[0]["settings"]["num_speculative_tokens"] == after[0]["settings"]["num_speculative_tokens"] == 3
+    assert before[0]["settings"]["num_speculative_tokens"] == after[0]["settings"]["num_speculative_tokens"] == 10
+    assert before[0]["settings"]["drafting"]["lookup_first"] == after[0]["settings"]["drafting"]["lookup_first"]
     assert [(record.id, record.text) for record in before[1]] == [(record.id, record.text) for record in after[1]]
     assert [[len(entry.accepted) for entry in record.rounds] for record in before[1]] == [
         [len(entry.accepted) for entry in record.rounds] for record in after[1]
@@ -164,7 +165,7 @@ def test_the_page_leads_from_the_run_to_the_hub_and_to_an_engine(made: MadeRun, 
     said = (runs / "served" / "SERVE.md").read_text()
     serving = shlex.split(serve)
     assert serving[serving.index("--speculative-config") + 1] in said.replace("\\\n", " ")
-    assert f"vllm serve {serving[2]}" in said
+    assert f"vllm serve {serving[serving.index('serve') + 1]}" in said and serving[0] in shlex.split(said.replace("\\\n", " "))
 
 
 def test_prompts_that_choose_k_are_not_measured_on(

@@ -98,6 +98,13 @@ FOUND: list[tuple[str, str, tuple[Any, ...], Any]] = [
         ("results", 0),
         None,
     ),
+    (
+        "export draft=trained/draft target=target engine=sglang output_dir=out",
+        "trained/draft/config.json",
+        ("num_hidden_layers",),
+        None,
+    ),
+    (TRAIN, "interrupted/checkpoint-2/manifest.json", ("seconds",), None),
     (GATE, "gate.yaml", (0, "min"), 10**400),
     (GATE, "gate.yaml", (1, "equals"), 10**400),
     (GATE, "gate.yaml", (1, "equals"), None),
