@@ -134,14 +134,14 @@ def main(options: Options) -> ExitCode:
     drafts = [*(str(folder / "draft") for folder in folders.values()), "ngram"]
     phases = phases_of(measured, alike(recipes, "target"))
 
-    # The target, the prompts, and what it answers
+    # The target and the prompts
     fetch_target()
     for name, source in SOURCES.items():
         fetch(FOLDER / "data" / name, source)
     write_functions(FOLDER / "data" / "python_functions.jsonl")
     write_suites()
-    specdistill("data", f"recipe=smollm2/{options.recipes[0]}", *keys)
 
+    # The first training makes the rows, each of its processes a share
     for name, folder in folders.items():
         train(folder, *given[name], launch="cpu_processes")
 
