@@ -6,12 +6,12 @@ The branch holds the draft of the last checkpoint, and its commits those before 
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, ModelCardData
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, ModelCardData
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from specdistill.errors import ResourceError, UserError, logger
 from specdistill.hub.licenses import CARD
-from specdistill.hub.repository import NAMES, Repository, hub_failures
+from specdistill.hub.repository import NAMES, Repository, files_at, hub_failures, is_of_a_release
 from specdistill.methods.load import draft_files
 from specdistill.methods.recipe import TrainedRecipe
 from specdistill.training.checkpoints import checkpoint
@@ -20,7 +20,7 @@ BRANCH = "checkpoints"
 README = """
 # Ungated: step {step} of a training
 
-A checkpoint of a draft ({method}) whose training goes on. No gate has judged it: it is here to be trained further, with
+A checkpoint of a draft ({method}) whose training continues. No gate has judged it: it is here to be trained further, with
 `draft.init={repository}@{branch}`, and not to be served. Releases, which were measured and judged, are on the main branch.
 """
 
@@ -66,6 +66,9 @@ class PushCheckpoints(TrainerCallback):
         added.append(CommitOperationAdd(CARD, str(card).encode()))
         try:
             with hub_failures(self.repository, "train.hub_model_id"):
-                HfApi().create_commit(self.repository, added, commit_message=f"Step {step}, ungated", revision=BRANCH)
+                others = set(files_at(self.repository, BRANCH)) - {path.name for path in files}  # of a release on main
+                removed = [CommitOperationDelete(path) for path in sorted(others) if is_of_a_release(path)]
+                message = f"Step {step}, ungated"
+                HfApi().create_commit(self.repository, [*added, *removed], commit_message=message, revision=BRANCH)
         except ResourceError as error:
-            logger.warning(f"checkpoint-{step} was not pushed ({error}); the training goes on")
+            logger.warning(f"checkpoint-{step} was not pushed ({error}); the training continues")

@@ -34,8 +34,11 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_checkpoints_are_on_a_private_branch_and_one_is_trained_further(hub: Hub, tmp_path: Path) -> None:
+    release = {"config.json": b"{}", "report/report.json": b"{}"}
+    hub.create("org/name", release, private=True)
     assert train(tmp_path, tmp_path / "run", *PUSH).returncode == 0
-    assert hub.repositories["org/name"].private and hub.files("org/name").keys() == {".gitattributes"}
+    assert hub.files("org/name").keys() == release.keys()
+    assert hub.files("org/name", "checkpoints").keys() == {"config.json", WEIGHTS, "README.md"}  # nothing of the release
     last, first = hub.commits("org/name", "checkpoints")[:2]
     for step, commit in ((2, first), (4, last)):
         files = hub.files("org/name", commit)
@@ -58,6 +61,7 @@ def test_a_stopped_run_has_pushed_what_it_saved(hub: Hub, tmp_path: Path, monkey
     monkeypatch.setattr(ResumableTrainer, "training_step", interrupt)
     stopped = train(tmp_path, tmp_path / "run", *PUSH)
     assert stopped.returncode == 143, stopped.stderr
+    assert hub.repositories["org/name"].private and hub.files("org/name").keys() == {".gitattributes"}
     (saved,) = (tmp_path / "run").glob("checkpoint-*")
     assert hub.files("org/name", "checkpoints")[WEIGHTS].read_bytes() == (saved / "draft" / WEIGHTS).read_bytes()
     assert train(tmp_path, tmp_path / "run", *PUSH[2:]).returncode == 0  # resumed, without the Hub
