@@ -12,7 +12,7 @@ from specdistill.comparison.options import CommonOptions, lookups_of_each, setti
 from specdistill.decoding.proposer import Proposer
 from specdistill.measurement.configurations import MeasurementPlan, Settings
 from specdistill.measurement.hardware import fit_threads, resources_used
-from specdistill.measurement.losslessness import greedy_check, sampling_test
+from specdistill.measurement.losslessness import generate_greedily, greedy_check, sampling_test
 from specdistill.measurement.measure import calibrate, measure_together, prompt_records, round_costs
 from specdistill.measurement.measured import MeasuredConfiguration, draft_report
 from specdistill.methods.load import describe_draft, load_proposer
@@ -67,10 +67,11 @@ def _measured(
             calibrate(target, entry.proposer, prompts, entry.settings)
         runs = measure_together(target, [entry.proposer for entry in loaded], prompts, *(entry.settings for entry in loaded))
         results: list[tuple[MeasuredConfiguration, dict[str, Any]]] = []
+        generate = generate_greedily(target, loaded[0].settings)
         for entry, own in zip(loaded, runs, strict=True):
             settings, proposer = entry.settings, entry.proposer
             records = prompt_records(suite.name, settings.configuration, target, proposer, own)
-            result = MeasuredConfiguration(records, greedy_check(target, proposer, own, settings), took)
+            result = MeasuredConfiguration(records, greedy_check(target, proposer, own, settings, generate), took)
             test = sampling_test(target, proposer, prompts, settings, num_draws=num_draws)
             costs = round_costs(target, proposer, prompts, settings)
             results.append((result, {"sampling_test": test, "costs": costs, "took": took}))

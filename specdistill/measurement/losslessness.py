@@ -8,8 +8,9 @@ Sampling is tested by chi-square: two tokens are drawn many times with the draft
 proves nothing, so the same test must reject a rule that is wrong on purpose.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from itertools import zip_longest
 from typing import Any
 
@@ -35,14 +36,23 @@ COUNTS = ("prompts_checked", "divergences", "near_ties", "unexplained_divergence
 NUM_PROBED_PROMPTS = 16
 NUM_PROBED_TOKENS = 48  # generated after each of them, in search of a place where a wrong rule would show
 
+Generate = Callable[[tuple[tuple[int, ...], ...]], Sequence[tuple[int, ...]]]
 
-def greedy_check(target: FrozenTarget, proposer: Proposer, runs: Sequence[PromptRuns], settings: Settings) -> dict[str, Any]:
-    """The greedy part of the report's `lossless`, for one configuration."""
-    return compare_greedy(target, greedy_pairs(target, proposer, runs, settings))
+
+def greedy_check(
+    target: FrozenTarget, proposer: Proposer, runs: Sequence[PromptRuns], settings: Settings, generate: Generate | None = None
+) -> dict[str, Any]:
+    """The greedy part of the report's `lossless`, for one configuration. generate: `generate_greedily`, of several drafts the same one."""
+    return compare_greedy(target, greedy_pairs(target, proposer, runs, settings, generate))
+
+
+def generate_greedily(target: FrozenTarget, settings: Settings) -> Generate:
+    """The reference's completions of the prompts of a batch, each batch generated once."""
+    return cache(partial(reference.generate, target, max_new_tokens=settings.max_new_tokens))
 
 
 def greedy_pairs(
-    target: FrozenTarget, proposer: Proposer, runs: Sequence[PromptRuns], settings: Settings
+    target: FrozenTarget, proposer: Proposer, runs: Sequence[PromptRuns], settings: Settings, generate: Generate | None = None
 ) -> Iterator[tuple[Prompt, Generation, tuple[int, ...]]]:
     """(prompt, greedy with the draft, the token ids of the reference) of every prompt.
 
@@ -50,18 +60,18 @@ def greedy_pairs(
     for its prompt alone, which counts: padding rounds differently, and some classes read it wrongly.
     """
     greedy, is_sampled = replace(settings, sampling=GREEDY), not settings.sampling.is_greedy
-    with_draft, most = decoder_for(target, greedy, proposer), settings.max_new_tokens
+    with_draft, generate = decoder_for(target, greedy, proposer), generate or generate_greedily(target, settings)
     with progress("Checking greedy output", len(runs), "prompts") as advance:
         for batch in in_batches([run.prompt for run in runs], settings.batch_size):
-            own, prompts = runs[batch.start : batch.end], [prompt.token_ids for prompt in batch.prompts]
+            own, prompts = runs[batch.start : batch.end], tuple(prompt.token_ids for prompt in batch.prompts)
             ours = decode(with_draft, batch, greedy) if is_sampled else [run.speculative[0] for run in own]
             if not is_sampled and all(run.hf_generate for run in own):
-                references = [run.hf_generate[0].token_ids for run in own]
+                references: Sequence[tuple[int, ...]] = [run.hf_generate[0].token_ids for run in own]
             else:
-                references = reference.generate(target, prompts, max_new_tokens=most)
+                references = generate(prompts)
             for prompt, generation, token_ids in zip(batch.prompts, ours, references, strict=True):
                 if len(prompts) > 1 and generation.token_ids != token_ids:
-                    (token_ids,) = reference.generate(target, [prompt.token_ids], max_new_tokens=most)
+                    (token_ids,) = generate((prompt.token_ids,))
                 yield prompt, generation, token_ids
                 advance()
 

@@ -11,7 +11,7 @@ from specdistill.decoding.tree import DynamicTree, StaticTree
 from specdistill.measurement import losslessness, reference
 from specdistill.measurement import measure as measuring
 from specdistill.measurement.configurations import MeasurementPlan, Settings
-from specdistill.measurement.losslessness import compare_greedy, greedy_pairs
+from specdistill.measurement.losslessness import compare_greedy, generate_greedily, greedy_check, greedy_pairs
 from specdistill.measurement.measure import (
     generate_as_long,
     in_batches,
@@ -141,7 +141,8 @@ def test_the_library_generates_as_many_sampled_tokens_as_plain_decoding_did(targ
 
 
 def test_greedy_completions_are_compared_with_those_that_were_timed(target, proposer, runs, monkeypatch):
-    monkeypatch.setattr(losslessness.reference, "generate", None)  # nothing is generated once more
+    again = lambda *_, **__: pytest.fail("generated once more")  # noqa: E731
+    monkeypatch.setattr(losslessness.reference, "generate", again)
     pairs = list(greedy_pairs(target, proposer, runs, SETTINGS))
     assert [prompt.id for prompt, _, _ in pairs] == ["p0", "p1", "p2"]
     assert all(with_draft.token_ids == token_ids for _, with_draft, token_ids in pairs)
@@ -150,6 +151,17 @@ def test_greedy_completions_are_compared_with_those_that_were_timed(target, prop
 def test_what_was_not_timed_is_generated(target, proposer, runs):
     untimed = [replace(run, hf_generate=[]) if run.prompt.id == "p1" else run for run in runs]
     assert list(greedy_pairs(target, proposer, untimed, SETTINGS)) == list(greedy_pairs(target, proposer, runs, SETTINGS))
+
+
+def test_drafts_that_are_compared_share_what_was_generated(target, proposer, runs, monkeypatch):
+    untimed, generated = [replace(run, hf_generate=[]) for run in runs], []
+    own = losslessness.reference.generate
+    monkeypatch.setattr(
+        losslessness.reference, "generate", lambda *given, **limits: generated.append(given) or own(*given, **limits)
+    )
+    generate = generate_greedily(target, SETTINGS)
+    first, second = (greedy_check(target, proposer, untimed, SETTINGS, generate) for _ in range(2))
+    assert first == second and first["greedy_identical"] and len(generated) == first["prompts_checked"] == 3
 
 
 def test_sampled_text_repeats_and_is_decoded_greedily_once_more(target, proposer, simulated_clock):

@@ -29,8 +29,8 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield served
 
 
-def complete(address: str, ended: threading.Event, completions: list[Completion]) -> None:
-    """Once all prompts, then until it has ended."""
+def complete(address: str, warm: threading.Event, ended: threading.Event, completions: list[Completion]) -> None:
+    """Once all prompts, then until it has ended. warm: vLLM has answered, which takes it seconds the first time."""
     server, client = Server(address, key="server", timeout=100.0), VLLM.client
     assert client is not None
     (model, *_), (tokenizer, *_) = client.identify(server).models, read_tokenizer("pico")
@@ -38,14 +38,16 @@ def complete(address: str, ended: threading.Event, completions: list[Completion]
     while len(completions) < NUM_PROMPTS or not ended.is_set():
         ids = prompts[len(completions) % NUM_PROMPTS].token_ids
         completions.append(client.complete(server, CompletionRequest(model, ids, NUM_TOKENS, 0.0, 1.0, 0, 0), K))
+        warm.set()
 
 
 def test_it_says_what_the_answers_counted(address: str, tmp_path: Path) -> None:
-    output, completions, ended = tmp_path / "acceptance.json", [], threading.Event()
+    output, completions, warm, ended = tmp_path / "acceptance.json", [], threading.Event(), threading.Event()
     keys = ["monitor", f"server={address}", f"output={output}"]
-    client = threading.Thread(target=complete, args=(address, ended, completions))
+    client = threading.Thread(target=complete, args=(address, warm, ended, completions))
     client.start()
     try:
+        assert warm.wait(timeout=100)
         watched = main([*keys, "seconds=12"])
         during = json.loads(output.read_text())
     finally:
