@@ -37,22 +37,6 @@ MOST_INTERPOLATIONS = 20
 CONSENT = ("target.trust_remote_code", "eval.run_code", "eval.engine_command")
 # Arguments of a command that reads files alone, whatever a run's recipe ran.
 RUNS_NOTHING = ("target.trust_remote_code=false", "eval.run_code=false", "eval.engine_command=null")
-# Keys of 0.1 that are gone: their values where nobody set them, and what replaces them. Its recorded recipes hold all of them, so that one
-# which nobody set is passed over.
-REMOVED: dict[str, tuple[Any, str]] = {
-    "data.streaming": (False, "rows are files, which `specdistill data make` makes in shards"),
-    "data.buffer_size": (4096, "rows are files, which `specdistill data make` makes in shards"),
-    "data.regenerate.set_aside": (
-        ["refused", "empty", "truncated", "looping", "off_template", "wrong_language"],
-        "data.regenerate.filter",
-    ),
-    "target.fp8": (False, "target.model names a checkpoint that is in FP8"),
-    "bundle": (None, "output=FOLDER fills a cache with draft and target"),
-    "from_bundle": (None, "HF_HUB_CACHE=FOLDER reads what output=FOLDER wrote"),
-    "offline": (False, "HF_HUB_OFFLINE=1 asks the Hub for nothing"),
-    "warm": (False, "output=FOLDER fetches the target's files too"),
-    "spot_check": (8, "no prompt is decoded again: hashes and the report's digest are compared"),
-}
 # Names that other tools have for our keys, and for our values.
 ALIASES = {
     **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), "train.num_train_epochs"),
@@ -208,7 +192,7 @@ def _check_values(node: Any, *place: Any) -> None:
 
 
 def _without_required(node: Any, required: Collection[str], prefix: str = "") -> Any:
-    """A tree without what is still to be given, which pydantic says is missing, and without REMOVED keys that nobody set.
+    """A tree without what is still to be given, which pydantic says is missing.
 
     A key with a default keeps its mark until it is read.
     """
@@ -217,8 +201,7 @@ def _without_required(node: Any, required: Collection[str], prefix: str = "") ->
     return {
         str(name): _without_required(value, required, f"{prefix}{name}.")
         for name, value in node.items()
-        if (value != REQUIRED or f"{prefix}{name}" not in required)
-        and (f"{prefix}{name}" not in REMOVED or value != REMOVED[f"{prefix}{name}"][0])
+        if value != REQUIRED or f"{prefix}{name}" not in required
     }
 
 
@@ -259,8 +242,6 @@ def _user_error(schema: type[Section], chosen: type[Section], detail: ErrorDetai
 def _unknown(schema: type[Section], chosen: type[Section], place: list[Any], value: Any, prefix: str) -> UserError:
     """A key of another variant is refused by naming who reads it, any other one by the nearest key."""
     key, name = prefix + _spelled(place), str(place[-1])
-    if key in REMOVED:
-        return UserError(key, got=shown(value), expected=f"no such key: {REMOVED[key][1]}")
     plain = ".".join(part for part in place if isinstance(part, str))
     variants = schema.variants()
     readers = [

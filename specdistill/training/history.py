@@ -78,7 +78,7 @@ class History:
         return [{"step": step, "rates": rates} for step, rates in found if rates and all(map(math.isfinite, rates))]
 
 
-validated = TypeAdapter(History).validate_python  # of what else the file holds, as those of 0.1 do, nothing is read
+validated = TypeAdapter(History).validate_python  # of what else the file holds, nothing is read
 
 
 def read_history(draft_folder: Path, *, key: str) -> History | None:

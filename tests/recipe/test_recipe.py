@@ -379,14 +379,6 @@ def test_a_key_that_something_reads_is_accepted_and_survives_the_record(argument
     assert reloaded(recipe, tmp_path) == recipe
 
 
-def test_a_recipe_that_0_1_recorded_loads_without_what_is_gone() -> None:
-    recorded = Path(__file__).with_name("recorded_0_1.yaml")
-    assert load_recipe(Recipe, [f"recipe={recorded}"]).method == "eagle3"
-    for key, value in (("data.streaming", "true"), ("target.fp8", "true"), ("data.regenerate.set_aside", "[empty]")):
-        with refused(key):
-            load_recipe(Recipe, [f"recipe={recorded}", f"{key}={value}"])
-
-
 def test_lists_need_no_brackets() -> None:
     plain = [
         "eval.sweep.temperature=0,1.5",
