@@ -150,22 +150,6 @@ def acceptance_against_cost(ranking: Sequence[Mapping[str, Any]], reports: Mappi
     return _svg(240, "Acceptance length against c, one point per candidate", drawn, values)
 
 
-def acceptance_while_training(candidates: Sequence[Mapping[str, Any]]) -> Markup | None:
-    """A line for each candidate with a curve, in the colours of `stroke`: simulated acceptance length against optimizer steps.
-
-    Left and up is better: the same acceptance for less training. None when none of them has a curve.
-    """
-    trained = [(entry["name"], entry["training"]) for entry in candidates if entry["training"] and entry["training"]["curve"]]
-    if not trained:
-        return None
-    curves: list[Curve] = []
-    for index, (name, training) in enumerate(trained):
-        points = [(*point, f"{name}: {number(point[1])} after {point[0]:,} steps", "") for point in training["curve"]]
-        curves.append((*stroke(index), points))
-    label = "Simulated acceptance length against optimizer steps, one line per candidate"
-    return _curves(curves, label, "optimizer steps", _round_bounds([up for *_, curve in curves for _, up, *_ in curve]))
-
-
 def acceptance_by_step(draft: Mapping[str, Any]) -> Markup | None:
     """A line for each position in the draft, in the colours of `stroke`: cumulative acceptance at each evaluation of the draft's training.
 

@@ -24,7 +24,7 @@ from specdistill.comparison.pages import headline, print_comparison, to_html, to
 from specdistill.comparison.schema import ComparisonDocument
 from specdistill.errors import UserError
 from specdistill.project import ROOT
-from specdistill.report.charts import acceptance_against_cost, acceptance_while_training
+from specdistill.report.charts import acceptance_against_cost
 from specdistill.report.documents import json_schema
 from specdistill.report.phrases import duration
 from specdistill.statistics.records import PromptRecord, RoundRecord, Timing
@@ -333,37 +333,6 @@ def test_rounds_without_a_draft_are_told_beside_the_acceptance_length(candidates
     assert [" poor " in line for line in lines] == ["1.23 per round" in line for line in lines] == [False, False, False, True]
     assert "<small>1.23 per round</small>" in to_html(comparison)
     assert " per round" not in "".join(line for line in to_markdown(compare(candidates)).splitlines() if line.startswith("|"))
-
-
-def test_curves_are_drawn_of_those_that_have_one(candidates, comparison) -> None:
-    title = "Training: simulated acceptance length against steps"
-    page = to_html(comparison)
-    assert title in page and page.count("<polyline") == 2  # the frontier's, and the one curve
-    assert "</span>best, 2 min 21 s</span>" in page[page.index(title) :]
-    untrained = [replace(candidate, training=None) for candidate in candidates]
-    assert title not in to_html(compare(untrained))
-    assert acceptance_while_training(compare(untrained)["candidates"]) is None
-
-
-def test_a_cheaper_training_ends_further_left() -> None:
-    cheap = {"name": "cheap", "training": {"seconds": 60.0, "steps": 200, "curve": [[100, 2.0], [200, 2.5]]}}
-    long = {"name": "long", "training": {"seconds": None, "steps": 20_000, "curve": [[10_000, 2.2], [20_000, 2.5]]}}
-    single = {"name": "single", "training": {"seconds": 1.0, "steps": 5, "curve": [[0, 1.0]]}}
-    plot = curves([cheap, long, single])
-    axis = next(plot.iter("line"))
-    dots = [(float(dot.get("cx")), float(dot.get("cy")), dot.findtext("title")) for dot in plot.iter("circle")]
-    (_, _, _), cheap_end, _, long_end, single_end = dots
-    assert cheap_end[0] < long_end[0] < float(axis.get("x2")) and cheap_end[1] == long_end[1]
-    assert single_end[0] == float(axis.get("x1"))
-    assert plot.findtext("desc").endswith("long: 2.50 after 20,000 steps; single: 1.00 after 0 steps")
-    steps = [text.text for text in plot.iter("text") if text.get("text-anchor") == "middle"]
-    assert steps == ["0", "5,000", "10,000", "15,000", "20,000"]
-
-
-def curves(candidates: list[dict[str, Any]]) -> ElementTree.Element:
-    plot = acceptance_while_training(candidates)
-    assert plot is not None
-    return ElementTree.fromstring(plot)
 
 
 def test_no_label_lies_on_an_error_bar_where_costs_are_alike() -> None:

@@ -98,7 +98,7 @@ def test_a_comparison_leaves_its_pages_and_every_report(arguments, tmp_path, cap
     (tmp_path / "any.yaml").write_text("- {metric: lossless.greedy_identical, equals: true}\n")
     judge_again(out / "ngram", str(tmp_path / "any.yaml"))  # a comparison's report is judged as any other
     page = (out / "comparison.html").read_text()
-    assert "Training: simulated acceptance length" in page and "7.5 s" in page
+    assert "7.5 s" in page
     printed = capsys.readouterr().out
     assert f"comparison: {out / 'comparison.html'}" in printed
     assert all(name in printed for name in names)
