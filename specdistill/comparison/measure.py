@@ -3,10 +3,9 @@ paired over one baseline.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from specdistill.comparison.candidates import Candidate, find_candidates
+from specdistill.comparison.candidates import find_candidates
 from specdistill.comparison.compare import Measured
 from specdistill.comparison.options import CommonOptions, lookups_of_each, settings_of_each
 from specdistill.decoding.proposer import Proposer
@@ -20,17 +19,7 @@ from specdistill.methods.recipe import options_by_method
 from specdistill.report.files import digest
 from specdistill.suites.suite import Prompt, Suite, load_suite, num_measured, tokenize
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.training.history import History, read_history
-
-
-@dataclass(frozen=True)
-class LoadedCandidate:
-    """A candidate that is ready to draft."""
-
-    candidate: Candidate
-    settings: Settings
-    proposer: Proposer
-    history: History | None
+from specdistill.training.history import read_history
 
 
 def measure_candidates(options: CommonOptions) -> list[Measured]:
@@ -40,56 +29,53 @@ def measure_candidates(options: CommonOptions) -> list[Measured]:
     suite = load_suite(options.suite, options.target.model)
     target = FrozenTarget.load(**vars(options.target))
     fit_threads(target)
-    loaded = _loaded(options, candidates, settings, target)
+    proposers = []
+    for one, keys in zip(candidates, options_by_method(options, [one.method for one in candidates]), strict=True):
+        shape: dict[str, Any] = {"lookup_first": one.lookup_first, "draft_length": options.draft_length}
+        proposers.append(load_proposer(one.method, one.folder, target, key="drafts", **shape, **keys))
+    histories = [read_history(one.folder, key="drafts") if one.folder else None for one in candidates]
     limits: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "num_prompts": num_measured(suite, options.num_prompts)}
     prompts = tokenize(suite, target.tokenizer, max_length=target.max_length, vocab_size=target.vocab_size, **limits)
-    return _measured(target, loaded, suite, prompts, num_draws=options.sampling_draws)
-
-
-def _loaded(
-    options: CommonOptions, candidates: Sequence[Candidate], settings: Sequence[Settings], target: FrozenTarget
-) -> list[LoadedCandidate]:
-    loaded = []
-    drafting = options_by_method(options, [candidate.method for candidate in candidates])
-    for candidate, own, keys in zip(candidates, settings, drafting, strict=True):
-        own_keys = {"key": "drafts", "lookup_first": candidate.lookup_first, "draft_length": options.draft_length, **keys}
-        proposer = load_proposer(candidate.method, candidate.folder, target, **own_keys)
-        history = read_history(candidate.folder, key="drafts") if candidate.folder else None
-        loaded.append(LoadedCandidate(candidate, own, proposer, history))
-    return loaded
-
-
-def _measured(
-    target: FrozenTarget, loaded: Sequence[LoadedCandidate], suite: Suite, prompts: Sequence[Prompt], *, num_draws: int
-) -> list[Measured]:
-    with resources_used(target.device) as took:
-        for entry in loaded:
-            calibrate(target, entry.proposer, prompts, entry.settings)
-        runs = measure_together(target, [entry.proposer for entry in loaded], prompts, *(entry.settings for entry in loaded))
-        results: list[tuple[MeasuredConfiguration, dict[str, Any]]] = []
-        generate = generate_greedily(target, loaded[0].settings)
-        for entry, own in zip(loaded, runs, strict=True):
-            settings, proposer = entry.settings, entry.proposer
-            records = prompt_records(suite.name, settings.configuration, target, proposer, own)
-            result = MeasuredConfiguration(records, greedy_check(target, proposer, own, settings, generate), took)
-            test = sampling_test(target, proposer, prompts, settings, num_draws=num_draws)
-            costs = round_costs(target, proposer, prompts, settings)
-            results.append((result, {"sampling_test": test, "costs": costs, "took": took}))
+    results = _results(target, proposers, settings, suite, prompts, num_draws=options.sampling_draws)
     measured = []
-    for entry, (result, found) in zip(loaded, results, strict=True):
-        candidate, vocabulary, plan = entry.candidate, entry.proposer.vocabulary, MeasurementPlan(entry.settings, prompts)
-        draft = describe_draft(candidate.draft, candidate.method)
-        report = draft_report(target, entry.proposer, suite, [plan], [result], draft=draft, **found)
+    for one, own, proposer, history, (result, found) in zip(candidates, settings, proposers, histories, results, strict=True):
+        vocabulary, draft = proposer.vocabulary, describe_draft(one.draft, one.method)
+        report = draft_report(target, proposer, suite, [MeasurementPlan(own, prompts)], [result], draft=draft, **found)
         report["digest"] = digest(report, result.records)
         measured.append(
             Measured(
-                name=candidate.name,
-                num_layers=candidate.num_layers,
-                hidden_size=candidate.hidden_size,
+                name=one.name,
+                num_layers=one.num_layers,
+                hidden_size=one.hidden_size,
                 vocabulary=1.0 if vocabulary is None else len(vocabulary) / target.vocab_size,
-                training=entry.history.summary() if entry.history else None,
+                training=history.summary() if history else None,
                 report=report,
                 records=result.records,
             )
         )
     return measured
+
+
+def _results(
+    target: FrozenTarget,
+    proposers: Sequence[Proposer],
+    each: Sequence[Settings],
+    suite: Suite,
+    prompts: Sequence[Prompt],
+    *,
+    num_draws: int,
+) -> list[tuple[MeasuredConfiguration, dict[str, Any]]]:
+    """Of each proposer, with its settings: what was measured, and the other arguments of its `draft_report`."""
+    with resources_used(target.device) as took:
+        for proposer, settings in zip(proposers, each, strict=True):
+            calibrate(target, proposer, prompts, settings)
+        runs = measure_together(target, proposers, prompts, *each)
+        results: list[tuple[MeasuredConfiguration, dict[str, Any]]] = []
+        generate = generate_greedily(target, each[0])
+        for proposer, settings, own in zip(proposers, each, runs, strict=True):
+            records = prompt_records(suite.name, settings.configuration, target, proposer, own)
+            result = MeasuredConfiguration(records, greedy_check(target, proposer, own, settings, generate), took)
+            test = sampling_test(target, proposer, prompts, settings, num_draws=num_draws)
+            costs = round_costs(target, proposer, prompts, settings)
+            results.append((result, {"sampling_test": test, "costs": costs, "took": took}))
+    return results
