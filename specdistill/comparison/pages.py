@@ -67,18 +67,18 @@ def to_markdown(comparison: Comparison) -> str:
 
 def to_html(comparison: Comparison) -> str:
     """comparison.html: one self-contained file. Every value is escaped: names come from outside."""
-    ranked, entries, lines = _ranked(comparison), comparison["ranking"], rows(comparison)
-    reports = {candidate["name"]: candidate["report"] for candidate in ranked}
-    by_k: dict[int, list[Mapping[str, Any]]] = {}
-    for entry in entries:
-        by_k.setdefault(reports[entry["name"]]["settings"]["num_speculative_tokens"], []).append(entry)
+    ranked, lines = _ranked(comparison), rows(comparison)
+    by_k: dict[int, list[tuple[str, ResultRow]]] = {}
+    for candidate in ranked:
+        report = candidate["report"]
+        by_k.setdefault(report["settings"]["num_speculative_tokens"], []).append((candidate["name"], report["results"][0]))
     return template("comparison/comparison.html.j2").render(
         title=title(comparison),
         verdict=headline(comparison),
         settings=settings(comparison),
         created=comparison["created"],
-        report=reports[entries[0]["name"]],
-        best=entries[0],
+        report=ranked[0]["report"],
+        best=comparison["ranking"][0],
         table=_table(lines, MAIN[2:]),
         details=_table(lines, WHY),
         by_category=by_category(comparison),
@@ -87,7 +87,6 @@ def to_html(comparison: Comparison) -> str:
         why=comparison["why"],
         footnote=FOOTNOTE,
         by_k=by_k,
-        reports=reports,
     )
 
 

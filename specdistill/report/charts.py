@@ -116,40 +116,6 @@ def _lines(named: NamedRows, metric: str, formatted: Format, x: Scale, ticks: Ti
     return _svg(bottom + 40, label, drawn, values)
 
 
-def acceptance_against_cost(ranking: Sequence[Mapping[str, Any]], reports: Mapping[str, Mapping[str, Any]]) -> Markup | None:
-    """A point per candidate of a ranking, with its rank: c to the right, the acceptance length and its interval upward; a line joins the
-    points of the frontier.
-
-    Left and up is better. None when no candidate drafted anything.
-    """
-    drafting = [(entry, reports[entry["name"]]) for entry in ranking if "theory" in reports[entry["name"]]]
-    if not drafting:
-        return None
-    costs, rows = [report["theory"]["c"] for _, report in drafting], [report["results"][0] for _, report in drafting]
-    intervals = [_interval(row, "mean_acceptance_length") for row in rows]
-    x = Scale(0, max(costs) * 1.15 or 1.0, LEFT, WIDTH - RIGHT)
-    y = Scale(*_round_bounds([*itertools.chain(*intervals)]), 240 - BOTTOM - 14, TOP)
-    places = [(x(cost), y(row["mean_acceptance_length"])) for cost, row in zip(costs, rows, strict=True)]
-    on_frontier = [place for place, (entry, _) in zip(places, drafting, strict=True) if entry["on_pareto_frontier"]]
-    drawn = _axes(x, y, _ticks(0, x.high), "c, in plain decoding steps", 240)
-    drawn.append(_path(sorted(on_frontier), "bar", stroke_width=2, stroke_dasharray="2 4"))
-    right, values = 0.0, list[str]()
-    for (along, up), (low, high), (entry, report) in sorted(
-        zip(places, intervals, drafting, strict=True), key=lambda it: it[0]
-    ):
-        fill, mark = ("good", "good") if entry["on_pareto_frontier"] else ("paper", "muted")
-        row, right = report["results"][0], max(along, right + 14)  # numbers stand above the plot, where no interval ends
-        shown = f"{number(row['mean_acceptance_length'])}{between(row, 'mean_acceptance_length')}"
-        title = f"{entry['rank']}, {entry['name']}: acceptance length {shown} at c = {number(report['theory']['c'], 3)}"
-        drawn += [
-            _line(along, y(low), along, y(high), "bar", stroke_width=3, stroke_linecap="round"),
-            _dot(along, up, 5, fill, mark, title),
-            _text(right, TOP - 8, entry["rank"], anchor="middle", kind="strong"),
-        ]
-        values.append(title)
-    return _svg(240, "Acceptance length against c, one point per candidate", drawn, values)
-
-
 def acceptance_by_step(draft: Mapping[str, Any]) -> Markup | None:
     """A line for each position in the draft, in the colours of `stroke`: cumulative acceptance at each evaluation of the draft's training.
 
@@ -172,7 +138,9 @@ def _curves(curves: Sequence[Curve], label: str, axis: str, bounds: tuple[float,
     points = [point for *_, curve in curves for point in curve]
     x = Scale(0, max(along for along, *_ in points) * 1.05 or 1, LEFT, WIDTH - RIGHT)
     y = Scale(*bounds, 240 - BOTTOM - 14, TOP)
-    drawn = _axes(x, y, _ticks(0, x.high), axis, 240)
+    drawn = _y_axis(y, [(value, f"{value:g}") for value in _ticks(y.low, y.high)], x.end)
+    drawn += _x_axis(x, [(value, f"{value:,.10g}") for value in _ticks(0, x.high)], y.start, y.start + 4, y.start)
+    drawn.append(_text(x.end, 240 - 6, axis, anchor="end"))
     for index, (colour, dashes, curve) in enumerate(curves):
         drawn.append(_path([(x(along), y(up)) for along, up, *_ in curve], colour, stroke_width=2, stroke_dasharray=dashes))
         for along, up, title, name in curve:
@@ -358,17 +326,6 @@ def _y_axis(y: Scale, ticks: Ticks, right: float) -> list[Markup]:
     marks = [(y(value), label) for value, label in ticks]
     lines = [_line(LEFT, place, right, place, "line") for place, _ in marks]
     return lines + [_text(LEFT - 6, place + 4, label, anchor="end") for place, label in marks]
-
-
-def _axes(x: Scale, y: Scale, x_values: Iterable[float], x_name: str, height: float) -> list[Markup]:
-    """Both axes, and the name of the horizontal one at its end."""
-    x_ticks = [(value, f"{value:,.10g}") for value in x_values]
-    y_ticks = [(value, f"{value:g}") for value in _ticks(y.low, y.high)]
-    return [
-        *_y_axis(y, y_ticks, x.end),
-        *_x_axis(x, x_ticks, y.start, y.start + 4, y.start),
-        _text(x.end, height - 6, x_name, anchor="end"),
-    ]
 
 
 def _interval(row: ResultRow, metric: str) -> tuple[float, float]:
