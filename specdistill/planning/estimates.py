@@ -112,11 +112,9 @@ class PlanRow:
     trained_tokens: int | None = None
     micro_batch: tuple[int, int] | None = None
     disk_bytes: int | None = None
-    training_memory_bytes: int | None = None
     training_memory: dict[str, int] | None = None
     training_hours: float | None = None
     training_is_computed: bool = False
-    training_devices: int | None = None
     training_launch: Launch | None = None
     kv_bytes: int | None = None
     step_ratio: float | None = None
@@ -261,7 +259,7 @@ def _training(
     """What training takes, as fields of a row. recipe: keys of the one called `name` where the row describes its run."""
     if planned.shape is None:
         nothing = None if tokens is None else 0
-        return {"disk_bytes": nothing, "training_memory_bytes": 0, "training_memory": {}, "training_hours": nothing}
+        return {"disk_bytes": nothing, "training_memory": {}, "training_hours": nothing}
     target, parts, cost, itemsize = scenario.target, planned.parts, METHODS[method].cost, scenario.target.itemsize()
     train, draft = recipe.get("train", {}), {key: value for key, value in recipe.get("draft", {}).items() if key == "ttt_steps"}
     rows = scenario.batch_size or train.get("per_device_train_batch_size", BATCH_SIZE)
@@ -282,11 +280,9 @@ def _training(
         "disk_bytes": None if tokens is None else cost.features * target.text.hidden_size * itemsize * tokens,
         "micro_batch": (rows, length),
         "trained_tokens": trained,
-        "training_memory_bytes": sum(memory.values()),
         "training_memory": memory,
         "training_hours": None if trained is None else trained / rate / 3600,
         "training_is_computed": build is not None,
-        "training_devices": launch and launch.num_processes,
         "training_launch": launch,
     }
 

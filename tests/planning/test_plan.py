@@ -96,7 +96,6 @@ def test_llama_8b(plan_for: Callable[..., Plan]):
     assert (head.parameters, head.bytes) == (424_689_664, 849_379_328)
     assert head.training_tokens == 532_000 * 950
     assert head.disk_bytes == head.training_tokens * 32 * 1024  # four tensors of 4096 in bfloat16
-    assert sum(head.training_memory.values()) == head.training_memory_bytes
     assert (plan.target["kv_bytes"], head.kv_bytes) == (
         128 * 1024,
         4 * 1024,
