@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from specdistill.recipe.fields import AtLeastOne, NonNegative
-from specdistill.report.documents import ConfidenceInterval, Count, Document, Share, about, print_schema
+from specdistill.report.schema import ConfidenceInterval, Count, Document, Share, about, print_schema
 
 Point = Annotated[list[float], Field(min_length=2, max_length=2)]
 

@@ -24,8 +24,7 @@ from specdistill.errors import ResourceError, UserError
 from specdistill.files.documents import read_json
 from specdistill.files.folders import check_writable
 from specdistill.report import charts, phrases, tables
-from specdistill.report.documents import json_schema
-from specdistill.report.schema import ReportDocument
+from specdistill.report.schema import ReportDocument, json_schema
 from specdistill.report.text import to_markdown
 from specdistill.statistics.metrics import MIN_BUCKET_DRAFTS
 from specdistill.statistics.records import ALL, PromptRecord, read_records, records_of, write_records

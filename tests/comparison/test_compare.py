@@ -22,8 +22,8 @@ from specdistill.comparison.pages import headline, print_comparison, to_html, to
 from specdistill.comparison.schema import ComparisonDocument
 from specdistill.errors import UserError
 from specdistill.project import ROOT
-from specdistill.report.documents import json_schema
 from specdistill.report.phrases import duration
+from specdistill.report.schema import json_schema
 from specdistill.statistics.records import PromptRecord, RoundRecord, Timing
 from tests import rendered
 from tests.rendered import Page, renamed
