@@ -12,7 +12,7 @@ from specdistill.errors import ExitCode, UserError
 from specdistill.recipe.fields import Section, option
 from specdistill.recipe.load import load_recipe
 from specdistill.report.files import REPORT, read_document
-from specdistill.report.phrases import Report, is_lossless
+from specdistill.report.phrases import Report, between, is_lossless, number, times
 from specdistill.report.text import plain, table
 from specdistill.terminal import result
 
@@ -29,13 +29,14 @@ def print_table(given: Sequence[str]) -> int:
     places = [place for argument in given if "=" not in argument and argument[0] != "-" for place in argument.split(",")]
     keys = [argument for argument in given if "=" in argument or argument[0] == "-"]
     options = load_recipe(TableOptions, [*keys, *([f"reports={json.dumps(places)}"] if places else [])])
-    rows = [_numbers(read_document(path, "reports")) for place in options.reports for path in _reports(Path(place))]
+    reports = [read_document(path, "reports") for place in options.reports for path in _reports(Path(place))]
+    rows, shown = [*map(_numbers, reports)], [*map(_cells, reports)]
     if options.format == "csv":
         csv.writer(sys.stdout, lineterminator="\n").writerows([rows[0], *(row.values() for row in rows)])
     elif options.format == "markdown":
-        print(table(HEAD, ([plain(cell) for cell in _cells(row)] for row in rows)))
+        print(table(HEAD, ([plain(cell) for cell in cells] for cells in shown)))
     else:
-        lines = [" & ".join(re.sub(r"[&%$#_{}\\~^×–]", _latex, cell) for cell in cells) + r" \\" for cells in map(_cells, rows)]
+        lines = [" & ".join(re.sub(r"[&%$#_{}\\~^×–]", _latex, cell) for cell in cells) + r" \\" for cells in shown]
         head = rf"{' & '.join(HEAD)} \\"
         print(r"\begin{tabular}{llllrllll}", r"\toprule", head, r"\midrule", *lines, r"\bottomrule", r"\end{tabular}", sep="\n")
     result(rows)
@@ -71,11 +72,9 @@ def _numbers(report: Report) -> dict[str, Any]:
     }
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    shown = []
-    for name, unit in (("acceptance_length", ""), ("speedup", "×")):
-        value, low, high = (row[f"{name}{end}"] for end in ("", "_low", "_high"))
-        interval = "" if low is None else f" ({low:.2f} to {high:.2f})"
-        shown.append("–" if value is None else f"{value:.2f}{unit}{interval}")
-    lossless = {True: "yes", False: "NO", None: "–"}[row["lossless"]]
-    return [*(str(row[name]) for name in HEAD[:5]), *shown, lossless, row["verdict"] or "–"]
+def _cells(report: Report) -> list[str]:
+    numbers, row = _numbers(report), report["results"][0]
+    length = f"{number(row.get('mean_acceptance_length'))}{between(row, 'mean_acceptance_length')}"
+    speedup = f"{times(row.get('speedup'))}{between(row, 'speedup')}"
+    lossless = {True: "yes", False: "NO", None: "–"}[numbers["lossless"]]
+    return [*(str(numbers[name]) for name in HEAD[:5]), length, speedup, lossless, numbers["verdict"] or "–"]
