@@ -12,7 +12,7 @@ READY := $(VENV)/.ready
 export PATH := $(abspath $(BIN)):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-launches test-all lint format site bench methods smollm2 smollm2-engines engines test-engines mutants kills fuzz
+.PHONY: help setup demo test test-long test-launches test-all lint format site bench methods smollm2 smollm2-engines engines test-engines test-lowest cuda-check mutants kills fuzz
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -77,6 +77,20 @@ engines: $(SPECULATORS)/.ready $(VLLM)/.ready $(LLAMA)/.ready  ## make an enviro
 
 test-engines: $(READY) engines  ## drafts in those engines: same logits, same text, same counts of accepted tokens
 	SPECDISTILL_ENGINES=$(abspath $(ENGINES)) $(BIN)/python -m pytest tests/with_engines -m engines $(ARGS)
+
+# Warnings of old libraries about others are no failure. torch comes as its CUDA build (3 GB), which runs on CPUs too.
+LOWEST := $(ENGINES)/lowest-$(shell sha256sum pyproject.toml | cut -c 1-12)
+test-lowest: $(LOWEST)/.ready  ## the quick tests with the lowest versions that pyproject.toml allows
+	$(LOWEST)/bin/python $(wordlist 2,99,$(PYTEST)) -W default -m 'not long' $(ARGS)
+
+cuda-check: $(LOWEST)/.ready  ## count kernels, bytes and waits of a GPU's step and round; needs no GPU
+	$(LOWEST)/bin/python -m bench.cuda_check $(ARGS)
+
+$(LOWEST)/.ready:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet uv
+	$(@D)/bin/uv pip install --quiet --python $(@D)/bin/python --resolution lowest-direct --requirement pyproject.toml --extra dev
+	touch $@
 
 mutants: $(READY)  ## break the library in each way of tests/mutants.json: do the quick tests notice?
 	$(BIN)/python bench/mutants.py $(ARGS)

@@ -57,6 +57,8 @@ from specdistill.training.history import read_history
 from specdistill.training.optimizer import build_optimizer
 from specdistill.training.run import TrainingRun
 
+STORE_READERS = 2  # processes that read stored features while a GPU trains
+
 __all__ = ["Draft", "DraftConfig", "DraftTrainer", "Report", "acquire", "compare", "generate", "judge"]
 __all__ += ["load_draft", "load_target", "measure", "publish", "train"]
 WITHOUT_RECIPE = ["train.output_dir=runs/eval"]
@@ -162,12 +164,14 @@ def train_draft(recipe: TrainedRecipe, callbacks: Sequence[TrainerCallback] = ()
         check_suite(recipe.selection.suite, key="selection.suite")
     load_gate(recipe.gate)
     push = PushCheckpoints.of(recipe)
-    run = TrainingRun.open(recipe, target_dtype=recipe.target.dtype, eval_on_start=recipe.evaluates_first)
+    hidden_states = getattr(recipe, "hidden_states", HiddenStatesConfig())  # which heads have
+    readers = STORE_READERS if hidden_states.path and torch.cuda.is_available() else 0
+    defaults = {"eval_on_start": recipe.evaluates_first, "dataloader_num_workers": readers}
+    run = TrainingRun.open(recipe, target_dtype=recipe.target.dtype, **defaults)
     method = implementation(recipe.method)
     assert method.objective is not None, recipe.method
 
     # Target and data
-    hidden_states = getattr(recipe, "hidden_states", HiddenStatesConfig())  # which heads have
     runs_layers = hidden_states.runs_layers or recipe.selection is not None
     target = FrozenTarget.load(**vars(recipe.target), layers_on_disk=not runs_layers)
     train_set, eval_set = open_rows(recipe.data, RowTarget.of(target), measured_on=recipe.measured_on, make=make_rows)

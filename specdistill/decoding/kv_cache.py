@@ -16,6 +16,7 @@ from transformers import DynamicCache
 
 from specdistill.decoding.tree import Step
 from specdistill.targets.cache import LEAST_SPARE
+from specdistill.targets.packed_attention import cached_attention
 
 FIRST_SIZE = 512  # positions allocated at first
 
@@ -64,14 +65,14 @@ class DraftKVCache:
         self._tables = RotaryTables(rotary, device)
         self._buffers: dict[int, tuple[Tensor, Tensor]] = {}  # by layer
         self._first = 0  # the first position that the step's first query attends to
-        self._mask_TS: Tensor | None = None  # what each query attends to from there on; None: all
+        self._mask_TS: Tensor | None = None  # what each query attends to from there on; None: itself and all before it
 
     def next_rotary(self, count: int) -> tuple[Tensor, Tensor]:
         """(cos, sin) [1, count, d] of the next step's positions."""
         start, end = self.length, self.length + count
         self._tables.reserve(end)
         self._first, self._mask_TS = 0 if self.window is None else max(0, start - self.window + 1), None
-        if count > 1:  # query i is at position start + i: causal attention
+        if count > 1 and self._tables.device.type == "cpu":  # query i is at position start + i: causal attention
             mask_TS = torch.ones(count, end - self._first, dtype=torch.bool, device=self._tables.device)
             self._mask_TS = mask_TS.tril(start - self._first)
             if self.window is not None:
@@ -101,10 +102,10 @@ class DraftKVCache:
         """As in `KVCache`."""
         self.append(layer, key_BGTd, value_BGTd)
         keys, values = self._buffers[layer]
-        seen = slice(self._first, self.length)
-        return F.scaled_dot_product_attention(
-            query_BNTd, keys[:, :, seen], values[:, :, seen], attn_mask=self._mask_TS, enable_gqa=True
-        )
+        keys, values = (held[:, :, self._first : self.length] for held in (keys, values))
+        if self._mask_TS is None and query_BNTd.shape[2] > 1:
+            return cached_attention(query_BNTd, keys, values, self.window).transpose(1, 2)
+        return F.scaled_dot_product_attention(query_BNTd, keys, values, attn_mask=self._mask_TS, enable_gqa=True)
 
 
 class BatchKVCache(DynamicCache):

@@ -26,6 +26,7 @@ from specdistill.targets.frozen import Features, FrozenTarget, capture
 
 KEY = "eval.compile"
 LEAST_SIZE = 256  # positions
+MOST_GRAPHS = 128  # of a process: one for each size, target and K that it decodes with
 WARM_UP = 3  # passes before CUDA graphs are replayed
 PROMPT, REJECTED, NEXT = [1, 2, 3], [4, 5], [4, 6]  # of the sequence that shows whether the graph computes the target
 
@@ -88,13 +89,9 @@ class CompiledTarget:
         hooks = ExitStack()
         self._captured = hooks.enter_context(capture(target.layers, aux_layers))
         weakref.finalize(self, hooks.close)
-        self._graph = torch.compile(  # type: ignore[call-overload]  # of torch, which leaves its last option out
-            self._pass,
-            fullgraph=True,
-            dynamic=False,
-            mode="reduce-overhead" if target.device.type == "cuda" else None,
-            isolate_recompiles=True,  # a graph for each size, however many there are
-        )
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
+        mode = "reduce-overhead" if target.device.type == "cuda" else None
+        self._graph = torch.compile(self._pass, fullgraph=True, dynamic=False, mode=mode)
         self._check()
 
     def begin(self, token_ids: Sequence[int]) -> tuple[Tensor, Features]:

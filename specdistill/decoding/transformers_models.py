@@ -76,10 +76,10 @@ def keep_path(cache: DynamicCache, num_nodes: int, path: Sequence[int]) -> None:
     slots = [first + node for node in path]
     if slots != list(range(first, first + len(path))):
         layers: Any = cache.layers
-        for layer in layers:
-            for kept in (layer.keys, layer.values):
-                if kept is not None:  # layers that share another's keys stay empty
-                    kept[:, :, first : first + len(path)] = kept[:, :, slots]
+        held = [kept for layer in layers for kept in (layer.keys, layer.values) if kept is not None]  # some share another's
+        index = torch.tensor(slots, device=held[0].device)  # a list would be copied to the device for every layer
+        for kept in held:
+            kept[:, :, first : first + len(path)] = kept[:, :, index.to(kept.device)]
     cache.crop(len(path) - num_nodes)
 
 

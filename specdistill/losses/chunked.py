@@ -16,8 +16,9 @@ from torch import Tensor
 from specdistill.targets.anatomy import LogitsHead
 
 BLOCK = 4096  # rows, of all K positions, whose logits exist at a time: products of fewer would not fill a GPU
-# Float32 logits in a divergence: larger ones would not stay in caches, and glibc would map their memory again each time.
-CHUNK_BYTES = 16 << 20
+# Float32 logits in a divergence. On a CPU larger ones would not stay in caches, and glibc would map their memory again each time; on a GPU
+# smaller ones would be kernels that last less than their launch.
+CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
 # Rows of a position in a divergence that is compiled: what is fused needs no caches, and every chunk is compiled for itself.
 COMPILED_CHUNK = 2048
 
@@ -34,7 +35,7 @@ def head_loss(
     loss_of: LossOf,
     *,
     block: int = BLOCK,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The weighted sum of the rows' losses, a scalar, and their metrics [M, K, R], which take no gradient.
 
@@ -46,6 +47,7 @@ def head_loss(
     if torch.compiler.is_compiling():
         size = chunk = min(block, COMPILED_CHUNK)
     else:
+        chunk_bytes = CHUNK_BYTES[rows_KRH.device.type] if chunk_bytes is None else chunk_bytes
         chunk = max(1, min(block // num_positions, chunk_bytes // (4 * vocabulary)))
         size = chunk * max(1, block // (num_positions * chunk))
     gives_gradient = torch.is_grad_enabled()

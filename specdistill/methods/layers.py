@@ -5,6 +5,7 @@ Shapes: B batch, T positions, I input size, H hidden size, N query heads, G key/
 A `KVCache` holds keys and values and answers queries, so that cached decoding and the unrolled training-time test run the same layers.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -45,14 +46,9 @@ def check_window(shape: HeadShape, num_steps: int, *, key: str) -> None:
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's, which on a CPU would compute 16-bit inputs with float32 weights in float32 too, but in many steps, and warn of it.
-
-    Same values and dtypes. On a GPU autocast brings both to float32 itself.
-    """
+    """torch's over inputs in the weights' precision: of 16-bit inputs and float32 weights torch warns, and takes seven kernels for one."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if not x.is_cpu:
-            return super().forward(x)
         return super().forward(x.to(torch.promote_types(x.dtype, self.weight.dtype))).to(x.dtype)
 
 
@@ -103,10 +99,10 @@ class PlainLayer(nn.Module):
         return output
 
 
-class Rotary:
-    """(cos, sin) [B, T, d] of positions, as a Llama with this shape has them, in the dtype of `like`.
+class Rotary(LlamaRotaryEmbedding):
+    """(cos, sin) [B, T, d] of positions [B, T], as a Llama with this shape has them, in the dtype of the first argument.
 
-    No module, so that `.to(bfloat16)` of a draft leaves its frequencies in float32: rounded, they are off by a tenth at position 512.
+    `.to(bfloat16)` of a draft leaves its frequencies in float32: rounded, they are off by a tenth at position 512.
     """
 
     def __init__(self, shape: HeadShape) -> None:
@@ -117,8 +113,11 @@ class Rotary:
             max_position_embeddings=shape.max_position_embeddings,
             rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta, **(shape.rope_scaling or {})},
         )
-        self._tables = LlamaRotaryEmbedding(config)
+        super().__init__(config)
 
-    def __call__(self, like: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
-        tables: tuple[Tensor, Tensor] = self._tables(like, positions_BT)
-        return tables
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":
+        exact = dict(self.named_buffers())
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, moved in list(self.named_buffers()):
+            setattr(self, name, exact[name].to(moved.device))
+        return self

@@ -169,10 +169,11 @@ def training_step(
     rows: int,
     length: int,
     gradient_checkpointing: bool = False,
+    ledger: Ledger | None = None,
 ) -> Account:
     """The account of a micro-batch of `rows` rows of `length` tokens, with the loss of a recipe of the method with these keys of `draft:`.
 
-    build: (the target, its tensors without content) -> the draft.
+    build: (the target, its tensors without content) -> the draft. ledger: one that counts more.
     """
     values = {"method": method, "target": {"model": method}, "data": {"source": method}, "train": {"output_dir": method}}
     recipe = validate(METHODS[method].recipe(), {**values, "draft": dict(draft)})
@@ -190,7 +191,7 @@ def training_step(
         for parameter in objective.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)
-        ledger = Ledger()
+        ledger = Ledger() if ledger is None else ledger
         with ledger:  # as the Trainer takes the loss
             batch = objective.prepare(batch, None)
             with torch.autocast("cpu", torch.bfloat16):

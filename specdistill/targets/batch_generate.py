@@ -5,7 +5,7 @@ the model's own forward pass:
 
 * `GrowingLayer` keeps keys and values dense. transformers' dynamic cache copies all of them at every token, and oneDNN's bfloat16
   product copies a view into a larger buffer.
-* `grouped_attention` reads every key and value once for all the query heads that share it.
+* `grouped_attention` reads every key and value once for all the query heads that share it, on a GPU too.
 * Rows that have ended leave the batch, and on a CPU a batch is generated in parts, as many at a time as there are cores: threads that
   never wait for one another beat threads inside each of hundreds of small operations.
 
@@ -104,14 +104,14 @@ AttentionMaskInterface.register(GROUPED_ATTENTION, sdpa_mask)
 
 @contextmanager
 def generation_mode(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[PreTrainedModel]:
-    """The model prepared for fast generation: weights in `dtype` (a copy if they are not), the attention that suits its device."""
+    """The model prepared for fast generation: weights in `dtype` (a copy if they are not), keys and values read by groups."""
     attention, training = model.config._attn_implementation, model.training
     if is_plain(model) and model.dtype != dtype:
         model = copy.deepcopy(model)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)  # not `model.to`, which would round the rotary frequencies too
     model.eval()
-    if model.device.type == "cpu" and attention == "sdpa":
+    if attention == "sdpa":
         model.set_attn_implementation(GROUPED_ATTENTION)
     try:
         yield model

@@ -30,6 +30,11 @@ class BufferedLayer(DynamicLayer):
 
     _buffers: tuple[Tensor | None, Tensor | None] = (None, None)
 
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """transformers' own copies empty tensors to the device, for which the host waits."""
+        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+        self.keys, self.values = key_states[..., :0, :], value_states[..., :0, :]
+
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_options: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

@@ -25,7 +25,16 @@ from specdistill.targets.cache import is_recurrent
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.identity import TargetIdentity
 from specdistill.targets.loading import end_tokens, is_plain, max_length, read_causal_lm, with_adapter
-from specdistill.targets.packed_rows import BackboneInputs, Documents, PackingMethod, as_they_are, packing
+from specdistill.targets.packed_rows import (
+    BackboneInputs,
+    Documents,
+    PackingMethod,
+    as_they_are,
+    attending,
+    continues_without_mask,
+    packing,
+    sdpa_configs,
+)
 from specdistill.targets.sharding import in_turn, num_processes
 
 SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -76,11 +85,17 @@ class Features:
 
     def at(self, positions: list[int]) -> "Features":
         """Of some positions, in the order given."""
-        return Features(tuple(feature[:, positions] for feature in self.aux), self.last_hidden[:, positions])
+        return self._indexed(1, positions)
 
     def rows(self, index: Sequence[int]) -> "Features":
         """Of some rows of the batch."""
-        return Features(tuple(feature[index] for feature in self.aux), self.last_hidden[index])
+        return self._indexed(0, index)
+
+    def _indexed(self, dim: int, numbers: Sequence[int]) -> "Features":
+        index = torch.tensor(numbers, device=self.last_hidden.device)  # copied to the device once
+        return Features(
+            tuple(feature.index_select(dim, index) for feature in self.aux), self.last_hidden.index_select(dim, index)
+        )
 
 
 class FrozenTarget:
@@ -215,10 +230,20 @@ class FrozenTarget:
         """
         if attention_mask is not None or past_key_values is not None:
             given = {"position_ids": position_ids_BT, "attention_mask": attention_mask, "past_key_values": past_key_values}
-            return self._pass(aux_layers, {"input_ids": input_ids_BT, **given})
+            grows = attention_mask is None and past_key_values is not None and not past_key_values.is_compileable
+            with attending(self._maskless if grows else ()):
+                return self._pass(aux_layers, {"input_ids": input_ids_BT, **given})
         if self.one_batch:
             return in_turn(partial(self._rows, aux_layers), input_ids_BT, position_ids_BT)
         return self._rows(aux_layers, input_ids_BT, position_ids_BT, documents)
+
+    @cached_property
+    def _maskless(self) -> list[Any]:
+        """The configs whose attention goes without a mask over a KV cache: on a GPU, if the class allows it."""
+        allowed = (
+            self.device.type == "cuda" and self.config._attn_implementation == "sdpa" and continues_without_mask(self.model)
+        )
+        return sdpa_configs(self.model) if allowed else []
 
     @cached_property
     def _packing(self) -> PackingMethod:

@@ -44,7 +44,7 @@ def packed_attention(
         cumulative_lengths: int32 [D + 1], where each document begins, then S. Documents may be empty.
         longest: tokens of the longest document.
         window: a token sees itself and the window - 1 before it; None sees all of them.
-        scale: of the scores; None: d^-1/2, which is what the backward takes.
+        scale: of the scores; None: d^-1/2.
 
     Returns:
         the output [S, N, e], and the scores' log-sum-exp [N, S] in `wide`.
@@ -75,9 +75,10 @@ def packed_attention_backward(
     cumulative_lengths: Tensor,
     longest: int,
     window: int | None,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value, given the output's. Output and log-sum-exp may be those of a softmax over more keys."""
-    scale = query_SNd.shape[-1] ** -0.5
+    scale = query_SNd.shape[-1] ** -0.5 if scale is None else scale
     grad, query, key, value, output = _alike(grad_SNe, query_SNd, key_SGd, value_SGe, output_SNe)
     if _one_kernel(query):
         packing, options = _arguments(cumulative_lengths, longest, window, scale)
@@ -99,6 +100,45 @@ def packed_attention_backward(
     return dq_SNd, dk_SGd, dv_SGe
 
 
+def cached_attention(
+    query_1NTd: Tensor, key_1GSd: Tensor, value_1GSe: Tensor, window: int | None, scale: float | None = None
+) -> Tensor:
+    """[1, T, N, e]: the attention of the last T of S positions, each to those up to itself.
+
+    A GPU's kernel needs no mask [T, S]; with one, keys and values would be repeated for every query head.
+    """
+    num_queries, num_keys = query_1NTd.shape[2], key_1GSd.shape[2]
+    scale = query_1NTd.shape[-1] ** -0.5 if scale is None else scale
+    query, key, value = _alike(*(x.transpose(1, 2) for x in (query_1NTd, key_1GSd, value_1GSe)))
+    if _one_kernel(query):
+        sides = _sides(window)
+        sizes = (None, None, num_queries, num_keys, 0.0, window is None, False)
+        output, *_ = aten._flash_attention_forward(query, key, value, *sizes, scale=scale, **sides)
+    else:
+        seen_TS = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_queries)
+        if window is not None:
+            seen_TS = seen_TS.triu(num_keys - num_queries - window + 1)
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        output = F.scaled_dot_product_attention(query, key, value, seen_TS, scale=scale, enable_gqa=True).transpose(1, 2)
+    within: Tensor = output[..., : value_1GSe.shape[-1]]
+    return within
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.longest, ctx.window, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _gradients(ctx: Any, grad_SNe: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    """Of the output alone: nothing is asked of the log-sum-exp's."""
+    query, key, value, lengths, *output = ctx.saved_tensors
+    packing = lengths, ctx.longest, ctx.window, ctx.scale
+    return *packed_attention_backward(grad_SNe, query, key, value, *output, *packing), *[None] * len(packing)
+
+
+packed_attention.register_autograd(_gradients, setup_context=_keep)
+
+
 @packed_attention.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
     size, heads = query.shape[:2]
@@ -106,7 +146,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> 
 
 
 @packed_attention_backward.register_fake
-def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
     return dq, dk, dv
 
@@ -118,7 +158,7 @@ def _(query: torch.Size, key: torch.Size, value: torch.Size, lengths: torch.Size
 
 @register_flop_formula(torch.ops.specdistill.packed_attention_backward)
 def _(grad: torch.Size, query: torch.Size, *rest: Any, **options: Any) -> int:
-    return _products(query, *rest[-2:], width=3 * query[-1] + 2 * grad[-1])  # scores, their gradient, and three gradients of it
+    return _products(query, *rest[5:7], width=3 * query[-1] + 2 * grad[-1])  # scores, their gradient, and three gradients of it
 
 
 def _products(query: torch.Size, longest: int, window: int | None, *, width: int) -> int:
@@ -142,9 +182,12 @@ def _arguments(
     cumulative_lengths: Tensor, longest: int, window: int | None, scale: float
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """That kernel's, after the tensors: queries lie as keys do, no dropout, causal, as `torch.nn.attention.varlen` says it."""
-    sides = {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
     packing = (cumulative_lengths, cumulative_lengths, longest, longest, 0.0, window is None)
-    return packing, {"scale": scale, **sides}
+    return packing, {"scale": scale, **_sides(window)}
+
+
+def _sides(window: int | None) -> dict[str, int]:
+    return {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
 
 
 def _by_group(x_SHd: Tensor, groups: int) -> Tensor:

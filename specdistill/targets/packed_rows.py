@@ -7,7 +7,7 @@ asks transformers for by name, and to ask of it nothing but causality, a sliding
 Shapes: B rows, T positions, S = B T, N query heads, G key/value heads, d key head size, e value head size, D documents.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,7 +20,8 @@ from transformers.masking_utils import create_masks_for_generate
 from transformers.utils.generic import TransformersKwargs
 
 from specdistill.targets.anatomy import CLASS_ERRORS, NUM_CACHED, NUM_TOKENS, backbone_of, reads_alike
-from specdistill.targets.packed_attention import packed_attention
+from specdistill.targets.cache import new_cache
+from specdistill.targets.packed_attention import cached_attention, packed_attention
 
 NAME = "specdistill_packed"  # under which transformers finds the attention
 # What a class may hand on to its attention that changes nothing in it.
@@ -54,10 +55,14 @@ PackingMethod = Callable[
 
 def by_lengths(model: Any, inputs: BackboneInputs, documents: Documents, run: Callable[[BackboneInputs], Any]) -> Any:
     """Classes with `sdpa` take `attend` in its place. Raises LookupError for a model with none."""
+    with attending(sdpa_configs(model)):
+        return run({**inputs, **lengths_of(inputs["input_ids"], documents)})
+
+
+def lengths_of(input_ids_BT: Tensor, documents: Documents) -> BackboneInputs:
+    """What tells `attend` where documents are. Without a mask transformers would look for them, for which the host has to wait."""
     lengths = {"cu_seq_lens_q": documents.cumulative_lengths, "max_length_q": documents.longest}
-    # Without a mask transformers would look for documents in the position ids, for which the host has to wait.
-    with attending(model):
-        return run({**inputs, "attention_mask": torch.ones_like(inputs["input_ids"]), **lengths})
+    return {"attention_mask": torch.ones_like(input_ids_BT), **lengths}
 
 
 def as_they_are(_model: Any, inputs: BackboneInputs, _documents: Documents, run: Callable[[BackboneInputs], Any]) -> Any:
@@ -126,31 +131,30 @@ def attend(
     value_BGTe: Tensor,
     attention_mask: Any,
     *,
-    cu_seq_lens_q: Tensor,
-    max_length_q: int,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int = 0,
     scaling: float | None = None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as a class of transformers calls it; returns [B, T, N, e], and no weights.
+    """Attention as a class of transformers calls it; returns [B, T, N, e], and no weights. Without lengths of documents the positions are
+    the last of one sequence.
 
     Masks say what `sdpa` computes and keywords what flash attention does: where they differ, as in chunks, it is neither window.
     Raises NotImplementedError for what is not computed here.
     """
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     unknown = {name for name, value in others.items() if value is not None} - IDLE
-    if (
-        unknown
-        or dropout
-        or not is_causal
-        or attention_mask != CausalMask(sliding_window)
-        or key_BGTd.shape[2] != query_BNTd.shape[2]
-    ):
+    fits = len(query_BNTd) == 1 if cu_seq_lens_q is None else key_BGTd.shape[2] == query_BNTd.shape[2]
+    if unknown or dropout or not is_causal or not fits or attention_mask != CausalMask(sliding_window):
         raise NotImplementedError(f"more than causal attention: {attention_mask}, {sliding_window}, {sorted(unknown)}")
     # Under autocast float32 rotary tables widen queries and keys; values are in the dtype that projections compute in.
-    flat = (x.to(value_BGTe.dtype).transpose(1, 2).flatten(0, 1) for x in (query_BNTd, key_BGTd, value_BGTe))
+    query, key, value = (x.to(value_BGTe.dtype) for x in (query_BNTd, key_BGTd, value_BGTe))
+    if cu_seq_lens_q is None:
+        return cached_attention(query, key, value, sliding_window, scaling), None
+    flat = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     output_SNe, _ = packed_attention(*flat, cu_seq_lens_q, max_length_q, sliding_window, scaling)
     return output_SNe.unflatten(0, (query_BNTd.shape[0], -1)), None
 
@@ -160,18 +164,51 @@ AttentionMaskInterface.register(NAME, causal_mask)
 
 
 @contextmanager
-def attending(model: Any) -> Iterator[None]:
-    """Within it `attend` stands in the place of `sdpa`. Raises LookupError for a model that has none."""
+def attending(configs: Sequence[Any]) -> Iterator[None]:
+    """Within it `attend` stands in the place of `sdpa` in these configs."""
+    try:
+        set_attention(configs, NAME)
+        yield
+    finally:
+        set_attention(configs, "sdpa")
+
+
+def sdpa_configs(model: Any) -> list[Any]:
+    """The configs of a model and of its parts that ask for `sdpa`. Raises LookupError for none."""
     own = {
         id(part.config): part.config for part in model.modules() if isinstance(getattr(part, "config", None), PreTrainedConfig)
     }
-    with_sdpa = [config for config in own.values() if config._attn_implementation == "sdpa"]
-    if not with_sdpa:
+    found = [config for config in own.values() if config._attn_implementation == "sdpa"]
+    if not found:
         raise LookupError("no sdpa")
+    return found
+
+
+def set_attention(configs: Sequence[Any], name: str) -> None:
+    for config in configs:
+        config._attn_implementation = {"": name}  # its own alone, not that of the configs within it
+
+
+def configs_with_lengths(model: Any) -> list[Any]:
+    """What `attending` takes where a model that is trained reads packed rows by `lengths_of` them; nothing where it does not."""
+    drops = getattr(model.config, "attention_dropout", 0)
+    return sdpa_configs(model) if not drops and packing(model) is by_lengths else []
+
+
+@torch.no_grad()
+def continues_without_mask(model: Any) -> bool:
+    """Whether a pass over a KV cache may take `attend`: a class that asks it for causality, a sliding window and a scale alone."""
+    backbone, ids_1T = backbone_of(model), torch.arange(NUM_TOKENS, device=model.device).unsqueeze(0)
+
+    def run() -> Tensor:
+        cache = new_cache(model.config.get_text_config(decoder=True))
+        for part_1T in ids_1T.split(NUM_CACHED, dim=1):
+            hidden: Tensor = backbone(input_ids=part_1T, past_key_values=cache, use_cache=True).last_hidden_state
+        return hidden
+
     try:
-        for config in with_sdpa:
-            config._attn_implementation = {"": NAME}  # its own alone, not that of the configs within it
-        yield
-    finally:
-        for config in with_sdpa:
-            config._attn_implementation = {"": "sdpa"}
+        with attending(sdpa_configs(model)):
+            without = run()
+    except CLASS_ERRORS:
+        return False
+    return reads_alike(without, run())

@@ -199,7 +199,8 @@ def _check_trackers_and_schedule(arguments: Any) -> None:
 
 def _launch_defaults() -> dict[str, Any]:
     """Every parameter of a draft is used in every step, and its buffers are constants; the Trainer's filter of losses that are not finite
-    would wait for the device in each step, and hide them. Without a GPU: no pinned memory, and a backend for several processes.
+    would wait for the device in each step, and hide them. With a GPU batches are copied while it computes; without one there is no pinned
+    memory, and a backend for several processes.
     """
     defaults: dict[str, Any] = {
         "ddp_find_unused_parameters": False,
@@ -207,7 +208,7 @@ def _launch_defaults() -> dict[str, Any]:
         "logging_nan_inf_filter": False,
     }
     if torch.cuda.is_available():
-        return defaults
+        return {**defaults, "accelerator_config": {"non_blocking": True}}
     defaults["dataloader_pin_memory"] = False
     if not is_sharded():
         return {**defaults, "use_cpu": True}  # under sharding that would switch it off

@@ -2,8 +2,8 @@
 
 A training ends before its last step when a signal asks it to, which saves, or when a loss is not finite, which does not. A signal reaches
 one process or all, at different moments, and a loss may be finite in all but one. So at the end of each step every process adds its
-findings to the others', and all end after the same step. The sums are read one step later, when no device waits for them, or at once where
-the step is saved.
+findings to the others', and all end after the same step. The sums are copied to the CPU while the device goes on and read one step later,
+or at once where the step is saved.
 """
 
 import json
@@ -131,11 +131,14 @@ class StopSignals:
 
 @dataclass(frozen=True)
 class EndedStep:
-    """losses: of this process's micro-batches. found_2: over all processes, those asked to stop and those whose loss is not finite."""
+    """losses: of this process's micro-batches. found_2: over all processes, those asked to stop and those whose loss is not finite; on the
+    CPU, where a device has copied them once `copied` is reached.
+    """
 
     number: int
     losses: list[Tensor]
     found_2: Tensor
+    copied: torch.cuda.Event | None
 
 
 class Stopping(TrainerCallback):
@@ -150,9 +153,11 @@ class Stopping(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         losses, self.trainer.micro_batch_losses = self.trainer.micro_batch_losses, []
         finite = torch.stack(losses).isfinite().all()
-        asked = torch.tensor(self.signals.asked, device=finite.device)
+        asked = torch.full_like(finite, self.signals.asked)
         found_2 = self.trainer.accelerator.reduce(torch.stack([asked, ~finite]).long(), "sum")
-        self.unread.append(EndedStep(state.global_step, losses, found_2))
+        on_cpu_2 = found_2.to("cpu", non_blocking=True)  # into pinned memory
+        copied = torch.cuda.current_stream().record_event() if found_2.is_cuda else None
+        self.unread.append(EndedStep(state.global_step, losses, on_cpu_2, copied))
         self._read(args, control)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -164,6 +169,8 @@ class Stopping(TrainerCallback):
         ends = control.should_save or control.should_evaluate or control.should_training_stop
         while self.unread and (ends or self.stops or len(self.unread) > 1):
             step = self.unread.pop(0)
+            if step.copied:
+                step.copied.synchronize()
             num_asked, num_not_finite = step.found_2.tolist()
             if num_not_finite:
                 self._not_finite(step, args)

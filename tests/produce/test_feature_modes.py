@@ -76,6 +76,13 @@ def test_what_has_no_room_is_made_in_the_steps(tmp_path: Path) -> None:
     assert history(tmp_path, target, "eagle", store) == expected
 
 
+def test_processes_may_read_the_store(tmp_path: Path) -> None:
+    target = target_of(torch.float32)
+    store = stored(tmp_path / "store", target, (), "float32", rows=ROWS.select(range(3)))
+    expected = history(tmp_path, target, "eagle", store)
+    assert history(tmp_path, target, "eagle", store, dataloader_num_workers=2) == expected
+
+
 def test_a_float32_target_is_near_in_bfloat16_and_less_near_in_float8(tmp_path: Path) -> None:
     target = target_of(torch.float32)
     expected = torch.tensor(history(tmp_path, target, "eagle3", None)[::2])

@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from specdistill.targets.packed_attention import packed_attention, packed_attention_backward
+from specdistill.targets.packed_attention import cached_attention, packed_attention, packed_attention_backward
 
 CUMULATIVE = torch.tensor([0, 0, 5, 6, 32, 32], dtype=torch.int32)
 
@@ -56,3 +57,31 @@ def test_flops_are_those_of_the_pairs_that_see_each_other() -> None:
     with FlopCounterMode(display=False) as counter:
         packed_attention_backward(grad, query, key, value, output, lse, *packing)
     assert counter.get_total_flops() == 2 * pairs * (16 + 12 + 16 + 16 + 12)
+
+
+def masked(query: Tensor, key: Tensor, value: Tensor, seen_TS: Tensor, scale: float | None = None) -> Tensor:
+    """torch's attention over heads in the second dimension of [T, N, d]."""
+    heads_first = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    output = F.scaled_dot_product_attention(*heads_first, attn_mask=seen_TS, scale=scale, enable_gqa=True)
+    return output[0].transpose(0, 1)
+
+
+@pytest.mark.parametrize(("window", "scale"), [(None, None), (3, None), (None, 0.1)])
+def test_the_gradient_is_that_of_torchs_masked_attention(window: int | None, scale: float | None) -> None:
+    document = torch.bucketize(torch.arange(32), CUMULATIVE, right=True)
+    ago = torch.arange(32)[:, None] - torch.arange(32)
+    seen = (document[:, None] == document) & (ago >= 0) & (ago < (window or 32))
+    tensors, grad = [x.double().requires_grad_() for x in noise((4, 16), (2, 16), (2, 12))], noise((4, 12))[0].double()
+    output, _ = packed_attention(*tensors, CUMULATIVE, 26, window, scale)
+    ours = torch.autograd.grad(output, tensors, grad)
+    theirs = torch.autograd.grad(masked(*tensors, seen, scale), tensors, grad)
+    assert all(torch.allclose(one, other, atol=1e-12) for one, other in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(("window", "scale"), [(None, None), (5, None), (None, 0.1)])
+def test_the_last_positions_see_those_that_are_cached(window: int | None, scale: float | None) -> None:
+    query, key, value = noise((4, 16), (2, 16), (2, 12))
+    ago = torch.arange(32)[:, None] - torch.arange(32)
+    whole = masked(query, key, value, (ago >= 0) & (ago < (window or 32)), scale)
+    heads_first = (x.transpose(0, 1).unsqueeze(0) for x in (query[-6:], key, value))
+    assert torch.allclose(cached_attention(*heads_first, window, scale)[0], whole[-6:], atol=1e-6)

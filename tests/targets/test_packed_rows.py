@@ -16,7 +16,8 @@ from specdistill.methods.sizes import Described
 from specdistill.planning.accounting import Ledger, WeightlessTarget
 from specdistill.rows.packing import indexed
 from specdistill.targets import packed_rows
-from specdistill.targets.frozen import FrozenTarget
+from specdistill.targets.cache import new_cache
+from specdistill.targets.frozen import Features, FrozenTarget
 from specdistill.targets.packed_rows import (
     CausalMask,
     Documents,
@@ -156,9 +157,20 @@ def test_configs_of_other_parts_keep_theirs() -> None:
     config._attn_implementation = {"": "sdpa", "text_config": "sdpa", "vision_config": "eager"}
     model = AutoModelForCausalLM.from_config(config).eval()
     before = [model.config, model.config.text_config, model.config.vision_config]
-    with packed_rows.attending(model):
+    with packed_rows.attending(packed_rows.sdpa_configs(model)):
         assert [each._attn_implementation for each in before] == [packed_rows.NAME, packed_rows.NAME, "eager"]
     assert [each._attn_implementation for each in before] == ["sdpa", "sdpa", "eager"]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_pass_over_a_kv_cache_goes_without_a_mask_where_a_class_asks_for_none(name: str) -> None:
+    model = model_of(name)
+    assert packed_rows.continues_without_mask(model) == (name not in WAYS)
+    target, cache, ids = target_of(model), new_cache(model.config), torch.arange(3, 43).unsqueeze(0)
+    target._maskless = [] if name in WAYS else packed_rows.sdpa_configs(model)  # as on a GPU
+    parts = [target.features(part, (1,), past_key_values=cache) for part in ids.split([20, 1, 19], dim=1)]
+    found, expected = Features.joined(parts), model(ids, output_hidden_states=True).hidden_states
+    assert torch.allclose(found.aux[0], expected[1], atol=1e-5) and torch.allclose(found.last_hidden, expected[-1], atol=1e-5)
 
 
 QUERY, KEY = (torch.randn(2, heads, 6, 16, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2))

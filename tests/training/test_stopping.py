@@ -114,7 +114,7 @@ def test_every_process_says_that_a_loss_is_not_finite(tmp_path: Path, writes: bo
     """One that left without a word would have its launcher end the one that speaks."""
     arguments: Any = SimpleNamespace(world_size=2, should_save=writes, output_dir=tmp_path, gradient_accumulation_steps=1)
     own = Stopping(SimpleNamespace(get_train_dataloader=lambda: iter(())), StopSignals())
-    step = EndedStep(4, [torch.tensor(float("nan"))], torch.tensor([0, 1]))
+    step = EndedStep(4, [torch.tensor(float("nan"))], torch.tensor([0, 1]), None)
     if writes:
         with pytest.raises(ResourceError, match=r"loss_not_finite\.json"):
             own._not_finite(step, arguments)  # there is no folder

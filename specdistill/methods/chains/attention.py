@@ -80,9 +80,10 @@ class ChainAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, cumulative_lengths, output, lse_NS, weights, key, value, *chain = ctx.saved_tensors
-        dq_SNd, *of_steps = packed_attention_backward(
+        dq_SNd, dk_SGd, dv_SGe = packed_attention_backward(
             grad, query, key, value, output, lse_NS, cumulative_lengths, ctx.longest, ctx.window
         )
+        of_steps = [dk_SGd, dv_SGe]
         q, g, dq = (_by_group(x, key) for x in (query, grad, dq_SNd))
         row_sums = (g * _by_group(output, key)).sum(-1, keepdim=True)
         for p, k, v in zip(weights[1:], chain[::2], chain[1::2], strict=True):

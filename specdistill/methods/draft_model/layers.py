@@ -46,7 +46,8 @@ class LlamaStack(nn.Module):
 
     def rotary(self, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin) [B, T, d] of positions."""
-        return self._rotary(self.norm.weight, positions_BT)
+        tables: tuple[Tensor, Tensor] = self._rotary(self.norm.weight, positions_BT)
+        return tables
 
     def forward(self, ids_BT: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache) -> Tensor:
         """Hidden states [B, T, H] after the final norm."""

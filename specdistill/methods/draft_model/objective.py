@@ -15,6 +15,7 @@ first tokens and the draft generates the rest.
 """
 
 import random
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,7 +33,7 @@ from specdistill.rows.packing import indexed
 from specdistill.targets.anatomy import Anatomy, examine
 from specdistill.targets.batch_generate import generate, generation_mode
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.targets.packed_rows import Documents
+from specdistill.targets.packed_rows import Documents, attending, configs_with_lengths, lengths_of
 from specdistill.training.arguments import shards_weights
 from specdistill.training.objective import SoftTargets, StepSums, TargetDistributions, before, loss_rows, shift_left
 
@@ -68,9 +69,12 @@ class Distillation(nn.Module):
         self.num_positions = num_positions
         self.selected = selected if reference is not None else 1.0
         self.on_policy = on_policy
-        self._draft = examine(draft, "the draft", key="draft.init")
+        self._draft = PackedModel(examine(draft, "the draft", key="draft.init"), configs_with_lengths(draft))
         # No submodule: it is neither trained nor saved.
-        self._reference = None if reference is None else examine(reference, "the reference", key="loss.reference")
+        self._reference = None
+        if reference is not None:
+            parts = examine(reference, "the reference", key="loss.reference")
+            self._reference = PackedModel(parts, configs_with_lengths(reference))
         # transformers' Trainer reads this name: what is the same tensor under another name is saved once.
         self._keys_to_ignore_on_save = repeated_names(self)
 
@@ -78,12 +82,12 @@ class Distillation(nn.Module):
         """Called by transformers' Trainer after it has loaded a checkpoint without the repeated names."""
         self.draft.tie_weights()
 
-    def activation_checkpointing_enable(self, **options: Any) -> None:
-        """Called by transformers' Trainer for `train.gradient_checkpointing`, as the next one by older versions."""
-        self.draft.activation_checkpointing_enable(**options)
-
-    def gradient_checkpointing_enable(self, **options: Any) -> None:
-        self.draft.gradient_checkpointing_enable(**options)
+    def activation_checkpointing_enable(
+        self, activation_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        """Called by transformers' Trainer for `train.gradient_checkpointing`. Layers attend as at first when they are computed again."""
+        own = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), attending(self._draft.configs))}
+        self.draft.activation_checkpointing_enable({**(activation_checkpointing_kwargs or {}), **own}, **options)
 
     def prepare(self, batch: dict[str, Any], number: int | None) -> dict[str, Any]:
         """The batch, or in training one that the draft generated in its place."""
@@ -106,7 +110,7 @@ class Distillation(nn.Module):
             return {"soft_targets": soft_targets}
         return {
             "soft_targets": soft_targets,
-            "reference_RH": before(hidden_states(self._reference, *rows), inputs["loss_positions"], 1),
+            "reference_RH": before(self._reference.hidden_states(*rows, documents), inputs["loss_positions"], 1),
         }
 
     def forward(
@@ -123,7 +127,8 @@ class Distillation(nn.Module):
         measure: bool = False,
     ) -> tuple[Tensor, StepSums]:
         """The loss summed over the loss tokens of packed rows [B, T] (see specdistill.rows.packing), and the sums of the metrics."""
-        rows_RH = before(hidden_states(self._draft, input_ids, position_ids), loss_positions, 1)
+        documents = Documents(cumulative_lengths, longest)
+        rows_RH = before(self._draft.hidden_states(input_ids, position_ids, documents), loss_positions, 1)
         kept_R = loss_rows(position_ids, loss_positions, ahead=1)
         if reference_RH is not None and not measure:
             kept_R = self._select(rows_RH, reference_RH, soft_targets, kept_R)
@@ -134,7 +139,11 @@ class Distillation(nn.Module):
 
         weights_R = kept_R.float()
         total, metrics_MKR = head_loss(
-            rows_RH.unsqueeze(0), weights_R.unsqueeze(0), self._draft.head, targets_of, partial(self._row_losses, measure)
+            rows_RH.unsqueeze(0),
+            weights_R.unsqueeze(0),
+            self._draft.anatomy.head,
+            targets_of,
+            partial(self._row_losses, measure),
         )
         losses_R, *measured = metrics_MKR.squeeze(1) * weights_R
         sums = StepSums(loss=[losses_R.sum()], loss_tokens=[weights_R.sum()])
@@ -170,7 +179,7 @@ class Distillation(nn.Module):
         for start in range(0, len(rows_RH), BLOCK):
             part = slice(start, start + BLOCK)
             probs_rV = soft_targets.at(part, measure=False).probs_rW
-            own, other = self._draft.head(rows_RH[part]), self._reference.head(reference_RH[part])
+            own, other = self._draft.anatomy.head(rows_RH[part]), self._reference.anatomy.head(reference_RH[part])
             gaps.append(rowwise_kl(own, probs_rV) - rowwise_kl(other, probs_rV))
         order_R = torch.cat(gaps).masked_fill(~has_loss_R, -torch.inf).argsort(descending=True)
         rank_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
@@ -206,10 +215,20 @@ def repeated_names(module: nn.Module) -> list[str]:
     ]
 
 
-def hidden_states(draft: Anatomy, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-    """What the head of a causal language model reads of packed rows, [B, T, H]."""
-    hidden: Tensor = draft.backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
-    return hidden
+@dataclass(frozen=True)
+class PackedModel:
+    """A causal language model that reads packed rows: by their documents' lengths, or else by position ids and a mask."""
+
+    anatomy: Anatomy
+    configs: list[Any]  # for `attending`
+
+    def hidden_states(self, input_ids: Tensor, position_ids: Tensor, documents: Documents) -> Tensor:
+        """What the head reads, [B, T, H]."""
+        packed = lengths_of(input_ids, documents) if self.configs else {}
+        with attending(self.configs):
+            output = self.anatomy.backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False, **packed)
+        hidden: Tensor = output.last_hidden_state
+        return hidden
 
 
 def rowwise_kl(logits_RV: Tensor, probs_RV: Tensor) -> Tensor:

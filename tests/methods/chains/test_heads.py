@@ -128,7 +128,8 @@ def test_a_folder_that_does_not_fit_is_refused(
         load_head(method, tmp_path, target)
 
 
-def test_cached_steps_equal_the_uncached_pass(variant: Variant) -> None:
+@pytest.mark.parametrize("masked", [True, False])
+def test_cached_steps_equal_the_uncached_pass(variant: Variant, masked: bool) -> None:
     _, head, target = variant
     ids = torch.arange(3, 15)[None]
     with torch.no_grad():
@@ -137,7 +138,9 @@ def test_cached_steps_equal_the_uncached_pass(variant: Variant) -> None:
         cache = DraftKVCache(partial(head.rotary, hidden), ids.device, head.config.sliding_window)
         parts = []
         for start, end in ((0, 5), (5, 6), (6, 12)):
-            normed, _ = head(ids[:, start:end], hidden[:, start:end], cache.next_rotary(end - start), cache)
+            rotary = cache.next_rotary(end - start)
+            cache._mask_TS = cache._mask_TS if masked else None  # as on a GPU
+            normed, _ = head(ids[:, start:end], hidden[:, start:end], rotary, cache)
             parts.append(normed)
     assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-5)
 

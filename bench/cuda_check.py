@@ -1,0 +1,233 @@
+"""What a GPU would do with a step of training and a round of decoding, counted without one: a JSON line for each part.
+
+    make cuda-check                     # exits with 1 where training waits for the host, or a part takes 5 % more than is recorded
+    make cuda-check ARGS="record=true"  # replaces bench/results/cuda_check.json
+
+Under the CUDA build of torch tensors are on `cuda:0` and have no content: schemas, dtypes and devices are a GPU's, and nothing is computed.
+`kernels`: operations that write; a GPU may take several for one. `traffic_gb`: read and written by all but matrix products and attention.
+`waits`: copies between host and device that block, and operations whose result's shape depends on data. Autograd's engine takes no such
+tensors, so the gradients are counted on the CPU, with the chunks of a GPU.
+"""
+
+import copy
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from bench.memory import NUM_STEPS, TARGET
+from specdistill.command import run
+from specdistill.decoding.kv_cache import DraftKVCache
+from specdistill.decoding.readers import CachedTarget
+from specdistill.decoding.tree import Tree
+from specdistill.errors import ExitCode
+from specdistill.losses import chunked
+from specdistill.methods import METHODS
+from specdistill.methods.chains.unroll import objective
+from specdistill.methods.draft_model.objective import PackedModel
+from specdistill.methods.eagle3 import method as eagle3
+from specdistill.methods.sizes import PlannedDraft
+from specdistill.planning.accounting import UNWRITTEN, Ledger, WeightlessTarget, training_step
+from specdistill.recipe.fields import Section, option
+from specdistill.recipe.load import validate
+from specdistill.rows.packing import collate
+from specdistill.targets.frozen import FrozenTarget
+from specdistill.targets.packed_rows import Documents, by_lengths, sdpa_configs
+
+aten = torch.ops.aten
+
+RECORD = Path(__file__).with_name("results") / "cuda_check.json"
+ALLOWED = 1.05  # of what is recorded
+DEVICE, ROWS, LENGTH, VOCABULARY = "cuda:0", 4, 2048, 32_000
+PROMPT = 2048  # tokens of the sequence that a round continues
+TREE = Tree(tuple((node - 1) // 2 if node else -1 for node in range(60)))
+RECIPE = {"method": "eagle3", "target": {"model": "x"}, "data": {"source": "x"}, "train": {"output_dir": "x"}}
+# A draft model of about a billion parameters, as Llama-3.2-1B
+DRAFT_MODEL = {
+    "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "vocab_size": 128_256, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+}  # fmt: skip
+COPIES = {aten._to_copy, aten.copy_}
+WAITS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.unique_dim, aten._unique2}
+
+
+# torch's own formula takes heads to come before positions.
+flop_registry[aten._flash_attention_forward] = lambda query, key, *_, **__: 4 * query.numel() * key.shape[1]
+
+
+class Options(Section):
+    record: bool = option(False, "replace bench/results/cuda_check.json by what is counted")
+
+
+class Launches(Ledger):
+    """A Ledger that also counts kernels, and what the host waits for."""
+
+    def __init__(self, device: str = "cuda") -> None:
+        super().__init__()
+        self.device = device
+        self.kernels = self.copies = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = tensors((args, kwargs))
+        held = {tensor.untyped_storage()._cdata for tensor in given}
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        operation, made = func.overloadpacket, tensors(result)
+        writes = func._schema.is_mutable or any(tensor.untyped_storage()._cdata not in held for tensor in made)
+        on_device = any(tensor.device.type == self.device for tensor in (*given, *made))
+        self.kernels += writes and on_device and operation not in UNWRITTEN
+        between = {tensor.device.type for tensor in (*given, *made)} == {"cpu", "cuda"}
+        blocks = operation in COPIES and between and not (kwargs or {}).get("non_blocking")
+        self.copies += blocks or (operation in WAITS and on_device)
+        return result
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+@contextmanager
+def autocast() -> Iterator[None]:
+    """As under `train.bf16=true`. torch's own context refuses a device that is not there."""
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+
+
+def main(options: Options) -> ExitCode:
+    head = eagle3.planned(TARGET, None, {"vocab_size": VOCABULARY})
+    row = {"input_ids": [0], "loss_mask": [1], "document_ids": [0]}
+    packed = {name: value * LENGTH for name, value in row.items()} | {"position_ids": list(range(LENGTH))}
+    batch = collate([packed] * ROWS)
+    found = {}
+    with FakeTensorMode() as mode, torch.device(DEVICE):
+        for name, part in parts_of(head, batch, mode).items():
+            found[name] = count(part)
+    chunked.CHUNK_BYTES["cpu"], ledger = chunked.CHUNK_BYTES["cuda"], Launches("cpu")
+    training_step("eagle3", head.build, {"ttt_steps": NUM_STEPS}, TARGET, rows=ROWS, length=LENGTH, ledger=ledger)
+    found["training: unroll and loss with gradients"] = counted(ledger)
+    for name, counts in found.items():
+        print(json.dumps({"part": name, **counts}), flush=True)
+    if options.record:
+        RECORD.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    recorded = json.loads(RECORD.read_text(encoding="utf-8"))
+    worse = [f"{name} waits for the host" for name in found if name.startswith("training") and found[name]["waits"]]
+    for name, counts in found.items():
+        grown = [key for key, number in counts.items() if number > ALLOWED * recorded[name][key]]
+        worse += [f"{name}: {key} {counts[key]}, recorded {recorded[name][key]}" for key in grown]
+    print(*worse, sep="\n", file=sys.stderr, end="\n" * bool(worse))
+    return ExitCode.CHECK_FAILED if worse else ExitCode.DONE
+
+
+def count(run_part: Callable[[], Any]) -> dict[str, float]:
+    with Launches() as ledger:
+        run_part()
+    return counted(ledger)
+
+
+def counted(ledger: Launches) -> dict[str, float]:
+    return {
+        "kernels": ledger.kernels,
+        "traffic_gb": round(ledger.traffic / 1e9, 1),
+        "tflop": round(ledger.flops / 1e12, 2),
+        "waits": ledger.copies + ledger.data_dependent,
+    }
+
+
+def parts_of(planned: PlannedDraft, batch: dict[str, Any], mode: FakeTensorMode) -> dict[str, Callable[[], Any]]:
+    batch = {name: mode.from_tensor(value).to(DEVICE) if isinstance(value, Tensor) else value for name, value in batch.items()}
+    target = WeightlessTarget(TARGET)
+    vars(target).update(_packing=by_lengths, _maskless=sdpa_configs(target.model))
+    assert planned.build is not None
+    head = planned.build(target)
+    recipe = validate(METHODS["eagle3"].recipe(), {**RECIPE, "draft": {"ttt_steps": NUM_STEPS}})
+    step: Any = objective(head, recipe, target)
+    draft: Any = LlamaForCausalLM(LlamaConfig(**DRAFT_MODEL))
+    torch.set_default_dtype(torch.bfloat16)  # such a tensor cannot be cast in place
+    decoding = Decoding(target, planned.build(target))
+    torch.set_default_dtype(torch.float32)
+    return {
+        "training: target layers": partial(target_layers, target, head.aux_layers, batch),
+        "training: unroll and loss": partial(unroll, step, target, batch),
+        "training: draft model": partial(draft_model, draft, batch),
+        "decoding: prompt": decoding.prompt,
+        "decoding: chain drafted": decoding.draft,
+        "decoding: chain verified": decoding.verify,
+        "decoding: tree verified and a path kept": decoding.verify_tree,
+    }
+
+
+def target_layers(target: FrozenTarget, aux_layers: Any, batch: dict[str, Any]) -> None:
+    with torch.no_grad(), autocast():
+        rows = {"position_ids_BT": batch["position_ids"], "documents": documents_of(batch)}
+        FrozenTarget.features(target, batch["input_ids"], aux_layers, **rows)
+
+
+def unroll(step: Any, target: FrozenTarget, batch: dict[str, Any]) -> None:
+    """As the Trainer takes the loss."""
+    batch = step.prepare(batch, None)
+    with torch.no_grad(), autocast():
+        step(**batch, **step.read_target(target, batch))
+
+
+def draft_model(draft: Any, batch: dict[str, Any]) -> None:
+    packed = PackedModel(SimpleNamespace(backbone=draft.model), sdpa_configs(draft))  # type: ignore[arg-type]
+    with autocast():
+        packed.hidden_states(batch["input_ids"], batch["position_ids"], documents_of(batch))
+
+
+class Decoding:
+    """A round at PROMPT tokens, as far as it does not depend on what is computed."""
+
+    def __init__(self, target: FrozenTarget, head: Any) -> None:
+        self.head, target = head, copy.copy(target)
+        vars(target)["features"] = partial(FrozenTarget.features, target)
+        self.reader = CachedTarget(target, head.aux_layers)
+
+    @torch.no_grad()
+    def prompt(self) -> None:
+        _, features = self.reader.begin(range(PROMPT))
+        self.cache = DraftKVCache(partial(self.head.rotary, self.head.fc.weight), torch.device(DEVICE))
+        self._step(torch.zeros(1, PROMPT, dtype=torch.long), self.head.fuse(features))
+
+    @torch.no_grad()
+    def draft(self) -> None:
+        ids, hidden = torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, 1, self.head.config.hidden_size, dtype=torch.bfloat16)
+        for _ in range(NUM_STEPS):
+            ids, hidden = self._step(ids, hidden)
+
+    def _step(self, ids_1T: Tensor, hidden_1TH: Tensor) -> tuple[Tensor, Tensor]:
+        normed, hidden = self.head(ids_1T, hidden_1TH, self.cache.next_rotary(ids_1T.shape[1]), self.cache)
+        return self.head.target_ids_W[self.head.logits(normed[:, -1:]).argmax(-1)], hidden[:, -1:]
+
+    @torch.no_grad()
+    def verify(self) -> None:
+        self.reader.read(range(1 + NUM_STEPS))
+        self.reader.keep([0, 1])
+
+    @torch.no_grad()
+    def verify_tree(self) -> None:
+        _, features = self.reader.read(range(1 + len(TREE.parents)), TREE)
+        self.reader.keep([1, 4])
+        features.at([0, 2, 5])
+
+
+def documents_of(batch: dict[str, Any]) -> Documents:
+    return Documents(batch["cumulative_lengths"], batch["longest"])
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, Options))
