@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,21 @@ ROOT = Path(__file__).parent.parent
 # passes on what an earlier run or another worker prepared. One thread: more would round sums otherwise, and workers would share cores.
 CACHE = tempfile.mkdtemp(prefix="specdistill-tests-")
 os.environ.update(HF_HOME=CACHE, HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", MPLBACKEND="Agg", OMP_NUM_THREADS="1")
+
+
+collect_ignore = [] if find_spec("hypothesis") else ["fuzz"]
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """A machine with a GPU may have pytest alone, without the development extras."""
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "of pytest-timeout")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for plugin, marker in (("timeout", "timeout"), ("xdist", "xdist_group")):
+        if not config.pluginmanager.hasplugin(plugin):
+            config.addinivalue_line("markers", f"{marker}: of pytest-{plugin}")
 
 
 def pytest_collection_finish() -> None:
