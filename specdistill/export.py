@@ -164,6 +164,7 @@ Paths and names are those of the machine it was written on{"" if served.target e
 {engine.serve_command(served)}
 ```""",
         table(("what else is set", "how"), ((name, how.format(**fitting)) for name, how in engine.flags.items())),
+        f"In Python:\n\n```python\n{engine.snippet(served)}\n```" if engine.snippet else "",
         f"## What to expect\n\n{expectation(report)}",
         cells(by_load(report))
         if report and report.get("engine", {}).get("name") in ENGINES

@@ -187,6 +187,7 @@ class Engine:
     name: in commands and recipes; title: in prose. versions: those whose sources its facts were read in.
     serve_command: lines for a shell; None: drafts are checked for it, not exported. counters: where a running engine says what it accepts.
     flags: what else is set when it is started, and how, with {length}, {total} (of four sequences) and {dtype}, which fit a target.
+    snippet: serving in Python.
     program: of its server, None where that is not started here.
     loader_version: whose loaders the doctor checks drafts against; empty where none were read.
     client: of its server, None where that is not measured. counts_past_end: whether it counts draft tokens that it accepts past the end of
@@ -200,6 +201,7 @@ class Engine:
     serve_command: Callable[[Served], str] | None = None
     counters: str = ""
     flags: Mapping[str, str] = field(default_factory=dict)
+    snippet: Callable[[Served], str] | None = None
     program: Program | None = None
     loader_version: str = ""
     client: Client | None = None

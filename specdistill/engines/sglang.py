@@ -33,45 +33,61 @@ from specdistill.engines.server import (
 from specdistill.engines.vllm import sampling_parameters
 
 GAUGES = {"sglang:spec_accept_length": "mean_acceptance_length", "sglang:spec_accept_rate": "acceptance_rate"}
+
+
 ADAPTIVE = ("EAGLE", "EAGLE3")  # algorithms that it changes the draft length of
 LENGTHS_FILE = "draft_lengths.json"
 
 
-def changes_length(served: Served) -> bool:
-    return served.method is not None and served.serving.name in ADAPTIVE and bool(served.lengths)
-
-
-def arguments(served: Served) -> list[str]:
-    options: dict[str, Any] = {
+def server_options(served: Served) -> dict[str, Any]:
+    """By their names in `Engine`; those of the command line have dashes."""
+    drafts, changes = served.method is not None, served.serving.name in ADAPTIVE and bool(served.lengths)
+    k, folder = served.most_tokens if changes else served.num_tokens, drafts and not served.in_target
+    options = {
         "model_path": served.model,
         "revision": served.pinned,
         "tp_size": served.num_gpus if served.num_gpus > 1 else None,
     }
-    if served.method is not None:
-        changes, folder = changes_length(served), not served.in_target
-        k = served.most_tokens if changes else served.num_tokens
-        options |= {
-            "speculative_algorithm": served.serving.name,
-            "speculative_num_steps": k,
-            "speculative_eagle_topk": 1,
-            "speculative_num_draft_tokens": k + 1,
-            "speculative_draft_model_path": str(served.output) if folder else None,
-            "speculative_draft_model_revision": served.draft_revision if folder else None,
-            "speculative_adaptive": changes or None,
-            "speculative_adaptive_config": LENGTHS_FILE if changes else None,
-            **served.serving.options(served.config),
-        }
-    named = {f"--{name.replace('_', '-')}": value for name, value in options.items() if value is not None}
+    drafting = {
+        "speculative_algorithm": served.serving.name,
+        "speculative_num_steps": k,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": k + 1,
+        "speculative_draft_model_path": str(served.output) if folder else None,
+        "speculative_draft_model_revision": served.draft_revision if folder else None,
+        "speculative_adaptive": changes or None,
+        "speculative_adaptive_config": LENGTHS_FILE if changes else None,
+        **served.serving.options(served.config),
+    }
+    return {name: value for name, value in {**options, **(drafting if drafts else {})}.items() if value is not None}
+
+
+def arguments(served: Served) -> list[str]:
+    named = {f"--{name.replace('_', '-')}": value for name, value in server_options(served).items()}
     return [word for name, value in named.items() for word in ([name] if value is True else [name, str(value)])]
 
 
 def serve_command(served: Served) -> str:
-    """Above the command, where K changes, its file, JSON: a slot for each number of sequences at once, from that on, with one K."""
-    command = PROGRAM.shell(served)
-    if not changes_length(served):
-        return command
+    """Above the command, where K changes, its file."""
+    command, slots = PROGRAM.shell(served), slots_of(served)
+    return f"echo {shlex.quote(slots)} > {LENGTHS_FILE}\n{command}" if slots else command
+
+
+def slots_of(served: Served) -> str:
+    """The file of K, JSON: a slot for each number of sequences at once, from that on, with one K. Empty where K does not change."""
     slots = {str(size): {"candidate_steps": [k]} for size, k in served.lengths}
-    return f"echo {shlex.quote(json.dumps(slots))} > {LENGTHS_FILE}\n{command}"
+    return json.dumps(slots) if "speculative_adaptive" in server_options(served) else ""
+
+
+def snippet(served: Served) -> str:
+    options, slots = ", ".join(f"{name}={value!r}" for name, value in server_options(served).items()), slots_of(served)
+    written = f"from pathlib import Path\n\nPath({LENGTHS_FILE!r}).write_text({slots!r})\n\n" if slots else ""
+    return f"""{written}import sglang
+
+if __name__ == "__main__":
+    llm = sglang.Engine({options})
+    output = llm.generate("def main():", {{"temperature": 0, "max_new_tokens": 64}})
+    print(output["text"], output["meta_info"])"""
 
 
 PROGRAM = Program("python -m sglang.launch_server", arguments, measured=("--enable-metrics", "--disable-radix-cache"))
@@ -130,6 +146,7 @@ SGLANG = Engine(
     serve_command=serve_command,
     counters="Its log says `accept len`, `/server_info` says `avg_spec_accept_length`.",
     flags=FLAGS,
+    snippet=snippet,
     program=PROGRAM,
     loader_version="0.5.23",
     client=Client(

@@ -85,6 +85,26 @@ FLAGS = {
 }
 
 
+def snippet(served: Served) -> str:
+    named = variables(served)
+    given = {
+        "revision": served.pinned,
+        "tensor_parallel_size": served.num_gpus if served.num_gpus > 1 else None,
+        "async_scheduling": False if named else None,
+    }
+    options = "".join(f"{name}={value!r}, " for name, value in given.items() if value is not None)
+    surroundings = f"import os\n\nos.environ |= {named!r}\n\n" if named else ""
+    return f"""{surroundings}from vllm import LLM, SamplingParams
+
+if __name__ == "__main__":
+    llm = LLM({served.model!r}, {options}speculative_config={served_config(served)!r}, disable_log_stats=False)
+    (output,) = llm.generate("def main():", SamplingParams(temperature=0, max_tokens=64))
+    print(output.outputs[0].text)
+    counted = {{metric.name: metric for metric in llm.get_metrics() if "spec_decode" in metric.name}}
+    drafts, accepted = (counted[f"vllm:spec_decode_num_{{name}}"].value for name in ("drafts", "accepted_tokens"))
+    print("acceptance length", 1 + accepted / drafts)"""
+
+
 class Version(JsonAnswer):
     version: str
 
@@ -136,6 +156,7 @@ VLLM = Engine(
         "`vllm:spec_decode_num_drafts_total`."
     ),
     flags=FLAGS,
+    snippet=snippet,
     program=PROGRAM,
     loader_version="0.33",
     # OpenAI's completions, with a prompt of token ids.

@@ -87,6 +87,9 @@ def test_vllm_is_told_method_draft_and_number(folder: Path, tmp_path: Path) -> N
     assert words[:3] == ["vllm", "serve", str(folder / "target")] and words[3] == "--speculative-config"
     assert json.loads(words[4]) == {"method": "eagle3", "model": str(tmp_path / "out"), "num_speculative_tokens": 3}
     assert "vLLM (0.32 and 0.33)" in text and "Not measured" in text and "`--tensor-parallel-size 2`" in text
+    program = text.split("```python\n")[1].split("\n```")[0]
+    compile(program, "SERVE.md", "exec")
+    assert f"LLM({str(folder / 'target')!r}, speculative_config=" in program and "llm.get_metrics()" in program
 
 
 def test_sglang_is_told_steps_and_drafted_tokens(folder: Path, tmp_path: Path) -> None:
@@ -216,16 +219,19 @@ def test_vllm_drafts_by_load_as_it_was_measured(folder: Path, tmp_path: Path) ->
     (tmp_path / "report.json").write_text(json.dumps(SWEPT))
     draft, given = folder / "run" / "draft", {"report": tmp_path / "report.json"}
     export(draft, "vllm", tmp_path / "vllm", **given)
-    words, _ = served(tmp_path / "vllm")
+    words, text = served(tmp_path / "vllm")
     config = json.loads(words[words.index("--speculative-config") + 1])
     assert config["num_speculative_tokens_per_batch_size"] == [[1, 7, 2], [8, 31, 4], [32, 32, 0]]
     assert config["num_speculative_tokens"] == 4 and words[3:5] == ["--tensor-parallel-size", "2"]
+    assert "tensor_parallel_size=2" in text
     export(draft, "vllm", tmp_path / "said", **given, num_speculative_tokens=3)
     words, _ = served(tmp_path / "said")
     assert json.loads(words[-1]) == {"method": "eagle3", "model": str(tmp_path / "said"), "num_speculative_tokens": 3}
 
 
-def test_sglang_drafts_by_load_from_a_file_that_is_written_first(folder: Path, tmp_path: Path) -> None:
+def test_sglang_drafts_by_load_from_a_file_that_is_written_first(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "report.json").write_text(json.dumps(SWEPT))
     export(folder / "run" / "draft", "sglang", tmp_path / "out", report=tmp_path / "report.json")
     words, text = served(tmp_path / "out")
@@ -234,6 +240,11 @@ def test_sglang_drafts_by_load_from_a_file_that_is_written_first(folder: Path, t
     slots = {"1": {"candidate_steps": [2]}, "8": {"candidate_steps": [4]}, "32": {"candidate_steps": [0]}}
     assert (echo, json.loads(content)) == ("echo", slots) and words[-2:] == ["--speculative-adaptive-config", file]
     assert "--speculative-adaptive" in words and words[words.index("--speculative-num-steps") + 1] == "4"
+    begins, program, _ = text.split("```python\n")[1].split("\n```")[0].partition("import sglang")
+    compile(program, "SERVE.md", "exec")
+    monkeypatch.chdir(tmp_path)
+    exec(begins, {})
+    assert json.loads((tmp_path / file).read_text()) == slots
 
 
 def test_other_engines_draft_what_is_best_at_the_load_of_the_report(folder: Path, tmp_path: Path) -> None:
@@ -329,7 +340,7 @@ def test_vllm_looks_up_in_front_of_the_draft_by_its_plugin(folder: Path, tmp_pat
     assert command[:2] == [f"SPECDISTILL_LOOKUP_FIRST={json.dumps(lookup)}", "VLLM_USE_V2_MODEL_RUNNER=0"]
     config = json.loads(command[command.index("--speculative-config") + 1])
     assert config["num_speculative_tokens"] == 6 and "draft_sample_method" not in config  # which the plugin refuses
-    assert "--no-async-scheduling" in command
+    assert "--no-async-scheduling" in command and "async_scheduling=False" in text
     export(folder / "run" / "draft", "vllm", tmp_path / "one", report=tmp_path / "report.json", num_speculative_tokens=1)
     assert json.loads(served(tmp_path / "one")[0][0].partition("=")[2])["draft_tokens"] == 1
     assert "pip install 'specdistill[vllm]'" in text and "the draft alone" not in text

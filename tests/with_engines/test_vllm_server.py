@@ -18,7 +18,7 @@ from bench.counting import generate_here
 from bench.engines import QUIET_VLLM, run
 from specdistill.engines import ENGINES
 from specdistill.engines.start import started
-from specdistill.engines.vllm import ranges, served_config
+from specdistill.engines.vllm import ranges
 from specdistill.errors import ExitCode, ResourceError
 from specdistill.export import export
 from specdistill.methods.load import load_proposer
@@ -161,22 +161,16 @@ def test_a_draft_that_vllm_does_not_load_is_told_by_its_first_exception(
 
 
 def test_serve_md_is_true(quiet: None, trained: Callable[[str], Path], tmp_path: Path) -> None:
-    """vLLM drafts by the config in it, with a draft length for each load, and knows every option in it."""
+    """vLLM runs the Python of it, with a draft length for each load, and knows every option in it."""
     served = export(trained("EAGLE-3.1"), "vllm", tmp_path / "out", TargetFiles.of("pico"), num_speculative_tokens=K)
     vllm, served = ENGINES["vllm"], replace(served, lengths=((1, K), (8, 1), (16, 0)))
+    assert vllm.snippet is not None
     text = (tmp_path / "out" / "SERVE.md").read_text()
-    script = tmp_path / "script.py"
-    loading = f"dtype='float32', enforce_eager=True, block_size=32, speculative_config={served_config(served)!r}"
-    script.write_text(f"""from vllm import LLM, SamplingParams
-
-if __name__ == "__main__":
-    llm = LLM({served.model!r}, {loading}, disable_log_stats=False)
-    llm.generate("def main():", SamplingParams(temperature=0, max_tokens=64))
-    counted = {{metric.name: metric for metric in llm.get_metrics() if "spec_decode" in metric.name}}
-    drafts, accepted = (counted[f"vllm:spec_decode_num_{{name}}"].value for name in ("drafts", "accepted_tokens"))
-    print("acceptance length", 1 + accepted / drafts)""")
+    snippet = tmp_path / "snippet.py"
+    changes = "dtype='float32', enforce_eager=True, block_size=32, disable_log_stats=False"
+    snippet.write_text(vllm.snippet(served).replace("disable_log_stats=False", changes))
     bin_folder = environment("vllm") / "bin"
-    length = float(re.search(r"acceptance length ([\d.]+)", run(bin_folder / "python", script))[1])  # type: ignore[index]
+    length = float(re.search(r"acceptance length ([\d.]+)", run(bin_folder / "python", snippet))[1])  # type: ignore[index]
     assert 1 < length < K + 1
     lookup = "from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup as lookup"
     by_load = run(bin_folder / "python", "-c", f"{lookup}; print(lookup({ranges(served.lengths)}, 20, {K}))").splitlines()[-1]
