@@ -15,6 +15,7 @@ from statistics import mean, median
 
 import torch
 
+from bench.pages import write_between
 from specdistill.command import run
 from specdistill.decoding import decoder as decoding
 from specdistill.decoding.decoder import Decoder, Generation, Round
@@ -28,7 +29,7 @@ from specdistill.measurement.timing import prompt_timing
 from specdistill.methods.load import load_proposer
 from specdistill.project import ROOT
 from specdistill.recipe.fields import AtLeastOne, Section, option
-from specdistill.report.text import table, write_between
+from specdistill.report.text import table
 from specdistill.suites.suite import Prompt, load_suite, tokenize
 from specdistill.targets.frozen import FrozenTarget
 

@@ -27,6 +27,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from bench.pages import write_between
 from specdistill.command import run
 from specdistill.errors import ExitCode, UserError
 from specdistill.gate.decide import Estimate, Verdict, holds
@@ -34,7 +35,7 @@ from specdistill.gate.rules import Rule, load_gate
 from specdistill.project import ROOT
 from specdistill.recipe.fields import Section, option
 from specdistill.report.files import read_report
-from specdistill.report.text import table, write_between
+from specdistill.report.text import table
 from specdistill.statistics.intervals import relative_change
 from specdistill.statistics.metrics import METRICS, PromptSums
 from specdistill.statistics.records import PromptRecord

@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 
 from bench.drafts import caption, methods_table, specdistill, train
+from bench.pages import write_between
 from specdistill.errors import ExitCode
 from specdistill.methods import METHODS
 from specdistill.planning.estimates import recipe_for
 from specdistill.project import ROOT
-from specdistill.report.text import write_between
 
 FOLDER = Path("runs/methods")
 RECIPES = {method: name for method in METHODS if (name := recipe_for(method, "pico")[0] or "").startswith("pico/")}

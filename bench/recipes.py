@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench.pages import write_between
 from specdistill.command import run
 from specdistill.errors import ExitCode
 from specdistill.methods import METHODS
@@ -26,7 +27,7 @@ from specdistill.progress import PREPARED_BYTES
 from specdistill.project import RECIPES, ROOT
 from specdistill.recipe.fields import Section, option
 from specdistill.recipe.load import REQUIRED, load_recipe, merged
-from specdistill.report.text import table, write_between
+from specdistill.report.text import table
 
 RECORD, PAGE = Path(__file__).with_name("results") / "recipes.json", ROOT / "docs" / "recipes.md"
 LAUNCH = re.compile(r"accelerate_configs/(\w+)\.yaml --num_processes (\d+)")

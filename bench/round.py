@@ -14,6 +14,7 @@ from itertools import chain, cycle, islice
 from types import SimpleNamespace
 from typing import Any
 
+from bench.pages import write_between
 from specdistill.command import run
 from specdistill.decoding.decoder import Decoder, now
 from specdistill.errors import ExitCode
@@ -21,7 +22,7 @@ from specdistill.measurement.hardware import hardware, software
 from specdistill.methods.load import load_proposer
 from specdistill.project import ROOT
 from specdistill.recipe.fields import Section, option
-from specdistill.report.text import table, write_between
+from specdistill.report.text import table
 from specdistill.suites.suite import evenly, load_suite, tokenize
 from specdistill.targets.frozen import FrozenTarget
 

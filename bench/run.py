@@ -19,6 +19,7 @@ import torch
 from datasets import Dataset
 
 from bench.counting import ignore_stop_tokens
+from bench.pages import write_between
 from specdistill.decoding.decoder import Decoder, now
 from specdistill.losses.divergence import forward_kl
 from specdistill.measurement.hardware import hardware, software
@@ -27,7 +28,7 @@ from specdistill.methods.chains.unroll import TrainingTimeTest
 from specdistill.methods.eagle3.checkpoint import save_eagle3
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.project import ROOT
-from specdistill.report.text import table, write_between
+from specdistill.report.text import table
 from specdistill.targets.batch_generate import fast_dtype, generate, generation_mode
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.arguments import training_arguments

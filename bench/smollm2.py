@@ -35,6 +35,7 @@ from typing import Any
 import yaml
 
 from bench.drafts import best_draft, caption, drafts_what, methods_table, reports, specdistill, train
+from bench.pages import write_between
 from specdistill.command import run
 from specdistill.comparison.pages import by_category, settings
 from specdistill.errors import ExitCode, ResourceError, UserError
@@ -44,7 +45,7 @@ from specdistill.pico import standard_library
 from specdistill.project import ROOT, SUITES
 from specdistill.recipe.fields import Section, option
 from specdistill.recipe.load import load_recipe
-from specdistill.report.text import cells, write_between
+from specdistill.report.text import cells
 from specdistill.suites.suite import parse
 from specdistill.targets.loading import read_causal_lm
 

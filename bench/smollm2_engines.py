@@ -23,6 +23,7 @@ import torch
 from bench.counting import generate_here, ignore_stop_tokens, total
 from bench.drafts import reports, specdistill
 from bench.engines import QUIET_VLLM, SERVER, convert, environment
+from bench.pages import write_between
 from bench.smollm2 import FOLDER, GGUF, PAGE
 from specdistill.command import run
 from specdistill.decoding.decoder import Decoder
@@ -35,7 +36,7 @@ from specdistill.methods.ngram.config import NgramConfig
 from specdistill.recipe.fields import Section, option
 from specdistill.recipe.sections import LookupFirstConfig
 from specdistill.report.phrases import between, number, signed, times
-from specdistill.report.text import plain, table, write_between
+from specdistill.report.text import plain, table
 from specdistill.suites.suite import Prompt, load_suite, tokenize
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget

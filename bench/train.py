@@ -24,6 +24,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.engines import environment
+from bench.pages import write_between
 from specdistill.command import run
 from specdistill.errors import ExitCode, ResourceError, UserError
 from specdistill.export import export
@@ -33,7 +34,7 @@ from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.project import ROOT
 from specdistill.recipe.fields import Section, option
 from specdistill.report.phrases import size
-from specdistill.report.text import table, write_between
+from specdistill.report.text import table
 from specdistill.statistics.intervals import interval
 from specdistill.statistics.metrics import Metric, value
 from specdistill.targets.batch_generate import fast_dtype

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple, TypeVar
@@ -286,7 +286,6 @@ class Client:
     describe: (server, counters) -> what it says of itself.
     path, body: where a request is posted, as which JSON; parse: (response, K) -> what came back.
     counts_hint: how to start a server that counts in it. name_option: of the server, by which its model has another name.
-    gauges: names on the page of counters -> names of the engine's own averages.
     generated: the counter of generated tokens, which is true to a share `rounding` of itself.
     drafting, drafted_by: names on the page; (how far each grew, or where a gauge stands) -> drafts, draft tokens, accepted tokens.
     latency: the histogram of a request's seconds, where drafts are counted while it runs; empty where they are once it has ended.
@@ -300,7 +299,6 @@ class Client:
     parse: Callable[[Response, int], CompletionAnswer]
     counts_hint: str
     name_option: str = "--served-model-name"
-    gauges: Mapping[str, str] = field(default_factory=dict)
     generated: str = "generation_tokens_total"
     rounding: float = 0.0
     drafting: tuple[str, ...] = SPEC_DECODE
@@ -363,11 +361,6 @@ class Client:
             "num_accepted_tokens": sum(reached) if reached else accepted,
         }
         return {**{name: int(count) for name, count in counts.items()}, "accepted_per_position": reached}
-
-    def averages(self, server: Server) -> dict[str, float]:
-        """The engine's own, over the server's last interval, not over a suite; empty before it drafted any."""
-        page = server.samples(self.hint) if self.gauges else []
-        return {self.gauges[name]: value for name, _, value in page if name in self.gauges and 0 < value < math.inf}
 
     def check_alone(self, server: Server, before: Counters, num_tokens: int) -> None:
         """Raises ResourceError unless the server generated `num_tokens` since `before`, ours, and no others."""

@@ -32,9 +32,6 @@ from specdistill.engines.server import (
 )
 from specdistill.engines.vllm import sampling_parameters
 
-GAUGES = {"sglang:spec_accept_length": "mean_acceptance_length", "sglang:spec_accept_rate": "acceptance_rate"}
-
-
 ADAPTIVE = ("EAGLE", "EAGLE3")  # algorithms that it changes the draft length of
 LENGTHS_FILE = "draft_lengths.json"
 
@@ -157,7 +154,6 @@ SGLANG = Engine(
         body=request_body,
         parse=lambda response, k: response.json(Generated),
         counts_hint="use a version of SGLang that counts what it accepts",
-        gauges=GAUGES,
         drafting=("spec_verify_calls_total", "generation_tokens_total", "num_requests_total", "spec_num_draft_tokens"),
         drafted_by=lambda drafts, tokens, requests, verified: (drafts, drafts * (verified - 1), tokens - requests - drafts),
     ),

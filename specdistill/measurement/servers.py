@@ -186,8 +186,6 @@ class ServerMeasurement:
                             for completions, completion in zip(repetitions, answered, strict=True):
                                 completions.append(completion)
                                 advance()
-            if gauges := peers[-1].client.averages(peers[-1].server):
-                self.engine.setdefault("gauges", gauges)
         finally:
             self.seconds += time.perf_counter() - start
 

@@ -13,7 +13,6 @@ from specdistill.recipe.load import load_own_keys, load_recipe
 from specdistill.terminal import result
 
 VERBS = ("make", "merge", "show", "features")
-REMOVED_VERBS = {"generate": "make"}
 IN_TERMINAL, ON_PAGE = 3, 24
 
 
@@ -35,8 +34,7 @@ def data(arguments: list[str]) -> int:
         options, others = load_own_keys(LaunchOptions, others)
         return run_script("train/features.py", [*others, "train.output_dir=runs"], options)  # features have no run
     if verb not in VERBS:
-        near = REMOVED_VERBS.get(verb) or nearest(verb, VERBS)
-        raise UserError("specdistill data", got=verb, expected=f"one of {', '.join(VERBS)}", nearest=near)
+        raise UserError("specdistill data", got=verb, expected=f"one of {', '.join(VERBS)}", nearest=nearest(verb, VERBS))
     keys, show_options = keys_of(others), ShowOptions()
     if verb == "show":
         show_options, keys = load_own_keys(ShowOptions, keys)

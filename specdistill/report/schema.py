@@ -220,13 +220,6 @@ class SettingsDocument(Document):
     ]
 
 
-class GaugesDocument(Document, total=False):
-    """What SGLang reported at the end, over its last interval and not over the suite."""
-
-    mean_acceptance_length: Length
-    acceptance_rate: Share
-
-
 class EngineDocument(Document, total=False):
     """What decoded."""
 
@@ -236,7 +229,6 @@ class EngineDocument(Document, total=False):
     baseline_server: Annotated[str | None, about("address of the server without a draft; null: none")]
     command: Annotated[str, about("command that started it with the draft, for this run")]
     baseline_command: Annotated[str, about("command that started it without the draft")]
-    gauges: GaugesDocument
 
 
 class SuiteDocument(Document):

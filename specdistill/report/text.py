@@ -87,14 +87,6 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}", *lines]) if lines else ""
 
 
-def write_between(page: Path, mark: str, text: str) -> None:
-    """Replace what stands in a page between `<!-- mark -->` and `<!-- /mark -->`; nothing else of it changes."""
-    before, begin, rest = page.read_text(encoding="utf-8").partition(f"<!-- {mark} -->\n")
-    _, end, after = rest.partition(f"<!-- /{mark} -->")
-    assert begin and end, (page, mark)
-    page.write_text(f"{before}{begin}{text}\n{end}{after}", encoding="utf-8")
-
-
 def plain(text: str) -> str:
     """Text in which nothing is markup, and of which GitHub makes neither mentions nor links: names come from outside."""
     return REFERS.sub("\\g<0>\N{ZERO WIDTH SPACE}", MARKUP.sub(r"\\\g<0>", printable(" ".join(text.split()))))

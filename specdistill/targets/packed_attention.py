@@ -111,9 +111,8 @@ def cached_attention(
     scale = query_1NTd.shape[-1] ** -0.5 if scale is None else scale
     query, key, value = _alike(*(x.transpose(1, 2) for x in (query_1NTd, key_1GSd, value_1GSe)))
     if _one_kernel(query):
-        sides = _sides(window)
         sizes = (None, None, num_queries, num_keys, 0.0, window is None, False)
-        output, *_ = aten._flash_attention_forward(query, key, value, *sizes, scale=scale, **sides)
+        output, *_ = aten._flash_attention_forward(query, key, value, *sizes, scale=scale, **_sides(window))
     else:
         seen_TS = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_queries)
         if window is not None:

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from bench.pages import write_between
 from specdistill.errors import ResourceError
 from specdistill.gate.decide import Evidence, decide, judge
 from specdistill.gate.rules import load_gate
@@ -30,7 +31,7 @@ from specdistill.report.files import (
 )
 from specdistill.report.phrases import procedure, settings_line
 from specdistill.report.tables import sweep
-from specdistill.report.text import annotations, print_gate, print_report, to_markdown, write_between
+from specdistill.report.text import annotations, print_gate, print_report, to_markdown
 from specdistill.statistics.records import Configuration
 from tests.refusals import refused
 from tests.rendered import HOSTILE as HOSTILE_MARKDOWN

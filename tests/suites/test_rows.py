@@ -41,7 +41,11 @@ def parquet(rows):
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [("q.jsonl", jsonl(QUESTIONS)), ("q.jsonl.gz", gzip.compress(jsonl(QUESTIONS), mtime=0)), ("hf://q.parquet", parquet(QUESTIONS))],
+    [
+        ("q.jsonl", jsonl(QUESTIONS)),
+        ("q.jsonl.gz", gzip.compress(jsonl(QUESTIONS), mtime=0)),
+        ("hf://q.parquet", parquet(QUESTIONS)),
+    ],
 )
 def test_the_same_rows_in_every_format(name, content):
     first, second = parse(name, content, COLUMNS)

@@ -13,13 +13,13 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from bench.pages import write_between
 from specdistill.decoding.decoder import in_float64
 from specdistill.decoding.transformers_models import check_batchable, check_reads_trees
 from specdistill.errors import UserError
 from specdistill.methods.eagle.module import build_eagle
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.mtp.checkpoint import build_mtp
-from specdistill.report.text import write_between
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.packed_rows import by_lengths, packing
 from tests.tiny import tiny_tokenizer

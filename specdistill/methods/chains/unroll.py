@@ -82,8 +82,6 @@ class TrainingTimeTest(nn.Module):
         for mlp in mlps:
             mlp.forward = partial(checkpoint, mlp.forward, use_reentrant=False)
 
-    gradient_checkpointing_enable = activation_checkpointing_enable  # older versions' name
-
     def prepare(self, batch: dict[str, Any], number: int | None) -> dict[str, Any]:
         """The batch as it is: every position of it is the root of a chain."""
         return batch
