@@ -160,7 +160,7 @@ def test_the_length_of_a_draft_is_chosen_online(measured, tmp_path):
     assert "length chosen online: " in (tmp_path / "report" / "report.md").read_text()
 
 
-@pytest.mark.long  # torch traces six graphs
+@pytest.mark.long  # torch traces three graphs
 def test_the_targets_passes_are_compiled(measured, tmp_path, monkeypatch):
     """With the draft and without, in the test of sampling, and for every K whose cost is timed; traced as for the compiler."""
     shapes = []
@@ -174,8 +174,8 @@ def test_the_targets_passes_are_compiled(measured, tmp_path, monkeypatch):
     assert report["settings"]["compile"] and report["lossless"]["greedy_identical"]
     assert "compiled" in (tmp_path / "report" / "report.md").read_text()
     widths = sorted(width for of_graph in shapes for _, width in of_graph)
-    # plain; the shorter draft, both arms of the test; as measured, and its cost
-    assert widths == [1, *[2] * 3, *[3] * 2]
+    # plain; the shorter draft, and the test; as measured, and its cost: one graph for each number of tokens
+    assert widths == [1, 2, 3]
 
 
 def test_prompts_are_decoded_in_batches(measured):
