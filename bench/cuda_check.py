@@ -42,6 +42,7 @@ from specdistill.planning.accounting import UNWRITTEN, Ledger, WeightlessTarget,
 from specdistill.recipe.fields import Section, option
 from specdistill.recipe.load import validate
 from specdistill.rows.packing import collate
+from specdistill.targets import packed_attention
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.packed_rows import Documents, by_lengths, sdpa_configs
 
@@ -62,6 +63,7 @@ COPIES = {aten._to_copy, aten.copy_}
 WAITS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.unique_dim, aten._unique2}
 
 
+packed_attention.capability = lambda device: (9, 0)  # type: ignore[assignment]  # an H100's: there is no driver to ask
 # torch's own formula takes heads to come before positions.
 flop_registry[aten._flash_attention_forward] = lambda query, key, *_, **__: 4 * query.numel() * key.shape[1]
 

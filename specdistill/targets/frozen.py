@@ -240,9 +240,7 @@ class FrozenTarget:
     @cached_property
     def _maskless(self) -> list[Any]:
         """The configs whose attention goes without a mask over a KV cache: on a GPU, if the class allows it."""
-        allowed = (
-            self.device.type == "cuda" and self.config._attn_implementation == "sdpa" and continues_without_mask(self.model)
-        )
+        allowed = self.device.type == "cuda" and continues_without_mask(self.model)
         return sdpa_configs(self.model) if allowed else []
 
     @cached_property

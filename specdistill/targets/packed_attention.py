@@ -11,6 +11,7 @@ else `ROWS` tokens at a time.
 """
 
 from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -172,9 +173,13 @@ def _alike(*tensors: Tensor) -> list[Tensor]:
     return [x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1])) for x in dense]
 
 
+capability = cache(torch.cuda.get_device_capability)
+
+
 def _one_kernel(query: Tensor) -> bool:
-    """Whether the GPU's kernel for documents of many lengths takes these: 16 bits, and heads of at most 256."""
-    return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256
+    """Whether FlashAttention's kernel takes these: 16 bits, and heads of at most 256, on a GPU of Ampere's or later."""
+    fits = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256
+    return fits and capability(query.device) >= (8, 0)
 
 
 def _arguments(

@@ -141,8 +141,7 @@ def test_the_library_generates_as_many_sampled_tokens_as_plain_decoding_did(targ
 
 
 def test_greedy_completions_are_compared_with_those_that_were_timed(target, proposer, runs, monkeypatch):
-    again = lambda *_, **__: pytest.fail("generated once more")  # noqa: E731
-    monkeypatch.setattr(losslessness.reference, "generate", again)
+    monkeypatch.setattr(losslessness.reference, "generate", lambda *_, **__: pytest.fail("generated once more"))
     pairs = list(greedy_pairs(target, proposer, runs, SETTINGS))
     assert [prompt.id for prompt, _, _ in pairs] == ["p0", "p1", "p2"]
     assert all(with_draft.token_ids == token_ids for _, with_draft, token_ids in pairs)
