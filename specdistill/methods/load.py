@@ -76,9 +76,12 @@ def load_proposer(
     Raises UserError when the method is unknown, or the draft is another target's or does not fit; ResourceError when the Hub fails.
     """
     if lookup_first:
-        return _behind(
-            lookup_first, load_proposer(method, draft, target, key=key, draft_length=draft_length, **options), target
-        )
+        behind = load_proposer(method, draft, target, key=key, draft_length=draft_length, **options)
+        if lookup_first.draft_tree:
+            check_reads_trees(target)
+        lookup = implementation(lookup_first.method).lookup
+        assert lookup is not None, lookup_first.method
+        return LookupFirstProposer(behind, lookup(lookup_first.min, lookup_first.max), lookup_first)
     if draft_length == "online":
         return OnlineLengthProposer(load_proposer(method, draft, target, key=key, **options))
     load = implementation(method).load_proposer
@@ -90,14 +93,6 @@ def load_proposer(
     if target.files is not None:
         check_target(folder, target.files, key, **options)
     return load(folder, target, key=key, **options)
-
-
-def _behind(lookup_first: LookupFirstConfig, draft: Proposer, target: FrozenTarget) -> Proposer:
-    if lookup_first.draft_tree:
-        check_reads_trees(target)
-    lookup = implementation(lookup_first.method).lookup
-    assert lookup is not None, lookup_first.method
-    return LookupFirstProposer(draft, lookup(lookup_first.min, lookup_first.max), lookup_first)
 
 
 def implementation(method: str) -> Implementation:

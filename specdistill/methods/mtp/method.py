@@ -84,14 +84,9 @@ def planned(target: sizes.Described, given: sizes.Described | None, settings: di
     warnings: tuple[str, ...] = ()
     if key is None and (stated := stated_layers(target.raw)):
         warnings = (f"its config.json says {stated[0]}: {stated[1]}, and its files have no such layer",)
-    vocabulary, cache = target.text.vocab_size, _cache(target)
-    return sizes.PlannedDraft(parts, shape, vocabulary, note, published, cache, keys, warnings=warnings)
-
-
-def _cache(target: sizes.Described) -> CacheSize | None:
-    """Of one layer as the target's last that sees all tokens."""
     full = [layer for layer in target.cache.layers if layer.size and layer.window is None] if target.cache else []
-    return CacheSize((full[-1],)) if full else None
+    cache = CacheSize((full[-1],)) if full else None  # of one layer as the target's last that sees all tokens
+    return sizes.PlannedDraft(parts, shape, target.text.vocab_size, note, published, cache, keys, warnings=warnings)
 
 
 def mtp_head(hidden_size: int, vocab_size: int, layer: int, layer_read: float, num_layers: int = 1) -> sizes.ParameterCounts:
