@@ -12,7 +12,7 @@ READY := $(VENV)/.ready
 export PATH := $(abspath $(BIN)):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-launches test-all lint format site bench methods smollm2 smollm2-engines engines test-engines test-lowest cuda-check mutants kills fuzz
+.PHONY: help setup demo test test-long test-launches test-all lint format site bench methods smollm2 smollm2-engines engines test-engines test-lowest cuda-check gpu mutants kills fuzz
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -85,6 +85,9 @@ test-lowest: $(LOWEST)/.ready  ## the quick tests with the lowest versions that 
 
 cuda-check: $(LOWEST)/.ready  ## count kernels, bytes and waits of a GPU's step and round; needs no GPU
 	$(LOWEST)/bin/python -m bench.cuda_check $(ARGS)
+
+gpu:  ## what a GPU does with all of this, in half an hour: bench/results/gpu; without a network, in the Python that is active
+	$(PYTHON) -m bench.gpu $(ARGS)
 
 $(LOWEST)/.ready:
 	$(PYTHON) -m venv $(@D)

@@ -6,7 +6,8 @@
 Under the CUDA build of torch tensors are on `cuda:0` and have no content: schemas, dtypes and devices are a GPU's, and nothing is computed.
 `kernels`: operations that write; a GPU may take several for one. `traffic_gb`: read and written by all but matrix products and attention.
 `waits`: copies between host and device that block, and operations whose result's shape depends on data. Autograd's engine takes no such
-tensors, so the gradients are counted on the CPU, with the chunks of a GPU.
+tensors, so the gradients are counted on the CPU, with the chunks of a GPU; and so is what `train.torch_compile` makes of a step, as
+torch's compiler fuses it for a CPU.
 """
 
 import copy
@@ -21,7 +22,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._dynamo import callback
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.compile_fx import _recursive_post_grad_passes, fake_tensor_prop
+from torch._inductor.debug import DebugContext
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.graph import GraphLowering
+from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -43,6 +54,7 @@ from specdistill.recipe.fields import Section, option
 from specdistill.recipe.load import validate
 from specdistill.rows.packing import collate
 from specdistill.targets import packed_attention
+from specdistill.targets.compiled import compile_layers
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.packed_rows import Documents, by_lengths, sdpa_configs
 
@@ -79,8 +91,17 @@ class Launches(Ledger):
         super().__init__()
         self.device = device
         self.kernels = self.copies = 0
+        self.in_graph = self.compiles = False
+        callback.on_compile_start(lambda _: vars(self).update(compiles=True))
+        callback.on_compile_end(lambda _: vars(self).update(compiles=False))
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # else nothing is compiled within it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.compiles or (self.in_graph and func.overloadpacket not in flop_registry):
+            return func(*args, **(kwargs or {}))
         given = tensors((args, kwargs))
         held = {tensor.untyped_storage()._cdata for tensor in given}
         result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -92,6 +113,37 @@ class Launches(Ledger):
         blocks = operation in COPIES and between and not (kwargs or {}).get("non_blocking")
         self.copies += blocks or (operation in WAITS and on_device)
         return result
+
+    def graph(self, module: Any, inputs: Any) -> Any:
+        """A compiler's backend: counts the kernels of each call as they are fused, and computes them one by one."""
+        with unset_fake_temporarily():
+            mode = fake_tensor_prop(module, inputs)
+        with unset_fake_temporarily(), V.set_fake_mode(mode), V.set_debug_handler(DebugContext()):
+            _recursive_post_grad_passes(module, False)
+            lowered = GraphLowering(module, shape_env=mode.shape_env)
+            with V.set_graph_handler(lowered), V.set_real_inputs(inputs):
+                lowered.run(*inputs)
+                lowered._update_scheduler()
+                kernels = [node for node in lowered.scheduler.nodes if not isinstance(node, NopKernelSchedulerNode)]
+                fused = [node for node in kernels if not isinstance(node, ExternKernelSchedulerNode)]
+                traffic = sum(node.get_read_write_buffers_sizes() for node in fused)
+
+        def call(*given: Tensor) -> Any:
+            self.kernels += len(kernels)
+            self.traffic += traffic
+            self.in_graph = True
+            try:
+                return module.forward(*given)
+            finally:
+                self.in_graph = False
+
+        return make_boxed_func(call)
+
+    def compile(self, target: Any, objective: Any) -> None:
+        """As `train.torch_compile=true` does."""
+        partition = {"decompositions": select_decomp_table, "partition_fn": min_cut_rematerialization_partition}
+        backend = aot_autograd(fw_compiler=self.graph, bw_compiler=self.graph, **partition)
+        compile_layers({"torch_compile_backend": backend}, target, objective)
 
 
 def tensors(tree: Any) -> list[Tensor]:
@@ -118,9 +170,15 @@ def main(options: Options) -> ExitCode:
     with FakeTensorMode() as mode, torch.device(DEVICE):
         for name, part in parts_of(head, batch, mode).items():
             found[name] = count(part)
-    chunked.CHUNK_BYTES["cpu"], ledger = chunked.CHUNK_BYTES["cuda"], Launches("cpu")
-    training_step("eagle3", head.build, {"ttt_steps": NUM_STEPS}, TARGET, rows=ROWS, length=LENGTH, ledger=ledger)
-    found["training: unroll and loss with gradients"] = counted(ledger)
+    chunked.CHUNK_BYTES["cpu"] = chunked.CHUNK_BYTES["cuda"]
+    for compiled in (False, True):
+        ledger = Launches("cpu")
+        step: dict[str, Any] = {"rows": ROWS, "length": LENGTH, "ledger": ledger}
+        if compiled:
+            step["prepare"] = partial(ledger.compile, SimpleNamespace(layers=()))
+        training_step("eagle3", head.build, {"ttt_steps": NUM_STEPS}, TARGET, **step)
+        found["training: unroll and loss with gradients" + ", compiled" * compiled] = counted(ledger)
+    found["training: target layers, compiled"] = compiled_target(head.aux_layers, batch)
     for name, counts in found.items():
         print(json.dumps({"part": name, **counts}), flush=True)
     if options.record:
@@ -132,6 +190,18 @@ def main(options: Options) -> ExitCode:
         worse += [f"{name}: {key} {counts[key]}, recorded {recorded[name][key]}" for key in grown]
     print(*worse, sep="\n", file=sys.stderr, end="\n" * bool(worse))
     return ExitCode.CHECK_FAILED if worse else ExitCode.DONE
+
+
+def compiled_target(aux_layers: Any, batch: dict[str, Any]) -> dict[str, float]:
+    with FakeTensorMode() as mode:
+        batch = {name: mode.from_tensor(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
+        target = WeightlessTarget(TARGET)
+        vars(target).update(_packing=by_lengths)
+        ledger = Launches("cpu")
+        ledger.compile(target, SimpleNamespace(layers=(), row_losses=len))
+        with ledger, torch.autocast("cpu", torch.bfloat16):
+            target_pass(target, aux_layers, batch)
+    return counted(ledger)
 
 
 def count(run_part: Callable[[], Any]) -> dict[str, float]:
@@ -173,9 +243,14 @@ def parts_of(planned: PlannedDraft, batch: dict[str, Any], mode: FakeTensorMode)
 
 
 def target_layers(target: FrozenTarget, aux_layers: Any, batch: dict[str, Any]) -> None:
-    with torch.no_grad(), autocast():
-        rows = {"position_ids_BT": batch["position_ids"], "documents": documents_of(batch)}
-        FrozenTarget.features(target, batch["input_ids"], aux_layers, **rows)
+    with autocast():
+        target_pass(target, aux_layers, batch)
+
+
+@torch.no_grad()
+def target_pass(target: FrozenTarget, aux_layers: Any, batch: dict[str, Any]) -> None:
+    rows = {"position_ids_BT": batch["position_ids"], "documents": documents_of(batch)}
+    FrozenTarget.features(target, batch["input_ids"], aux_layers, **rows)
 
 
 def unroll(step: Any, target: FrozenTarget, batch: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@
 import itertools
 import json
 import sys
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,9 @@ def growth(found: dict[str, Any], recorded: dict[str, Any]) -> list[str]:
 def need(rows: int, length: int, draft_vocab_size: int, gradient_checkpointing: bool) -> dict[str, Any]:
     """A shape, and what its step needs."""
     draft = eagle3.planned(TARGET, None, {"vocab_size": draft_vocab_size})
-    options = {"rows": rows, "length": length, "gradient_checkpointing": gradient_checkpointing}
+    options: dict[str, Any] = {"rows": rows, "length": length}
+    if gradient_checkpointing:
+        options["prepare"] = methodcaller("activation_checkpointing_enable")
     account = training_step("eagle3", draft.build, {"ttt_steps": NUM_STEPS}, TARGET, **options)
     return {
         "target": NAME,

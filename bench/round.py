@@ -82,7 +82,7 @@ def main(options: Options) -> ExitCode:
     prompts = tokenize(load_suite("pico"), target.tokenizer, max_new_tokens=NEW_TOKENS, max_length=target.max_length)
     prompts = evenly(prompts, [prompt.category for prompt in prompts], NUM_PROMPTS)
     drafted, plain = TimedDecoder(target, proposer), TimedDecoder(target)
-    compiled = TimedDecoder(target, proposer, compiled=True)
+    compiled = TimedDecoder(target, load_proposer("eagle3", options.draft, target, compile=True), compiled=True)
     decoders = {"with the draft": drafted, "without": plain, "compiled, with the draft": compiled}
     for repeat in range(3):
         for prompt in prompts:

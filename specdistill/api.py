@@ -48,6 +48,7 @@ from specdistill.report.files import check_replaceable, digest, previous_report,
 from specdistill.rows.row_set import RowTarget, open_rows
 from specdistill.statistics.sample_size import PriorRun
 from specdistill.suites.suite import check_suite
+from specdistill.targets.compiled import compile_layers
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.loading import read_tokenizer
@@ -179,6 +180,7 @@ def train_draft(recipe: TrainedRecipe, callbacks: Sequence[TrainerCallback] = ()
     # Draft, what it learns, and the run's record before its first step
     draft = create_draft(recipe, target, train_set)
     objective = method.objective(draft, recipe, target)
+    compile_layers(recipe.train, target, objective)
     run.record(
         target=target.name,
         target_revision=target.revision,

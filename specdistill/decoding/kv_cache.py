@@ -107,6 +107,40 @@ class DraftKVCache:
             return cached_attention(query_BNTd, keys, values, self.window).transpose(1, 2)
         return F.scaled_dot_product_attention(query_BNTd, keys, values, attn_mask=self._mask_TS, enable_gqa=True)
 
+    def reserve(self, positions: int) -> None:
+        """Allocate so many at once, for passes of a graph, whose buffers must stay."""
+        self._tables.reserve(positions)
+
+    def slots(self, held: Tensor, count: int) -> tuple[tuple[Tensor, Tensor], "Slots"]:
+        """(cos, sin) [1, T, d] of T = `count` positions from `held`, a scalar, on, and a `KVCache` for a graph's pass over them."""
+        position_T = held + torch.arange(count, device=held.device)
+        cos, sin = (tables.index_select(1, position_T) for tables in (self._tables.cos, self._tables.sin))
+        return (cos, sin), Slots(self._buffers, position_T, self._tables.size, self.window)
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        return [buffer for of_layer in self._buffers.values() for buffer in of_layer]
+
+
+class Slots:
+    """A `KVCache` over the buffers of a `DraftKVCache`: slot s holds position s, and a query sees its own and those before it."""
+
+    def __init__(self, buffers: dict[int, tuple[Tensor, Tensor]], position_T: Tensor, size: int, window: int | None) -> None:
+        self._buffers, self._position_T = buffers, position_T
+        key_S, query_T1 = torch.arange(size, device=position_T.device), position_T.unsqueeze(1)
+        self._mask_TS = key_S <= query_T1 if window is None else (key_S <= query_T1) & (key_S > query_T1 - window)
+
+    def append(self, layer: int, key_BGTd: Tensor, value_BGTd: Tensor) -> None:
+        """As in `KVCache`."""
+        for buffer, new_BGTd in zip(self._buffers[layer], (key_BGTd, value_BGTd), strict=True):
+            buffer.index_copy_(2, self._position_T, new_BGTd)
+
+    def attend(self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor) -> Tensor:
+        """As in `KVCache`."""
+        self.append(layer, key_BGTd, value_BGTd)
+        keys, values = self._buffers[layer]
+        return F.scaled_dot_product_attention(query_BNTd, keys, values, attn_mask=self._mask_TS, enable_gqa=True)
+
 
 class BatchKVCache(DynamicCache):
     """Keys and values of B sequences that advance by different lengths, as a cache of transformers' models. Each pass: `extend` by each

@@ -91,6 +91,13 @@ class Remembering(Protocol):
         """Know these outputs of earlier requests, the latest last, and no others, for the sequences that begin from now on."""
 
 
+@runtime_checkable
+class CompiledProposer(Protocol):
+    """A proposer whose passes can be compiled graphs (`eval.compile`). compiled: whether they are, from the next sequence on."""
+
+    compiled: bool
+
+
 @dataclass
 class BatchState:
     """The sequences so far, as a proposer sees them: `DecodingState` of B rows.

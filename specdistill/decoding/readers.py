@@ -22,11 +22,11 @@ from specdistill.decoding.tree import Step, Tree
 from specdistill.errors import UserError, one_line
 from specdistill.targets.anatomy import CLASS_ERRORS, reads_alike
 from specdistill.targets.cache import new_cache, roll_back, snapshot
+from specdistill.targets.compiled import allow_graphs
 from specdistill.targets.frozen import Features, FrozenTarget, capture
 
 KEY = "eval.compile"
 LEAST_SIZE = 256  # positions
-MOST_GRAPHS = 128  # of a process: one for each size, target and K that it decodes with
 WARM_UP = 3  # passes before CUDA graphs are replayed
 PROMPT, REJECTED, NEXT = [1, 2, 3], [4, 5], [4, 6]  # of the sequence that shows whether the graph computes the target
 
@@ -89,7 +89,7 @@ class CompiledTarget:
         hooks = ExitStack()
         self._captured = hooks.enter_context(capture(target.layers, aux_layers))
         weakref.finalize(self, hooks.close)
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
+        allow_graphs()
         mode = "reduce-overhead" if target.device.type == "cuda" else None
         self._graph = torch.compile(self._pass, fullgraph=True, dynamic=False, mode=mode)
         self._check()

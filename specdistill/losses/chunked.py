@@ -19,8 +19,6 @@ BLOCK = 4096  # rows, of all K positions, whose logits exist at a time: products
 # Float32 logits in a divergence. On a CPU larger ones would not stay in caches, and glibc would map their memory again each time; on a GPU
 # smaller ones would be kernels that last less than their launch.
 CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
-# Rows of a position in a divergence that is compiled: what is fused needs no caches, and every chunk is compiled for itself.
-COMPILED_CHUNK = 2048
 
 
 TargetsOf = Callable[[slice], Any]  # rows -> what their logits are compared with; takes no gradient
@@ -44,12 +42,9 @@ def head_loss(
     """
     linear = head.linear
     num_positions, vocabulary = len(rows_KRH), len(linear.weight)
-    if torch.compiler.is_compiling():
-        size = chunk = min(block, COMPILED_CHUNK)
-    else:
-        chunk_bytes = CHUNK_BYTES[rows_KRH.device.type] if chunk_bytes is None else chunk_bytes
-        chunk = max(1, min(block // num_positions, chunk_bytes // (4 * vocabulary)))
-        size = chunk * max(1, block // (num_positions * chunk))
+    chunk_bytes = CHUNK_BYTES[rows_KRH.device.type] if chunk_bytes is None else chunk_bytes
+    chunk = max(1, min(block // num_positions, chunk_bytes // (4 * vocabulary)))
+    size = chunk * max(1, block // (num_positions * chunk))
     gives_gradient = torch.is_grad_enabled()
     trains = tuple(
         gives_gradient and tensor is not None and tensor.requires_grad for tensor in (rows_KRH, linear.weight, linear.bias)

@@ -160,7 +160,7 @@ def load_pair(recipe: Recipe) -> tuple[FrozenTarget, Proposer, str | None]:
     draft = recipe.eval.draft or str(own) if trained else None
     target = FrozenTarget.load(**vars(recipe.target))
     fit_threads(target)
-    shape: dict[str, Any] = {name: getattr(recipe.eval, name) for name in ("lookup_first", "draft_length")}
+    shape: dict[str, Any] = {name: getattr(recipe.eval, name) for name in ("lookup_first", "draft_length", "compile")}
     proposer = load_proposer(recipe.method, draft, target, **shape, **recipe.proposer_options())
     return target, proposer, draft
 

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.tree import tree_shape
 from specdistill.errors import UserError
@@ -25,6 +27,7 @@ def decoded_acceptance_length(recipe: TrainedRecipe, target: FrozenTarget) -> Ca
     prompts = tokenize(suite, target.tokenizer, num_prompts=recipe.selection.num_prompts, **room)
     tree = tree_shape(**vars(recipe.eval.tree)) if recipe.eval.tree else None
 
+    @torch.compiler.set_stance("force_eager")  # a target that is compiled for training
     def measure(folder: Path) -> float:
         proposer = load_proposer(recipe.method, str(folder), target, **recipe.proposer_options())
         decoder, k = Decoder(target, proposer), recipe.eval.num_speculative_tokens

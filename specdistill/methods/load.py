@@ -15,7 +15,7 @@ from datasets import Dataset
 
 from specdistill.decoding.lookup_first import LookupFirstProposer
 from specdistill.decoding.online_length import OnlineLengthProposer
-from specdistill.decoding.proposer import Proposer
+from specdistill.decoding.proposer import CompiledProposer, Proposer
 from specdistill.decoding.transformers_models import check_reads_trees
 from specdistill.errors import UserError, one_line
 from specdistill.files.documents import read_json
@@ -66,24 +66,25 @@ def load_proposer(
     key: str = "eval.draft",
     lookup_first: LookupFirstConfig | None = None,
     draft_length: str = "fixed",
+    compile: bool = False,
     **options: Any,
 ) -> Proposer:
     """The proposer of a method, behind a lookup if there is to be one; `options` are the method's own, as `Recipe.proposer_options`
-    gives them. draft_length: `online` has the proposer choose the length of each chain, up to K.
+    gives them. draft_length: `online` has the proposer choose the length of each chain, up to K. compile: its passes, where it can.
 
     The draft is a folder or a Hub id, in any layout that is read, None for a method that is not trained; `key` is the key that it
     came from, which errors name.
     Raises UserError when the method is unknown, or the draft is another target's or does not fit; ResourceError when the Hub fails.
     """
     if lookup_first:
-        behind = load_proposer(method, draft, target, key=key, draft_length=draft_length, **options)
+        behind = load_proposer(method, draft, target, key=key, draft_length=draft_length, compile=compile, **options)
         if lookup_first.draft_tree:
             check_reads_trees(target)
         lookup = implementation(lookup_first.method).lookup
         assert lookup is not None, lookup_first.method
         return LookupFirstProposer(behind, lookup(lookup_first.min, lookup_first.max), lookup_first)
     if draft_length == "online":
-        return OnlineLengthProposer(load_proposer(method, draft, target, key=key, **options))
+        return OnlineLengthProposer(load_proposer(method, draft, target, key=key, compile=compile, **options))
     load = implementation(method).load_proposer
     if not METHODS[method].is_trained:
         return load(None, target, key=key, **options)
@@ -92,7 +93,10 @@ def load_proposer(
         raise UserError(key, got=f"{draft}, which holds a draft of method {found}", expected=f"one of method {method}")
     if target.files is not None:
         check_target(folder, target.files, key, **options)
-    return load(folder, target, key=key, **options)
+    proposer = load(folder, target, key=key, **options)
+    if isinstance(proposer, CompiledProposer):
+        proposer.compiled = compile
+    return proposer
 
 
 def implementation(method: str) -> Implementation:

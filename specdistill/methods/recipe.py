@@ -70,10 +70,13 @@ class Recipe(Section):
         return {name: getattr(self.eval, name) for name in own_eval_keys(type(self))}
 
     @model_validator(mode="after")
-    def _has_an_output_folder(self) -> "Recipe":
+    def _fits_together(self) -> "Recipe":
         if not isinstance(folder := self.train.get("output_dir"), str):
             got = "nothing" if folder is None else repr(folder)
             raise UserError("train.output_dir", got=got, expected="the folder of the run")
+        if self.target.quantization and self.eval.engine != "specdistill":
+            got = f"{self.target.quantization} with eval.engine={self.eval.engine}"
+            raise UserError("target.quantization", got=got, expected="null: an engine has options of its own, in its command")
         return self
 
 

@@ -168,12 +168,13 @@ def training_step(
     *,
     rows: int,
     length: int,
-    gradient_checkpointing: bool = False,
+    prepare: Callable[[Any], None] = lambda objective: None,
     ledger: Ledger | None = None,
 ) -> Account:
     """The account of a micro-batch of `rows` rows of `length` tokens, with the loss of a recipe of the method with these keys of `draft:`.
 
-    build: (the target, its tensors without content) -> the draft. ledger: one that counts more.
+    build: (the target, its tensors without content) -> the draft. prepare: what is done with the objective before the step. ledger: one
+    that counts more.
     """
     values = {"method": method, "target": {"model": method}, "data": {"source": method}, "train": {"output_dir": method}}
     recipe = validate(METHODS[method].recipe(), {**values, "draft": dict(draft)})
@@ -186,8 +187,7 @@ def training_step(
         batch = {name: mode.from_tensor(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
         weightless = WeightlessTarget(target)
         objective: Any = with_loss(build(weightless), recipe, weightless)
-        if gradient_checkpointing:
-            objective.activation_checkpointing_enable()
+        prepare(objective)
         for parameter in objective.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)

@@ -91,6 +91,11 @@ class TargetConfig(Section):
         None, "LoRA adapter of the target (peft): a folder or a Hub id; the draft learns the adapted target"
     )
     dtype: Literal["float32", "bfloat16", "float16"] = option("float32", "data type of the weights")
+    quantization: Literal["fp8", "bitsandbytes-8bit"] | None = option(
+        None,
+        "round a 16-bit target's weights when they are loaded: fp8 by torchao, activations too, on a GPU of Ada's generation or later; "
+        "null: as the checkpoint has them",
+    )
     attn: AttentionImplementation | None = option(
         None, "attention implementation of transformers, or a kernel on the Hub; null: the default of the model class"
     )
@@ -329,7 +334,9 @@ class MeasurementConfig(Section):
     )
     batch_size: int = option(1, "prompts decoded together, with and without the draft", ge=1, le=64, read_when=IN_PROCESS)
     compile: bool = option(
-        False, "compile the target's verification pass (torch.compile), with and without the draft", read_when=LONE_CHAINS
+        False,
+        "compile the target's verification pass (torch.compile), with and without the draft, and a head's passes",
+        read_when=LONE_CHAINS,
     )
     repeats: int = option(
         3, "timed repetitions per prompt, with and without the draft; the lower median of each round counts", ge=1

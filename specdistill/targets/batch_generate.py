@@ -114,7 +114,8 @@ def generation_mode(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[PreT
     if attention == "sdpa":
         model.set_attn_implementation(GROUPED_ATTENTION)
     try:
-        yield model
+        with torch.compiler.set_stance("force_eager"):  # keys and values grow: each token would be a graph
+            yield model
     finally:
         model.set_attn_implementation(attention)
         model.train(training)

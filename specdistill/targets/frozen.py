@@ -109,14 +109,18 @@ class FrozenTarget:
         name: str,
         revision: str | None = None,
         files: TargetFiles | None = None,
+        quantization: str | None = None,
         one_batch: bool = False,
     ) -> None:
-        """one_batch: every process has to give the model the same batch, as under tensor parallelism."""
+        """quantization: that its weights were rounded to when they were loaded. one_batch: every process has to give the model the same
+        batch, as under tensor parallelism.
+        """
         self.model: Any = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
         self.revision = revision
         self.files = files
+        self.quantization = quantization
         self.one_batch = one_batch
         self.config: Any = model.config.get_text_config(decoder=True)
         anatomy = examine(self.model, name)
@@ -133,6 +137,7 @@ class FrozenTarget:
         revision: str | None = None,
         adapter: str | None = None,
         dtype: str = "float32",
+        quantization: str | None = None,
         attn: str | None = None,
         trust_remote_code: bool = False,
         shard: str = "none",
@@ -152,6 +157,7 @@ class FrozenTarget:
             resolve(model),
             revision=revision,
             dtype=dtype,
+            quantize=quantization,
             attn=attn,
             trust_remote_code=trust_remote_code,
             shard=shard,
@@ -167,7 +173,7 @@ class FrozenTarget:
         revision = revision or getattr(loaded.config, "_commit_hash", None)
         files = TargetFiles.of(model, revision, adapter)
         one_batch = shard == "tensor" and num_processes() > 1
-        return cls(loaded, tokenizer, name=name, revision=revision, files=files, one_batch=one_batch)
+        return cls(loaded, tokenizer, name=name, revision=revision, files=files, quantization=quantization, one_batch=one_batch)
 
     @property
     def device(self) -> torch.device:
@@ -176,6 +182,7 @@ class FrozenTarget:
 
     @property
     def dtype(self) -> str:
+        """Of the features; of the weights, too, unless they were rounded to a `quantization`."""
         return str(next(self.model.parameters()).dtype).removeprefix("torch.")
 
     @property

@@ -58,6 +58,7 @@ READ_WITH = {
     "hub_model_id": "push_to_hub",
 }
 PUSH = ("push_to_hub", "hub_model_id")  # read by specdistill.hub.checkpoints
+COMPILE = ("torch_compile", "torch_compile_backend", "torch_compile_mode")  # read by specdistill.targets.compiled
 
 
 def training_arguments(train: Mapping[str, Any], **defaults: Any) -> TrainingArguments:
@@ -85,8 +86,8 @@ def training_arguments(train: Mapping[str, Any], **defaults: Any) -> TrainingArg
         raise UserError("train.output_dir", got="nothing", expected="a folder")
     if metric := fields.get("metric_for_best_model"):
         fields.setdefault("greater_is_better", "loss" not in metric)  # transformers takes loss_1 for a score
-    for pushed in PUSH:
-        fields.pop(pushed, None)  # the Trainer would push its own files
+    for own in (*PUSH, *COMPILE):
+        fields.pop(own, None)  # the Trainer would push its own files, and compile the step as a whole
     precision = _take_precision(fields)
     try:
         arguments = TrainingArguments(**{**_launch_defaults(), **fields})

@@ -104,8 +104,6 @@ class DraftTrainer(ResumableTrainer):
         self.decode = decode
         self.num_tokens: Tensor
         self._count_tokens_from_now()
-        # Compiled, the loss takes its gradients inside of forward (specdistill.losses.chunked).
-        torch._dynamo.config.trace_autograd_ops = arguments.torch_compile
         # compute_loss divides by the whole batch's count itself: the Trainer must not divide again.
         self.model_accepts_loss_kwargs = True
         objective._no_split_modules = layer_classes(self.objective.draft)  # type: ignore[assignment]  # what FSDP shards one by one

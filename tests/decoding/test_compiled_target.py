@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from specdistill.decoding.decoder import Decoder
-from specdistill.decoding.sampling import Sampling
+from specdistill.decoding.sampling import GREEDY, Sampling
 from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.ngram.method import NgramProposer
@@ -136,3 +136,27 @@ def test_targets_that_cannot_are_refused(build: Any, what: str, graphs: list[Any
     target = target_of(build(), name="odd")
     with refused("eval.compile", f"true for odd, {what}"):
         Decoder(target, NgramProposer(), compiled=True).generate(PROMPT, max_new_tokens=8, num_speculative_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "sampling"),
+    [("eagle3, two layers", GREEDY), ("eagle3, window", Sampling(1.0)), ("eagle", Sampling(1.0)), ("mtp", Sampling(1.0))],
+)
+def test_a_head_drafts_the_same_by_two_graphs(name: str, sampling: Sampling, graphs: list[Any]) -> None:
+    target, drafts = target_of(tiny_target_model()), []
+    for compiled in (False, True):
+        head = proposer_of(name, target)
+        head.compiled = compiled
+        runs = [
+            Decoder(target, head).generate(
+                prompt,
+                max_new_tokens=NEW_TOKENS,
+                num_speculative_tokens=3,
+                sampling=sampling,
+                generator=torch.Generator().manual_seed(1),
+            )
+            for prompt in (PROMPT, [7, *PROMPT, 50], PROMPT)
+        ]
+        drafts.append([[round.drafted for round in run.rounds] for run in runs])
+    assert drafts[0] == drafts[1] and drafts[1][0] == drafts[1][2]
+    assert 1 <= len(graphs) <= 2  # a single pass wide where nothing is ever accepted

@@ -9,6 +9,7 @@ from datasets import Dataset
 from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.sampling import Sampling
+from specdistill.decoding.tree import tree_shape
 from specdistill.losses.divergence import forward_kl
 from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.chains.unroll import TrainingTimeTest
@@ -19,6 +20,7 @@ from specdistill.methods.ngram.method import NgramProposer
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.arguments import training_arguments
 from specdistill.training.trainer import DraftTrainer
+from tests.proposers import proposer_of
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 pytestmark = pytest.mark.gpu
@@ -46,6 +48,23 @@ def test_batches_write_what_each_row_writes_alone(target: FrozenTarget) -> None:
         k = 4 if proposer else 0
         generations = BatchDecoder(target, proposer).generate(prompts, max_new_tokens=60, num_speculative_tokens=k)
         assert [generation.token_ids for generation in generations] == plain
+
+
+@pytest.mark.parametrize("name", ["eagle3", "eagle", "mtp", "draft_model"])
+def test_trees_write_the_plain_output(target: FrozenTarget, name: str) -> None:
+    plain = Decoder(target).generate(PROMPT, max_new_tokens=40)
+    tree = tree_shape(budget=8, depth=3, top_k=3)
+    assert (
+        Decoder(target, proposer_of(name, target)).generate(PROMPT, max_new_tokens=40, tree=tree).token_ids == plain.token_ids
+    )
+
+
+@pytest.mark.parametrize("name", [None, "eagle3", "ngram"])
+def test_compiled_passes_write_the_plain_output(target: FrozenTarget, name: str | None) -> None:
+    plain = Decoder(target).generate(PROMPT, max_new_tokens=40)
+    decoder = Decoder(target, name and proposer_of(name, target), compiled=True)
+    k = 4 if name else 0
+    assert decoder.generate(PROMPT, max_new_tokens=40, num_speculative_tokens=k).token_ids == plain.token_ids
 
 
 def test_sampling_is_reproducible_by_its_generator(target: FrozenTarget) -> None:

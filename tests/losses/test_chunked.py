@@ -120,15 +120,3 @@ def test_no_tensor_is_larger_than_a_block_s_logits() -> None:
             total.backward()
         largest[name] = mode.numel
     assert largest["blocks"] <= max(block * W, K * R * H) < largest["plain"] == R * W
-
-
-@pytest.mark.long  # a compiler
-@torch._dynamo.config.patch(trace_autograd_ops=True)
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo does it
-def test_it_compiles_as_one_graph() -> None:
-    case = Case("jsd")
-    expected_total, expected_metrics, expected = case.run(head_loss, block=16)
-    step = torch.compile(lambda *args, **options: head_loss(*args, **options), fullgraph=True, backend="aot_eager")
-    total, metrics, grads = case.run(step, block=16)
-    assert torch.allclose(total, expected_total) and torch.allclose(metrics, expected_metrics)
-    assert_same_gradients(grads, expected)

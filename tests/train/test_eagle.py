@@ -74,12 +74,13 @@ def test_a_gguf_file_is_trained_for_measured_examined_and_judged(tmp_path: Path,
 
 @pytest.mark.long  # compiles
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo does it
-def test_a_compiled_step_is_one_graph_and_learns_the_same(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("keys", [["draft.ttt_steps=2"], ["method=draft_model", "train.gradient_checkpointing=true"]])
+def test_compiled_layers_learn_the_same(folder: Path, tmp_path: Path, keys: list[str]) -> None:
     """By a backend that traces all and generates no code, which would take minutes."""
     compiled = ("train.torch_compile=true", "train.torch_compile_backend=aot_eager")
     for name, extra in (("plain", ()), ("compiled", compiled)):
         counters.clear()
-        assert train(folder, tmp_path / name, "draft.ttt_steps=2", *extra).returncode == 0
+        assert train(folder, tmp_path / name, *keys, *extra).returncode == 0
     assert counters["stats"]["unique_graphs"] and not counters["graph_break"]
     one, two = (load_file(tmp_path / name / "draft" / "model.safetensors") for name in ("plain", "compiled"))
     assert one.keys() == two.keys()

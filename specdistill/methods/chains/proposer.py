@@ -13,9 +13,11 @@ from torch import Tensor
 
 from specdistill.decoding.kv_cache import DraftKVCache, RaggedKVCache
 from specdistill.decoding.proposer import BatchProposer, BatchState, DecodingState, Proposal, Proposer
+from specdistill.decoding.readers import cache_size
 from specdistill.decoding.sampling import Generators, Sampling, draw, uniforms
 from specdistill.decoding.transformers_models import last_of, padded
 from specdistill.decoding.tree import DynamicTree, StaticTree, Step, candidates_are_drawn
+from specdistill.methods.chains.compiled import CompiledSteps
 from specdistill.methods.chains.head import Head
 from specdistill.methods.layers import check_window
 from specdistill.targets.frozen import FrozenTarget
@@ -50,21 +52,33 @@ class HeadProposer:
         config, self.device = head.config, shipped[0].device
         self.cache_options = (partial(head.rotary, shipped[0]), self.device, config.sliding_window)
         self.cache: DraftKVCache
+        self.compiled = False
+        self._graphs: dict[int, CompiledSteps] = {}  # by positions of the KV cache
         self.is_enough: Callable[[Tensor], bool] | None = None  # see `ConfidentProposer`
 
     def passes(self, k: int) -> int:
         return k
 
     def begin(self, max_length: int) -> None:
-        self.cache = DraftKVCache(*self.cache_options)
+        if not self.compiled:
+            self.cache = DraftKVCache(*self.cache_options)
+            return
+        size = cache_size(max_length)
+        if size not in self._graphs:
+            self._graphs[size] = CompiledSteps(self.head, DraftKVCache(*self.cache_options), size)
+        self._graph = self._graphs[size]
+        self.cache = self._graph.cache
+        self.cache.length = 0
 
     def propose(self, state: DecodingState, k: int, sampling: Sampling, generator: torch.Generator | None) -> Proposal:
         next_ids, hidden, committed = self._fresh(state)
 
         def forward(next_ids_1T: Tensor, hidden_1TH: Tensor) -> tuple[Tensor, Tensor]:
-            rotary = self.cache.next_rotary(next_ids_1T.shape[1])
-            normed, next_hidden = self.head(next_ids_1T, hidden_1TH, rotary, self.cache)
-            return normed[:, -1], next_hidden[:, -1]
+            count = next_ids_1T.shape[1]
+            if self.compiled and count <= 1 + k:  # not a prompt
+                return self._graph.read(next_ids_1T, hidden_1TH, 1 if count == 1 else 1 + k)
+            normed, next_hidden = self.head(next_ids_1T, hidden_1TH, self.cache.next_rotary(count), self.cache)
+            return self.head.logits(normed[:, -1]), next_hidden[:, -1]
 
         (proposal,) = self.chains(forward, next_ids, hidden, k, sampling, [generator])
         self.cache.length = committed  # drafted positions used the head's own states: forget them
@@ -105,15 +119,14 @@ class HeadProposer:
     ) -> list[Proposal]:
         """Chains of K draft tokens, or as many as are enough, for B sequences, which continue next ids [B, F] and hidden states [B, F, H].
 
-        forward: one draft step over such -> `normed` [B, H] and the next hidden state [B, H] at each row's last position.
+        forward: one draft step over such -> logits [B, W] and the next hidden state [B, H] at each row's last position.
         """
         check_window(self.head.config, k, key="eval.num_speculative_tokens")
         uniforms_BK = None if sampling.is_greedy else uniforms(k, generators).to(self.device)
         tokens: list[Tensor] = []
         distributions: list[Tensor] = []
         for step in range(k):
-            normed_BH, hidden_BH = forward(next_ids, hidden)
-            logits_BW = self.head.logits(normed_BH)
+            logits_BW, hidden_BH = forward(next_ids, hidden)
             if uniforms_BK is None:
                 token_B = self.target_ids_W[logits_BW.argmax(-1)]
             else:
@@ -160,7 +173,7 @@ class BatchHead:
         def forward(next_ids_BT: Tensor, hidden_BTH: Tensor) -> tuple[Tensor, Tensor]:
             new = counts if next_ids_BT is fresh_ids else [1] * len(counts)
             normed, next_hidden = head(next_ids_BT, hidden_BTH, self.cache.extend(new), self.cache)
-            return last_of(normed, new), last_of(next_hidden, new)
+            return head.logits(last_of(normed, new)), last_of(next_hidden, new)
 
         hidden = head.fuse(state.fresh.first(max(counts)))
         proposals = self.proposer.chains(forward, fresh_ids, hidden, k, sampling, generators)

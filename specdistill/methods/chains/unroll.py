@@ -68,14 +68,19 @@ class TrainingTimeTest(nn.Module):
         # Weights sum to one, so that the learning rate does not depend on how deep the unroll is.
         self.register_buffer("step_weights", weights / weights.sum(), persistent=False)
 
+    @property
+    def layers(self) -> nn.ModuleList:
+        layers: nn.ModuleList = self.draft.layers
+        return layers
+
     def activation_checkpointing_enable(self, **options: Any) -> None:
         """Called by transformers' Trainer for `train.gradient_checkpointing`: backward computes the MLPs again, whose wide states are
         most of what a layer keeps for it. Not the attention, which would enter its keys and values into the cache a second time.
         """
         names = ("mlp", "feed_forward", "block_sparse_moe")
-        mlps = [module for name, module in self.draft.layers.named_modules() if name.rpartition(".")[2] in names]
+        mlps = [module for name, module in self.layers.named_modules() if name.rpartition(".")[2] in names]
         if not mlps:
-            layer = type(self.draft.layers[0]).__name__
+            layer = type(self.layers[0]).__name__
             raise UserError(
                 "train.gradient_checkpointing", got=f"true with layers of {layer}", expected=f"layers with {names[0]}"
             )
@@ -146,7 +151,7 @@ class TrainingTimeTest(nn.Module):
             has_loss_KR * self.step_weights.unsqueeze(1),
             self.draft.logits,
             partial(soft_targets.at, measure=measure),
-            partial(self._row_losses, self.draft.target_ids_W),
+            partial(self.row_losses, self.draft.target_ids_W),
         )
         losses_KR, *measured = metrics_MKR * has_loss_KR
         sums = StepSums(loss=[*losses_KR.sum(1)], loss_tokens=[*has_loss_KR.sum(1)])
@@ -158,7 +163,8 @@ class TrainingTimeTest(nn.Module):
             )
         return total + self.feature_weight * errors, sums
 
-    def _row_losses(self, target_ids_W: Tensor, logits_rW: Tensor, soft: TargetDistributions, k: int) -> tuple[Tensor, Tensor]:
+    def row_losses(self, target_ids_W: Tensor, logits_rW: Tensor, soft: TargetDistributions, k: int) -> tuple[Tensor, Tensor]:
+        """Of step k's logits: nats [r], and the metrics of each row [M, r]; see `head_loss`."""
         logits_rW = logits_rW / self.temperature
         losses_r = self.divergence(logits_rW, soft.probs_rW)
         if soft.mass_r is None or soft.top1_r is None:

@@ -78,6 +78,10 @@ class Distillation(nn.Module):
         # transformers' Trainer reads this name: what is the same tensor under another name is saved once.
         self._keys_to_ignore_on_save = repeated_names(self)
 
+    @property
+    def layers(self) -> nn.ModuleList:
+        return self._draft.anatomy.layers
+
     def tie_weights(self) -> None:
         """Called by transformers' Trainer after it has loaded a checkpoint without the repeated names."""
         self.draft.tie_weights()
@@ -143,7 +147,7 @@ class Distillation(nn.Module):
             weights_R.unsqueeze(0),
             self._draft.anatomy.head,
             targets_of,
-            partial(self._row_losses, measure),
+            partial(self.row_losses, measure),
         )
         losses_R, *measured = metrics_MKR.squeeze(1) * weights_R
         sums = StepSums(loss=[losses_R.sum()], loss_tokens=[weights_R.sum()])
@@ -151,9 +155,10 @@ class Distillation(nn.Module):
             self._measure(sums, input_ids.shape, loss_positions, weights_R, *measured)
         return total, sums
 
-    def _row_losses(
+    def row_losses(
         self, measure: bool, logits_rV: Tensor, targets: tuple[Tensor, TargetDistributions | None], k: int
     ) -> tuple[Tensor, Tensor]:
+        """Nats [r], and the metrics of each row [M, r]; see `head_loss`."""
         next_r, soft = targets
         if self.labels == "hard":
             losses_r = F.cross_entropy(logits_rV.float(), next_r, reduction="none")

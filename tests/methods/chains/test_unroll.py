@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from specdistill.losses.divergence import forward_kl
 from specdistill.methods.chains.attention import UnrollKVCache
@@ -12,6 +13,7 @@ from specdistill.methods.chains.unroll import TrainingTimeTest
 from specdistill.methods.eagle.module import build_eagle
 from specdistill.rows.packing import indexed
 from specdistill.targets.anatomy import LogitsHead
+from specdistill.targets.compiled import compile_layers
 from specdistill.targets.frozen import Features, FrozenTarget
 from specdistill.training.objective import SoftTargets, StepSums, shift_left
 from tests.heads import build_head, causal, document_rows
@@ -134,17 +136,20 @@ def test_pruned_soft_targets_are_renormalised_and_keep_their_mass(target: Frozen
 
 
 @pytest.mark.long  # a compiler
-@torch._dynamo.config.patch(trace_autograd_ops=True)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo does it
 @pytest.mark.parametrize(("method", "num_steps"), [("eagle3", 7), ("eagle", 2), ("mtp", 2)])
-def test_the_unroll_compiles_as_one_graph(target: FrozenTarget, method: str, num_steps: int) -> None:
+def test_a_compiled_layer_is_one_graph_of_each_step(target: FrozenTarget, method: str, num_steps: int) -> None:
     options = {"draft_vocabulary": torch.arange(1, 200, 2)} if method == "eagle3" else {}
     model = TrainingTimeTest(build_head(method, target, **options), forward_kl, num_steps, feature_weight=0.1)
+    counters.clear()
     gradients = []
-    for form in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+    for compiled in (False, True):
+        if compiled:
+            compile_layers({"torch_compile_backend": "aot_eager"}, SimpleNamespace(layers=[]), model)
         model.zero_grad()
-        run(form, target, numbered_rows(24, 3))[0].backward()
+        run(model, target, numbered_rows(24, 3))[0].backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None})
+    assert counters["stats"]["unique_graphs"] == num_steps + 1 and not counters["graph_break"]  # and the loss's
     assert gradients[0].keys() == gradients[1].keys()
     for name, gradient in gradients[0].items():
         assert torch.allclose(gradient, gradients[1][name], atol=1e-6), name

@@ -1,0 +1,34 @@
+"""Layers compiled one by one, of the classes of the targets whose recipes ask for it: one graph each, and the same features."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from torch._dynamo.utils import counters
+from transformers import AutoConfig
+
+from specdistill.project import ROOT
+from specdistill.targets.compiled import compile_layers
+from specdistill.targets.tiny_random import tiny_random_target
+
+RECIPES = [path for path in (ROOT / "recipes").glob("*/*.yaml") if (path.parent / "config.json").is_file()]
+COMPILED = sorted({path.parent.name for path in RECIPES if yaml.safe_load(path.read_text())["train"].get("torch_compile")})
+
+
+@pytest.mark.long  # a model of each class
+@pytest.mark.parametrize("name", COMPILED)
+def test_packed_rows_give_the_same_features(name: str) -> None:
+    target = tiny_random_target(AutoConfig.from_pretrained(ROOT / "recipes" / name), name)
+    assert target is not None
+    ids = torch.randint(0, 100, (2, 24), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat((torch.arange(10), torch.arange(14))).expand(2, -1)
+    aux = [0, len(target.layers) // 2, len(target.layers)]
+    with torch.no_grad():
+        plain = target.features(ids, aux, position_ids_BT=positions)
+        counters.clear()
+        compile_layers({"torch_compile_backend": "aot_eager"}, target, SimpleNamespace(layers=(), row_losses=len))
+        compiled = target.features(ids, aux, position_ids_BT=positions)
+    assert counters["stats"]["unique_graphs"] and not counters["graph_break"], dict(counters["graph_break"])
+    for one, two in zip((*plain.aux, plain.last_hidden), (*compiled.aux, compiled.last_hidden), strict=True):
+        assert torch.allclose(one, two, atol=1e-5)
