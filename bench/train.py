@@ -41,13 +41,16 @@ from specdistill.targets.batch_generate import fast_dtype
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 
-RESULTS, PAGE = Path(__file__).with_name("results") / "train.json", ROOT / "docs" / "performance.md"
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+FILES = {"cpu": "train.json", "cuda": "train_cuda.json"}
+RESULTS, PAGE = Path(__file__).with_name("results"), ROOT / "docs" / "performance.md"
 # What ours is compared with: its name in tables, its name in bench/trainers.py, and its own settings. speculators' default attention,
-# flex_attention, has no backward on a CPU.
+# flex_attention, has no backward on a CPU; its eager one would fill a GPU's memory.
 OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "plain": ("plain form", "ours", {"plainly": True}),
     "sdpa": ("speculators, sdpa", "speculators", {"attention": "sdpa"}),
     "eager": ("speculators, eager", "speculators", {"attention": "eager"}),
+    "flex": ("speculators, flex", "speculators", {"attention": None}),
 }
 HEAD = ("trainer", "a second", "forward, backward, optimizer, ms", "peak", "ours is faster", "ours takes of its memory")
 SPEED = Metric(("ours", "other"), lambda ours, other: other / ours)  # seconds of all rounds
@@ -58,8 +61,9 @@ Steps = dict[str, list[dict[str, float]]]  # name -> what bench/trainers.py says
 
 class Options(Section):
     parts: list[Literal["step", "loss"]] = option(["step", "loss"], "what to measure")
-    others: list[Literal["plain", "sdpa", "eager"]] = option(
-        [*OTHERS], "what a step is compared with: our plain form, speculators"
+    others: list[Literal["plain", "sdpa", "eager", "flex"]] = option(
+        ["plain", "sdpa", "flex" if DEVICE.type == "cuda" else "eager"],
+        "what a step is compared with: our plain form, speculators",
     )
     hidden_size: int = option(512, "of target and draft, a multiple of 64", ge=64, multiple_of=64)
     vocab_size: int = option(32_000, "of target and draft", ge=2)
@@ -76,20 +80,22 @@ class Options(Section):
 
 
 def main(options: Options) -> ExitCode:
-    results: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    path = RESULTS / FILES[DEVICE.type]
+    results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     for part in options.parts:
         found = {"step": step, "loss": loss}[part](options)
-        machine = {"cpu": hardware(torch.device("cpu"))["cpu"], "threads": options.threads, "torch": software()["torch"]}
+        machine = {"cpu": hardware(DEVICE)["name"], "threads": options.threads, "torch": software()["torch"]}
         results[part] = {**machine, "bf16": bf16(), **found}
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    shown = page(results)
+        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    paths = [path for name in FILES.values() if (path := RESULTS / name).exists()]
+    shown = "\n\n".join(page(json.loads(path.read_text(encoding="utf-8"))) for path in paths)
     write_between(PAGE, "train", shown)
     print(shown)
     return ExitCode.DONE
 
 
 def bf16() -> bool:
-    return fast_dtype(torch.device("cpu")) == torch.bfloat16
+    return fast_dtype(DEVICE) == torch.bfloat16
 
 
 def step(options: Options) -> dict[str, Any]:

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_AUX = 3  # layers of the target that a head reads
 MAX_NORM = 1.0  # speculators' own, as is the weight decay
 ADAMW = {"lr": 1e-4, "weight_decay": 0.01}
@@ -41,15 +42,14 @@ class Trainer:
 
     def step(self) -> dict[str, float]:
         """One step of training: its `seconds`, also of `forward`, `backward` and `optimizer`, its `loss`, and `peak`, in bytes."""
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark is now what is resident
-        stands, losses, times = resident("VmRSS"), [], {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
-        start = last = time.perf_counter()
+        stands, losses, times = from_now(), [], {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+        start = last = now()
 
         def passed(part: str) -> None:
             nonlocal last
-            now = time.perf_counter()
-            times[part] += now - last
-            last = now
+            reached = now()
+            times[part] += reached - last
+            last = reached
 
         for micro_batch in self.micro_batches:
             loss, compared = micro_batch()
@@ -63,8 +63,28 @@ class Trainer:
         for parameter in self.parameters:
             parameter.grad = None
         passed("optimizer")
-        measured = {"loss": sum(losses) / len(losses), "peak": resident("VmHWM") - stands}
+        measured = {"loss": sum(losses) / len(losses), "peak": peak() - stands}
         return {"seconds": last - start, **times, **measured}
+
+
+def now() -> float:
+    """Seconds on the clock, once the device is idle."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def from_now() -> int:
+    """Bytes of memory that are taken, above which `peak` is from now on."""
+    if DEVICE.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident("VmRSS")
+
+
+def peak() -> int:
+    return torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else resident("VmHWM")
 
 
 def resident(name: str) -> int:
@@ -74,16 +94,17 @@ def resident(name: str) -> int:
 
 
 def precision(bf16: bool) -> torch.autocast:
-    return torch.autocast("cpu", torch.bfloat16, enabled=bf16)
+    return torch.autocast(DEVICE.type, torch.bfloat16, enabled=bf16)
 
 
 def noise(*shape: int, bf16: bool, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16 if bf16 else torch.float32)
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return drawn.to(DEVICE, torch.bfloat16 if bf16 else torch.float32)
 
 
 def given(rows: int, length: int, vocab_size: int, hidden_size: int, bf16: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens [B, T]; the target's features [B, T, 3H]; its last layer's output [B, T, H]."""
-    ids = torch.randint(vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(vocab_size, (rows, length), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     aux, last = (noise(rows, length, size, bf16=bf16, seed=size) for size in (NUM_AUX * hidden_size, hidden_size))
     return ids, aux, last
 
@@ -101,15 +122,16 @@ def ours(folder: str, rows: int, length: int, num_steps: int, trains_head: bool,
 
     if plainly:
         unroll.UnrollKVCache, unroll.head_loss = DenseKVCache, head_loss_plainly
-    target: Any = FrozenTarget(AutoModelForCausalLM.from_pretrained(f"{folder}/target"), None, name=folder)
-    draft = load_eagle3(f"{folder}/draft", target)
+    target: Any = FrozenTarget(AutoModelForCausalLM.from_pretrained(f"{folder}/target").to(DEVICE), None, name=folder)
+    draft = load_eagle3(f"{folder}/draft", target).to(DEVICE)
     draft.lm_head.weight.requires_grad_(trains_head)
     ids, aux, last = given(rows, length, target.vocab_size, target.hidden_size, bf16)
     with torch.no_grad():
         features = Features(aux.chunk(NUM_AUX, dim=-1), target.norm(last))
     target.features = lambda *_, **__: features
     column = {"loss_mask": [1] * length, "document_ids": [0] * length, "position_ids": list(range(length))}
-    batch = collate([{"input_ids": row, **column} for row in ids.tolist()])
+    collated = collate([{"input_ids": row, **column} for row in ids.tolist()])
+    batch = {name: value.to(DEVICE) if isinstance(value, Tensor) else value for name, value in collated.items()}
     objective = unroll.TrainingTimeTest(draft, forward_kl, num_steps)
 
     def micro_batch() -> tuple[Tensor, float]:
@@ -137,21 +159,26 @@ class DenseKVCache:
         steps.append((key_BGTd.to(value_BGTd.dtype), value_BGTd))
         keys, values = (torch.cat(part, dim=2) for part in zip(*steps, strict=True))
         rows, _, length, _ = query_BNTd.shape
-        document = torch.bucketize(torch.arange(rows * length), self.starts, right=True).view(rows, 1, length)
-        root = (document.mT == document) & torch.ones(length, length, dtype=torch.bool).tril()
-        chain = torch.eye(length, dtype=torch.bool).repeat(1, len(steps) - 1).expand(rows, -1, -1)
+        document = torch.bucketize(torch.arange(rows * length, device=DEVICE), self.starts, right=True).view(rows, 1, length)
+        root = (document.mT == document) & torch.ones(length, length, dtype=torch.bool, device=DEVICE).tril()
+        chain = torch.eye(length, dtype=torch.bool, device=DEVICE).repeat(1, len(steps) - 1).expand(rows, -1, -1)
         mask = torch.cat((root, chain), dim=-1).unsqueeze(1)
         return F.scaled_dot_product_attention(query_BNTd.to(values.dtype), keys, values, mask, enable_gqa=True)
 
 
-def speculators(folder: str, rows: int, length: int, num_steps: int, trains_head: bool, bf16: bool, attention: str) -> Trainer:
-    """Its model, loss and optimizer as its trainer has them. The model takes one row at a time: several accumulate."""
+def speculators(
+    folder: str, rows: int, length: int, num_steps: int, trains_head: bool, bf16: bool, attention: str | None
+) -> Trainer:
+    """Its model, loss and optimizer as its trainer has them; the model takes one row at a time: several accumulate. attention: None for its
+    own default.
+    """
     from speculators import SpeculatorModel
     from speculators.train.optimizers import build_optimizers
 
     config = SpeculatorModel.config_class.from_pretrained(f"{folder}/head")
-    config.transformer_layer_config._attn_implementation = attention
-    model = SpeculatorModel.from_pretrained(f"{folder}/head", config=config, dtype=torch.float32).train()
+    if attention is not None:
+        config.transformer_layer_config._attn_implementation = attention
+    model = SpeculatorModel.from_pretrained(f"{folder}/head", config=config, dtype=torch.float32).train().to(DEVICE)
     model.lm_head.weight.requires_grad_(trains_head)
     settings = call_settings(type(model), num_steps)
     ids, aux, last = given(rows, length, model.verifier_vocab_size, model.hidden_size, bf16)
@@ -160,9 +187,9 @@ def speculators(folder: str, rows: int, length: int, num_steps: int, trains_head
         "input_ids": ids[:, 1:],
         "hidden_states": aux[:, :-1],
         "verifier_last_hidden_states": last[:, 1:],
-        "loss_mask": (torch.arange(length - 1) < length - 2).expand(rows, -1),
-        "position_ids": torch.arange(1, length).expand(rows, -1),
-        "document_ids": torch.zeros(rows, length - 1, dtype=torch.long),
+        "loss_mask": (torch.arange(length - 1, device=DEVICE) < length - 2).expand(rows, -1),
+        "position_ids": torch.arange(1, length, device=DEVICE).expand(rows, -1),
+        "document_ids": torch.zeros(rows, length - 1, dtype=torch.long, device=DEVICE),
     }
 
     def micro_batch(row: int) -> tuple[Tensor, float]:
@@ -189,14 +216,14 @@ def head_and_loss(rows: int, num_steps: int, hidden_size: int, vocab_size: int, 
     from specdistill.targets.anatomy import LogitsHead
     from specdistill.training.objective import SoftTargets, TargetDistributions
 
-    own, of_target = (torch.nn.Linear(hidden_size, vocab_size, bias=False) for _ in range(2))
+    own, of_target = (torch.nn.Linear(hidden_size, vocab_size, bias=False, device=DEVICE) for _ in range(2))
     for seed, linear in enumerate((own, of_target)):
         linear.weight.data = noise(vocab_size, hidden_size, bf16=False, seed=seed) * hidden_size**-0.5
     soft = SoftTargets(
         noise(rows, hidden_size, bf16=False, seed=2), LogitsHead(of_target), None, LogitsHead(of_target), temperature=1.0
     )
     hidden_KRH = noise(num_steps, rows, hidden_size, bf16=False, seed=3).requires_grad_()
-    weights_KR = torch.full((num_steps, rows), 1 / rows)
+    weights_KR = torch.full((num_steps, rows), 1 / rows, device=DEVICE)
     form = head_loss_plainly if plainly else head_loss
 
     def loss_of(logits_rW: Tensor, targets: TargetDistributions, k: int) -> tuple[Tensor, Tensor]:
