@@ -287,7 +287,7 @@ class Decoding:
             ids, hidden = self._step(ids, hidden)
 
     def _step(self, ids_1T: Tensor, hidden_1TH: Tensor) -> tuple[Tensor, Tensor]:
-        normed, hidden = self.head(ids_1T, hidden_1TH, self.cache.next_rotary(ids_1T.shape[1]), self.cache)
+        normed, hidden = self.head(ids_1T, hidden_1TH, self.cache.extend([ids_1T.shape[1]]), self.cache)
         return self.head.target_ids_W[self.head.logits(normed[:, -1:]).argmax(-1)], hidden[:, -1:]
 
     @torch.no_grad()

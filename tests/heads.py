@@ -82,10 +82,10 @@ def document_rows(token_ids: Sequence[int]) -> dict[str, torch.Tensor]:
 def check_unroll(head: Any, target: FrozenTarget, num_steps: int = 4, temperature: float = 0.7) -> None:
     """A chain that the decoder drafted, appended as if it had been accepted, is predicted at its root as it was drafted."""
     sequence = torch.randint(3, target.vocab_size, (12,), generator=torch.Generator().manual_seed(3)).tolist()
-    state = DecodingState(sequence, target.features(torch.tensor([sequence[:-1]]), head.aux_layers))
+    state = DecodingState([sequence], target.features(torch.tensor([sequence[:-1]]), head.aux_layers), [len(sequence) - 1])
     proposer = HeadProposer(head)
-    proposer.begin(len(sequence) + num_steps)
-    chain = proposer.propose(state, num_steps, Sampling(temperature), torch.Generator().manual_seed(1))
+    proposer.begin([len(sequence) + num_steps])
+    (chain,) = proposer.propose(state, num_steps, Sampling(temperature), [torch.Generator().manual_seed(1)])
 
     predicted: list[torch.Tensor] = []
 

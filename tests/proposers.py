@@ -1,6 +1,6 @@
 """Proposers of every method for a tiny target, and one with a distribution of its own, whose drafts are sometimes accepted."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,8 +8,8 @@ import torch
 
 from specdistill.decoding.lookup_first import LookupFirstProposer
 from specdistill.decoding.online_length import OnlineLengthProposer
-from specdistill.decoding.proposer import BatchProposer, DecodingState, Proposal, Proposer, RowByRow
-from specdistill.decoding.sampling import Sampling, draw
+from specdistill.decoding.proposer import DecodingState, Proposal, Proposer
+from specdistill.decoding.sampling import Generators, Sampling, draw
 from specdistill.decoding.tree import DynamicTree, StaticTree, Tree, candidates_are_drawn
 from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.draft_model.proposer import DraftModelProposer
@@ -22,6 +22,11 @@ from specdistill.targets.frozen import FrozenTarget
 from tests.draft_models import half_right, translated
 from tests.heads import build_head
 from tests.tiny import qwen, tiny_target_model, tiny_tokenizer
+
+
+def state_of(text: list[int], fresh: Any = None) -> DecodingState:
+    """One sequence, all of it new to a draft."""
+    return DecodingState([text], fresh, [len(text) - 1])
 
 
 def tiny_target(seed: int = 0) -> FrozenTarget:
@@ -50,14 +55,17 @@ class ModelProposer:
     def passes(self, k: int) -> int:
         return k
 
-    def begin(self, max_length: int) -> None:
+    def begin(self, max_lengths: Sequence[int]) -> None:
         pass
 
-    def batched(self) -> BatchProposer:
-        return RowByRow(self)
+    def keep(self, rows: Sequence[int]) -> None:
+        pass
 
-    def propose(self, state: DecodingState, k: int, sampling: Sampling, generator: torch.Generator | None) -> Proposal:
-        tokens, distributions = list(state.token_ids), []
+    def propose(self, state: DecodingState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
+        return [self.after(*row, k, sampling) for row in zip(state.token_ids, generators, strict=True)]
+
+    def after(self, text: list[int], generator: torch.Generator | None, k: int, sampling: Sampling) -> Proposal:
+        tokens, distributions = list(text), []
         for _ in range(k):
             logits = self.model(torch.tensor([tokens])).logits[0, -1]
             if sampling.is_greedy or self.one_hot:
@@ -66,14 +74,14 @@ class ModelProposer:
                 distributions.append(sampling.probabilities(logits.unsqueeze(0))[0])
                 uniform = torch.rand(1, generator=generator, dtype=torch.float64)
                 tokens.append(int(draw(distributions[-1].unsqueeze(0), uniform)))
-        return Proposal(tokens[len(state.token_ids) :], torch.stack(distributions) if distributions else None)
+        return Proposal(tokens[len(text) :], torch.stack(distributions) if distributions else None)
 
 
 class FirstTokens(ModelProposer):
     """The target's own next tokens, but the last one wrong: K - 1 are accepted of every draft."""
 
-    def propose(self, state: DecodingState, k: int, sampling: Sampling, generator: torch.Generator | None) -> Proposal:
-        tokens = super().propose(state, k, sampling, generator).tokens
+    def after(self, *arguments: Any) -> Proposal:
+        tokens = super().after(*arguments).tokens
         return Proposal([*tokens[:-1], (tokens[-1] + 1) % 260])
 
 
@@ -86,17 +94,16 @@ class Oracle:
     def __init__(self, sequence: list[int]) -> None:
         self.sequence = sequence
 
-    def begin(self, max_length: int) -> None:
+    def begin(self, max_lengths: Sequence[int]) -> None:
         pass
 
-    def propose(self, state: DecodingState, k: int, sampling: Sampling, generator: torch.Generator | None) -> Proposal:
-        done = len(state.token_ids)
-        return Proposal(self.sequence[done : done + k])
+    def propose(self, state: DecodingState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
+        return [Proposal(self.sequence[len(text) : len(text) + k]) for text in state.token_ids]
 
     def propose_tree(
         self, state: DecodingState, shape: StaticTree | DynamicTree, sampling: Sampling, generator: torch.Generator | None
     ) -> Proposal:
-        right = self.propose(state, shape.depth, sampling, generator).tokens
+        right = self.propose(state, shape.depth, sampling, [generator])[0].tokens
         tokens = [token for pair in right for token in ((pair + 1) % 200, pair)]
         parents = tuple(node for level in range(len(right)) for node in [2 * level - 1] * 2)
         return Proposal(tokens, None, Tree(parents)) if tokens else Proposal([])

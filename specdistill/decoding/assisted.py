@@ -32,7 +32,7 @@ class DraftCandidates(CandidateGenerator):
         of_draft = Sampling(config.temperature or 1.0, 1.0 if config.top_p is None else config.top_p, config.top_k or 0)
         self.sampling = of_draft if config.do_sample else GREEDY
         self.num_read = 0  # positions whose features the proposer has been given
-        self.proposer.begin(config.max_length + k)
+        self.proposer.begin([config.max_length + k])
 
     def get_candidates(self, input_ids: Tensor, **_: Any) -> tuple[Any, Any]:
         """The sequence with its draft tokens, and logits [1, K, V] of what they were drawn from; None where each is certain."""
@@ -43,8 +43,8 @@ class DraftCandidates(CandidateGenerator):
         num_fresh = len(token_ids) - 1 - self.num_read
         self.num_read += num_fresh
         *aux, last = (self.captured[layer].to(self.device) for layer in (*self.proposer.aux_layers, LAST))
-        state = DecodingState(token_ids, Features(tuple(aux), last).first(num_fresh))  # what was committed since the last draft
-        proposal = self.proposer.propose(state, k, self.sampling, None)
+        state = DecodingState([token_ids], Features(tuple(aux), last), [num_fresh])  # what was committed since the last draft
+        (proposal,) = self.proposer.propose(state, k, self.sampling, [None])
         # Nothing behind a token that stops, where older releases of transformers do not look for one.
         end = next((index for index, token in enumerate(proposal.tokens, start=1) if token in self.stop_ids), k)
         if not proposal.tokens:

@@ -18,7 +18,7 @@ from torch import Tensor
 from specdistill.decoding import verify
 from specdistill.decoding.decoder import Generation, Running, break_ties, now
 from specdistill.decoding.kv_cache import BatchKVCache
-from specdistill.decoding.proposer import BatchState, Proposal, Proposer
+from specdistill.decoding.proposer import DecodingState, Proposal, Proposer
 from specdistill.decoding.sampling import GREEDY, Generators, Sampling, uniforms
 from specdistill.decoding.transformers_models import check_batchable, last_of, masked_pass, padded
 from specdistill.targets.frozen import Features, FrozenTarget
@@ -33,8 +33,10 @@ class BatchDecoder:
     def __init__(self, target: FrozenTarget, proposer: Proposer | None = None) -> None:
         check_batchable(target.model, target.name)
         self.target = target
-        self.proposer = proposer.batched() if proposer else None
+        self.proposer = proposer
         self.aux_layers = proposer.aux_layers if proposer else ()
+        if proposer:
+            proposer.begin([1, 1])  # which may refuse
 
     @torch.inference_mode()
     def generate(
@@ -66,7 +68,7 @@ class BatchDecoder:
         firsts = self._verify(rows, [Proposal([])] * len(rows), logits_B1V, sampling)
         for row, (_, first) in zip(rows, firsts, strict=True):
             row.token_ids.append(first)
-        state = BatchState([row.token_ids for row in rows], features, [len(row.prompt_ids) for row in rows])
+        state = DecodingState([row.token_ids for row in rows], features, [len(row.prompt_ids) for row in rows])
         rows, lap = self._drop_done(rows, state, cache), now(self.target.device)
         for row in all_rows:
             row.prefill_seconds = row.seconds = (lap - start) / len(all_rows)
@@ -79,7 +81,7 @@ class BatchDecoder:
                 row.seconds += (lap - start) / len(taking_part)
         return [row.generation() for row in all_rows]
 
-    def _round(self, rows: Sequence[Running], state: BatchState, cache: BatchKVCache, k: int, sampling: Sampling) -> None:
+    def _round(self, rows: Sequence[Running], state: DecodingState, cache: BatchKVCache, k: int, sampling: Sampling) -> None:
         """Propose, verify, commit."""
         start = now(self.target.device)
         if self.proposer:
@@ -97,7 +99,7 @@ class BatchDecoder:
         for row, proposal, (num_accepted, next_token) in zip(rows, proposals, verdicts, strict=True):
             row.commit(proposal.tokens, proposal.tokens[:num_accepted], next_token, draft_s, verify_s)
 
-    def _drop_done(self, rows: list[Running], state: BatchState, cache: BatchKVCache) -> list[Running]:
+    def _drop_done(self, rows: list[Running], state: DecodingState, cache: BatchKVCache) -> list[Running]:
         """The rows that are not done; the others leave the caches and the state."""
         remaining = [index for index, row in enumerate(rows) if not row.is_done]
         if remaining and len(remaining) < len(rows):

@@ -162,14 +162,14 @@ class Decoder:
             num_speculative_tokens = tree.depth
         row = Running.begin(self, prompt_ids, max_new_tokens, num_speculative_tokens, generator)
         if self.proposer:
-            self.proposer.begin(row.limit + num_speculative_tokens)
+            self.proposer.begin([row.limit + num_speculative_tokens])
         reader = self._reader(row.limit, num_speculative_tokens)
 
         start = self._now()
         logits, features = reader.begin(row.token_ids)
         _, first = self._verify(row.token_ids, Proposal([]), logits, sampling, generator)
         row.token_ids.append(first)
-        state = DecodingState(row.token_ids, features)
+        state = DecodingState([row.token_ids], features, [len(prompt_ids)])
         row.prefill_seconds = self._now() - start
         while not row.is_done:
             self._round(row, state, reader, tree or num_speculative_tokens, sampling)
@@ -197,7 +197,8 @@ class Decoder:
         logits, features = reader.read([row.token_ids[-1], *tokens], tree)
         path, next_token = self._verify(row.token_ids, proposal, logits, sampling, row.generator)
         reader.keep(path)
-        state.fresh = features.at([0, *(node + 1 for node in path)]) if tree else features.first(len(path) + 1)
+        state.fresh = features.at([0, *(node + 1 for node in path)]) if tree else features
+        state.num_fresh = [1 + len(path)]
         accepted, shown = [tokens[node] for node in path], [tokens[node] for node in tree.prolonged(path)] if tree else tokens
         row.commit(shown, accepted, next_token, drafted - start, self._now() - drafted, len(tokens) - len(shown))
 
@@ -205,7 +206,8 @@ class Decoder:
         if self.proposer is None:
             return Proposal([])
         if isinstance(ahead, int):
-            return self.proposer.propose(state, ahead, sampling, generator)
+            (proposal,) = self.proposer.propose(state, ahead, sampling, [generator])
+            return proposal
         assert isinstance(self.proposer, TreeProposer)
         return self.proposer.propose_tree(state, ahead, sampling, generator)
 

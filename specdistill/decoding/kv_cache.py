@@ -53,9 +53,9 @@ def grown(buffer: Tensor | None, new_BGTd: Tensor, size: int) -> Tensor:
 
 
 class DraftKVCache:
-    """A `KVCache` for one sequence: causal attention over what is cached, or the last `window` of it.
+    """A `KVCache` for one sequence, used as `BatchKVCache` is: causal attention over what is cached, or the last `window` of it.
 
-    `length` counts the positions held. Each step begins with its rotary tables, from `next_rotary` or `level`; its first layer advances
+    `length` counts the positions held. Each step begins with its rotary tables, from `extend` or `level`; its first layer advances
     `length`, so that all layers of the step see one position.
     """
 
@@ -67,8 +67,13 @@ class DraftKVCache:
         self._first = 0  # the first position that the step's first query attends to
         self._mask_TS: Tensor | None = None  # what each query attends to from there on; None: itself and all before it
 
-    def next_rotary(self, count: int) -> tuple[Tensor, Tensor]:
+    @property
+    def lengths(self) -> list[int]:
+        return [self.length]
+
+    def extend(self, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
         """(cos, sin) [1, count, d] of the next step's positions."""
+        (count,) = counts
         start, end = self.length, self.length + count
         self._tables.reserve(end)
         self._first, self._mask_TS = 0 if self.window is None else max(0, start - self.window + 1), None
@@ -87,6 +92,9 @@ class DraftKVCache:
         self._first, self._mask_TS = 0, step.visible(self.window)
         cos, sin = (table[:, position : position + 1].expand(-1, count, -1) for table in (self._tables.cos, self._tables.sin))
         return cos, sin
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        (self.length,) = lengths
 
     def append(self, layer: int, key_BGTd: Tensor, value_BGTd: Tensor) -> None:
         """As in `KVCache`."""
@@ -226,3 +234,11 @@ class RaggedKVCache:
     def attend(self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor) -> Tensor:
         keys, values = self._rows.update(key_BGTd, value_BGTd, layer)
         return F.scaled_dot_product_attention(query_BNTd, keys, values, attn_mask=self._mask_B1TS, enable_gqa=True)
+
+
+RowsKVCache = DraftKVCache | RaggedKVCache
+
+
+def kv_cache_of(num_rows: int, rotary: RotaryFunction, device: torch.device, window: int | None = None) -> RowsKVCache:
+    """For the layers of a draft of B sequences: one alone needs no mask of its own."""
+    return DraftKVCache(rotary, device, window) if num_rows == 1 else RaggedKVCache(num_rows, rotary, device, window)

@@ -6,8 +6,6 @@ does: by default the lookup asks for two and more.
 
 Its output is the target's, whichever drafts. What was looked up is certain (one-hot), and whether it is used depends on committed tokens
 alone, so above temperature 0 each round is verified by the rule of the one that drafted, and every token follows the target's distribution.
-
-Shapes: B rows, F freshly committed positions, D target hidden size.
 """
 
 from collections.abc import Sequence
@@ -15,17 +13,8 @@ from typing import Any
 
 import torch
 
-from specdistill.decoding.proposer import (
-    BatchProposer,
-    BatchState,
-    DecodingState,
-    Proposal,
-    Proposer,
-    Remembering,
-    TreeProposer,
-    Unread,
-)
-from specdistill.decoding.sampling import Generators, Random, Sampling
+from specdistill.decoding.proposer import DecodingState, Proposal, Proposer, Remembering, TreeProposer, Unread
+from specdistill.decoding.sampling import Generators, Sampling
 from specdistill.decoding.tree import TreeShape, tree_shape
 from specdistill.errors import UserError
 from specdistill.recipe.sections import LookupFirstConfig
@@ -33,6 +22,8 @@ from specdistill.recipe.sections import LookupFirstConfig
 
 class LookupFirstProposer:
     """A chain of K tokens that were looked up, or a chain or a tree of the draft's own size.
+
+    The draft runs in a round in which a row needs it, for all rows: they share its passes.
 
     lookup: a proposer that reads tokens alone. Raises UserError for a tree of a draft that drafts chains only.
     """
@@ -61,52 +52,27 @@ class LookupFirstProposer:
         if isinstance(self.lookup, Remembering):
             self.lookup.remember(outputs)
 
-    def begin(self, max_length: int) -> None:
-        self.draft.begin(max_length)
-        self.lookup.begin(max_length)
-        self._unread = Unread(1)
-
-    def propose(self, state: DecodingState, k: int, sampling: Sampling, generator: Random) -> Proposal:
-        assert state.fresh is not None
-        found = self.lookup.propose(state, k, sampling, generator)
-        if found.tokens:
-            self._unread.add(state.fresh, [state.fresh.last_hidden.shape[1]])
-            return found
-        read, levels = self._unread.read_by(state), min(k, self.levels)
-        if self.tree is None:
-            return self.draft.propose(read, levels, sampling, generator)
-        assert isinstance(self.draft, TreeProposer)
-        return self.draft.propose_tree(read, self.tree.cut(levels), sampling, generator)
-
-    def batched(self) -> BatchProposer:
-        if self.tree:
-            raise UserError("eval.batch_size", got="more than 1 with eval.lookup_first.draft_tree", expected="1")
-        return LookupFirstBatch(self)
-
-
-class LookupFirstBatch:
-    """`LookupFirstProposer` for B sequences. The draft runs in a round in which a row needs it, for all rows: they share its passes."""
-
-    def __init__(self, proposer: LookupFirstProposer) -> None:
-        self.draft, self.lookup = proposer.draft.batched(), proposer.lookup.batched()
-        self.levels = proposer.levels
-
     def begin(self, max_lengths: Sequence[int]) -> None:
+        if self.tree and len(max_lengths) > 1:
+            raise UserError("eval.batch_size", got="more than 1 with eval.lookup_first.draft_tree", expected="1")
         self.draft.begin(max_lengths)
         self.lookup.begin(max_lengths)
         self._unread = Unread(len(max_lengths))
 
-    def propose(self, state: BatchState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
+    def propose(self, state: DecodingState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
         found = self.lookup.propose(state, k, sampling, generators)
         if all(proposal.tokens for proposal in found):
-            self._unread.add(state.fresh, state.num_fresh)
+            self._unread.add(state)
             return found
-        read = self._unread.read_by_rows(state)
+        read, levels = self._unread.read_by(state), min(k, self.levels)
+        if self.tree:
+            assert isinstance(self.draft, TreeProposer)
+            return [self.draft.propose_tree(read, self.tree.cut(levels), sampling, *generators)]
         # A row whose tokens were looked up draws none of its own numbers for the draft's.
         drawn = [
             torch.Generator() if proposal.tokens else generator for proposal, generator in zip(found, generators, strict=True)
         ]
-        drafted = self.draft.propose(read, min(k, self.levels), sampling, drawn)
+        drafted = self.draft.propose(read, levels, sampling, drawn)
         return [looked_up if looked_up.tokens else own for looked_up, own in zip(found, drafted, strict=True)]
 
     def keep(self, rows: Sequence[int]) -> None:

@@ -28,8 +28,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from specdistill.decoding.proposer import BatchProposer, BatchState, DecodingState, Proposal, Proposer, Remembering, Unread
-from specdistill.decoding.sampling import Generators, Random, Sampling
+from specdistill.decoding.proposer import DecodingState, Proposal, Proposer, Remembering, Unread
+from specdistill.decoding.sampling import Generators, Sampling
 from specdistill.decoding.tree import TreeShape
 
 WEIGHT = 0.05  # of what was seen last in a running average
@@ -167,40 +167,16 @@ class OnlineLengthProposer:
         if isinstance(self.draft, Remembering):
             self.draft.remember(outputs)
 
-    def begin(self, max_length: int) -> None:
-        self.draft.begin(max_length)
-        self.rule.begin()
-        self._unread = Unread(1)
-
-    def propose(self, state: DecodingState, k: int, sampling: Sampling, generator: Random) -> Proposal:
-        assert state.fresh is not None
-        if not (length := self.rule.length([state.token_ids], k)):
-            self._unread.add(state.fresh, [state.fresh.last_hidden.shape[1]])
-            return Proposal([])
-        proposal = self.draft.propose(self._unread.read_by(state), length, sampling, generator)
-        self.rule.drafts([state.token_ids], [proposal])
-        return proposal
-
-    def batched(self) -> BatchProposer:
-        return OnlineLengthBatch(self)
-
-
-class OnlineLengthBatch:
-    """`OnlineLengthProposer` for B sequences."""
-
-    def __init__(self, proposer: OnlineLengthProposer) -> None:
-        self.draft, self.rule = proposer.draft.batched(), proposer.rule
-
     def begin(self, max_lengths: Sequence[int]) -> None:
         self.draft.begin(max_lengths)
         self.rule.begin()
         self._unread = Unread(len(max_lengths))
 
-    def propose(self, state: BatchState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
+    def propose(self, state: DecodingState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
         if not (length := self.rule.length(state.token_ids, k)):
-            self._unread.add(state.fresh, state.num_fresh)
+            self._unread.add(state)
             return [Proposal([])] * len(state.token_ids)
-        proposals = self.draft.propose(self._unread.read_by_rows(state), length, sampling, generators)
+        proposals = self.draft.propose(self._unread.read_by(state), length, sampling, generators)
         self.rule.drafts(state.token_ids, proposals)
         return proposals
 

@@ -1,10 +1,10 @@
-"""The contracts of a proposer, for one sequence and for several at once: what decoding asks of a draft. A proposer keeps its own state
-between rounds.
+"""The contract of a proposer: what decoding asks of a draft, for one sequence or for several at once.
 
-Shapes: B rows, D target hidden size, F freshly committed positions (of a batch: of the row that has most), K draft tokens, V vocabulary.
+A proposer keeps its own state between rounds.
+
+Shapes: B rows, D target hidden size, F freshly committed positions (of the row that has most), K draft tokens, V vocabulary.
 """
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
@@ -18,14 +18,15 @@ from specdistill.targets.frozen import Features
 
 @dataclass
 class DecodingState:
-    """The sequence so far, as a proposer sees it.
+    """The sequences so far, as a proposer sees them.
 
-    token_ids: prompt and emitted tokens. The target has processed all but the last.
-    fresh: the target's features [1, F, D] of the F positions processed since the last proposal.
+    token_ids: of each row, prompt and emitted tokens. The target has processed all but the last.
+    fresh: the target's features [B, F, D] of what it processed since the last proposal, of which the first num_fresh[b] of row b count.
     """
 
-    token_ids: list[int]
-    fresh: Features | None = None
+    token_ids: list[list[int]]
+    fresh: Features
+    num_fresh: list[int]
 
 
 @dataclass(frozen=True)
@@ -65,14 +66,18 @@ class Proposer(Protocol):
     def passes(self, k: int) -> int:
         """Its forward passes in a round of k draft tokens; of a tree, of k levels."""
 
-    def begin(self, max_length: int) -> None:
-        """Start a new sequence, of at most `max_length` tokens, draft tokens included."""
+    def begin(self, max_lengths: Sequence[int]) -> None:
+        """Start new sequences; row b has at most max_lengths[b] tokens, draft tokens included. Raises UserError for several sequences at
+        once of a draft that cannot be batched.
+        """
 
-    def propose(self, state: DecodingState, k: int, sampling: Sampling, generator: Random) -> Proposal:
-        """Draft up to k tokens that follow `state.token_ids`, or a tree of up to k levels, if that is its own way."""
+    def propose(self, state: DecodingState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
+        """Draft up to k tokens that follow each row, or a tree of up to k levels, if that is its own way. Row b draws from generators[b]
+        alone, as many numbers as on its own, and gets the tokens that it gets on its own, up to rounding.
+        """
 
-    def batched(self) -> "BatchProposer":
-        """The same draft for several sequences at once. Raises UserError for a draft that cannot be batched."""
+    def keep(self, rows: Sequence[int]) -> None:
+        """Drop all rows but these."""
 
 
 @runtime_checkable
@@ -80,7 +85,7 @@ class TreeProposer(Protocol):
     """A proposer that can also draft trees."""
 
     def propose_tree(self, state: DecodingState, shape: TreeShape, sampling: Sampling, generator: Random) -> Proposal:
-        """Draft a tree of tokens that follow `state.token_ids`. Its levels cost as many draft steps as `passes` says, a block's none."""
+        """Draft a tree of tokens that follow the only row. Its levels cost as many draft steps as `passes` says, a block's none."""
 
 
 @runtime_checkable
@@ -93,34 +98,9 @@ class Remembering(Protocol):
 
 @runtime_checkable
 class CompiledProposer(Protocol):
-    """A proposer whose passes can be compiled graphs (`eval.compile`). compiled: whether they are, from the next sequence on."""
+    """A proposer whose passes for one sequence can be compiled graphs (`eval.compile`). compiled: whether they are."""
 
     compiled: bool
-
-
-@dataclass
-class BatchState:
-    """The sequences so far, as a proposer sees them: `DecodingState` of B rows.
-
-    token_ids: of each row. fresh: features [B, F, D], of which the first num_fresh[b] of row b count.
-    """
-
-    token_ids: list[list[int]]
-    fresh: Features
-    num_fresh: list[int]
-
-
-class BatchProposer(Protocol):
-    """Made from the proposer for a single sequence; it drafts the same tokens, up to rounding."""
-
-    def begin(self, max_lengths: Sequence[int]) -> None:
-        """Start new sequences; row b has at most max_lengths[b] tokens, draft tokens included."""
-
-    def propose(self, state: BatchState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
-        """Draft up to k tokens that follow each row; row b draws from generators[b] alone, as many numbers as on its own."""
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Drop all rows but these."""
 
 
 class Unread:
@@ -129,52 +109,18 @@ class Unread:
     def __init__(self, num_rows: int) -> None:
         self._rows: list[list[Features]] = [[] for _ in range(num_rows)]
 
-    def add(self, fresh: Features, num_fresh: Sequence[int]) -> None:
-        """Of fresh [B, F, D] the first num_fresh[b] positions of row b; copied: a compiled target's next pass may write over them."""
-        for row, (unread, count) in enumerate(zip(self._rows, num_fresh, strict=True)):
-            unread.append(fresh.rows([row]).first(count))
+    def add(self, state: DecodingState) -> None:
+        """The state's; copied: a compiled target's next pass may write over them."""
+        for row, (unread, count) in enumerate(zip(self._rows, state.num_fresh, strict=True)):
+            unread.append(state.fresh.rows([row]).first(count))
 
     def read_by(self, state: DecodingState) -> DecodingState:
-        """The state of one sequence with all that is unread as its fresh features; nothing is left."""
+        """The state with all that is unread as its fresh features; nothing is left."""
         if not any(self._rows):
             return state
-        assert state.fresh is not None
-        (fresh,) = self._taken(state.fresh, [state.fresh.last_hidden.shape[1]])
-        return replace(state, fresh=fresh)
-
-    def read_by_rows(self, state: BatchState) -> BatchState:
-        if not any(self._rows):
-            return state
-        rows = self._taken(state.fresh, state.num_fresh)
+        self.add(state)
+        rows, self._rows = [Features.joined(unread) for unread in self._rows], [[] for _ in self._rows]
         return replace(state, fresh=Features.padded(rows), num_fresh=[row.last_hidden.shape[1] for row in rows])
-
-    def _taken(self, fresh: Features, num_fresh: Sequence[int]) -> list[Features]:
-        self.add(fresh, num_fresh)
-        rows, self._rows = self._rows, [[] for _ in self._rows]
-        return [Features.joined(unread) for unread in rows]
 
     def keep(self, rows: Sequence[int]) -> None:
         self._rows = [self._rows[row] for row in rows]
-
-
-class RowByRow:
-    """A copy of a proposer for each row; for any proposer without features."""
-
-    def __init__(self, proposer: Proposer) -> None:
-        assert not proposer.aux_layers, "a proposer that reads features drafts for one sequence"
-        self.proposer = proposer
-        self.rows: list[Proposer] = []
-
-    def begin(self, max_lengths: Sequence[int]) -> None:
-        self.rows = [copy.copy(self.proposer) for _ in max_lengths]
-        for row, max_length in zip(self.rows, max_lengths, strict=True):
-            row.begin(max_length)
-
-    def propose(self, state: BatchState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
-        return [
-            row.propose(DecodingState(token_ids), k, sampling, generator)
-            for row, token_ids, generator in zip(self.rows, state.token_ids, generators, strict=True)
-        ]
-
-    def keep(self, rows: Sequence[int]) -> None:
-        self.rows = [self.rows[row] for row in rows]

@@ -131,19 +131,39 @@ def masked_pass(
     return position_BT.where(position_BT < end_B1, 0), masks(config, dtype, cache.visible)  # padding needs some valid position
 
 
-class TransformersBatch:
-    """Any causal language model's layers for B sequences: new ids [B, T], counts[b] of them valid -> hidden states [B, T, H]."""
+class TransformersLayers:
+    """Any causal language model's layers, and the keys and values of B sequences so far: new ids [B, T], of which counts[b] are valid ->
+    hidden states [B, T, H].
+    """
 
-    def __init__(self, draft: Any, num_rows: int) -> None:
-        self.backbone: Any = backbone_of(draft)
-        self.config, self.dtype = draft.config.get_text_config(decoder=True), draft.dtype
-        self.cache = BatchKVCache(num_rows, draft.device)
+    def __init__(self, model: Any) -> None:
+        self.backbone: Any = backbone_of(model)
+        self.config, self.device = model.config.get_text_config(decoder=True), model.device
 
-    def __call__(self, ids_BT: Tensor, counts: Sequence[int]) -> Tensor:
-        position_BT, mask = masked_pass(self.cache, counts, self.config, self.dtype)
-        hidden: Tensor = self.backbone(
-            input_ids=ids_BT, position_ids=position_BT, attention_mask=mask, past_key_values=self.cache, use_cache=True
-        ).last_hidden_state
+    def begin(self, num_rows: int) -> None:
+        self.cache: Any = new_cache(self.config) if num_rows == 1 else BatchKVCache(num_rows, self.device)
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """Forget all but the first lengths[b] tokens of each row."""
+        if isinstance(self.cache, BatchKVCache):
+            self.cache.truncate(lengths)
+        elif surplus := self.cache.get_seq_length() - lengths[0]:
+            self.cache.crop(-surplus)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self.cache.keep(rows)
+
+    def __call__(self, ids_BT: Tensor, counts: Sequence[int], level: Step | None = None) -> Tensor:
+        """level: of a tree, if the ids are one; what the cache holds with it."""
+        options: dict[str, Any] = {}
+        if isinstance(self.cache, BatchKVCache):
+            positions, mask = masked_pass(self.cache, counts, self.config, self.backbone.dtype)
+            options = {"position_ids": positions, "attention_mask": mask}
+        elif level:
+            positions = torch.tensor([level.positions_T], device=self.device)
+            options = {"position_ids": positions, "attention_mask": attention_masks(level, self.config, self.backbone.dtype)}
+        output = self.backbone(input_ids=ids_BT, past_key_values=self.cache, use_cache=True, **options)
+        hidden: Tensor = output.last_hidden_state
         return hidden
 
 
@@ -155,6 +175,8 @@ def padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
 
 def last_of(x_BTH: Tensor, counts: Sequence[int]) -> Tensor:
     """[B, H]: row b at its last position, counts[b] - 1; at its first where counts[b] is 0."""
+    if min(counts) == x_BTH.shape[1]:
+        return x_BTH[:, -1]  # without numbers for the device to wait for
     last_B = (torch.tensor(counts, device=x_BTH.device) - 1).clamp_min(0)
     return x_BTH[torch.arange(len(counts), device=x_BTH.device), last_B]
 
@@ -185,9 +207,10 @@ def check_batchable(model: Any, name: str) -> None:
 
 def _reads_rows_apart(model: Any) -> bool:
     """Two sequences of different lengths, with a rejected token and padding in between, against each of them alone."""
-    layers = TransformersBatch(model, 2)
+    layers = TransformersLayers(model)
+    layers.begin(2)
     layers(padded([[1, 2, 0], [2]], model.device), [3, 1])
-    layers.cache.truncate([2, 1])
+    layers.truncate([2, 1])
     together_BTH = layers(padded([[3, 1], [3]], model.device), [2, 1])
     for row_TH, token_ids in zip(together_BTH, ([1, 2, 3, 1], [2, 3]), strict=True):
         ids = torch.tensor([token_ids], device=model.device)

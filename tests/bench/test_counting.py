@@ -22,8 +22,8 @@ def test_the_last_round_counts_what_lies_past_the_limit():
 
 def test_rounds_that_draft_nothing_are_no_drafts():
     class Every2nd(ModelProposer):
-        def propose(self, state, k, sampling, generator):
-            return super().propose(state, k, sampling, generator) if len(state.token_ids) % 2 else Proposal([])
+        def after(self, text, *arguments):
+            return super().after(text, *arguments) if len(text) % 2 else Proposal([])
 
     target = tiny_target()
     ignore_stop_tokens(target)

@@ -11,7 +11,7 @@ from scipy.stats import chisquare
 from specdistill.decoding.assisted import Draft
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.proposer import DecodingState, Proposal, Proposer
-from specdistill.decoding.sampling import Random, Sampling
+from specdistill.decoding.sampling import Generators, Sampling
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.targets.frozen import FrozenTarget
 from tests import mtp_targets
@@ -35,11 +35,11 @@ def keep_drafts(proposer: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[int
     kept: list[list[int]] = []
     as_it_is = proposer.propose
 
-    def propose(state: DecodingState, k: int, sampling: Sampling, generator: Random) -> Proposal:
-        proposal: Proposal = as_it_is(state, k, sampling, generator)
+    def propose(state: DecodingState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
+        proposals: list[Proposal] = as_it_is(state, k, sampling, generators)
         if k == 4:
-            kept.append(list(proposal.tokens))
-        return proposal
+            kept.append(list(proposals[0].tokens))
+        return proposals
 
     monkeypatch.setattr(proposer, "propose", propose)
     return kept

@@ -2,7 +2,7 @@
 
 import statistics
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -167,9 +167,10 @@ def test_a_round_reads_as_many_tokens_however_long_the_text_is(
         row.token_ids = Counted(row.token_ids)
         return row
 
-    def counted_draft(draft: DraftModelProposer, max_length: int) -> None:
-        begin_draft(draft, max_length)
-        draft._context = Counted(draft._context)
+    def counted_draft(draft: DraftModelProposer, max_lengths: Sequence[int]) -> None:
+        begin_draft(draft, max_lengths)
+        for row in draft.rows:
+            row.ids = Counted(row.ids)
 
     def marked(row: Running, *arguments: Any) -> None:
         marks.append(Counted.num_read)
@@ -193,7 +194,7 @@ def test_a_pass_moves_no_keys_of_the_text(target: FrozenTarget) -> None:
     places = []
 
     class Placed(NgramProposer):
-        def propose(self, *arguments: Any) -> Proposal:
+        def propose(self, *arguments: Any) -> list[Proposal]:
             places.append(readers[-1].cache.layers[0].keys.data_ptr())
             return super().propose(*arguments)
 

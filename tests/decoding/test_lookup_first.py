@@ -1,5 +1,6 @@
 """A lookup in front of a draft: which of them drafts, and that the draft has read what was committed meanwhile."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.lookup_first import LookupFirstProposer
 from specdistill.decoding.proposer import DecodingState, Proposal
-from specdistill.decoding.sampling import GREEDY, Sampling
+from specdistill.decoding.sampling import GREEDY, Generators, Sampling
 from specdistill.decoding.tree import DynamicTree
 from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.draft_model.proposer import DraftModelProposer
@@ -17,7 +18,7 @@ from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.ngram.method import NgramProposer
 from specdistill.recipe.sections import LookupFirstConfig
 from specdistill.targets.frozen import FrozenTarget
-from tests.proposers import behind_lookup, tiny_target
+from tests.proposers import behind_lookup, state_of, tiny_target
 from tests.refusals import refused
 
 PROMPT = [5, 9, 5, 9, 6, 5, 9]
@@ -31,14 +32,14 @@ def target() -> FrozenTarget:
 class Watched(LookupFirstProposer):
     """Keeps every proposal with the sequence that it follows."""
 
-    def begin(self, max_length: int) -> None:
-        super().begin(max_length)
+    def begin(self, max_lengths: Sequence[int]) -> None:
+        super().begin(max_lengths)
         self.proposed: list[tuple[list[int], list[int]]] = []
 
-    def propose(self, state: DecodingState, k: int, sampling: Sampling, generator: torch.Generator | None) -> Proposal:
-        proposal = super().propose(state, k, sampling, generator)
-        self.proposed.append((list(state.token_ids), proposal.tokens))
-        return proposal
+    def propose(self, state: DecodingState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
+        proposals = super().propose(state, k, sampling, generators)
+        self.proposed.append((list(state.token_ids[0]), proposals[0].tokens))
+        return proposals
 
 
 @pytest.mark.parametrize("shape", [{"draft_tokens": 2}, {"draft_tree": {"budget": 5, "depth": 2, "top_k": 3}}])
@@ -51,17 +52,17 @@ def test_the_draft_drafts_where_nothing_is_found_as_if_it_had_read_every_round(
     followed = {True: 0, False: 0}  # whether a round of a lookup came before the draft's
     looked_up = False
     for text, tokens in watched.proposed:
-        lookup.begin(100)
-        if found := lookup.propose(DecodingState(text), 4, GREEDY, None).tokens:
+        lookup.begin([100])
+        if found := lookup.propose(state_of(text), 4, GREEDY, [None])[0].tokens:
             assert tokens == found
         else:
-            head.begin(100)
+            head.begin([100])
             fresh = target.features(torch.tensor([text[:-1]]), head.aux_layers)
-            state = DecodingState(text, fresh)
+            state = state_of(text, fresh)
             own = (
                 head.propose_tree(state, DynamicTree(5, 2, 3), GREEDY, None)
                 if config.draft_tree
-                else head.propose(state, 2, GREEDY, None)
+                else head.propose(state, 2, GREEDY, [None])[0]
             )
             assert tokens == own.tokens and len(tokens) == (5 if config.draft_tree else 2)
             followed[looked_up] += 1
@@ -109,4 +110,4 @@ def test_it_says_what_it_is(target: FrozenTarget) -> None:
     with refused("eval.lookup_first.draft_tree", "a tree of a draft that drafts chains only"):
         behind_lookup(NgramProposer(), draft_tree={"branching": [2]})
     with refused("eval.batch_size"):
-        grown.batched()
+        grown.begin([9, 9])

@@ -10,7 +10,7 @@ from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.decoder import Decoder, Generation, Round
 from specdistill.decoding.online_length import WEIGHT, LengthRule, OnlineLengthProposer
 from specdistill.decoding.proposer import DecodingState, Proposal, Remembering
-from specdistill.decoding.sampling import GREEDY, Sampling
+from specdistill.decoding.sampling import GREEDY, Generators, Sampling
 from specdistill.measurement.configurations import Settings
 from specdistill.measurement.measure import calibrate, cost_and_yield
 from specdistill.methods.chains.proposer import HeadProposer
@@ -20,7 +20,7 @@ from specdistill.methods.ngram.method import NgramProposer
 from specdistill.methods.suffix.method import SuffixProposer
 from specdistill.suites.suite import Prompt
 from specdistill.targets.frozen import FrozenTarget
-from tests.proposers import Oracle, behind_lookup, tiny_target
+from tests.proposers import Oracle, behind_lookup, state_of, tiny_target
 
 PROMPT, NEW_TOKENS, K = [5, 9, 5, 9, 6], 200, 6
 PAYS, LOSES = (1.2, 0.1, 2.0, 0.5), (1.2, 0.1, 0.8, 0.5)  # what rules start with
@@ -102,18 +102,18 @@ def test_the_draft_has_read_the_rounds_that_it_did_not_draft(target: FrozenTarge
     head, drafted = HeadProposer(build_eagle3(target)), []
 
     class Watched(OnlineLengthProposer):
-        def propose(self, state: DecodingState, k: int, sampling: Sampling, generator: torch.Generator | None) -> Proposal:
-            proposal = super().propose(state, k, sampling, generator)
-            drafted.append((list(state.token_ids), proposal.tokens))
-            return proposal
+        def propose(self, state: DecodingState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
+            proposals = super().propose(state, k, sampling, generators)
+            drafted.append((list(state.token_ids[0]), proposals[0].tokens))
+            return proposals
 
     watched = Watched(head)
     decode(target, watched if name == "alone" else behind_lookup(watched, min=3, draft_tokens=3))
     for text, tokens in drafted:
         if tokens:
-            head.begin(300)
-            state = DecodingState(text, target.features(torch.tensor([text[:-1]]), head.aux_layers))
-            assert tokens == head.propose(state, len(tokens), GREEDY, None).tokens
+            head.begin([300])
+            state = state_of(text, target.features(torch.tensor([text[:-1]]), head.aux_layers))
+            assert tokens == head.propose(state, len(tokens), GREEDY, [None])[0].tokens
     counts = [len(tokens) for _, tokens in drafted]
     assert {*counts} == {*range(K + 1 if name == "alone" else 4)}
 
@@ -169,7 +169,7 @@ def test_lengths_follow_each_other_while_costs_are_measured(target: FrozenTarget
     proposer, seen = behind_lookup(OnlineLengthProposer(NgramProposer()), draft_tokens=2), []
     assert isinstance(proposer.draft, OnlineLengthProposer)
     rule, settings = proposer.draft.rule, Settings(5, 30)
-    proposer.draft.draft.propose = lambda state, k, *_: seen.append(k) or Proposal([7] * k)  # type: ignore[method-assign]
+    proposer.draft.draft.propose = lambda state, k, *_: seen.append(k) or [Proposal([7] * k)]  # type: ignore[method-assign]
     for _ in range(2):
         seen.clear()
         calibrate(target, proposer, [Prompt("p", "c", "text", tuple(PROMPT))], settings)

@@ -186,11 +186,11 @@ def forced_logits(proposer: Any, target: FrozenTarget, text: list[int], path: li
         logits: Tensor = proposer.draft(input_ids=torch.tensor([[*text, *path]])).logits[0, -1]
         return logits
     head = proposer.head
-    proposer.begin(100)
+    proposer.begin([100])
     hidden = head.fuse(target.features(torch.tensor([text[:-1]]), head.aux_layers))
     next_ids = torch.tensor([text[1:]])
     for token in [*path, None]:
-        normed, next_hidden = head(next_ids, hidden, proposer.cache.next_rotary(next_ids.shape[1]), proposer.cache)
+        normed, next_hidden = head(next_ids, hidden, proposer.cache.extend([next_ids.shape[1]]), proposer.cache)
         next_ids, hidden = torch.tensor([[token or 0]]), next_hidden[:, -1:]
     return head.logits(normed[0, -1])
 
@@ -228,7 +228,7 @@ class Guided(Watched):
         self.texts: list[list[int]] = []
 
     def propose_tree(self, state: DecodingState, *arguments: Any) -> Proposal:
-        self.texts.append(list(state.token_ids))
+        self.texts.append(list(state.token_ids[0]))
         super().propose_tree(state, *arguments)
         return self.oracle.propose_tree(state, *arguments)
 

@@ -11,7 +11,8 @@ from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.eagle3.checkpoint import save_eagle3
 from specdistill.methods.eagle3.module import build_eagle3
-from specdistill.methods.ngram.method import NgramProposer
+from specdistill.methods.lookups import LookupProposer
+from specdistill.methods.ngram.lookup import NgramLookup
 from tests.proposers import ModelProposer, tiny_target
 
 
@@ -35,7 +36,7 @@ def target():
             {"confidence_threshold": 0.5, "draft_context": "window"},
             5,
         ),
-        (lambda target: NgramProposer(2, 5, "prompt"), None, {"min": 2, "max": 5, "lookup": "prompt"}, 0),
+        (lambda target: LookupProposer(NgramLookup(2, 5, "prompt")), None, {"min": 2, "max": 5, "lookup": "prompt"}, 0),
     ],
 )
 def test_tokens_that_it_may_propose_its_settings_and_its_passes(target, build, vocabulary, settings, passes):
@@ -57,4 +58,4 @@ def test_models_draw_under_sampling_but_for_the_best_tokens_of_a_dynamic_tree(ta
     for proposer in (ModelProposer(target.model), DraftModelProposer(target.model), HeadProposer(build_eagle3(target))):
         assert [proposer.draws(Sampling(1.0), tree) for tree in (None, static, dynamic)] == [True, True, False]
         assert [proposer.draws(Sampling(), tree) for tree in (None, static, dynamic)] == [False, False, False]
-    assert not NgramProposer().draws(Sampling(1.0), None)
+    assert not LookupProposer(NgramLookup()).draws(Sampling(1.0), None)

@@ -13,13 +13,13 @@ from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
 from bench.counting import Completion, Counts, generate_here, ignore_stop_tokens, num_same, total
 from bench.engines import run
-from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.export import export
 from specdistill.losses.divergence import forward_kl
 from specdistill.methods.chains.unroll import TrainingTimeTest
 from specdistill.methods.load import load_proposer
+from specdistill.methods.lookups import LookupProposer
 from specdistill.methods.mtp.checkpoint import build_mtp, save_mtp
-from specdistill.methods.ngram.method import NgramProposer
+from specdistill.methods.ngram.lookup import NgramLookup
 from specdistill.rows.packing import indexed
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
@@ -87,16 +87,15 @@ def generate_in_vllm(jobs: Sequence[Job], folder: Path) -> list[list[Completion]
     return [[completion(row) for row in rows] for rows in json.loads(results.read_text(encoding="utf-8"))]
 
 
-class EarliestMatch(NgramProposer):
+class EarliestMatch(NgramLookup):
     """vLLM's rule: of the longest n-gram that is found the *first* occurrence, and only what follows it in the text."""
 
-    def propose(self, state: DecodingState, k: int, *others: Any) -> Proposal:
-        text = state.token_ids
+    def find(self, text: list[int], k: int) -> list[int]:
         for n in range(self.max_ngram, self.min_ngram - 1, -1):
             for start in range(len(text) - n):
                 if text[start : start + n] == text[-n:]:
-                    return Proposal(text[start + n : start + n + k])
-        return Proposal([])
+                    return text[start + n : start + n + k]
+        return []
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +135,7 @@ def cases(
 
     ngram = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
     add("n-gram", {"speculative_config": ngram})
-    here["n-gram"] = generated_here(pico, EarliestMatch(1, 3), prompts, num_speculative_tokens=K)
+    here["n-gram"] = generated_here(pico, LookupProposer(EarliestMatch(1, 3)), prompts, num_speculative_tokens=K)
 
     there = generate_in_vllm(list(jobs.values()), folder)
     texts_there = dict(zip(jobs, there, strict=True))

@@ -14,6 +14,7 @@ Shapes: W tokens in both vocabularies.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import itemgetter
 from types import MappingProxyType
 from typing import Any
@@ -42,6 +43,12 @@ class SharedVocabulary:
     draft_tokenizer: Any
     read_as: Mapping[int, list[int]] = field(default_factory=dict)
     replacements: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def draft_ids_of(self) -> dict[int, list[int]]:
+        """What the draft reads for each target token that it does not lack."""
+        pairs = zip(self.target_ids_W.tolist(), self.draft_ids_W.tolist(), strict=True)
+        return {token: [same] for token, same in pairs} | dict(self.read_as)
 
     def reencode(self, target_ids: Sequence[int]) -> list[int]:
         """Target tokens that the draft lacks, in the draft's own tokens; possibly none.

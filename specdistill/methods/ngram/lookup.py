@@ -16,6 +16,7 @@ n + K + 1 tokens.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -39,6 +40,16 @@ class NgramLookup:
     def __post_init__(self) -> None:
         if self.rule == "llama.cpp":
             self.min_ngram = self.max_ngram
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        own = {"lookup": self.lookup} if self.rule == "specdistill" else {"rule": self.rule}
+        return {"min": self.min_ngram, "max": self.max_ngram, **own}
+
+    def restart(self) -> None:
+        """Forget the sequence."""
+        self._after = {}
+        self._indexed = 0
 
     def find(self, text: list[int], k: int) -> list[int]:
         """Up to k draft tokens for a sequence that begins with the one before; none where nothing is found."""

@@ -16,13 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from specdistill.decoding.proposer import BatchProposer, DecodingState, Proposal, Proposer, RowByRow
-from specdistill.decoding.sampling import Sampling
-from specdistill.decoding.tree import DynamicTree, StaticTree
+from specdistill.decoding.proposer import Proposer
 from specdistill.methods import sizes
-from specdistill.methods.contract import Implementation
+from specdistill.methods.lookups import LookupProposer, lookup_method
 from specdistill.methods.suffix.config import SuffixConfig
 from specdistill.methods.suffix.trie import SuffixTrie
 from specdistill.targets.frozen import FrozenTarget
@@ -32,20 +28,14 @@ PUBLISHED = sizes.PublishedFigures(None, "none published for a suite and K alone
 
 
 @dataclass
-class SuffixProposer:
-    """Draft tokens are certain (one-hot) at any temperature, so verification needs no distribution of theirs. The fields are the keys of
-    `eval.suffix`."""
+class SuffixLookup:
+    """The request's trie and that of past outputs, which copies share. The fields are the keys of `eval.suffix`."""
 
     min: int = DEFAULTS.min
     max: int = DEFAULTS.max
     max_cached_requests: int = DEFAULTS.max_cached_requests
     max_spec_factor: float = DEFAULTS.max_spec_factor
     min_token_prob: float = DEFAULTS.min_token_prob
-    vocabulary: None = None
-    depends_on_width: bool = False
-    aux_layers: tuple[int, ...] = ()
-    num_parameters: int = 0
-    num_bytes: int = 0
     _outputs: list[Sequence[int]] = field(default_factory=list)  # of earlier requests, which `_past` counts
 
     def __post_init__(self) -> None:
@@ -55,13 +45,8 @@ class SuffixProposer:
     def settings(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in SuffixConfig.model_fields}
 
-    def draws(self, sampling: Sampling, tree: StaticTree | DynamicTree | None) -> bool:
-        return False
-
-    def passes(self, k: int) -> int:
-        return 0
-
-    def begin(self, max_length: int) -> None:
+    def restart(self) -> None:
+        """Forget the request."""
         self._request = SuffixTrie(self.max)
 
     def remember(self, outputs: Sequence[Sequence[int]]) -> None:
@@ -74,19 +59,17 @@ class SuffixProposer:
             self._past.end()
         self._outputs = kept
 
-    def propose(self, state: DecodingState, k: int, sampling: Sampling, generator: torch.Generator | None) -> Proposal:
-        self._request.extend(state.token_ids[len(self._request.tokens) :])
-        tokens, text, probability = list[int](), state.token_ids[-self.max :], 1.0
+    def find(self, text: list[int], k: int) -> list[int]:
+        """Up to k draft tokens for a request that begins with the text before."""
+        self._request.extend(text[len(self._request.tokens) :])
+        tokens, text, probability = list[int](), text[-self.max :], 1.0
         token, share, length = self._next(text, self.max)
         most = min(k, int(self.max_spec_factor * length))
         while len(tokens) < most and length and (probability := probability * share) >= self.min_token_prob:
             tokens.append(token)
             text = [*text, token][-self.max :]
             token, share, length = self._next(text, length + 1)
-        return Proposal(tokens)
-
-    def batched(self) -> BatchProposer:
-        return RowByRow(self)
+        return tokens
 
     def _next(self, text: list[int], longest: int) -> tuple[int, float, int]:
         """The likeliest token after the longest suffix of up to `longest` tokens that something followed, its share, and how long that
@@ -98,14 +81,16 @@ class SuffixProposer:
         return 0, 0.0, 0
 
 
+class SuffixProposer(LookupProposer):
+    """With the arguments of `SuffixLookup`."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(SuffixLookup(*arguments, **options))
+
+
 def load_proposer(folder: Path | None, target: FrozenTarget, *, key: str, suffix: SuffixConfig = DEFAULTS) -> Proposer:
     return SuffixProposer(**vars(suffix))
 
 
-def planned(target: sizes.Described, given: sizes.Described | None, settings: dict[str, Any]) -> sizes.PlannedDraft:
-    """No weights, and nothing to train."""
-    note = "looks the last tokens up in the sequence so far and in earlier outputs"
-    return sizes.PlannedDraft(sizes.ParameterCounts(0, 0, 0), None, target.text.vocab_size, note, PUBLISHED)
-
-
-METHOD = Implementation(load_proposer=load_proposer, lookup=SuffixProposer, planned=planned, num_layers=lambda config: None)
+NOTE = "looks the last tokens up in the sequence so far and in earlier outputs"
+METHOD = lookup_method(load_proposer, SuffixProposer, note=NOTE, published=PUBLISHED)

@@ -3,6 +3,7 @@
 Shapes: B rows, N anchors of all rows, K slots of a block, k of them that are drafted, H hidden size, V vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specdistill.decoding.proposer import BatchProposer, DecodingState, Proposal, RowByRow
-from specdistill.decoding.sampling import Sampling, draw, uniforms
+from specdistill.decoding.proposer import DecodingState, Proposal
+from specdistill.decoding.sampling import Generators, Sampling, draw, uniforms
 from specdistill.decoding.tree import candidates_are_drawn
 from specdistill.losses.chunked import head_loss
 from specdistill.losses.divergence import acceptance, forward_kl
@@ -107,7 +108,10 @@ class BlockProposer:
         self.num_parameters = sum(parameter.numel() for parameter in self.draft.parameters())
         self.num_bytes = 4 * self.num_parameters
 
-    def begin(self, max_length: int) -> None:
+    def begin(self, max_lengths: Sequence[int]) -> None:
+        pass
+
+    def keep(self, rows: Sequence[int]) -> None:
         pass
 
     def draws(self, sampling: Sampling, tree: Any) -> bool:
@@ -116,18 +120,16 @@ class BlockProposer:
     def passes(self, k: int) -> int:
         return 1
 
-    def batched(self) -> BatchProposer:
-        return RowByRow(self)
-
-    def propose(self, state: DecodingState, k: int, sampling: Sampling, generator: torch.Generator | None) -> Proposal:
-        logits_kV = self.logits(state, k)
+    def propose(self, state: DecodingState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
+        logits_BkV = self.logits(state, k)
         if sampling.is_greedy:
-            return Proposal(logits_kV.argmax(-1).tolist())
-        probs_kV = sampling.probabilities(logits_kV)
-        return Proposal(draw(probs_kV, uniforms(len(probs_kV), [generator])[0]).tolist(), probs_kV)
+            return [Proposal(tokens) for tokens in logits_BkV.argmax(-1).tolist()]
+        probs_BkV = sampling.probabilities(logits_BkV)
+        pairs = zip(probs_BkV, uniforms(probs_BkV.shape[1], generators), strict=True)
+        return [Proposal(draw(probs_kV, uniforms_k).tolist(), probs_kV) for probs_kV, uniforms_k in pairs]
 
     def propose_tree(self, state: DecodingState, shape: Any, sampling: Sampling, generator: torch.Generator | None) -> Proposal:
-        levels = iter(self.logits(state, shape.depth).unsqueeze(1))
+        levels = iter(self.logits(state, shape.depth)[0].unsqueeze(1))
         index_N, tree, probs_NV = shape.grow(
             next(levels), lambda index_T, rows_T: next(levels).expand(len(index_T), -1), sampling, generator
         )
@@ -135,8 +137,8 @@ class BlockProposer:
 
     def logits(self, state: DecodingState, k: int) -> Tensor:
         width = min(k, self.draft.slots.num_embeddings)
-        logits_kV: Tensor = self.draft.lm_head(self.draft(torch.tensor(state.token_ids[-1:]), width)[0])
-        return logits_kV
+        logits_BkV: Tensor = self.draft.lm_head(self.draft(torch.tensor([text[-1] for text in state.token_ids]), width))
+        return logits_BkV
 
 
 def save(draft: Block, target, folder: Path) -> None:

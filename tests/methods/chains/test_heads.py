@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.kv_cache import DraftKVCache
-from specdistill.decoding.proposer import DecodingState
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import StaticTree
 from specdistill.methods.chains.attention import UnrollKVCache
@@ -20,6 +19,7 @@ from specdistill.methods.load import load_proposer, method_of
 from specdistill.targets.frozen import FrozenTarget
 from tests import mtp_targets
 from tests.heads import HEADS, build_head, causal, check_unroll, load_head, save_head
+from tests.proposers import state_of
 from tests.refusals import refused
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -138,7 +138,7 @@ def test_cached_steps_equal_the_uncached_pass(variant: Variant, masked: bool) ->
         cache = DraftKVCache(partial(head.rotary, hidden), ids.device, head.config.sliding_window)
         parts = []
         for start, end in ((0, 5), (5, 6), (6, 12)):
-            rotary = cache.next_rotary(end - start)
+            rotary = cache.extend([end - start])
             cache._mask_TS = cache._mask_TS if masked else None  # as on a GPU
             normed, _ = head(ids[:, start:end], hidden[:, start:end], rotary, cache)
             parts.append(normed)
@@ -177,10 +177,10 @@ def test_draft_tokens_are_drawn_from_the_softmax_of_the_heads_logits(variant: Va
     expected[head.target_ids_W] = (head.logits(normed[0, -1]) / 0.7).softmax(-1)
     for tree in (None, StaticTree((1, 1))):
         proposer, generator = HeadProposer(head), torch.Generator().manual_seed(0)
-        proposer.begin(20)
-        state = DecodingState(text, features)
-        given = Sampling(0.7), generator
-        proposal = proposer.propose_tree(state, tree, *given) if tree else proposer.propose(state, 2, *given)
+        proposer.begin([20])
+        state = state_of(text, features)
+        chains = [] if tree else proposer.propose(state, 2, Sampling(0.7), [generator])
+        proposal = proposer.propose_tree(state, tree, Sampling(0.7), generator) if tree else chains[0]
         assert proposal.probabilities is not None and torch.allclose(proposal.probabilities[0], expected, atol=1e-6)
         if tree is None:
             sums = proposal.probabilities.double().cumsum(-1)

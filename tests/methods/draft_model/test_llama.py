@@ -25,9 +25,7 @@ def test_it_computes_what_transformers_computes(changes: dict[str, object]) -> N
     cache = DraftKVCache(stack.rotary, ids.device)
     with torch.no_grad():
         expected = model.get_decoder()(ids).last_hidden_state
-        parts = [
-            stack(ids[:, start:end], cache.next_rotary(end - start), cache) for start, end in ((0, 40), (40, 41), (41, 90))
-        ]
+        parts = [stack(ids[:, start:end], cache.extend([end - start]), cache) for start, end in ((0, 40), (40, 41), (41, 90))]
     assert torch.allclose(torch.cat(parts, 1), expected, atol=1e-5)
 
 
@@ -58,7 +56,7 @@ def test_the_cache_grows_without_losing_anything() -> None:
     ids = torch.randint(3, 200, (1, FIRST_SIZE + 90), generator=torch.Generator().manual_seed(0))
     cache = DraftKVCache(stack.rotary, ids.device)
     with torch.no_grad():
-        stack(ids[:, : FIRST_SIZE - 2], cache.next_rotary(FIRST_SIZE - 2), cache)
-        hidden = stack(ids[:, FIRST_SIZE - 2 :], cache.next_rotary(92), cache)
+        stack(ids[:, : FIRST_SIZE - 2], cache.extend([FIRST_SIZE - 2]), cache)
+        hidden = stack(ids[:, FIRST_SIZE - 2 :], cache.extend([92]), cache)
         expected = model.get_decoder()(ids).last_hidden_state[:, -92:]
     assert torch.allclose(hidden, expected, atol=1e-5)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdistill.decoding.decoder import Decoder, Generation
-from specdistill.decoding.proposer import DecodingState, Proposal
+from specdistill.decoding.proposer import Proposal
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import DynamicTree
 from specdistill.methods.draft_model.layers import LlamaLayers
@@ -21,6 +21,7 @@ from specdistill.methods.load import load_proposer
 from specdistill.targets.frozen import FrozenTarget
 from tests.draft_models import half_right, other_tokenizer, tiny_draft_model, translated, words
 from tests.enumeration import SAMPLING, Propose, distribution_of, output_distribution, plain_distribution
+from tests.proposers import state_of
 from tests.refusals import refused
 from tests.tiny import qwen, tiny_target_model, tiny_tokenizer
 
@@ -36,8 +37,8 @@ class Watched:
         self.fed: list[int] = []
         self.held: list[int] = []
 
-    def __call__(self, ids_1T: Tensor) -> Tensor:
-        hidden = self.layers(ids_1T)
+    def __call__(self, ids_1T: Tensor, counts: list[int]) -> Tensor:
+        hidden = self.layers(ids_1T, counts)
         self.fed.append(ids_1T.shape[1])
         self.held.append(self.layers.cache.length)
         return hidden
@@ -99,9 +100,9 @@ def test_the_threshold_stops_where_the_best_token_is_less_probable(target: Froze
     weakest = min(range(4), key=confidences.__getitem__)
     for threshold, length in ((confidences[weakest] * 1.001, weakest), (confidences[weakest] * 0.999, 4)):
         proposer = DraftModelProposer(draft, confidence_threshold=threshold)
-        proposer.begin(100)
+        proposer.begin([100])
         with torch.inference_mode():
-            assert proposer.propose(DecodingState(PROMPT), 4, GREEDY, None).tokens == text[6 : 6 + length]
+            assert proposer.propose(state_of(PROMPT), 4, GREEDY, [None])[0].tokens == text[6 : 6 + length]
 
 
 @torch.inference_mode()
@@ -110,8 +111,8 @@ def test_the_threshold_is_of_the_probability_at_the_sampling_temperature(target:
     best = float((draft(input_ids=torch.tensor([PROMPT])).logits[0, -1] / 2).softmax(-1).max())
     for threshold, drafts in ((best * 1.001, False), (best * 0.999, True)):
         proposer = DraftModelProposer(draft, confidence_threshold=threshold)
-        proposer.begin(100)
-        proposal = proposer.propose(DecodingState(PROMPT), 1, Sampling(2.0), torch.Generator().manual_seed(0))
+        proposer.begin([100])
+        (proposal,) = proposer.propose(state_of(PROMPT), 1, Sampling(2.0), [torch.Generator().manual_seed(0)])
         assert bool(proposal.tokens) == drafts
 
 
@@ -121,9 +122,9 @@ def test_the_threshold_is_of_the_probability_at_the_sampling_temperature(target:
 def fresh(proposer: DraftModelProposer, k: int) -> Propose:
     @torch.inference_mode()
     def propose(text: list[int], sampling: Sampling, uniforms: list[float]) -> Proposal:
-        proposer.begin(len(text) + k)
-        padded = torch.tensor([*uniforms, *[0.5] * (k - len(uniforms))], dtype=torch.float64)
-        return proposer.propose_from_uniforms(DecodingState(text), k, sampling, padded)
+        proposer.begin([len(text) + k])
+        padded = torch.tensor([[*uniforms, *[0.5] * (k - len(uniforms))]], dtype=torch.float64)
+        return proposer.propose_from_uniforms(state_of(text), k, sampling, padded)[0]
 
     return propose
 
@@ -228,10 +229,10 @@ def test_a_replacement_of_several_tokens_or_of_none_is_read_and_not_proposed():
         replacements={"<|user|>": "\n", "<|end|>": "ab", "<|assistant|>": "", "z": "yy"},
     )
     proposer = DraftModelProposer(tiny_target_model(vocab_size=257), vocabulary=vocabulary)
-    proposer.begin(20)
+    proposer.begin([20])
     with torch.inference_mode():
-        proposer.propose(DecodingState(target("<|user|>cz<|end|><|assistant|>d").input_ids), 3, GREEDY, None)
-    assert proposer._context == draft("\ncyyabd").input_ids
+        proposer.propose(state_of(target("<|user|>cz<|end|><|assistant|>d").input_ids), 3, GREEDY, [None])
+    assert proposer.rows[0].ids == draft("\ncyyabd").input_ids
     left_out = {2, 3, *target("\nz").input_ids}  # the draft's line break is proposed as <|user|>
     assert proposer.vocabulary == set(range(1, 260)) - left_out
 
@@ -239,25 +240,25 @@ def test_a_replacement_of_several_tokens_or_of_none_is_read_and_not_proposed():
 def test_context_tokens_the_draft_lacks_are_read_anew_as_their_row_grows():
     """`c` is written as the draft's tokens for its text, with what follows it; the cache holds no token of an older reading."""
     proposer = unlike()
-    proposer.begin(20)
+    proposer.begin([20])
     text = [1, 2]
     with torch.inference_mode():
         for more in ([3], [3, 3], [1], [2, 3], [0]):
             text = [*text, *more]
-            continued = proposer.propose(DecodingState(text), 2, GREEDY, None)
+            continued = proposer.propose(state_of(text), 2, GREEDY, [None])
             afresh = unlike()
-            afresh.begin(20)
-            assert continued == afresh.propose(DecodingState(text), 2, GREEDY, None)
-            assert proposer._context == afresh._context
+            afresh.begin([20])
+            assert continued == afresh.propose(state_of(text), 2, GREEDY, [None])
+            assert proposer.rows[0].ids == afresh.rows[0].ids
 
 
 def test_a_text_of_which_the_draft_can_say_nothing_gets_no_proposal(target: FrozenTarget):
     proposer = translated(target)
     assert proposer.shared_vocabulary is not None
-    proposer.begin(20)
+    proposer.begin([20])
     beyond = len(proposer.shared_vocabulary.target_tokenizer)  # a row that no token names
     with torch.inference_mode():
-        assert proposer.propose(DecodingState([beyond]), 3, GREEDY, None) == Proposal([])
+        assert proposer.propose(state_of([beyond]), 3, GREEDY, [None]) == [Proposal([])]
 
 
 # --- A shorter context
@@ -293,8 +294,8 @@ def test_a_sequence_longer_than_the_drafts_context_is_refused(target: FrozenTarg
 def test_as_many_tokens_are_drafted_as_the_context_has_room_for(target: FrozenTarget, length: int, num_drafted: int):
     """Of 32; the last draft token is not read."""
     proposer = DraftModelProposer(half_right(target, context=32), target_max_length=32)
-    proposer.begin(100)
-    assert len(proposer.propose(DecodingState([5] * length), 9, GREEDY, None).tokens) == num_drafted
+    proposer.begin([100])
+    assert len(proposer.propose(state_of([5] * length), 9, GREEDY, [None])[0].tokens) == num_drafted
 
 
 @pytest.mark.parametrize("shape", [{"num_speculative_tokens": 4}, {"tree": DynamicTree(budget=6, depth=4, top_k=2)}])

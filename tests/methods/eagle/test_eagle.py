@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specdistill.decoding.proposer import DecodingState
 from specdistill.decoding.sampling import Sampling
 from specdistill.losses.divergence import forward_kl
 from specdistill.methods.chains.proposer import HeadProposer
@@ -20,6 +19,7 @@ from specdistill.rows.packing import indexed
 from specdistill.targets.frozen import FrozenTarget
 from tests.export import layouts
 from tests.heads import causal, document_rows
+from tests.proposers import state_of
 from tests.refusals import refused
 from tests.targets.architectures import tiny_model
 from tests.tiny import tiny_tokenizer
@@ -116,9 +116,9 @@ def test_where_its_features_are_the_targets_it_drafts_the_models_own_distributio
         return finished.features(torch.tensor([fed]), ()).last_hidden[:, -next_ids.shape[1] :]
 
     proposer = HeadProposer(oracle(finished, hidden_states, tmp_path))
-    proposer.begin(20)
-    state = DecodingState(text, finished.features(torch.tensor([text[:-1]]), ()))
-    proposal = proposer.propose(state, 3, sampling, torch.Generator().manual_seed(0))
+    proposer.begin([20])
+    state = state_of(text, finished.features(torch.tensor([text[:-1]]), ()))
+    (proposal,) = proposer.propose(state, 3, sampling, [torch.Generator().manual_seed(0)])
     logits = finished.model(torch.tensor([text + proposal.tokens])).logits[0, len(text) - 1 : -1]
     assert proposal.probabilities is not None
     assert torch.allclose(proposal.probabilities, (logits / 0.8).softmax(-1), atol=1e-5)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specdistill.decoding.decoder import Decoder
-from specdistill.decoding.proposer import DecodingState, Proposal
+from specdistill.decoding.proposer import Proposal
 from specdistill.decoding.sampling import Sampling
 from specdistill.methods.load import load_proposer
 from specdistill.methods.ngram.config import NgramConfig
@@ -16,6 +16,7 @@ from specdistill.recipe.load import load_recipe
 from specdistill.targets.frozen import FrozenTarget
 from tests.draft_models import tiny_draft_model
 from tests.enumeration import distribution_of, output_distribution, plain_distribution
+from tests.proposers import state_of
 from tests.refusals import refused
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
@@ -23,13 +24,14 @@ GREEDY = Sampling()
 
 
 def propose(proposer: NgramProposer, text: list[int], k: int = 3) -> list[int]:
-    return proposer.propose(DecodingState(text), k, GREEDY, None).tokens
+    return proposer.propose(state_of(text), k, GREEDY, [None])[0].tokens
 
 
 def by_scanning(proposer: NgramProposer, text: list[int], num_prompt_tokens: int, k: int) -> list[int]:
     """The same draft without an index: go back through the sequence, then copy on, from the draft too where the sequence ends."""
-    latest = min(num_prompt_tokens, len(text) - 1) if proposer.lookup == "prompt" else len(text) - 1
-    for n in range(proposer.max_ngram, proposer.min_ngram - 1, -1):
+    settings = proposer.settings
+    latest = min(num_prompt_tokens, len(text) - 1) if settings["lookup"] == "prompt" else len(text) - 1
+    for n in range(settings["max"], settings["min"] - 1, -1):
         for end in range(latest, n - 1, -1):
             if text[end - n : end] == text[-n:]:
                 copied = list(text)
@@ -41,7 +43,7 @@ def by_scanning(proposer: NgramProposer, text: list[int], num_prompt_tokens: int
 
 def test_the_longest_and_latest_match_is_continued() -> None:
     proposer = NgramProposer(max_ngram=2)
-    proposer.begin(100)
+    proposer.begin([100])
     text = [1, 2, 7, 9, 2, 8, 1, 2]
     assert propose(proposer, text) == [7, 9, 2]  # (1, 2) beats the later (2,)
     text += [7, 5, 2]
@@ -59,7 +61,7 @@ def test_the_index_finds_what_a_scan_finds(lookup: str, least: int, most: int) -
     for alphabet in (2, 3, 5) * 8:
         text = rng.choices(range(alphabet), k=rng.randint(2, 30))
         num_prompt_tokens = len(text) - 1
-        proposer.begin(200)
+        proposer.begin([200])
         for _ in range(12):
             k = rng.randint(1, 6)
             draft = propose(proposer, text, k)
@@ -100,10 +102,10 @@ def test_sampled_text_has_the_targets_distribution_exactly(prompt: tuple[int, ..
     def from_prompt(text: list[int], sampling: Sampling, uniforms: list[float]) -> Proposal:
         """The proposal after `text` of a proposer that has seen it grow from the prompt token by token."""
         proposer = NgramProposer(lookup=lookup)
-        proposer.begin(len(text) + 2)
+        proposer.begin([len(text) + 2])
         for end in range(len(prompt) + 1, len(text)):
-            proposer.propose(DecodingState(text[:end]), 2, sampling, None)
-        proposal = proposer.propose(DecodingState(text), 2, sampling, None)
+            proposer.propose(state_of(text[:end]), 2, sampling, [None])
+        (proposal,) = proposer.propose(state_of(text), 2, sampling, [None])
         drafted.add(len(proposal.tokens))
         return proposal
 
@@ -119,8 +121,7 @@ def test_its_settings_come_through_the_loader(target: FrozenTarget) -> None:
     default = load_proposer("ngram", None, target)
     assert default.settings == NgramProposer().settings == {"min": 1, "max": 3, "lookup": "sequence"}
     proposer = load_proposer("ngram", None, target, ngram=NgramConfig(min=2, max=5, lookup="prompt"))
-    assert isinstance(proposer, NgramProposer)
-    assert (proposer.min_ngram, proposer.max_ngram, proposer.lookup) == (2, 5, "prompt")
+    assert isinstance(proposer, NgramProposer) and proposer.settings == {"min": 2, "max": 5, "lookup": "prompt"}
 
 
 @pytest.mark.parametrize(
@@ -171,7 +172,7 @@ def test_the_rules_of_engines_draft_what_they_draft() -> None:
         n, k, text = draw.randint(1, 3), draw.randint(1, 5), [draw.randrange(4) for _ in range(draw.randint(1, 10))]
         proposers = {rule: NgramProposer(1, n, rule=rule) for rule in found}
         for proposer in proposers.values():
-            proposer.begin(100)
+            proposer.begin([100])
         for _ in range(12):
             expected = {"vllm": as_vllm(text, 1, n, k), "llama.cpp": as_llama_cpp(text, n, k)}
             for rule, proposer in proposers.items():

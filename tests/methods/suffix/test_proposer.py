@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -9,21 +10,21 @@ import torch
 from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.lookup_first import LookupFirstProposer
-from specdistill.decoding.proposer import DecodingState, Proposal
+from specdistill.decoding.proposer import Proposal
 from specdistill.decoding.sampling import Sampling
 from specdistill.measurement import measure
 from specdistill.measurement.configurations import MeasurementPlan, Settings
 from specdistill.methods.load import load_proposer
 from specdistill.methods.recipe import Recipe
 from specdistill.methods.suffix.config import SuffixConfig
-from specdistill.methods.suffix.method import SuffixProposer
+from specdistill.methods.suffix.method import SuffixLookup, SuffixProposer
 from specdistill.recipe.load import load_recipe
 from specdistill.recipe.sections import LookupFirstConfig
 from specdistill.suites.suite import Prompt
 from specdistill.targets.frozen import FrozenTarget
 from tests.draft_models import tiny_draft_model
 from tests.enumeration import distribution_of, output_distribution, plain_distribution
-from tests.proposers import tiny_target
+from tests.proposers import state_of, tiny_target
 from tests.refusals import refused
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
@@ -31,7 +32,7 @@ GREEDY = Sampling()
 
 
 def propose(proposer: SuffixProposer, text: list[int], k: int = 4) -> list[int]:
-    return proposer.propose(DecodingState(text), k, GREEDY, None).tokens
+    return proposer.propose(state_of(text), k, GREEDY, [None])[0].tokens
 
 
 def followers(text: Sequence[int], suffix: Sequence[int]) -> list[int]:
@@ -40,11 +41,11 @@ def followers(text: Sequence[int], suffix: Sequence[int]) -> list[int]:
     return [text[end] for end in range(size, len(text)) if text[end - size : end] == suffix]
 
 
-def by_counting(proposer: SuffixProposer, text: list[int], past: list[list[int]], k: int) -> list[int]:
+def by_counting(lookup: Any, text: list[int], past: list[list[int]], k: int) -> list[int]:
     """The same draft from all occurrences, which are sought for each token and length."""
     grown, probability, most = list(text), 1.0, k
     for index in range(k):
-        for length in range(min(proposer.max, len(grown)), proposer.min - 1, -1):
+        for length in range(min(lookup.max, len(grown)), lookup.min - 1, -1):
             suffix = grown[-length:]
             in_past = [token for output in past for token in followers(output, suffix)]
             if found := followers(text, suffix) or in_past:
@@ -52,26 +53,25 @@ def by_counting(proposer: SuffixProposer, text: list[int], past: list[list[int]]
         else:
             break
         if index == 0:
-            most = min(k, int(length * proposer.max_spec_factor))
+            most = min(k, int(length * lookup.max_spec_factor))
         latest_first = found[::-1]
         token = max(latest_first, key=found.count)
         probability *= found.count(token) / len(found)
-        if index >= most or probability < proposer.min_token_prob:
+        if index >= most or probability < lookup.min_token_prob:
             break
         grown.append(token)
     return grown[len(text) :]
 
 
 def test_the_most_frequent_continuation_of_the_longest_match_is_drafted() -> None:
-    proposer = SuffixProposer(min_token_prob=0.5)
-    proposer.begin(100)
+    lookup = SuffixLookup(min_token_prob=0.5)
     text = [1, 2, 7, 1, 2, 8, 1, 2, 7, 5, 1, 2]
-    assert propose(proposer, text) == [7]  # 2 of 3; whether 1 or 5 follows is even less sure
-    assert propose(SuffixProposer(), text) == [7, 5]  # as many as agree: 7 1 and 7 5, of which this is the latest
-    proposer.remember([[3, 1, 2, 9], [0, 5, 1, 2, 6]])
-    assert propose(proposer, text) == [6]  # (5, 1, 2) in a past output is longer
-    proposer.remember([])
-    assert propose(proposer, text) == [7]
+    assert lookup.find(text, 4) == [7]  # 2 of 3; whether 1 or 5 follows is even less sure
+    assert SuffixLookup().find(text, 4) == [7, 5]  # as many as agree: 7 1 and 7 5, of which this is the latest
+    lookup.remember([[3, 1, 2, 9], [0, 5, 1, 2, 6]])
+    assert lookup.find(text, 4) == [6]  # (5, 1, 2) in a past output is longer
+    lookup.remember([])
+    assert lookup.find(text, 4) == [7]
 
 
 @pytest.mark.parametrize(("least", "most"), [(2, 2), (1, 3), (2, 4), (1, 24)])
@@ -83,12 +83,12 @@ def test_the_trie_counts_what_a_scan_counts(least: int, most: int, factor: float
         outputs: list[list[int]] = []
         for _ in range(5):
             proposer.remember(outputs)
-            proposer.begin(100)
+            proposer.begin([100])
             text = rng.choices(range(alphabet), k=rng.randint(1, 20))
             for _ in range(5):
                 k = rng.randint(1, 6)
                 draft = propose(proposer, text, k)
-                assert draft == by_counting(proposer, text, outputs[-3:], k)
+                assert draft == by_counting(proposer.lookup, text, outputs[-3:], k)
                 lengths.add(len(draft))
                 text += rng.choices(range(alphabet), k=rng.randint(1, 5))
             outputs.append(text)
@@ -98,7 +98,7 @@ def test_the_trie_counts_what_a_scan_counts(least: int, most: int, factor: float
 def test_the_request_alone_is_looked_up_where_no_requests_are_cached() -> None:
     proposer = SuffixProposer(max_cached_requests=0)
     proposer.remember([[1, 2, 3]])
-    proposer.begin(10)
+    proposer.begin([10])
     assert propose(proposer, [1, 2]) == []
 
 
@@ -141,8 +141,8 @@ def test_sampled_text_has_the_targets_distribution_exactly(prompt: tuple[int, ..
     def from_text(text: list[int], sampling: Sampling, uniforms: list[float]) -> Proposal:
         proposer = SuffixProposer(max_spec_factor=2)
         proposer.remember([(1, 2)])
-        proposer.begin(len(text) + 2)
-        proposal = proposer.propose(DecodingState(text), 2, sampling, None)
+        proposer.begin([len(text) + 2])
+        (proposal,) = proposer.propose(state_of(text), 2, sampling, [None])
         drafted.add(len(proposal.tokens))
         return proposal
 
@@ -159,9 +159,10 @@ class Recording(SuffixProposer):
 
     seen: list[tuple[Sequence[int], ...]]
 
-    def begin(self, max_length: int) -> None:
-        super().begin(max_length)
-        self.seen.append(tuple(self._outputs))
+    def begin(self, max_lengths: Sequence[int]) -> None:
+        super().begin(max_lengths)
+        if max_lengths != [1, 1]:  # by which a decoder asks whether it is one for batches
+            self.seen += [tuple(self.lookup._outputs)] * len(max_lengths)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
@@ -182,7 +183,7 @@ def test_a_prompt_knows_the_outputs_before_it_and_never_its_own(
     outputs = [run.baseline[0].token_ids for run in runs]
     repetition = [tuple(outputs[: n - n % batch_size]) for n in range(4)]
     assert recording.seen == [()] * batch_size + 3 * repetition
-    assert recording._outputs == []
+    assert recording.lookup._outputs == []
 
 
 def test_prompts_that_are_added_know_those_before_them() -> None:

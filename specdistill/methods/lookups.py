@@ -1,0 +1,77 @@
+"""Methods without weights: each sequence has a lookup of its own, which reads the text and says what may follow."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from specdistill.decoding.proposer import DecodingState, Proposal, Proposer, Remembering
+from specdistill.decoding.sampling import Generators, Sampling
+from specdistill.decoding.tree import TreeShape
+from specdistill.methods import sizes
+from specdistill.methods.contract import Implementation
+
+
+class Lookup(Protocol):
+    """settings: as in `Proposer`."""
+
+    @property
+    def settings(self) -> Mapping[str, Any]: ...
+
+    def restart(self) -> None:
+        """Forget the sequence."""
+
+    def find(self, text: list[int], k: int) -> list[int]:
+        """Up to k draft tokens for a sequence that begins with the one before; none where nothing is found."""
+
+
+class LookupProposer:
+    """Draft tokens are certain (one-hot) at any temperature, so verification needs no distribution of theirs."""
+
+    vocabulary: None = None
+    depends_on_width = False
+    aux_layers: tuple[int, ...] = ()
+    num_parameters = num_bytes = 0
+
+    def __init__(self, lookup: Lookup) -> None:
+        self.lookup = lookup
+        self.rows: list[Lookup] = []
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        return self.lookup.settings
+
+    def draws(self, sampling: Sampling, tree: TreeShape | None) -> bool:
+        return False
+
+    def passes(self, k: int) -> int:
+        return 0
+
+    def remember(self, outputs: Sequence[Sequence[int]]) -> None:
+        if isinstance(self.lookup, Remembering):
+            self.lookup.remember(outputs)
+
+    def begin(self, max_lengths: Sequence[int]) -> None:
+        self.rows = [copy.copy(self.lookup) for _ in max_lengths]
+        for row in self.rows:
+            row.restart()
+
+    def propose(self, state: DecodingState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
+        return [Proposal(row.find(text, k)) for row, text in zip(self.rows, state.token_ids, strict=True)]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self.rows = [self.rows[row] for row in rows]
+
+
+def lookup_method(
+    load_proposer: Callable[..., Proposer],
+    lookup: Callable[[int, int], Proposer],
+    *,
+    note: str,
+    published: sizes.PublishedFigures,
+) -> Implementation:
+    """A row of the table; the arguments are `Implementation`'s and `PlannedDraft`'s. There are no weights, and nothing to train."""
+
+    def planned(target: sizes.Described, given: sizes.Described | None, settings: dict[str, Any]) -> sizes.PlannedDraft:
+        return sizes.PlannedDraft(sizes.ParameterCounts(0, 0, 0), None, target.text.vocab_size, note, published)
+
+    return Implementation(load_proposer, lookup, planned=planned, num_layers=lambda config: None)
