@@ -64,9 +64,11 @@ class HeadProposer:
         self.cache = kv_cache_of(len(max_lengths), self.rotary, self.device, self.head.config.sliding_window)
         if self.compiled and isinstance(self.cache, DraftKVCache):
             size = cache_size(*max_lengths)
-            self._graph = self._graphs.setdefault(size, CompiledSteps(self.head, self.cache, size))
+            if size not in self._graphs:
+                self._graphs[size] = CompiledSteps(self.head, self.cache, size)
+            self._graph = self._graphs[size]
             self.cache = self._graph.cache
-            self.cache.length = 0
+            self.cache.truncate([0])
 
     def propose(self, state: DecodingState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
         """Chains of k draft tokens, or as many as are enough."""
