@@ -60,6 +60,13 @@ from specdistill.targets.packed_rows import Documents, by_lengths, sdpa_configs
 
 aten = torch.ops.aten
 
+# What an H200 reaches: operations of matrix products, and bytes, a second. Assumed: bench/gpu.py measures them where there is one.
+PRODUCTS, BANDWIDTH = 650e12, 3.65e12
+FP8_BYTES = 3  # of an activation that is read and rounded, in a compiled layer
+ADAMW_BYTES = (
+    32  # of a parameter in a step: weight, gradient and two moments are read, three of them written, and the norm is taken
+)
+
 RECORD = Path(__file__).with_name("results") / "cuda_check.json"
 ALLOWED = 1.05  # of what is recorded
 DEVICE, ROWS, LENGTH, VOCABULARY = "cuda:0", 4, 2048, 32_000
@@ -108,7 +115,7 @@ class Launches(Ledger):
         operation, made = func.overloadpacket, tensors(result)
         writes = func._schema.is_mutable or any(tensor.untyped_storage()._cdata not in held for tensor in made)
         on_device = any(tensor.device.type == self.device for tensor in (*given, *made))
-        self.kernels += writes and on_device and operation not in UNWRITTEN
+        self.kernels += writes and on_device and operation not in UNWRITTEN and not self.in_graph
         between = {tensor.device.type for tensor in (*given, *made)} == {"cpu", "cuda"}
         blocks = operation in COPIES and between and not (kwargs or {}).get("non_blocking")
         self.copies += blocks or (operation in WAITS and on_device)
@@ -181,6 +188,7 @@ def main(options: Options) -> ExitCode:
     found["training: target layers, compiled"] = compiled_target(head.aux_layers, batch)
     for name, counts in found.items():
         print(json.dumps({"part": name, **counts}), flush=True)
+    print(json.dumps({"part": "compiled step on an H200, computed", **tokens_per_second(found, head)}), flush=True)
     if options.record:
         RECORD.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     recorded = json.loads(RECORD.read_text(encoding="utf-8"))
@@ -190,6 +198,17 @@ def main(options: Options) -> ExitCode:
         worse += [f"{name}: {key} {counts[key]}, recorded {recorded[name][key]}" for key in grown]
     print(*worse, sep="\n", file=sys.stderr, end="\n" * bool(worse))
     return ExitCode.CHECK_FAILED if worse else ExitCode.DONE
+
+
+def tokens_per_second(found: dict[str, dict[str, float]], head: PlannedDraft) -> dict[str, int]:
+    """Of a compiled step with AdamW; and with a target in FP8, whose layers' products take half of the time."""
+    target, draft = (found[f"training: {part}, compiled"] for part in ("target layers", "unroll and loss with gradients"))
+    traffic = 1e9 * (target["traffic_gb"] + draft["traffic_gb"]) + ADAMW_BYTES * head.parts.parameters
+    seconds = 1e12 * (target["tflop"] + draft["tflop"]) / PRODUCTS + traffic / BANDWIDTH
+    config, tokens = TARGET.text, ROWS * LENGTH
+    rounded = FP8_BYTES * tokens * config.num_hidden_layers * (3 * config.hidden_size + config.intermediate_size)
+    in_fp8 = seconds - 0.5e12 * target["tflop"] / PRODUCTS + rounded / BANDWIDTH
+    return {"bfloat16": round(tokens / seconds), "target in FP8": round(tokens / in_fp8)}
 
 
 def compiled_target(aux_layers: Any, batch: dict[str, Any]) -> dict[str, float]:
