@@ -13,14 +13,16 @@ from specdistill.command import SHORTHANDS, run
 from specdistill.errors import ExitCode, logger
 from specdistill.gate.decide import EXIT_CODES
 from specdistill.methods.recipe import Recipe
+from specdistill.processes import is_first
 from specdistill.report.text import print_report
 from specdistill.terminal import result
 
 
 def main(recipe: Recipe) -> ExitCode:
     report, folder = evaluate(recipe)
-    print_report(report, folder)
-    result(report)
+    if is_first():
+        print_report(report, folder)
+        result(report)
     if report.get("incomplete"):
         logger.error(f"error: {report['not_measured']['incomplete']}")
         return ExitCode.RESOURCE_ERROR

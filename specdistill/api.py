@@ -40,6 +40,7 @@ from specdistill.methods.load import create_draft, implementation, load_proposer
 from specdistill.methods.recipe import Recipe, TrainedRecipe, check_trainable, own_eval_keys
 from specdistill.methods.target_record import save_draft
 from specdistill.next_step import after
+from specdistill.processes import is_first
 from specdistill.produce.features import feature_store
 from specdistill.produce.make import make_rows
 from specdistill.recipe.load import load_recipe, merged, validate
@@ -311,8 +312,9 @@ def evaluate(recipe: Recipe) -> tuple[dict[str, Any], Path]:
     )
     report["digest"] = digest(report, records)
     report = decide(rules, Evidence(report, records), baseline, first_release=config.baseline == FIRST_RELEASE)
-    write_report(folder, report, records)
-    discard_finished(folder / measurement.FINISHED)
+    if is_first():
+        write_report(folder, report, records)
+        discard_finished(folder / measurement.FINISHED)
     return report, folder
 
 

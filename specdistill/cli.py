@@ -94,12 +94,13 @@ def train(arguments: list[str]) -> int:
 
 
 def eval(arguments: list[str]) -> int:
-    """measure a draft by decoding with it: acceptance length, speedup, report, gate verdict
+    """measure a draft by decoding with it: acceptance length, speedup, report, gate verdict (several GPUs: launch=ddp)
 
     specdistill eval recipe=pico/eagle3
     specdistill eval target=path/to/model method=eagle3 draft=path/to/draft suite=path/to/prompts.jsonl
     specdistill eval recipe=mine.yaml eval.engine=vllm eval.sweep.concurrency=4,16"""
-    return run_script("eval/run.py", arguments)
+    options, others = load_own_keys(LaunchOptions, arguments)
+    return run_script("eval/run.py", others, options)
 
 
 def gate(arguments: list[str]) -> int:
@@ -220,9 +221,9 @@ VERBS = {
     ),
     "eval": Verb(
         eval,
-        "methods.recipe:Recipe",
+        "methods.recipe:Recipe launch:LaunchOptions",
         "method target.model eval.draft eval.suite eval.num_prompts eval.max_new_tokens eval.num_speculative_tokens "
-        "eval.temperature eval.batch_size eval.engine eval.server eval.baseline eval.output_dir gate",
+        "eval.temperature eval.batch_size eval.engine eval.server eval.baseline eval.output_dir gate launch num_processes",
         SHORTHANDS,
     ),
     "compare": Verb(

@@ -4,9 +4,12 @@ A step's collectives give up on a late process within minutes (`train.ddp_timeou
 own, over gloo, whose connections fail at once when a process has ended.
 """
 
+import atexit
+import os
 import resource
 import socket
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,10 +17,12 @@ from functools import cache
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from torch import distributed
 
 from specdistill.errors import ResourceError, UserError
 
+GLOO_SECONDS = 0.5  # for gloo's threads to free the last tensors
 PATIENCE = timedelta(days=2)  # for a process that lives
 COMES_WITHIN = 5.0  # seconds, for the processes of a step that failed
 
@@ -30,6 +35,26 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def join() -> tuple[int, int]:
+    """`share` of a command that is launched in several processes, one for each GPU. They leave at its end."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not are_several():
+        PartialState(cpu=not torch.cuda.is_available())
+        atexit.register(leave)
+    return share()
+
+
+def leave() -> None:
+    """Leave the group while the interpreter is whole.
+
+    gloo's threads may still hold tensors of the last collectives; a thread that frees them while the interpreter shuts down aborts the
+    process after its work is done (pytorch/pytorch issue 190489). Nothing tells when they are freed, so this waits.
+    """
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+    if not torch.cuda.is_available():
+        time.sleep(GLOO_SECONDS)
+
+
 def are_several() -> bool:
     """Whether this process has joined others."""
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
@@ -38,6 +63,11 @@ def are_several() -> bool:
 def share() -> tuple[int, int]:
     """This process's number among those of the launch, and how many there are."""
     return (distributed.get_rank(), distributed.get_world_size()) if are_several() else (0, 1)
+
+
+def is_first() -> bool:
+    """Whether this process writes and prints what all of the launch have in common."""
+    return share()[0] == 0
 
 
 def agree(facts: Mapping[str, str], *, otherwise: str = "") -> None:

@@ -8,7 +8,6 @@ import atexit
 import dataclasses
 import math
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from types import NoneType
@@ -22,11 +21,11 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from specdistill.errors import UserError, nearest, one_line
 from specdistill.launch import check_devices
+from specdistill.processes import leave
 from specdistill.recipe.load import ALIASES
 from specdistill.targets.sharding import num_processes
 
 FSDP = ("2", "FULL_STATE_DICT")  # the one that is put together to be saved
-GLOO_SECONDS = 0.5  # for gloo's threads to free the last tensors
 
 # Numbers that TrainingArguments accepts and with which training would fail later, or train nothing: what a field may be, in words too.
 NumberRange = tuple[Callable[[float], bool], str]
@@ -225,7 +224,7 @@ def _join_processes(arguments: TrainingArguments) -> None:
     if num_processes() == 1:
         return
     _ = arguments.device  # building the device starts the group
-    atexit.register(_leave_processes)
+    atexit.register(leave)
     state = arguments.distributed_state
     if state.distributed_type == DistributedType.NO and launched_with("FSDP") and not torch.cuda.is_available():
         # On a CPU accelerate leaves NO, and then neither shards nor synchronises.
@@ -236,18 +235,6 @@ def _join_processes(arguments: TrainingArguments) -> None:
             got=f"{num_processes()} processes that would each train alone",
             expected="processes of one group, as accelerate_configs/ddp.yaml starts them, and no train.use_cpu",
         )
-
-
-def _leave_processes() -> None:
-    """Leave the group while the interpreter is whole.
-
-    gloo's threads may still hold tensors of the last collectives; a thread that frees them while the interpreter shuts down aborts the
-    process after its work is done (pytorch/pytorch issue 190489). Nothing tells when they are freed, so this waits.
-    """
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-    if not torch.cuda.is_available():
-        time.sleep(GLOO_SECONDS)
 
 
 def launched_with(sharding: str) -> bool:
