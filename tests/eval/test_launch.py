@@ -1,0 +1,53 @@
+"""A measurement that two processes share: acceptance and losslessness of all prompts, speed of the first one's."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdistill.project import ROOT
+from specdistill.statistics.records import read_records
+from tests.launches import TWO_PROCESSES, finish, start
+from tests.refusals import refused_key
+from tests.tiny import write_inputs
+
+pytestmark = [pytest.mark.long, pytest.mark.distributed, pytest.mark.launches]  # processes, seconds each
+COUNTS = ("num_prompts", "num_drafts", "num_draft_tokens", "accepted_per_position", "mean_acceptance_length")
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("target")
+    write_inputs(folder)
+    rows = [{"prompt": f"{number} and {number}, {number} and", "category": "ab"[number % 2]} for number in range(7)]
+    (folder / "suite.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    few = ["eval.max_new_tokens=16", "eval.repeats=1", "eval.warmup=0", "eval.sampling_draws=20"]
+    return ["method=ngram", f"target={folder / 'model'}", f"suite={folder / 'suite.jsonl'}", *few]
+
+
+def measured(folder: Path, *keys: str, config: str, options: tuple[str, ...] = ()) -> dict[str, Any]:
+    process = start(ROOT / "eval/run.py", *keys, f"output_dir={folder}", config=config, options=options)
+    output = finish(process)
+    assert (folder / "report.json").is_file(), output
+    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    return report
+
+
+def test_two_processes_measure_what_one_does(keys: list[str], tmp_path: Path) -> None:
+    alone = measured(tmp_path / "one", *keys, config="cpu")
+    both = measured(tmp_path / "two", *keys, config="cpu_processes", options=TWO_PROCESSES)
+    for one, two in zip(alone["results"], both["results"], strict=True):
+        assert {name: one[name] for name in COUNTS} == {name: two[name] for name in COUNTS}
+    assert alone["lossless"]["prompts_checked"] == both["lossless"]["prompts_checked"] == 7
+    assert both["hardware"]["count"] == 2 and both["results"][0]["speedup"] > 0
+    one, two = (read_records(tmp_path / name / "samples.jsonl", "report") for name in ("one", "two"))
+    assert [record.text for record in one] == [record.text for record in two]
+    assert [record.baseline is None for record in two] == [False, True] * 3 + [False]
+
+
+def test_what_ends_when_enough_is_known_is_not_shared(keys: list[str], tmp_path: Path) -> None:
+    arguments = [*keys, "eval.target_precision=0.1", f"output_dir={tmp_path}"]
+    process = start(ROOT / "eval/run.py", *arguments, config="cpu_processes", options=TWO_PROCESSES)
+    errors = [line for line in finish(process).splitlines() if line.startswith("error: ")]
+    assert process.returncode and refused_key(errors[0]) == "eval.target_precision"
