@@ -64,7 +64,7 @@ def measure(
     def is_enough(records: Sequence[PromptRecord]) -> bool:
         """Of the main configuration: its gate is decided, or its time is over."""
         used = {"seconds": time.monotonic() - start}
-        known = [MeasuredConfiguration(list(records), None, used)]
+        known = [MeasuredConfiguration(list(records), [], used)]
         report = report_of(plans[:1], known, sampling_test="not tested yet", costs=(), took=used)
         return used["seconds"] > 60 * (config.max_minutes or 0) or is_decided(report, records)
 
@@ -112,10 +112,11 @@ def measure_each(
                 calibrate(target, proposer, [*plan.prompts, *plan.further], settings)
                 runs = measure_plan(target, proposer, suite.name, plan, is_enough, journal)
                 checked = number == 1 or settings.sampling.is_greedy
-                lossless = greedy_check(target, proposer, runs, settings) if checked else None
+                compared = greedy_check(target, proposer, runs, settings) if checked else []
                 records = prompt_records(suite.name, settings.configuration, target, proposer, runs)
             took["seconds"] += journal.seconds
-            known = finished.write(plan, MeasuredConfiguration(records, lossless, took))
+            known = MeasuredConfiguration(records, compared, took)
+            finished.write(plan, known)
         yield known
 
 
