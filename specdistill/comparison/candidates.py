@@ -21,15 +21,14 @@ UNTRAINED = [name for name, method in METHODS.items() if not method.is_trained] 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One draft. draft: its folder or Hub id as given; folder: of its files; revision: a Hub commit; num_layers, hidden_size: of its
-    decoder, by its config.json; all of these are None for a method without a draft. lookup_first: what stands in front of the draft.
+    """One draft. draft: its folder or Hub id as given; folder: of its files; num_layers, hidden_size: of its decoder, by its config.json;
+    all of these are None for a method without a draft. lookup_first: what stands in front of the draft.
     """
 
     name: str
     method: str
     draft: str | None = None
     folder: Path | None = None
-    revision: str | None = None
     num_layers: int | None = None
     hidden_size: int | None = None
     lookup_first: LookupFirstConfig | None = None
@@ -68,10 +67,10 @@ def _candidate(name: str, entry: str, folder: Path | None, lookup_first: LookupF
     if folder is None:
         return Candidate(name, entry)
     method = method_of(folder, key=KEY)
-    config, revision = read_config(folder, KEY), None if Path(entry).is_dir() else folder.name
+    config = read_config(folder, KEY)
     nested = next((config[part] for part in NESTED if config.get(part)), config)
     num_layers = implementation(method).num_layers(nested)
-    return Candidate(name, method, entry, folder, revision, num_layers, nested.get("hidden_size"), lookup_first)
+    return Candidate(name, method, entry, folder, num_layers, nested.get("hidden_size"), lookup_first)
 
 
 def _locate(entry: str) -> Path:

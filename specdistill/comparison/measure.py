@@ -2,14 +2,12 @@
 paired over one baseline.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 from specdistill.comparison.candidates import find_candidates
 from specdistill.comparison.compare import Measured
 from specdistill.comparison.options import CommonOptions, lookups_of_each, settings_of_each
-from specdistill.decoding.proposer import Proposer
-from specdistill.measurement.configurations import MeasurementPlan, Settings
+from specdistill.measurement.configurations import MeasurementPlan
 from specdistill.measurement.hardware import fit_threads, resources_used
 from specdistill.measurement.losslessness import generate_greedily, greedy_check, sampling_test
 from specdistill.measurement.measure import calibrate, measure_together, prompt_records, round_costs
@@ -17,7 +15,7 @@ from specdistill.measurement.measured import MeasuredConfiguration, draft_report
 from specdistill.methods.load import describe_draft, load_proposer
 from specdistill.methods.recipe import options_by_method
 from specdistill.report.files import digest
-from specdistill.suites.suite import Prompt, Suite, load_suite, num_measured, tokenize
+from specdistill.suites.suite import load_suite, num_measured, tokenize
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.history import read_history
 
@@ -36,11 +34,23 @@ def measure_candidates(options: CommonOptions) -> list[Measured]:
     histories = [read_history(one.folder, key="drafts") if one.folder else None for one in candidates]
     limits: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "num_prompts": num_measured(suite, options.num_prompts)}
     prompts = tokenize(suite, target.tokenizer, max_length=target.max_length, vocab_size=target.vocab_size, **limits)
-    results = _results(target, proposers, settings, suite, prompts, num_draws=options.sampling_draws)
+
+    with resources_used(target.device) as took:
+        for proposer, own in zip(proposers, settings, strict=True):
+            calibrate(target, proposer, prompts, own)
+        runs = measure_together(target, proposers, prompts, *settings)
+        generate = generate_greedily(target, settings[0])
+        results: list[tuple[MeasuredConfiguration, dict[str, Any]]] = []
+        for proposer, own, decoded in zip(proposers, settings, runs, strict=True):
+            records = prompt_records(suite.name, own.configuration, target, proposer, decoded)
+            result = MeasuredConfiguration(records, greedy_check(target, proposer, decoded, own, generate), took)
+            test = sampling_test(target, proposer, prompts, own, num_draws=options.sampling_draws)
+            results.append((result, {"sampling_test": test, "costs": round_costs(target, proposer, prompts, own)}))
+
     measured = []
     for one, own, proposer, history, (result, found) in zip(candidates, settings, proposers, histories, results, strict=True):
-        vocabulary, draft = proposer.vocabulary, describe_draft(one.draft, one.method)
-        report = draft_report(target, proposer, suite, [MeasurementPlan(own, prompts)], [result], draft=draft, **found)
+        vocabulary, draft, plan = proposer.vocabulary, describe_draft(one.draft, one.method), MeasurementPlan(own, prompts)
+        report = draft_report(target, proposer, suite, [plan], [result], draft=draft, took=took, **found)
         report["digest"] = digest(report, result.records)
         measured.append(
             Measured(
@@ -54,28 +64,3 @@ def measure_candidates(options: CommonOptions) -> list[Measured]:
             )
         )
     return measured
-
-
-def _results(
-    target: FrozenTarget,
-    proposers: Sequence[Proposer],
-    each: Sequence[Settings],
-    suite: Suite,
-    prompts: Sequence[Prompt],
-    *,
-    num_draws: int,
-) -> list[tuple[MeasuredConfiguration, dict[str, Any]]]:
-    """Of each proposer, with its settings: what was measured, and the other arguments of its `draft_report`."""
-    with resources_used(target.device) as took:
-        for proposer, settings in zip(proposers, each, strict=True):
-            calibrate(target, proposer, prompts, settings)
-        runs = measure_together(target, proposers, prompts, *each)
-        results: list[tuple[MeasuredConfiguration, dict[str, Any]]] = []
-        generate = generate_greedily(target, each[0])
-        for proposer, settings, own in zip(proposers, each, runs, strict=True):
-            records = prompt_records(suite.name, settings.configuration, target, proposer, own)
-            result = MeasuredConfiguration(records, greedy_check(target, proposer, own, settings, generate), took)
-            test = sampling_test(target, proposer, prompts, settings, num_draws=num_draws)
-            costs = round_costs(target, proposer, prompts, settings)
-            results.append((result, {"sampling_test": test, "costs": costs, "took": took}))
-    return results

@@ -44,10 +44,8 @@ CompareOptions: type[CommonOptions] = create_model("CompareOptions", __base__=Co
 
 
 def lookups_of_each(options: CommonOptions, settings: Sequence[Settings]) -> list[LookupFirstConfig | None]:
-    """What stands in front of each draft. Raises UserError for another number of these than of drafts, and for one that does not fit."""
+    """What stands in front of each draft, of `settings_of_each`. Raises UserError for one that does not fit."""
     lookups = options.lookup_first_each or [options.lookup_first] * len(settings)
-    if len(lookups) != len(settings):
-        raise UserError("lookup_first_each", got=f"{len(lookups)} of them", expected=f"{len(settings)}, one for each draft")
     for lookup, own in zip(lookups, settings, strict=True):
         if lookup and own.tree:
             got = "a lookup in front of a draft with a tree of trees_each"
@@ -58,9 +56,9 @@ def lookups_of_each(options: CommonOptions, settings: Sequence[Settings]) -> lis
 
 
 def settings_of_each(options: CommonOptions, count: int) -> list[Settings]:
-    """The settings of each draft: they differ in K or tree alone. Raises UserError for another number of these than of drafts."""
+    """The settings of each draft: they differ in K or tree alone. Raises UserError for another number of a key's values than of drafts."""
     for_all = Settings.of(options)
-    for key in ("num_speculative_tokens_each", "trees_each"):
+    for key in ("num_speculative_tokens_each", "trees_each", "lookup_first_each"):
         if len(getattr(options, key)) not in (0, count):
             raise UserError(key, got=f"{len(getattr(options, key))} of them", expected=f"{count}, one for each draft")
     trees = [tree_shape(**vars(tree)) if tree else None for tree in options.trees_each] or [for_all.tree] * count

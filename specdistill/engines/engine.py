@@ -122,12 +122,6 @@ class Served:
         return shlex.quote(self.target_name)
 
     @property
-    def fetched_target(self) -> str:
-        """For a shell, where a program takes a folder: the target, downloaded where its revision is pinned."""
-        fetch = f'"$(hf download {self.quoted_target} --revision {self.revision})"'
-        return fetch if self.revision else self.quoted_target
-
-    @property
     def target_name(self) -> str:
         return self.target or "TARGET"
 

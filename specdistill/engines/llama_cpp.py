@@ -75,7 +75,9 @@ def settings(target: Any, config: Any, longest: int) -> list[str]:
 
 
 def serve_command(served: Served) -> str:
-    target = served.fetched_target
+    target = served.quoted_target
+    if served.revision:  # the converter takes a folder
+        target = f'"$(hf download {target} --revision {served.revision})"'
     commands = [f"python convert_hf_to_gguf.py {target} --outtype f16 --outfile target.gguf"]
     file = next((name for name in served.files if name.endswith(".gguf")), None)
     if file is None:

@@ -11,6 +11,7 @@ from typing import Any
 from specdistill.decoding.sampling import GREEDY, Sampling
 from specdistill.decoding.tree import TreeShape, tree_shape
 from specdistill.errors import UserError
+from specdistill.recipe.sections import SweepConfig
 from specdistill.statistics.records import ALL, Configuration
 from specdistill.suites.suite import Prompt
 
@@ -99,25 +100,19 @@ class MeasurementPlan:
 
 
 def plan_configurations(
-    main: MeasurementPlan,
-    *,
-    num_speculative_tokens: Sequence[int] = (),
-    temperatures: Sequence[float] = (),
-    batch_sizes: Sequence[int] = (),
-    trees: Sequence[TreeShape] = (),
-    contexts: Mapping[int, Sequence[Prompt]] | None = None,
+    main: MeasurementPlan, axes: SweepConfig, contexts: Mapping[int, Sequence[Prompt]]
 ) -> list[MeasurementPlan]:
     """The main configuration, then those of each axis in the order of its values, none of them twice.
 
     Other K are chains, also where the main configuration drafts trees. contexts: prompt length in tokens -> prompts cut to it.
     """
-    settings = main.settings
+    settings, trees = main.settings, [tree_shape(**vars(tree)) for tree in axes.tree]
     others = [
-        *((replace(settings, num_speculative_tokens=k, tree=None), main.prompts) for k in num_speculative_tokens),
-        *((replace(settings, sampling=replace(settings.sampling, temperature=t)), main.prompts) for t in temperatures),
-        *((replace(settings, batch_size=size), main.prompts) for size in batch_sizes),
+        *((replace(settings, num_speculative_tokens=k, tree=None), main.prompts) for k in axes.num_speculative_tokens),
+        *((replace(settings, sampling=replace(settings.sampling, temperature=t)), main.prompts) for t in axes.temperature),
+        *((replace(settings, batch_size=size), main.prompts) for size in axes.batch_size),
         *((replace(settings, num_speculative_tokens=tree.depth, tree=tree), main.prompts) for tree in trees),
-        *((replace(settings, context_bucket=str(bucket)), cut) for bucket, cut in (contexts or {}).items()),
+        *((replace(settings, context_bucket=str(bucket)), cut) for bucket, cut in contexts.items()),
     ]
     plans = [main]
     for other, prompts in others:

@@ -10,12 +10,10 @@ from typing import Any
 
 from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.proposer import Proposer
-from specdistill.decoding.tree import tree_shape
 from specdistill.errors import UserError, logger
 from specdistill.measurement.configurations import MeasurementPlan, Settings, plan_configurations
 from specdistill.measurement.hardware import fit_threads, resources_used
 from specdistill.measurement.in_engine import measure_in_engine
-from specdistill.measurement.journal import Journal
 from specdistill.measurement.losslessness import greedy_check, sampling_test
 from specdistill.measurement.measure import calibrate, measure_plan, prompt_records, round_costs
 from specdistill.measurement.measured import (
@@ -49,27 +47,12 @@ def measure(
 
     folder: of the report. A measurement in this process keeps its finished configurations in FINISHED, so that an interrupted run resumes;
     one in an engine leaves in ENGINE what its servers load and print. prior: an earlier run, which says what this one can detect.
-    is_decided: see `measure_here`.
-    """
-    suite = load_suite(recipe.eval.suite, recipe.target.model)
-    if recipe.eval.engine == "specdistill":
-        return measure_here(recipe, suite, prior, folder / FINISHED, is_decided=is_decided)
-    return measure_in_engine(recipe, suite, prior, folder / ENGINE)
-
-
-def measure_here(
-    recipe: Recipe,
-    suite: Suite,
-    prior: PriorRun | None,
-    folder: Path,
-    *,
-    is_decided: Callable[[dict[str, Any], Sequence[PromptRecord]], bool],
-) -> tuple[dict[str, Any], list[PromptRecord]]:
-    """A report and its records. folder: where finished configurations are kept, so that an interrupted run resumes.
-
     is_decided: whether a report and its records leave no rule of the gate inconclusive; until then eval.max_minutes adds prompts.
     """
-    config, start = recipe.eval, time.monotonic()
+    config, suite = recipe.eval, load_suite(recipe.eval.suite, recipe.target.model)
+    if config.engine != "specdistill":
+        return measure_in_engine(recipe, suite, prior, folder / ENGINE)
+    start = time.monotonic()
     target, proposer, draft = load_pair(recipe)
     plans = plan_all(config, suite, target)
     print_power_analysis(power_analysis(len(plans[0].prompts), suite.name, prior))
@@ -81,11 +64,12 @@ def measure_here(
     def is_enough(records: Sequence[PromptRecord]) -> bool:
         """Of the main configuration: its gate is decided, or its time is over."""
         used = {"seconds": time.monotonic() - start}
-        known = [MeasuredConfiguration(list(records), None, used)]
+        known = [MeasuredConfiguration(list(records), [], used)]
         report = report_of(plans[:1], known, sampling_test="not tested yet", costs=(), took=used)
         return used["seconds"] > 60 * (config.max_minutes or 0) or is_decided(report, records)
 
-    finished = FinishedConfigurations(folder, measurement_identity(target, proposer, suite, method=recipe.method, draft=draft))
+    identity = measurement_identity(target, proposer, suite, method=recipe.method, draft=draft)
+    finished = FinishedConfigurations(folder / FINISHED, identity)
     measured = list(measure_each(target, proposer, suite, plans, finished, is_enough))
 
     # Of the main configuration also: is sampling lossless, and what do rounds of fewer draft tokens cost?
@@ -114,41 +98,26 @@ def measure_each(
     finished: FinishedConfigurations,
     is_enough: Callable[[Sequence[PromptRecord]], bool],
 ) -> Iterator[MeasuredConfiguration]:
-    """Each configuration: as an earlier run has finished it, or measured now and kept."""
+    """Each configuration: as an earlier run has finished it, or measured now and kept.
+
+    Measured is every prompt with and without the draft, and whether greedy decoding is lossless; for that, prompts of a main configuration
+    that samples are decoded greedily as well. is_enough: whether the records of a plan's prompts leave its further ones unmeasured.
+    """
     for number, plan in enumerate(plans, start=1):
         if (known := finished.read(plan)) is None:
             if len(plans) > 1:
                 logger.info(f"Configuration {number} of {len(plans)}")
-            journal = finished.journal(plan)
-            now_measured = measure_configuration(target, proposer, suite, plan, is_enough, journal, check_sampled=number == 1)
-            known = finished.write(plan, now_measured)
+            settings, journal = plan.settings, finished.journal(plan)
+            with resources_used(target.device) as took:
+                calibrate(target, proposer, [*plan.prompts, *plan.further], settings)
+                runs = measure_plan(target, proposer, suite.name, plan, is_enough, journal)
+                checked = number == 1 or settings.sampling.is_greedy
+                compared = greedy_check(target, proposer, runs, settings) if checked else []
+                records = prompt_records(suite.name, settings.configuration, target, proposer, runs)
+            took["seconds"] += journal.seconds
+            known = MeasuredConfiguration(records, compared, took)
+            finished.write(plan, known)
         yield known
-
-
-def measure_configuration(
-    target: FrozenTarget,
-    proposer: Proposer,
-    suite: Suite,
-    plan: MeasurementPlan,
-    is_enough: Callable[[Sequence[PromptRecord]], bool],
-    journal: Journal,
-    *,
-    check_sampled: bool,
-) -> MeasuredConfiguration:
-    """Decode every prompt with and without the draft, and check that greedy decoding is lossless.
-
-    is_enough: whether the records of a plan's prompts leave its further ones unmeasured.
-    check_sampled: prompts of a sampled configuration are decoded greedily as well, for that check.
-    """
-    settings = plan.settings
-    with resources_used(target.device) as took:
-        calibrate(target, proposer, [*plan.prompts, *plan.further], settings)
-        runs = measure_plan(target, proposer, suite.name, plan, is_enough, journal)
-        checked = check_sampled or settings.sampling.is_greedy
-        lossless = greedy_check(target, proposer, runs, settings) if checked else None
-        records = prompt_records(suite.name, settings.configuration, target, proposer, runs)
-    took["seconds"] += journal.seconds
-    return MeasuredConfiguration(records, lossless, took)
 
 
 def load_pair(recipe: Recipe) -> tuple[FrozenTarget, Proposer, str | None]:
@@ -180,9 +149,6 @@ def plan_all(config: EvalConfig, suite: Suite, target: FrozenTarget) -> list[Mea
             raise UserError("eval.max_minutes", got=config.max_minutes, expected=expected)
     return plan_configurations(
         MeasurementPlan(Settings.of(config), prompts, config.target_precision, further),
-        num_speculative_tokens=axes.num_speculative_tokens,
-        temperatures=axes.temperature,
-        batch_sizes=axes.batch_size,
-        trees=[tree_shape(**vars(tree)) for tree in axes.tree],
-        contexts=cut_prompts(suite, target.tokenizer, axes.context, num_prompts=num_prompts, **room),
+        axes,
+        cut_prompts(suite, target.tokenizer, axes.context, num_prompts=num_prompts, **room),
     )

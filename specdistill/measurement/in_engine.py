@@ -21,7 +21,7 @@ from specdistill.files.folders import empty_own
 from specdistill.measurement.configurations import Settings
 from specdistill.measurement.gguf_files import target_file, with_files
 from specdistill.measurement.hardware import hardware
-from specdistill.measurement.losslessness import first_difference
+from specdistill.measurement.losslessness import first_difference, summary
 from specdistill.measurement.quality import add_quality
 from specdistill.measurement.servers import (
     ServerAnswers,
@@ -245,16 +245,9 @@ def _compare(
     if not has_baseline or not settings.sampling.is_greedy:
         reason = "sampled outputs differ by chance" if has_baseline else NO_BASELINE
         return {"prompts_checked": 0}, dict.fromkeys(("lossless.greedy_identical", "lossless.unexplained_divergences"), reason)
-    divergences = [found for entry in answers if (found := _divergence(entry))]
-    lossless = {
-        "greedy_identical": not divergences,
-        "prompts_checked": len(answers),
-        "divergences": len(divergences),
-        "first_divergence": divergences[0] if divergences else None,
-    }
-    if not divergences:
-        return {**lossless, "near_ties": 0, "unexplained_divergences": 0}, {}
-    return lossless, dict.fromkeys(("lossless.near_ties", "lossless.unexplained_divergences"), NO_LOGITS)
+    lossless = summary([_divergence(entry) for entry in answers])
+    unknown = [name for name in ("near_ties", "unexplained_divergences") if name not in lossless]
+    return lossless, {f"lossless.{name}": NO_LOGITS for name in unknown}
 
 
 def _divergence(entry: AnsweredPrompt) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ Sampling is tested by chi-square: two tokens are drawn many times with the draft
 proves nothing, so the same test must reject a rule that is wrong on purpose.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import zip_longest
@@ -32,18 +32,33 @@ from specdistill.targets.frozen import FrozenTarget
 
 # Two 16-bit logits this many roundings apart, at their magnitude, are a near-tie; float32 ones at NEAR_TIE.
 NEAR_TIE_ROUNDINGS = 4
-COUNTS = ("prompts_checked", "divergences", "near_ties", "unexplained_divergences")
 NUM_PROBED_PROMPTS = 16
 NUM_PROBED_TOKENS = 48  # generated after each of them, in search of a place where a wrong rule would show
 
 Generate = Callable[[tuple[tuple[int, ...], ...]], Sequence[tuple[int, ...]]]
+Divergences = list[dict[str, Any] | None]  # of each prompt: see `divergence`
 
 
 def greedy_check(
     target: FrozenTarget, proposer: Proposer, runs: Sequence[PromptRuns], settings: Settings, generate: Generate | None = None
-) -> dict[str, Any]:
-    """The greedy part of the report's `lossless`, for one configuration. generate: `generate_greedily`, of several drafts the same one."""
-    return compare_greedy(target, greedy_pairs(target, proposer, runs, settings, generate))
+) -> Divergences:
+    """Where greedy completions are not the reference, in one configuration. generate: `generate_greedily`, of several drafts the same."""
+    return [divergence(target, *pair) for pair in greedy_pairs(target, proposer, runs, settings, generate)]
+
+
+def summary(compared: Divergences) -> dict[str, Any]:
+    """The greedy part of the report's `lossless`; without `near_ties` where it is not known of each divergence whether it is one."""
+    found = [divergence for divergence in compared if divergence]
+    lossless = {
+        "greedy_identical": not found,
+        "prompts_checked": len(compared),
+        "first_divergence": found[0] if found else None,
+        "divergences": len(found),
+    }
+    if any("near_tie" not in divergence for divergence in found):
+        return lossless
+    near_ties = sum(divergence["near_tie"] for divergence in found)
+    return {**lossless, "near_ties": near_ties, "unexplained_divergences": len(found) - near_ties}
 
 
 def generate_greedily(target: FrozenTarget, settings: Settings) -> Generate:
@@ -76,32 +91,8 @@ def greedy_pairs(
                 advance()
 
 
-def compare_greedy(target: FrozenTarget, pairs: Iterable[tuple[Prompt, Generation, tuple[int, ...]]]) -> dict[str, Any]:
-    """`greedy_check` of (prompt, with the draft, the reference's token ids) of every prompt."""
-    compared = [_divergence(target, *pair) for pair in pairs]
-    divergences = [divergence for divergence in compared if divergence]
-    near_ties = sum(divergence["near_tie"] for divergence in divergences)
-    return {
-        "greedy_identical": not divergences,
-        "prompts_checked": len(compared),
-        "first_divergence": divergences[0] if divergences else None,
-        "divergences": len(divergences),
-        "near_ties": near_ties,
-        "unexplained_divergences": len(divergences) - near_ties,
-    }
-
-
-def together(checks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """`greedy_check` of several configurations as one."""
-    return {
-        "greedy_identical": all(check["greedy_identical"] for check in checks),
-        "first_divergence": next((check["first_divergence"] for check in checks if check["first_divergence"]), None),
-        **{name: sum(check[name] for check in checks) for name in COUNTS},
-    }
-
-
-def _divergence(target: FrozenTarget, prompt: Prompt, ours: Generation, theirs: tuple[int, ...]) -> dict[str, Any] | None:
-    """The first position where the completion of a prompt is not the reference. At a near-tie both tokens are among the model's best.
+def divergence(target: FrozenTarget, prompt: Prompt, ours: Generation, theirs: tuple[int, ...]) -> dict[str, Any] | None:
+    """The first position where a prompt's completion is not the reference, or None. At a near-tie both tokens are among the model's best.
 
     `top2_gap`: the model's best logit less its second best.
     """
@@ -158,26 +149,23 @@ def sampling_test(
     probabilities = pair_probabilities(target, prompt_ids, settings.sampling, MIN_EXPECTED / num_draws)
     tree = settings.tree.cut(1) if settings.tree else None
 
-    def test(decoder: Decoder, arm: int) -> tuple[float, float, int] | None:
-        generator = torch.Generator().manual_seed(settings.seed * 2 + arm)
-        outcomes = []
-        for _ in range(num_draws):
-            generation = decoder.generate(
-                prompt_ids,
-                max_new_tokens=2,
-                num_speculative_tokens=1,
-                tree=tree,
-                sampling=settings.sampling,
-                generator=generator,
-            )
-            outcomes.append(generation.token_ids)
-            advance()
-        return chi_square(outcomes, probabilities)
-
-    compiled, found = settings.compile, []
+    found = []
     for arm, (what, rule) in enumerate((("Testing sampling", exact), ("Testing a wrong rule, as a control", wrong_residual))):
+        decoder = Decoder(target, proposer, rule=rule, compiled=settings.compile)
+        generator, outcomes = torch.Generator().manual_seed(settings.seed * 2 + arm), []
         with progress(what, num_draws, "draws") as advance:
-            found.append(test(Decoder(target, proposer, rule=rule, compiled=compiled), arm))
+            for _ in range(num_draws):
+                generation = decoder.generate(
+                    prompt_ids,
+                    max_new_tokens=2,
+                    num_speculative_tokens=1,
+                    tree=tree,
+                    sampling=settings.sampling,
+                    generator=generator,
+                )
+                outcomes.append(generation.token_ids)
+                advance()
+        found.append(chi_square(outcomes, probabilities))
     result, control = found
     if result is None or control is None:
         return f"{num_draws} draws hold no two outcomes that are frequent enough to compare; draw more"

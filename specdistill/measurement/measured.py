@@ -19,7 +19,7 @@ from specdistill.errors import logger
 from specdistill.measurement.configurations import MeasurementPlan
 from specdistill.measurement.hardware import hardware, software
 from specdistill.measurement.journal import Journal
-from specdistill.measurement.losslessness import together
+from specdistill.measurement.losslessness import Divergences, summary
 from specdistill.methods.load import locate
 from specdistill.project import git_revision
 from specdistill.report.build import build_report, context_rows, headline, result_rows, theory
@@ -39,11 +39,11 @@ FINISHED = re.compile(rf"[0-9a-f]{{{FINGERPRINT_DIGITS}}}\.jsonl?")
 class MeasuredConfiguration:
     """The records of a configuration, and what measuring it took (see `resources_used`).
 
-    lossless: the greedy part of the report's `lossless`; None where greedy decoding was not checked.
+    compared: see `greedy_check`; empty where greedy decoding was not checked.
     """
 
     records: list[PromptRecord]
-    lossless: dict[str, Any] | None
+    compared: Divergences
     took: dict[str, Any]
 
 
@@ -58,14 +58,11 @@ class FinishedConfigurations:
         path = self._path(plan)
         return TypeAdapter(MeasuredConfiguration).validate_json(path.read_bytes()) if path.exists() else None
 
-    def write(self, plan: MeasurementPlan, measured: MeasuredConfiguration) -> MeasuredConfiguration:
-        """Whole or not at all; returns it as `read` would. Raises ResourceError when the disk fails."""
+    def write(self, plan: MeasurementPlan, measured: MeasuredConfiguration) -> None:
+        """Whole or not at all. Raises ResourceError when the disk fails."""
         with staged(self.folder) as staging:
             (staging / self._path(plan).name).write_text(json.dumps(asdict(measured)), encoding="utf-8")
         self._path(plan).with_suffix(".jsonl").unlink(missing_ok=True)
-        stored = self.read(plan)
-        assert stored is not None
-        return stored
 
     def journal(self, plan: MeasurementPlan) -> Journal:
         """What was decoded for a plan that is not finished."""
@@ -158,7 +155,7 @@ def draft_report(
         headline=headline(rows[0], measured[0].records, confidence=confidence),
         theory=theory(rows[0][0], costs, proposer.passes, depends_on_width=proposer.depends_on_width),
         lossless={
-            **together([entry.lossless for entry in measured if entry.lossless]),
+            **summary([found for entry in measured for found in entry.compared]),
             **({"sampling_test": sampling_test} if tested else {}),
         },
         not_measured={} if tested else {"lossless.sampling_test": str(sampling_test)},

@@ -123,28 +123,23 @@ def paired(with_draft: Sequence[bool], without_draft: Sequence[bool], *, seed: i
     }
 
 
-def metric(name: str, about: str | None, inputs: Any, compute: Callable[..., dict[str, Any]]) -> type[evaluate.Metric]:
-    """What a module of `eval/metrics` holds for `evaluate.load`, which finds it by the module's path, offline.
+def share(name: str, about: str | None, is_right: Callable[[str, str], bool]) -> type[evaluate.Metric]:
+    """What a module of `eval/metrics` holds for `evaluate.load`, which finds it by the module's path, offline: the share of texts that are
+    right by their references, under the metric's name, and `outcomes`, one by one.
 
-    about: the module's docstring, with the arguments under `Args:`. inputs: datasets' type of a prediction and of a reference.
+    about: the module's docstring, with the arguments under `Args:`.
     """
     description, _, arguments = str(about).partition("Args:")
+    features = datasets.Features(dict.fromkeys(("predictions", "references"), datasets.Value("string")))
 
     def info(self: Any) -> evaluate.MetricInfo:
-        features = datasets.Features({"predictions": inputs, "references": inputs})
         return evaluate.MetricInfo(description, "", features, inputs_description=f"Args:{arguments}")
 
-    return type(name, (evaluate.Metric,), {"_info": info, "_compute": lambda self, **given: compute(**given)})
-
-
-def share(name: str, about: str | None, is_right: Callable[[str, str], bool]) -> type[evaluate.Metric]:
-    """The share of texts that are right by their references, under the metric's name, and `outcomes`, one by one."""
-
-    def compute(predictions: Sequence[str], references: Sequence[str]) -> dict[str, Any]:
+    def compute(self: Any, predictions: Sequence[str], references: Sequence[str]) -> dict[str, Any]:
         outcomes = [is_right(text, reference) for text, reference in zip(predictions, references, strict=True)]
         return {name: sum(outcomes) / len(outcomes), "outcomes": outcomes}
 
-    return metric(name, about, datasets.Value("string"), compute)
+    return type(name, (evaluate.Metric,), {"_info": info, "_compute": compute})
 
 
 def _reference(name: str, suite: Suite, row: SuiteRow, record: PromptRecord) -> str | None:

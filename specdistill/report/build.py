@@ -26,7 +26,7 @@ from specdistill.statistics.metrics import (
     value,
 )
 from specdistill.statistics.records import ALL, Configuration, PromptRecord
-from specdistill.statistics.sample_size import PRECISION_METRICS, half_width
+from specdistill.statistics.sample_size import ANALYZED_METRICS, half_width
 from specdistill.statistics.theory import BETTER_K_GAIN, RoundCost, alpha_from_acceptance_length, best_point, speedup_curve
 from specdistill.suites.suite import Suite
 
@@ -171,7 +171,7 @@ def headline(rows: Sequence[dict[str, Any]], records: Sequence[PromptRecord], *,
 def _numbers(
     records: Sequence[PromptRecord], configuration: Configuration, seed: int, confidence: float, reasons: Mapping[str, str]
 ) -> dict[str, Any]:
-    sums, drafts = prompt_sums(records), [record.drafts() for record in records]
+    sums, drafts = prompt_sums(records), [draft for record in records for draft in record.drafts()]
     chance: dict[str, Any] = {"seed": seed, "confidence": confidence}
     row: dict[str, Any] = {
         "num_prompts": len(records),
@@ -262,7 +262,7 @@ def _of_times(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if (half := half_width(row, "speedup")) > WIDE_INTERVAL and "speedup_ci95" in row:
         yield "wide_interval", f"{row['num_prompts']} prompts: the speedup is only known to ±{half:.0%}."
     precision = settings.get("target_precision")
-    if precision and not all(half_width(row, name) <= precision for name in PRECISION_METRICS):
+    if precision and not all(half_width(row, name) <= precision for name in ANALYZED_METRICS):
         asked = f"the target precision of ±{precision:.1%} was not reached"
         yield "precision_not_reached", f"All {row['num_prompts']} prompts were measured and {asked}."
 

@@ -263,7 +263,8 @@ def lengths(tokens: Sequence[int], axis: str, limit: int | None = None) -> Marku
     x = Scale(first, last, LEFT, WIDTH - RIGHT)
     y = Scale(0, max(counts), height - BOTTOM - AXIS, TOP)
     dashed = A_DOUBLING * math.log2(limit) if limit else last
-    drawn, titles = _y_axis(y, [(value, f"{value:,}") for value in _whole_ticks(y.high)], WIDTH - RIGHT), []
+    ticks = [(value, f"{value:,.0f}") for value in _ticks(0, y.high) if value == int(value)]
+    drawn, titles = _y_axis(y, ticks, WIDTH - RIGHT), []
     for place, count in enumerate(counts, first):
         ends = math.floor(2 ** (place / A_DOUBLING)) + 1, min(math.floor(2 ** ((place + 1) / A_DOUBLING)), max(tokens))
         titles.append(f"{ends[0]:,} to {ends[1]:,}: {count:,} documents")
@@ -344,7 +345,3 @@ def _ticks(low: float, high: float) -> list[float]:
     step = next(step for step in steps if (high - low) / step <= 6)
     first = int(low / step + 0.999999) * step
     return [round(first + index * step, 3) for index in range(int((high - first) / step + 1e-9) + 1)]
-
-
-def _whole_ticks(high: float) -> list[int]:
-    return [int(value) for value in _ticks(0, high) if value == int(value)]

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,8 @@ from specdistill.report.text import plain, table
 from specdistill.terminal import result
 
 HEAD = ("method", "draft", "target", "suite", "K", "acceptance length", "speedup", "lossless", "verdict")
-LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "×": r"$\times$", "–": "--"}
+NAMED = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "×": r"$\times$", "–": "--"}
+LATEX = str.maketrans({**{letter: f"\\{letter}" for letter in "&%$#_{}"}, **NAMED})
 
 
 class TableOptions(Section):
@@ -36,15 +36,11 @@ def print_table(given: Sequence[str]) -> int:
     elif options.format == "markdown":
         print(table(HEAD, ([plain(cell) for cell in cells] for cells in shown)))
     else:
-        lines = [" & ".join(re.sub(r"[&%$#_{}\\~^×–]", _latex, cell) for cell in cells) + r" \\" for cells in shown]
+        lines = [" & ".join(cell.translate(LATEX) for cell in cells) + r" \\" for cells in shown]
         head = rf"{' & '.join(HEAD)} \\"
         print(r"\begin{tabular}{llllrllll}", r"\toprule", head, r"\midrule", *lines, r"\bottomrule", r"\end{tabular}", sep="\n")
     result(rows)
     return ExitCode.DONE
-
-
-def _latex(letter: re.Match[str]) -> str:
-    return LATEX.get(letter[0], f"\\{letter[0]}")
 
 
 def _reports(place: Path) -> Sequence[Path]:

@@ -34,7 +34,7 @@ class Table(NamedTuple):
 
 def main_rows(report: Report) -> list[ResultRow]:
     """The rows of the main configuration: the whole suite and its categories."""
-    return _like_the_first(report, CONFIGURATION_KEYS)
+    return _like_the_first(report, "category")
 
 
 def whole_rows(report: Report) -> list[ResultRow]:
@@ -44,7 +44,7 @@ def whole_rows(report: Report) -> list[ResultRow]:
 
 def sweep(report: Report, setting: str) -> list[ResultRow]:
     """The first row and those that differ from it in `setting` alone, by its value; empty where it was not swept."""
-    rows = _like_the_first(report, [name for name in ("suite", "category", *CONFIGURATION_KEYS) if name != setting])
+    rows = _like_the_first(report, setting)
     # A context bucket is a number of tokens as text, or `all`, which comes last.
     return sorted(rows, key=lambda row: math.inf if row[setting] == ALL else float(row[setting])) if len(rows) > 1 else []
 
@@ -58,13 +58,14 @@ def fastest_k(report: Report) -> list[ResultRow]:
 
 def of_chains(report: Report) -> list[ResultRow]:
     """The first row and those that differ from it in K or the number of prompts decoded together alone."""
-    own = ("num_speculative_tokens", "batch_size")
-    return _like_the_first(report, [name for name in ("suite", "category", *CONFIGURATION_KEYS) if name not in own])
+    return _like_the_first(report, "num_speculative_tokens", "batch_size")
 
 
-def _like_the_first(report: Report, names: Sequence[str]) -> list[ResultRow]:
+def _like_the_first(report: Report, *varied: str) -> list[ResultRow]:
+    """The first row and those that differ from it in nothing else."""
     first, *others = report["results"]
-    return [first, *(row for row in others if all(row[name] == first[name] for name in names))]
+    same = {"suite", "category", *CONFIGURATION_KEYS} - {*varied}
+    return [first, *(row for row in others if all(row[name] == first[name] for name in same))]
 
 
 def by_category(report: Report) -> Table:
@@ -77,19 +78,20 @@ def by_configuration(report: Report) -> Table:
 
 def _numbers(what: str, name: Callable[[ResultRow], str], rows: Sequence[ResultRow]) -> Table:
     head = (what, "prompts", "acceptance length", "rate", "tokens/s", "plain", "speedup", "predicted")
-    return Table(head, [((name(row),), *_line(row)) for row in rows])
-
-
-def _line(row: ResultRow) -> tuple[Cell, ...]:
-    return (
-        (str(row["num_prompts"]),),
-        cell(number(row.get("mean_acceptance_length")), interval(row, "mean_acceptance_length")),
-        (percent(row.get("acceptance_rate")),),
-        (number(row.get("tokens_per_second"), 0),),
-        (number(row.get("baseline_tokens_per_second"), 0),),
-        cell(times(row.get("speedup")), interval(row, "speedup")),
-        (times(row.get("predicted_speedup")),),
-    )
+    lines = [
+        (
+            (name(row),),
+            (str(row["num_prompts"]),),
+            cell(number(row.get("mean_acceptance_length")), interval(row, "mean_acceptance_length")),
+            (percent(row.get("acceptance_rate")),),
+            (number(row.get("tokens_per_second"), 0),),
+            (number(row.get("baseline_tokens_per_second"), 0),),
+            cell(times(row.get("speedup")), interval(row, "speedup")),
+            (times(row.get("predicted_speedup")),),
+        )
+        for row in rows
+    ]
+    return Table(head, lines)
 
 
 def by_load(report: Report) -> Table:

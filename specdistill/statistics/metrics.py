@@ -191,28 +191,20 @@ def value(metric: Metric, sums: PromptSums) -> float | None:
     return result if np.isfinite(result) else None
 
 
-def acceptance(drafts: Sequence[Sequence[tuple[int, int]]], num_positions: int) -> dict[str, Any]:
-    """Counts and rates of drafts, from the (drafted, accepted) number of tokens of each, prompt by prompt.
+def acceptance(drafts: Sequence[tuple[int, int]], num_positions: int) -> dict[str, Any]:
+    """Counts of drafts and their rates by position, from the (drafted, accepted) number of tokens of each.
 
     accepted_per_position [K]: drafts whose position k was accepted. Rates per position are over all drafts (unconditional), so that
-    mean_acceptance_length = 1 + their sum; conditional rate k = rate k / rate k-1, None where position k was never reached.
+    the acceptance length is 1 + their sum; conditional rate k = rate k / rate k-1, None where position k was never reached.
     """
-    every = [draft for prompt in drafts for draft in prompt]
-    num_drafts, num_drafted, num_accepted = len(every), sum(drafted for drafted, _ in every), sum(taken for _, taken in every)
-    per_position = [sum(taken >= k for _, taken in every) for k in range(1, num_positions + 1)]
+    per_position = [sum(accepted >= k for _, accepted in drafts) for k in range(1, num_positions + 1)]
     counts = {
-        "num_drafts": num_drafts,
-        "num_draft_tokens": num_drafted,
-        "num_accepted_tokens": num_accepted,
+        "num_drafts": len(drafts),
+        "num_draft_tokens": sum(drafted for drafted, _ in drafts),
+        "num_accepted_tokens": sum(accepted for _, accepted in drafts),
         "accepted_per_position": per_position,
     }
-    if not num_drafts:
+    if not drafts:
         return counts
-    rates = [count / num_drafts for count in per_position]
-    return {
-        **counts,
-        "mean_acceptance_length": 1 + num_accepted / num_drafts,
-        "acceptance_rate": num_accepted / num_drafted,
-        "acceptance_rate_per_position": rates,
-        "conditional_acceptance_rate": conditional_rates(rates),
-    }
+    rates = [count / len(drafts) for count in per_position]
+    return {**counts, "acceptance_rate_per_position": rates, "conditional_acceptance_rate": conditional_rates(rates)}

@@ -35,7 +35,6 @@ ASSUMED_SPREAD = 0.16
 ANALYZED_METRICS = {"mean_acceptance_length": "acceptance length", "speedup": "speedup"}
 NUM_INTERIM_ANALYSES = 5
 FIRST_ANALYSIS = 24  # prompts; a bootstrap over fewer says little
-PRECISION_METRICS = ("mean_acceptance_length", "speedup")
 
 
 @dataclass(frozen=True)
@@ -111,5 +110,5 @@ def half_width(numbers: Mapping[str, Any], name: str) -> float:
 
 def reached_precision(records: Sequence[PromptRecord], target_precision: float, seed: int) -> bool:
     """Whether acceptance length and speedup are known to ± `target_precision`, a share of them."""
-    found = estimates(PRECISION_METRICS, prompt_sums(records), seed, corrected_confidence(0.95))
-    return all(half_width(found, name) <= target_precision for name in PRECISION_METRICS)
+    found = estimates([*ANALYZED_METRICS], prompt_sums(records), seed, corrected_confidence(0.95))
+    return all(half_width(found, name) <= target_precision for name in ANALYZED_METRICS)

@@ -299,7 +299,7 @@ def seconds_of(records):
 
 
 def test_a_sweep_resumes_with_the_configuration_that_was_interrupted(measured, keys, tmp_path, monkeypatch):
-    done, as_it_is = [], evaluate.measure_configuration
+    done, as_it_is = [], evaluate.measure_plan
     sweep = ("eval.num_speculative_tokens=2", "eval.sweep.num_speculative_tokens=[1]")
 
     def interrupted_after(number):
@@ -311,11 +311,11 @@ def test_a_sweep_resumes_with_the_configuration_that_was_interrupted(measured, k
 
         return measure
 
-    monkeypatch.setattr(evaluate, "measure_configuration", interrupted_after(1))
+    monkeypatch.setattr(evaluate, "measure_plan", interrupted_after(1))
     assert command(*keys, *sweep) == ExitCode.INTERRUPTED
     (kept,) = tmp_path.glob("report/configurations/*.json")
     kept = seconds_of(json.loads(kept.read_text())["records"])
-    monkeypatch.setattr(evaluate, "measure_configuration", interrupted_after(2))
+    monkeypatch.setattr(evaluate, "measure_plan", interrupted_after(2))
     _, samples = measured(*sweep)
     assert [configuration.num_speculative_tokens for configuration in done] == [2, 1]
     assert len(samples) == 8 and seconds_of(samples)[:4] == kept

@@ -1,4 +1,5 @@
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,10 @@ from specdistill.decoding.tree import DynamicTree, StaticTree
 from specdistill.measurement import reference
 from specdistill.measurement.configurations import Settings
 from specdistill.measurement.losslessness import (
-    compare_greedy,
+    divergence,
     most_telling_prompt,
     sampling_test,
-    together,
+    summary,
     wrong_residual,
 )
 from specdistill.methods.draft_model.proposer import DraftModelProposer
@@ -33,14 +34,18 @@ def generation(tokens: tuple[int, ...]) -> Generation:
     return Generation(PROMPT.token_ids, tokens, (Round((), 0, tokens[1:], 0.0, 0.0),), 0.0, 0.0, False)
 
 
+def compared(target: Any, pairs: list[tuple[Prompt, Generation, tuple[int, ...]]]) -> dict[str, Any]:
+    return summary([divergence(target, *pair) for pair in pairs])
+
+
 def test_equal_texts_are_identical():
-    found = compare_greedy(tiny_target(), [(PROMPT, generation((1, 2, 3)), (1, 2, 3))] * 2)
+    found = compared(tiny_target(), [(PROMPT, generation((1, 2, 3)), (1, 2, 3))] * 2)
     assert found["greedy_identical"]
     assert (found["prompts_checked"], found["divergences"], found["first_divergence"]) == (2, 0, None)
 
 
 def test_the_first_divergence_is_named():
-    found = compare_greedy(tiny_target(), [(OTHER, generation((1, 2)), (1, 2)), (PROMPT, generation((1, 2, 3)), (1, 2, 4, 5))])
+    found = compared(tiny_target(), [(OTHER, generation((1, 2)), (1, 2)), (PROMPT, generation((1, 2, 3)), (1, 2, 4, 5))])
     first = found["first_divergence"]
     assert not found["greedy_identical"]
     assert (first["prompt_id"], first["position"], first["speculative_token"], first["baseline_token"]) == ("p", 2, 3, 4)
@@ -49,7 +54,7 @@ def test_the_first_divergence_is_named():
 
 
 def test_a_text_that_ends_early_diverges_where_it_ends():
-    found = compare_greedy(twins(), [(PROMPT, generation((1, 2)), (1, 2, 4))])
+    found = compared(twins(), [(PROMPT, generation((1, 2)), (1, 2, 4))])
     assert found["first_divergence"]["position"] == 2
     assert found["first_divergence"]["speculative_token"] is None
     assert found["unexplained_divergences"] == 1
@@ -62,7 +67,7 @@ def test_a_near_tie_is_at_most_four_roundings_of_the_best_logit(monkeypatch, dty
     read = []
     logits_V = torch.tensor([-99.0, best, best - gap * rounding * abs(best)])
     monkeypatch.setattr(reference, "logits", lambda target, ids: read.append(ids) or torch.stack([-logits_V, logits_V]))
-    found = compare_greedy(SimpleNamespace(dtype=dtype), [(PROMPT, generation((1, 2)), (1, 1, 0))])
+    found = compared(SimpleNamespace(dtype=dtype), [(PROMPT, generation((1, 2)), (1, 1, 0))])
     assert (found["near_ties"], found["unexplained_divergences"]) == (near_ties, 1 - near_ties)
     assert read == [[*PROMPT.token_ids, 1]]  # what both completions began with
 
@@ -139,9 +144,16 @@ def test_the_most_telling_prompt_is_a_beginning_of_a_continuation():
 
 
 def test_losslessness_of_several_configurations_is_that_of_all_their_prompts():
-    clean = dict.fromkeys(("prompts_checked", "divergences", "near_ties", "unexplained_divergences"), 0)
-    clean |= {"greedy_identical": True, "first_divergence": None, "prompts_checked": 4}
-    divergence = {"greedy_identical": False, "first_divergence": {"prompt_id": "p", "position": 1}}
-    broken = {**clean, **divergence, "divergences": 1, "unexplained_divergences": 1}
-    assert together([clean, clean]) == {**clean, "prompts_checked": 8}
-    assert together([clean, broken]) == {**broken, "prompts_checked": 8}
+    broken = {"prompt_id": "p", "position": 1, "near_tie": False}
+    clean = dict.fromkeys(("divergences", "near_ties", "unexplained_divergences"), 0)
+    clean |= {"greedy_identical": True, "first_divergence": None, "prompts_checked": 8}
+    assert summary([None] * 8) == clean
+    found = {"greedy_identical": False, "first_divergence": broken, "divergences": 1, "unexplained_divergences": 1}
+    assert summary([None] * 5 + [broken] + [None] * 2) == clean | found
+    assert summary([{**broken, "near_tie": True}, broken])["near_ties"] == 1
+
+
+def test_without_logits_no_divergence_is_known_to_be_a_near_tie():
+    found = summary([None, {"prompt_id": "p"}])
+    assert (found["divergences"], found["first_divergence"]) == (1, {"prompt_id": "p"})
+    assert not {"near_ties", "unexplained_divergences"} & found.keys()

@@ -24,13 +24,14 @@ from tests.simulated import SUITE, simulate
 PROMPTS = [Prompt(f"p{number}", "ab"[number % 2], "x", (20 + number, 30, 40)) for number in range(2)]
 MAIN = MeasurementPlan(Settings(num_speculative_tokens=2, max_new_tokens=6, repeats=1, warmup=0), PROMPTS)
 IDENTITY = {"draft": "one"}
-MEASURED = MeasuredConfiguration(simulate(2), {"greedy_identical": True}, {"seconds": 1.5, "peak_memory_bytes": 7})
+MEASURED = MeasuredConfiguration(simulate(2), [None, {"position": 1}], {"seconds": 1.5, "peak_memory_bytes": 7})
 
 
 def test_a_finished_configuration_is_read_back_equal(tmp_path):
     store = FinishedConfigurations(tmp_path / "configurations", IDENTITY)
     assert store.read(MAIN) is None
-    assert store.write(MAIN, MEASURED) == store.read(MAIN) == MEASURED
+    store.write(MAIN, MEASURED)
+    assert store.read(MAIN) == MEASURED
     assert store.read(replace(MAIN, prompts=PROMPTS[:1])) is None
     assert FinishedConfigurations(tmp_path / "configurations", {"draft": "two"}).read(MAIN) is None
 
@@ -39,7 +40,9 @@ def test_a_tree_is_read_back_too(tmp_path):
     tree = StaticTree((2, 1))
     records = [replace(record, configuration=Configuration(2, tree=tree.settings)) for record in MEASURED.records]
     plan, measured = MeasurementPlan(replace(MAIN.settings, tree=tree), PROMPTS), replace(MEASURED, records=records)
-    assert FinishedConfigurations(tmp_path, IDENTITY).write(plan, measured) == measured
+    store = FinishedConfigurations(tmp_path, IDENTITY)
+    store.write(plan, measured)
+    assert store.read(plan) == measured
 
 
 def test_the_identity_names_target_draft_suite_and_machine(tmp_path):

@@ -13,7 +13,7 @@ from specdistill.decoding.sampling import Sampling, draw
 from specdistill.gate.decide import Evidence, decide
 from specdistill.gate.rules import load_gate
 from specdistill.measurement.configurations import Settings
-from specdistill.measurement.losslessness import greedy_check, sampling_test
+from specdistill.measurement.losslessness import greedy_check, sampling_test, summary
 from specdistill.suites.suite import Prompt
 from specdistill.targets.frozen import FrozenTarget
 from tests.measuring import measure
@@ -39,7 +39,7 @@ def failed_rules(make_mistake: Callable[[FrozenTarget], None]) -> list[str]:
     target, draft = FrozenTarget(model(0), tiny_tokenizer(), name="eight"), ModelProposer(model(3))
     make_mistake(target)
     settings = Settings(2, 16, sampling=Sampling(TEMPERATURE), repeats=1, warmup=0)
-    lossless: dict[str, Any] = greedy_check(target, draft, measure(target, draft, PROMPTS, settings), settings)
+    lossless = summary(greedy_check(target, draft, measure(target, draft, PROMPTS, settings), settings))
     sampled = sampling_test(target, draft, PROMPTS, settings, num_draws=160)
     lossless["sampling_test"] = sampled if isinstance(sampled, dict) else {}
     rules = [rule for rule in load_gate("default") if rule.metric.startswith("lossless")]

@@ -7,17 +7,18 @@ from tests.simulated import DRAFT_STEP, PLAIN_STEP, VERIFY_STEP, simulate
 
 
 def test_acceptance_by_hand():
-    numbers = acceptance([[(4, 4), (4, 2), (4, 0)], [(4, 1)]], num_positions=4)
+    numbers = acceptance([(4, 4), (4, 2), (4, 0), (4, 1)], num_positions=4)
     assert numbers["num_drafts"] == 4
     assert numbers["num_draft_tokens"] == 16
     assert numbers["num_accepted_tokens"] == 7
     assert numbers["accepted_per_position"] == [3, 2, 1, 1]
-    assert numbers["mean_acceptance_length"] == 1 + 7 / 4
-    assert numbers["acceptance_rate"] == 7 / 16
+    sums = {name: np.array([count], float) for name, count in numbers.items() if isinstance(count, int)}
+    assert value(METRICS["mean_acceptance_length"], sums) == 1 + 7 / 4
+    assert value(METRICS["acceptance_rate"], sums) == 7 / 16
     assert numbers["acceptance_rate_per_position"] == [0.75, 0.5, 0.25, 0.25]
     assert numbers["conditional_acceptance_rate"] == [0.75, 0.5 / 0.75, 0.5, 1.0]
     counts = {"num_drafts": 0, "num_draft_tokens": 0, "num_accepted_tokens": 0, "accepted_per_position": [0, 0]}
-    assert acceptance([[], []], num_positions=2) == counts  # and no rates
+    assert acceptance([], num_positions=2) == counts  # and no rates
 
 
 def test_the_prediction_is_the_formula_for_a_chain():
