@@ -15,9 +15,7 @@ SELF = "self"
 LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 OF_SELF = ReadWhen("with source: self", lambda it: it.source == SELF)
 OF_OTHERS = ReadWhen("with rows that exist: those of self are generated", lambda it: it.source != SELF)
-# Keys of a source that do not change which rows are read, and those of `self` alone.
-NOT_READ = {"weight", "license"}
-GENERATED = {"num_prompts", "temperature", "system"}
+NOT_READ = {"weight", "license"}  # keys of a source that do not change which rows are read
 FROM_HUB = ReadWhen(
     "of a data set on the Hub: files and folders have no revisions",
     lambda it: it.source not in {SELF, *BUILT_IN} and not Path(it.source).exists(),
@@ -51,14 +49,6 @@ class SourceEntry(Section):
         "system messages that set the topic, an equal share of the prompts each; rows do not contain them",
         read_when=OF_SELF,
     )
-
-    def options(self, split: str, columns: Mapping[str, str]) -> dict[str, Any]:
-        """What reads it, with `split` and `columns` where it has none of its own."""
-        return {
-            **self.model_dump(exclude=NOT_READ | GENERATED),
-            "split": self.split or split,
-            "columns": self.columns or columns,
-        }
 
 
 def entries(source: Any) -> Iterator[tuple[str, SourceEntry]]:
