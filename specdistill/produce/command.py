@@ -104,8 +104,7 @@ def _show(recipe: TrainedRecipe, options: ShowOptions) -> ExitCode:
     show.print_data(manifest, show.shown(rows, of, options.documents or IN_TERMINAL, target.tokenizer))
     if options.output is not None:
         on_page = show.shown(rows, of, options.documents or ON_PAGE, target.tokenizer)
-        page = target.name, recipe.data, show.halves(manifest), manifest.sources, of, on_page
-        write_page(Path(options.output), "output", *page)
+        write_page(Path(options.output), "output", target.name, recipe.data, manifest, of, on_page)
         print(f"\npage: {options.output}")
     result({"folder": folder, **manifest.model_dump(mode="json")})
     return ExitCode.DONE

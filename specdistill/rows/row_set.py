@@ -132,6 +132,11 @@ class Manifest(Record):
     splits: dict[str, SplitCounts]
     shards: list[ShardRecord]
 
+    @property
+    def filled(self) -> dict[str, float]:
+        """Of each split, the share of its rows that is not padding."""
+        return {split: it.tokens / (it.rows * self.fit.max_length) for split, it in self.splits.items()}
+
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
         """Raises UserError for a folder that holds no whole row set, naming what it lacks."""
