@@ -63,12 +63,13 @@ def _make(recipe: TrainedRecipe, *, merges_only: bool) -> ExitCode:
     from specdistill.produce.job import Job
     from specdistill.produce.make import make_blocks, shard_of
     from specdistill.produce.merge import merge
-    from specdistill.rows.row_set import check, read_rows
+    from specdistill.rows.row_set import check, place_of, read_rows
 
     if merges_only and recipe.data.shard is not None:
         raise UserError("data.shard", got=recipe.data.shard, expected="null: `specdistill data merge` takes all shards")
     index, count = shard_of(recipe.data.shard)
-    job = Job.of(recipe.data, row_target(recipe, generates=not merges_only), recipe.measured_on)
+    target = row_target(recipe, generates=not merges_only)
+    job = Job(place_of(recipe.data, target, recipe.measured_on), recipe.data, target, recipe.measured_on)
     check(job.config, job.target)
     job.check()
     if not merges_only:

@@ -12,7 +12,7 @@ from specdistill.produce.cleaning import SuiteIndex, cleaned, load_suites
 from specdistill.produce.sources import Source, load_sources
 from specdistill.recipe.sections import DataConfig
 from specdistill.rows.files import cache_folder
-from specdistill.rows.row_set import RowTarget, fingerprint, is_part, place_of
+from specdistill.rows.row_set import RowTarget, fingerprint, is_part
 
 # Keys of `data:` that say what becomes of documents, not what is generated.
 OF_DOCUMENTS = ("packing", "validation_fraction", "validation_split")
@@ -26,11 +26,6 @@ class Job:
     config: DataConfig
     target: RowTarget
     measured_on: Sequence[str] = ()
-
-    @classmethod
-    def of(cls, config: DataConfig, target: RowTarget, measured_on: Sequence[str] = ()) -> "Job":
-        """The job of a recipe, into the folder that the recipe says."""
-        return cls(place_of(config, target, measured_on), config, target, measured_on)
 
     @cached_property
     def plan(self) -> str:
