@@ -28,7 +28,7 @@ from specdistill.progress import progress
 from specdistill.project import SUITES
 from specdistill.recipe.sections import DataConfig
 from specdistill.rows.files import cache_folder, is_first_here, on_disk, quiet
-from specdistill.suites.suite import Suite, SuiteRow, check_suite, load_suite
+from specdistill.suites.suite import Suite, check_suite, load_suite
 from specdistill.terminal import Console
 
 VERSION = 1  # of the rules below: raise it when equal rows are filtered differently
@@ -61,7 +61,10 @@ class SuiteIndex:
         self.shortest: dict[WordTuple, str] = {}
         for suite in suites:
             for row in suite.rows:
-                for text in _user_texts(row):
+                texts = [row.content]
+                if row.kind == "messages":
+                    texts = [turn["content"] for turn in row.content if turn["role"] == "user"]
+                for text in texts:
                     self._add(tuple(words(text)), f"{suite.name}: {row.id}")
 
     def _add(self, prompt: WordTuple, place: str) -> None:
@@ -89,13 +92,6 @@ class SuiteIndex:
         if whole := self.shortest.get(tuple(own[:SHORT])):  # which is of fewer words, so that `own` is, too
             return whole, " ".join(own)
         return None
-
-
-def _user_texts(row: SuiteRow) -> list[str]:
-    """The text of a prompt; the user's turns of a conversation."""
-    if row.kind != "messages":
-        return [row.content]
-    return [turn["content"] for turn in row.content if turn["role"] == "user"]
 
 
 class NearDuplicates:

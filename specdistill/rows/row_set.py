@@ -248,9 +248,9 @@ def _rows_of(source: str, split: str) -> str:
     return str(resolve_name(BUILT_IN[source])(split)[0]) if source in BUILT_IN else content_of(source)
 
 
-def is_part(path: Path) -> bool:
+def is_part(name: str) -> bool:
     """Whether a file is of a row set, also of one that is being written, by its name."""
-    name = path.name.removesuffix(".part")
+    name = name.removesuffix(".part")
     return name == MANIFEST or SHARD.fullmatch(name) is not None
 
 
