@@ -29,7 +29,7 @@ from specdistill.produce.blocks import BLOCK_COLUMNS, Answer, AnswerFile, Block,
 from specdistill.produce.generate import Backend, BlockOutput, generate_block, transformers_backend
 from specdistill.produce.job import Job
 from specdistill.produce.merge import merge
-from specdistill.produce.prompts import GenerationTask, prompts_of, streams
+from specdistill.produce.prompts import BlockPlan, GenerationTask, prompts_of, streams
 from specdistill.produce.self_prompts import self_prompts, user_row
 from specdistill.produce.server_backend import ServerBackend, ServerTokenizer
 from specdistill.progress import PREPARED_BYTES, Cost, announce, progress
@@ -147,8 +147,8 @@ def _make_block(
     """A block from its first answer, or from where a killed process left it, to its documents."""
     path, config, target = job.blocks / f"{block.name}.arrow", job.config, job.target
     rules: Rules = {name: RULES[name] for name in config.regenerate.filter if config.regenerate.server}
-    tokenizer = copy.deepcopy(target.tokenizer)  # of this thread alone
-    decoder = ServerTokenizer(tokenizer, target.end_ids, {})
+    plan = BlockPlan(block, config, job.sources[0], copy.deepcopy(target.tokenizer), target.end_ids)
+    decoder = ServerTokenizer(plan.tokenizer, target.end_ids, {})
 
     def checked(task: GenerationTask, answer: Answer) -> CheckedAnswer:
         texts = (decoder.text(answer.token_ids), decoder.text(answer.context)) if rules else ("", "")
@@ -160,14 +160,12 @@ def _make_block(
             return Counts()
         of_self = {}
         with AnswerFile(path.with_suffix(".jsonl"), job.plan, estimate.add) as known:
-            for number, source in enumerate(job.sources[0]):
+            for number, source in enumerate(plan.sources):
                 if source.is_self:
                     to_others = {"contaminated": lambda it: job.suite_index.overlap(user_row(it.text)) is not None}
-                    place = (source, number, block, config, tokenizer, target.end_ids)
-                    of_self[number], counts = self_prompts(*place, backend, known, to_others)
+                    of_self[number], counts = self_prompts(plan, number, backend, known, to_others)
                     made.counts.add(replace(counts, kept=0))
-            chats, texts = prompts_of(job.sources[0], of_self, block, config, tokenizer, made.counts.filtered)
-            planned = streams(chats, texts, block, config)
+            planned = streams(plan, *prompts_of(plan, of_self, made.counts.filtered))
             generate_block(block.num_tokens, planned, backend, known, made)
         filtered = dict(sorted(made.counts.filtered.items()))
         header = {"plan": job.plan, "block": block.number, "tokens": made.tokens, "filtered": filtered}
