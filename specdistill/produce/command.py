@@ -89,9 +89,9 @@ def _make(recipe: TrainedRecipe, *, merges_only: bool) -> ExitCode:
 def _show(recipe: TrainedRecipe, options: ShowOptions) -> ExitCode:
     """Training data in the terminal and, where one is asked for, on a page."""
     from specdistill.produce import show
-    from specdistill.produce.make import make_rows
+    from specdistill.produce.make import open_rows
     from specdistill.report.data_page import write_page
-    from specdistill.rows.row_set import is_whole, open_rows, place_of, read_rows
+    from specdistill.rows.row_set import is_whole, place_of, read_rows
 
     if options.output is not None:
         check_writable(Path(options.output).parent, "output")
@@ -99,7 +99,7 @@ def _show(recipe: TrainedRecipe, options: ShowOptions) -> ExitCode:
     folder = place_of(recipe.data, target, recipe.measured_on)
     if not is_whole(folder):
         target = row_target(recipe, generates=True)
-    rows, _ = open_rows(recipe.data, target, measured_on=recipe.measured_on, make=make_rows)
+    rows, _ = open_rows(recipe.data, target, recipe.measured_on)
     *_, manifest = read_rows(folder)
     of = show.lengths(rows)
     show.print_data(manifest, show.shown(rows, of, options.documents or IN_TERMINAL, target.tokenizer))

@@ -21,7 +21,7 @@ from specdistill.produce import blocks as blocks_module
 from specdistill.produce import generate, make, merge
 from specdistill.produce.blocks import Block, blocks
 from specdistill.produce.job import Job
-from specdistill.produce.make import make_blocks, make_rows, shard_of
+from specdistill.produce.make import make_blocks, shard_of
 from specdistill.recipe.sections import DataConfig, RegenerateConfig
 from specdistill.rows.row_set import MANIFEST, RowTarget, place_of
 from tests.processes import run_processes
@@ -338,7 +338,7 @@ def test_processes_of_a_launch_share_the_blocks(
             make, "_make_block", lambda job, block, **how: numbers.append(block.number) or made(job, block, **how)
         )
         own = replace(config, cache_dir=str(tmp_path / f"cache-{machine}"))
-        halves = opened(own, target, make_rows)
+        halves = opened(own, target)
         print(json.dumps([numbers, [half.to_list() for half in halves]]))
 
     ended = run_processes(tmp_path, work, *local_ranks)
