@@ -42,11 +42,11 @@ from specdistill.methods.target_record import save_draft
 from specdistill.next_step import after
 from specdistill.processes import is_first
 from specdistill.produce.features import feature_store
-from specdistill.produce.make import make_rows
+from specdistill.produce.make import open_rows
 from specdistill.recipe.load import load_recipe, merged, validate
 from specdistill.recipe.sections import HiddenStatesConfig, MeasurementConfig, TargetConfig
 from specdistill.report.files import check_replaceable, digest, previous_report, write_report
-from specdistill.rows.row_set import RowTarget, open_rows
+from specdistill.rows.row_set import RowTarget
 from specdistill.statistics.sample_size import PriorRun
 from specdistill.suites.suite import check_suite
 from specdistill.targets.compiled import compile_layers
@@ -176,7 +176,7 @@ def train_draft(recipe: TrainedRecipe, callbacks: Sequence[TrainerCallback] = ()
     # Target and data
     runs_layers = hidden_states.runs_layers or recipe.selection is not None
     target = FrozenTarget.load(**vars(recipe.target), layers_on_disk=not runs_layers)
-    train_set, eval_set = open_rows(recipe.data, RowTarget.of(target), measured_on=recipe.measured_on, make=make_rows)
+    train_set, eval_set = open_rows(recipe.data, RowTarget.of(target), recipe.measured_on)
 
     # Draft, what it learns, and the run's record before its first step
     draft = create_draft(recipe, target, train_set)
@@ -216,7 +216,7 @@ def _print_trained(run: Path) -> None:
     step, reached = history.saved_step, lengths.get(history.saved_step)
     simulated = f", acceptance length {reached:.2f} (simulated on held-out data)" if reached else ""
     print(f"The draft of step {step} of {history.steps} is in {run / 'draft'}{simulated}.")
-    message, commands = after(run, run, merged([f"recipe={run / 'run' / 'recipe.yaml'}"]))
+    message, commands = after(run, merged([f"recipe={run / 'run' / 'recipe.yaml'}"]))
     print(message, *(f"  {command}" for command in commands), sep="\n")
 
 

@@ -54,7 +54,7 @@ def _run(verb: str, arguments: list[str]) -> int:
         result({"version": specdistill.__version__})
         return ExitCode.DONE
     if not verb:
-        message, commands = next_step(Path())
+        message, commands = next_step()
         print(message, *(f"  {command}" for command in commands), "All verbs: specdistill help", sep="\n")
         return ExitCode.DONE
     check_arguments(arguments)

@@ -14,25 +14,26 @@ TO_START = [
 ]
 
 
-def next_step(folder: Path) -> tuple[str, list[str]]:
-    """The state of the run that was worked on last, in a sentence, and the commands that continue it; paths are relative to `folder`.
+def next_step() -> tuple[str, list[str]]:
+    """The state of the run here that was worked on last, in a sentence, and the commands that continue it.
 
     Raises UserError for a recipe or a report that cannot be read.
     """
-    run, recipe = _latest(folder)
-    if run is None:
-        return "There is no run here yet.", TO_START
-    return after(run, run.relative_to(folder), recipe)
+    runs = {path.parent.parent for place in RUNS for path in Path().glob(place)}
+    for run in sorted(runs, key=_worked_on, reverse=True):
+        if "target" in (recipe := merged([f"recipe={run / 'run' / 'recipe.yaml'}"])):  # else it trained a target
+            return after(run, recipe)
+    return "There is no run here yet.", TO_START
 
 
-def after(run: Path, name: Path, recipe: dict[str, Any]) -> tuple[str, list[str]]:
-    """The same of a run, by the name that is typed for it. Raises UserError for a report that cannot be read."""
-    again = [f"recipe={name / 'run' / 'recipe.yaml'}", *(given := consent(recipe))]
+def after(run: Path, recipe: dict[str, Any]) -> tuple[str, list[str]]:
+    """The same of a run with this recipe. Raises UserError for a report that cannot be read."""
+    again = [f"recipe={run / 'run' / 'recipe.yaml'}", *(given := consent(recipe))]
     code = [argument for argument in given if argument.startswith("target.")]
-    if recipe["train"]["output_dir"] != str(name):  # it was trained from another folder, or moved
-        again.append(f"train.output_dir={name}")
+    if recipe["train"]["output_dir"] != str(run):  # it was trained from another folder, or moved
+        again.append(f"train.output_dir={run}")
     if not (run / "draft").is_dir():
-        return f"Training of {name} is incomplete. Resume with (same launch=… as before):", [_command("train", *again)]
+        return f"Training of {run} is incomplete. Resume with (same launch=… as before):", [_command("train", *again)]
 
     wanted = {"target": recipe["target"]["model"]}
     wanted |= {f"target.{key}": value for key in ("revision", "adapter") if (value := recipe["target"].get(key))}
@@ -40,7 +41,7 @@ def after(run: Path, name: Path, recipe: dict[str, Any]) -> tuple[str, list[str]
     names_prompts = recipe["eval"].get("suite") or wanted["target"] == "pico"
     prompts = [] if names_prompts else ["eval.suite=path/to/prompts.jsonl"]
     if not (reports := _reports(run)):
-        return f"{name} is trained and not measured. Next:", [_command("eval", *again, *prompts)]
+        return f"{run} is trained and not measured. Next:", [_command("eval", *again, *prompts)]
 
     from specdistill.report import phrases  # here, and not above, because it is slow to import
     from specdistill.report.files import read_report
@@ -48,33 +49,22 @@ def after(run: Path, name: Path, recipe: dict[str, Any]) -> tuple[str, list[str]
     report, _ = read_report(reports[-1])
     verdict = report["gate"]["verdict"]
     if report.get("incomplete"):
-        return f"Measurement of {name} is incomplete. Next:", [_command("eval", *again, *prompts)]
+        return f"Measurement of {run} is incomplete. Next:", [_command("eval", *again, *prompts)]
     if verdict is None:
-        return f"{name} has a report but no gate verdict. Next:", [
-            _command("gate", f"report={name / 'report'}", "gates=default")
-        ]
+        return f"{run} has a report but no gate verdict. Next:", [_command("gate", f"report={run / 'report'}", "gates=default")]
     if verdict == "failed":
-        message = f"{name} failed its gate. {phrases.failed_rules(report)} Check the draft:"
-        return message, [_command("doctor", f"draft={name / 'draft'}", *target, *code)]
+        message = f"{run} failed its gate. {phrases.failed_rules(report)} Check the draft:"
+        return message, [_command("doctor", f"draft={run / 'draft'}", *target, *code)]
     if verdict == "inconclusive":
         needed = [rule["prompts_needed"] for rule in report["gate"]["rules"] if rule["prompts_needed"]]
         enough = bool(needed) and max(needed) <= report["suite"]["num_prompts"]
         more = [*prompts, f"eval.num_prompts={max(needed)}"] if enough else ["eval.suite=path/to/more/prompts.jsonl"]
-        return f"The gate of {name} is inconclusive. {phrases.undecided(report)}", [_command("eval", *again, *more)]
+        return f"The gate of {run} is inconclusive. {phrases.undecided(report)}", [_command("eval", *again, *more)]
     repository = [] if recipe.get("publish", {}).get("repo") else ["repo=org/name"]
-    return f"{name} passed its gate:", [
-        _command("export", f"draft={name / 'draft'}", "engine=vllm", *target, f"output_dir={name / 'vllm'}"),
-        _command("publish", f"run={name}", *repository, "baseline=none"),
+    return f"{run} passed its gate:", [
+        _command("export", f"draft={run / 'draft'}", "engine=vllm", *target, f"output_dir={run / 'vllm'}"),
+        _command("publish", f"run={run}", *repository, "baseline=none"),
     ]
-
-
-def _latest(folder: Path) -> tuple[Path | None, dict[str, Any]]:
-    """The run of a draft that was worked on last, and its recipe; that of a target has no target."""
-    runs = {path.parent.parent for place in RUNS for path in folder.glob(place)}
-    for run in sorted(runs, key=_worked_on, reverse=True):
-        if "target" in (recipe := merged([f"recipe={run / 'run' / 'recipe.yaml'}"])):
-            return run, recipe
-    return None, {}
 
 
 def _reports(run: Path) -> list[Path]:

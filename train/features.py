@@ -11,8 +11,8 @@ from specdistill.methods.chains.recipe import HeadRecipe
 from specdistill.methods.load import create_draft
 from specdistill.methods.recipe import Recipe, check_trainable
 from specdistill.produce.features import feature_store
-from specdistill.produce.make import make_rows
-from specdistill.rows.row_set import RowTarget, open_rows
+from specdistill.produce.make import open_rows
+from specdistill.rows.row_set import RowTarget
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.terminal import result
 from specdistill.training.arguments import autocast_dtype, check_precision, training_arguments
@@ -28,7 +28,7 @@ def main(recipe: HeadRecipe) -> None:
 
     # Target and data
     target = FrozenTarget.load(**vars(recipe.target), layers_on_disk=not recipe.hidden_states.runs_layers)
-    train_set, eval_set = open_rows(recipe.data, RowTarget.of(target), measured_on=recipe.measured_on, make=make_rows)
+    train_set, eval_set = open_rows(recipe.data, RowTarget.of(target), recipe.measured_on)
 
     # Features of the layers that the draft reads, by passes as training makes them
     draft = create_draft(recipe, target, train_set)

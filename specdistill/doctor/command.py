@@ -1,7 +1,6 @@
 """`specdistill doctor`: its keys, what it prints, and its exit code."""
 
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import create_model, model_validator
@@ -10,7 +9,7 @@ from rich.text import Text
 from specdistill.command import TARGET, keys_of
 from specdistill.engines import engines_with
 from specdistill.errors import ExitCode, UserError
-from specdistill.methods.recipe import eval_keys_of_methods, options_by_method
+from specdistill.methods.recipe import eval_keys_of_methods
 from specdistill.recipe.fields import ReadWhen, Section, default_of, like, one_of, option, section
 from specdistill.recipe.load import load_recipe
 from specdistill.recipe.sections import AttentionImplementation, LookupFirstConfig, TargetConfig
@@ -73,20 +72,9 @@ def doctor(arguments: list[str]) -> int:
     specdistill doctor draft=runs/mine/draft target=path/to/model
     specdistill doctor draft=org/draft engine=vllm"""
     options = load_recipe(DoctorOptions, keys_of(arguments, DOCTOR))
-    from specdistill.doctor.diagnosis import diagnose  # here, and not above, because these import torch
-    from specdistill.methods.load import locate
+    from specdistill.doctor.diagnosis import diagnose  # here, and not above, because it imports torch
 
-    in_target = options.draft == options.target.model  # its own layer, of which no weights are read
-    made = diagnose(
-        Path(options.draft) if in_target else locate(options.draft, key="draft"),
-        options.engine,
-        decode=options.decode,
-        suite=options.eval.suite,
-        num_prompts=options.eval.num_prompts,
-        lookup_first=options.eval.lookup_first,
-        options_of=lambda method: options_by_method(options, [method])[0],
-        **({} if options.target.model is None else vars(options.target)),
-    )
+    made = diagnose(options)
     print_diagnosis(made)
     result(made)
     return ExitCode.DONE if made.is_sound else ExitCode.CHECK_FAILED

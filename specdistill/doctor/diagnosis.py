@@ -21,6 +21,7 @@ from torch import Tensor
 
 from specdistill.decoding.decoder import Decoder, Generation
 from specdistill.decoding.proposer import Proposer
+from specdistill.doctor.command import CommonDoctorOptions
 from specdistill.doctor.prompts import DEFAULT_SUITE, NUM_TOKENS, prompts_of, run_of
 from specdistill.engines import ENGINES
 from specdistill.engines.engine import Engine, Serving
@@ -30,10 +31,10 @@ from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import FLOATS, extremes, read_config, read_tensors, stored_dtype
 from specdistill.methods.contract import Simulation
 from specdistill.methods.layers import HeadShape
-from specdistill.methods.load import implementation, load_proposer, method_of
+from specdistill.methods.load import implementation, load_proposer, locate, method_of
 from specdistill.methods.mtp.checkpoint import check_native
+from specdistill.methods.recipe import options_by_method
 from specdistill.methods.target_record import check_target
-from specdistill.recipe.sections import LookupFirstConfig
 from specdistill.rows.packing import indexed
 from specdistill.targets.files import INDEX, SINGLE, Shards, TargetFiles
 from specdistill.targets.frozen import FrozenTarget
@@ -112,46 +113,32 @@ class Diagnosis:
         return ", ".join(parts)
 
 
-def diagnose(
-    draft: Path,
-    engine: str | None = None,
-    *,
-    decode: bool = True,
-    suite: str | None = None,
-    num_prompts: int = 8,
-    lookup_first: LookupFirstConfig | None = None,
-    options_of: OptionsOf = lambda method: {},
-    model: str | None = None,
-    **target: Any,
-) -> Diagnosis:
-    """Examine the draft in a folder.
+def diagnose(options: CommonDoctorOptions) -> Diagnosis:
+    """Examine the draft that the options name; with a target, unless they say otherwise, decode prompts with it.
 
-    Args:
-        engine: one with `loaders`, which the draft is checked against.
-        decode: with a target, decode `num_prompts` prompts of a suite (see `prompts_of`), and with `lookup_first` in front of the draft.
-        options_of: a method -> its own options of decoding.
-        model: its target, pico, a folder or a Hub id; `target`: the other arguments of `FrozenTarget.load`.
-
-    Raises UserError for a target or a suite that is none, ResourceError when the Hub fails.
+    Raises UserError for a draft, a target or a suite that is none, ResourceError when the Hub fails.
     """
-    of_files = {name: target[name] for name in ("revision", "adapter", "trust_remote_code") if name in target}
+    model, engine, lookup_first = options.target.model, options.engine, options.eval.lookup_first
+    in_target = options.draft == model  # its own layer, of which no weights are read
+    draft = Path(options.draft) if in_target else locate(options.draft, key=KEY)
+    of_files = options.target.model_dump(include={"revision", "adapter", "trust_remote_code"})
     files = TargetFiles.of(model, **of_files) if model else None
     if files and draft.resolve() == Path(files.name).resolve():
         return examine_native(files)
-    made = examine(draft, files, engine, options_of)
+    made = examine(draft, files, engine, lambda method: options_by_method(options, [method])[0])
     run = run_of(draft)
     made.recorded = recorded(run / "draft" if run else draft)  # of an export in the run's folder, too
     if engine and lookup_first and not ENGINES[engine].front(lookup_first):
         made.findings.append(problem(f"specdistill starts {ENGINES[engine].title} without a lookup in front"))
-    if model and decode and made.method is not None and not made.refused:
-        loaded = FrozenTarget.load(model, **target)
-        prompts, made.prompts, is_known = prompts_of(run, suite, loaded, num_prompts)
+    if model and options.decode and made.method is not None and not made.refused:
+        loaded = FrozenTarget.load(**vars(options.target))
+        prompts, made.prompts, is_known = prompts_of(run, options.eval.suite, loaded, options.eval.num_prompts)
         if not is_known:
             made.recorded = None  # of other text, it may be
             what = f"the draft is tried on lines of Python ({DEFAULT_SUITE}): no run here says what text it is for"
             made.findings.append(warning(what, "name prompts of that text with suite="))
         with refusals(made):
-            of_method = options_of(made.method)
+            of_method = options_by_method(options, [made.method])[0]
             proposer = load_proposer(made.method, draft, loaded, key=KEY, **of_method)
             window = made.config.sliding_window if made.config else None
             made.acceptance, more = check_acceptance(made.method, loaded, proposer, prompts, made.recorded, window)
@@ -160,7 +147,7 @@ def diagnose(
                 behind = load_proposer(made.method, draft, loaded, key=KEY, lookup_first=lookup_first, **of_method)
                 num_tokens = max(made.acceptance.num_tokens, lookup_first.levels)
                 made.behind_lookup = acceptance_of(complete(Decoder(loaded, behind), prompts, num_tokens), num_tokens)
-    elif model and decode:
+    elif model and options.decode:
         made.findings.append(note("skipped decoding: fix the problems above first"))
     return made
 
@@ -171,7 +158,11 @@ def examine(
     engine: str | None = None,
     options_of: OptionsOf = lambda method: {},
 ) -> Diagnosis:
-    """Examine the files of a draft; `target`: what it drafts for. Arguments and errors are those of `diagnose`."""
+    """Examine the files of a draft.
+
+    target: what it drafts for. engine: one with `loaders`, which the draft is checked against. options_of: a method -> its own options of
+    decoding. Raises as `diagnose` does.
+    """
     seen = Diagnosis(folder)
     with refusals(seen):
         config, seen.method = read_config(folder, KEY), method_of(folder, key=KEY)

@@ -5,7 +5,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -43,6 +43,12 @@ def check_new(output: Path, key: str = "output_dir") -> None:
     if output.exists() or output.is_symlink():
         raise UserError(key, got=f"{output}, which exists", expected="a new folder")
     check_writable(output, key)
+
+
+def check_holds(folder: Path, key: str, what: str, is_own: Callable[[str], bool]) -> None:
+    """Raises UserError, naming `key`, for a folder with a file that `what` does not have, by its name."""
+    if foreign := next((path.name for path in folder.glob("*") if not is_own(path.name)), None):
+        raise UserError(key, got=f"{folder}, which holds {foreign}", expected=f"a new folder, or one of {what}")
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 
 from specdistill.errors import UserError, one_line
 from specdistill.files.documents import head_of
-from specdistill.recipe.data_sources import LOADERS, SELF, licensed_sources
+from specdistill.recipe.data_sources import LOADERS, SELF, entries
 from specdistill.repositories import hub_errors
 
 UNKNOWN, OTHER = "unknown", "other"
@@ -92,7 +92,7 @@ def licensed_data(source: Any) -> list[Licensed]:
 
     Raises UserError for a wrong setting of them, ResourceError when the Hub fails.
     """
-    return [_licensed_source(entry.source, entry.license) for entry in licensed_sources(source) if entry.source != SELF]
+    return [_licensed_source(entry.source, entry.known_license) for _, entry in entries(source) if entry.source != SELF]
 
 
 def _licensed_source(source: str, license: str | None) -> Licensed:

@@ -95,18 +95,6 @@ def budget(
     num_speculative_tokens: int = 0,
 ) -> Budget:
     """Of a target with a draft, or alone without bytes and cache of one."""
-    draft = (draft_bytes, draft_cache, num_speculative_tokens)
-    made = _budget(target, serving, *draft)
-    if made.fits:
-        return made
-    numbers = (serving.tensor_parallel << power for power in range(1, MOST_DEVICES.bit_length()))
-    fitting = (n for n in numbers if n <= MOST_DEVICES and _budget(target, replace(serving, tensor_parallel=n), *draft).fits)
-    return replace(made, tensor_parallel=next(fitting, None))
-
-
-def _budget(
-    target: Described, serving: ServingSettings, draft_bytes: float, draft_cache: CacheSize | None, num_speculative_tokens: int
-) -> Budget:
     dtype, devices = serving.dtype, serving.tensor_parallel
     itemsize, kv_itemsize = target.itemsize(dtype), serving.kv_itemsize(target)
     verified = serving.batch_size * (num_speculative_tokens + 1)
@@ -130,13 +118,17 @@ def _budget(
     total = int(sum(parts.values()))
     beyond = bisect.bisect_left(range(NO_LIMIT + 1), True, key=lambda context: fixed + sum(caches(context)) > usable)
     longest = max(0, beyond - 1)
-    return Budget(
+    made = Budget(
         parts={name: int(size) for name, size in parts.items() if size},
         total=total,
         needs=int(total / serving.gpu_memory_utilization),
         fits=total <= usable,
         room=None if longest >= NO_LIMIT else longest * serving.batch_size,
     )
+    if made.fits or 2 * devices > MOST_DEVICES:
+        return made
+    doubled = budget(target, replace(serving, tensor_parallel=2 * devices), draft_bytes, draft_cache, num_speculative_tokens)
+    return replace(made, tensor_parallel=2 * devices if doubled.fits else doubled.tensor_parallel)
 
 
 def weight_bytes(target: Described, dtype: torch.dtype | None = None) -> float:

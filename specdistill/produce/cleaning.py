@@ -15,7 +15,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from datasets.fingerprint import Hasher
@@ -28,7 +28,7 @@ from specdistill.progress import progress
 from specdistill.project import SUITES
 from specdistill.recipe.sections import DataConfig
 from specdistill.rows.files import cache_folder, is_first_here, on_disk, quiet
-from specdistill.suites.suite import Suite, SuiteRow, check_suite, load_suite
+from specdistill.suites.suite import Suite, check_suite, load_suite
 from specdistill.terminal import Console
 
 VERSION = 1  # of the rules below: raise it when equal rows are filtered differently
@@ -52,28 +52,22 @@ def ngrams(words: Sequence[str], n: int) -> Iterator[WordTuple]:
     return zip(*(words[start:] for start in range(n)), strict=False)
 
 
-@dataclass(frozen=True)
-class Overlap:
-    """prompt: its id in the suite. words: what a row has in common with it."""
-
-    suite: str
-    prompt: str
-    words: str
-
-
 class SuiteIndex:
     """The word n-grams of suites' prompts. A prompt that several suites hold is the first one's."""
 
     def __init__(self, suites: Iterable[Suite]) -> None:
-        self.long: dict[WordTuple, tuple[str, str]] = {}
-        self.short: dict[WordTuple, list[tuple[WordTuple, tuple[str, str]]]] = {}  # by their first words
-        self.shortest: dict[WordTuple, tuple[str, str]] = {}
+        self.long: dict[WordTuple, str] = {}
+        self.short: dict[WordTuple, list[tuple[WordTuple, str]]] = {}  # by their first words
+        self.shortest: dict[WordTuple, str] = {}
         for suite in suites:
             for row in suite.rows:
-                for text in _user_texts(row):
-                    self._add(tuple(words(text)), (suite.name, row.id))
+                texts = [row.content]
+                if row.kind == "messages":
+                    texts = [turn["content"] for turn in row.content if turn["role"] == "user"]
+                for text in texts:
+                    self._add(tuple(words(text)), f"{suite.name}: {row.id}")
 
-    def _add(self, prompt: WordTuple, place: tuple[str, str]) -> None:
+    def _add(self, prompt: WordTuple, place: str) -> None:
         if len(prompt) >= SUITE_NGRAM:
             for ngram in ngrams(prompt, SUITE_NGRAM):
                 self.long.setdefault(ngram, place)
@@ -82,29 +76,22 @@ class SuiteIndex:
         elif prompt:
             self.shortest.setdefault(prompt, place)
 
-    def overlap(self, row: Mapping[str, Any]) -> Overlap | None:
-        """The first overlap of a row in one of the common forms of `sources`."""
+    def overlap(self, row: Mapping[str, Any]) -> tuple[str, str] | None:
+        """(`suite: prompt`, the words in common) of the first overlap of a row in one of the common forms of `sources`."""
         texts = [row["text"]] if row["text"] is not None else [turn["content"] for turn in row["messages"]]
         return next(filter(None, map(self._overlap, texts)), None)
 
-    def _overlap(self, text: str) -> Overlap | None:
+    def _overlap(self, text: str) -> tuple[str, str] | None:
         own = words(text)
         if found := next(filter(self.long.__contains__, ngrams(own, SUITE_NGRAM)), None):
-            return Overlap(*self.long[found], " ".join(found))
+            return self.long[found], " ".join(found)
         for start, first in enumerate(ngrams(own, SHORT)):
             for prompt, place in self.short.get(first, ()):
                 if tuple(own[start : start + len(prompt)]) == prompt:
-                    return Overlap(*place, " ".join(prompt))
+                    return place, " ".join(prompt)
         if whole := self.shortest.get(tuple(own[:SHORT])):  # which is of fewer words, so that `own` is, too
-            return Overlap(*whole, " ".join(own))
+            return whole, " ".join(own)
         return None
-
-
-def _user_texts(row: SuiteRow) -> list[str]:
-    """The text of a prompt; the user's turns of a conversation."""
-    if row.kind != "messages":
-        return [row.content]
-    return [turn["content"] for turn in row.content if turn["role"] == "user"]
 
 
 class NearDuplicates:
@@ -215,8 +202,8 @@ def overlaps(sources: Sequence[Source], suites: Sequence[Suite], near_duplicates
             for position, row in enumerate(source.rows):
                 place = {"source": number, "row": position}
                 if overlap := index.overlap(row):
-                    of = f"{overlap.suite}: {overlap.prompt}"
-                    yield {**place, "rule": "contaminated", "of": of, "shared": overlap.words}
+                    of, shared = overlap
+                    yield {**place, "rule": "contaminated", "of": of, "shared": shared}
                 elif earlier is not None and (found := earlier.original(row, (number, position))):
                     similarity, (other, original) = found
                     of = f"{sources[other].key} row {original}"

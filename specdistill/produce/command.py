@@ -63,12 +63,13 @@ def _make(recipe: TrainedRecipe, *, merges_only: bool) -> ExitCode:
     from specdistill.produce.job import Job
     from specdistill.produce.make import make_blocks, shard_of
     from specdistill.produce.merge import merge
-    from specdistill.rows.row_set import check, read_rows
+    from specdistill.rows.row_set import check, place_of, read_rows
 
     if merges_only and recipe.data.shard is not None:
         raise UserError("data.shard", got=recipe.data.shard, expected="null: `specdistill data merge` takes all shards")
     index, count = shard_of(recipe.data.shard)
-    job = Job.of(recipe.data, row_target(recipe, generates=not merges_only), recipe.measured_on)
+    target = row_target(recipe, generates=not merges_only)
+    job = Job(place_of(recipe.data, target, recipe.measured_on), recipe.data, target, recipe.measured_on)
     check(job.config, job.target)
     job.check()
     if not merges_only:
@@ -88,9 +89,9 @@ def _make(recipe: TrainedRecipe, *, merges_only: bool) -> ExitCode:
 def _show(recipe: TrainedRecipe, options: ShowOptions) -> ExitCode:
     """Training data in the terminal and, where one is asked for, on a page."""
     from specdistill.produce import show
-    from specdistill.produce.make import make_rows
+    from specdistill.produce.make import open_rows
     from specdistill.report.data_page import write_page
-    from specdistill.rows.row_set import is_whole, open_rows, place_of, read_rows
+    from specdistill.rows.row_set import is_whole, place_of, read_rows
 
     if options.output is not None:
         check_writable(Path(options.output).parent, "output")
@@ -98,14 +99,13 @@ def _show(recipe: TrainedRecipe, options: ShowOptions) -> ExitCode:
     folder = place_of(recipe.data, target, recipe.measured_on)
     if not is_whole(folder):
         target = row_target(recipe, generates=True)
-    rows, _ = open_rows(recipe.data, target, measured_on=recipe.measured_on, make=make_rows)
+    rows, _ = open_rows(recipe.data, target, recipe.measured_on)
     *_, manifest = read_rows(folder)
     of = show.lengths(rows)
     show.print_data(manifest, show.shown(rows, of, options.documents or IN_TERMINAL, target.tokenizer))
     if options.output is not None:
         on_page = show.shown(rows, of, options.documents or ON_PAGE, target.tokenizer)
-        page = target.name, recipe.data, show.halves(manifest), manifest.sources, of, on_page
-        write_page(Path(options.output), "output", *page)
+        write_page(Path(options.output), "output", target.name, recipe.data, manifest, of, on_page)
         print(f"\npage: {options.output}")
     result({"folder": folder, **manifest.model_dump(mode="json")})
     return ExitCode.DONE

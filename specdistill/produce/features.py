@@ -24,7 +24,7 @@ from torch import Tensor
 
 from specdistill.engines.server import POLL_SECONDS, JsonAnswer, ServedModels, Server, asking, at
 from specdistill.errors import ResourceError, UserError, logger
-from specdistill.files.folders import alone, check_writable
+from specdistill.files.folders import alone, check_holds, check_writable
 from specdistill.processes import of_all, share
 from specdistill.progress import Cost, announce, progress
 from specdistill.recipe.sections import HiddenStatesConfig
@@ -39,9 +39,9 @@ from specdistill.rows.store import (
     Origin,
     Shard,
     Tokens,
-    UnfitShardError,
     numpy_rows,
     shard_name,
+    unfit,
     write_shard,
 )
 from specdistill.targets.frozen import FrozenTarget
@@ -198,7 +198,7 @@ def fill(
     free = "free the disk, or set hidden_states.max_bytes; the same command resumes after the last shard"
     with ExitStack() as stack, on_disk(folder, free):
         if rank == 0:
-            _check_own(folder)
+            check_holds(folder, KEY, "a feature store", lambda name: name in (LOCK, ASIDE) or SHARD.fullmatch(name) is not None)
             stack.enter_context(alone(folder / LOCK, KEY, folder))
             _clear(folder, shards)
         of_all(None)
@@ -219,8 +219,8 @@ def fill(
             shutil.rmtree(folder / ASIDE, ignore_errors=True)
     try:
         return FeatureStore([Shard.open(folder / name, origin) for name in shards], sets, origin)
-    except UnfitShardError as error:
-        raise UserError(KEY, got=error, expected="a folder that all machines share") from error
+    except UserError as error:
+        raise UserError(KEY, got=error.got, expected="a folder that all machines share") from error
 
 
 def _plan(rows: Dataset, origin: Origin, shard_tokens: int, max_bytes: int | None) -> dict[str, range]:
@@ -244,15 +244,6 @@ def _size(rows: Sequence[Tokens], origin: Origin) -> int:
     return tokens * (origin.token_bytes + 4) + 4 * documents + 12 * len(rows) + HEADER_BYTES
 
 
-def _check_own(folder: Path) -> None:
-    """Raises UserError for a folder with files that no store has: shards of other rows are removed from a store."""
-    own = {LOCK, ASIDE}
-    if foreign := next(
-        (path.name for path in folder.glob("*") if path.name not in own and not SHARD.fullmatch(path.name)), None
-    ):
-        raise UserError(KEY, got=f"{folder}, which holds {foreign}", expected="a new folder, or one of a feature store")
-
-
 def _clear(folder: Path, shards: dict[str, range]) -> None:
     """Remove what killed processes left, and shards of another number, which were of other rows."""
     shutil.rmtree(folder / ASIDE, ignore_errors=True)
@@ -273,13 +264,13 @@ def _complete(path: Path, rows: Dataset, origin: Origin, make: MakeFeatures, bat
     try:
         shard = Shard.open(path, origin)
         if [row.key for row in shard.rows] != [row.key for row in tokens]:
-            raise UnfitShardError(path, "is of other rows")
+            raise unfit(path, "is of other rows")
         for index in range(len(tokens)):
             shard.checked(index)
         return False
-    except UnfitShardError as error:
+    except UserError as error:
         if path.exists():
-            logger.info(f"{error}: it is made again")
+            logger.info(f"{error.got}: it is made again")
     features: list[Tensor] = []
     for batch in rows.iter(batch_size):
         features += make([dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)])

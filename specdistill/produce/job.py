@@ -7,12 +7,12 @@ from functools import cached_property
 from pathlib import Path
 
 from specdistill.errors import UserError
-from specdistill.files.folders import check_writable
+from specdistill.files.folders import check_holds, check_writable
 from specdistill.produce.cleaning import SuiteIndex, cleaned, load_suites
 from specdistill.produce.sources import Source, load_sources
 from specdistill.recipe.sections import DataConfig
 from specdistill.rows.files import cache_folder
-from specdistill.rows.row_set import RowTarget, fingerprint, is_part, place_of
+from specdistill.rows.row_set import RowTarget, fingerprint, is_part
 
 # Keys of `data:` that say what becomes of documents, not what is generated.
 OF_DOCUMENTS = ("packing", "validation_fraction", "validation_split")
@@ -26,11 +26,6 @@ class Job:
     config: DataConfig
     target: RowTarget
     measured_on: Sequence[str] = ()
-
-    @classmethod
-    def of(cls, config: DataConfig, target: RowTarget, measured_on: Sequence[str] = ()) -> "Job":
-        """The job of a recipe, into the folder that the recipe says."""
-        return cls(place_of(config, target, measured_on), config, target, measured_on)
 
     @cached_property
     def plan(self) -> str:
@@ -55,9 +50,7 @@ class Job:
     def check(self) -> None:
         """Raises UserError for folders and settings with which no rows can be made."""
         check_writable(cache_folder(self.config.cache_dir), "data.cache_dir")
-        if foreign := next((path.name for path in self.folder.glob("*") if not is_part(path)), None):
-            got = f"{self.folder}, which holds {foreign}"
-            raise UserError("data.rows", got=got, expected="a new folder, or one of a row set")
+        check_holds(self.folder, "data.rows", "a row set", is_part)
         prompt_tokens, max_length = self.config.regenerate.prompt_tokens, self.config.max_length
         if self.config.regenerate.num_tokens > 0 and prompt_tokens >= max_length:
             expected = f"1 to {max_length - 1} tokens, less than data.max_length"

@@ -1,5 +1,6 @@
 """Making a row set: what the target generates, block by block, then `merge`.
 
+open_rows       the row set that training reads, made where it is not there
 make_rows       everything that is missing, the processes of a launch each a share of the blocks
 make_blocks     the blocks of one shard: number i, i + n, … of all
 """
@@ -13,42 +14,64 @@ import uuid
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import as_completed
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
 
+from datasets import Dataset
+
 from specdistill.engines.completions import CompletionServer
 from specdistill.engines.server import asking
-from specdistill.errors import UserError, logger
+from specdistill.errors import UserError
 from specdistill.files.folders import alone
-from specdistill.processes import of_all, share
+from specdistill.processes import agree, of_all, share
 from specdistill.produce.answer_rules import RULES, CheckedAnswer, Counts, Rules
 from specdistill.produce.blocks import BLOCK_COLUMNS, Answer, AnswerFile, Block, blocks
 from specdistill.produce.generate import Backend, BlockOutput, generate_block, transformers_backend
 from specdistill.produce.job import Job
 from specdistill.produce.merge import merge
-from specdistill.produce.prompts import GenerationTask, prompts_of, streams
+from specdistill.produce.prompts import BlockPlan, GenerationTask, prompts_of, streams
 from specdistill.produce.self_prompts import self_prompts, user_row
 from specdistill.produce.server_backend import ServerBackend, ServerTokenizer
 from specdistill.progress import PREPARED_BYTES, Cost, announce, progress
 from specdistill.recipe.sections import DataConfig
-from specdistill.rows.files import cache_folder, on_disk, write_arrow
-from specdistill.rows.row_set import RowTarget, is_whole
+from specdistill.rows.files import SHOWN, cache_folder, on_disk, write_arrow
+from specdistill.rows.row_set import Fit, RowTarget, check, is_whole, place_of, read_rows
 from specdistill.terminal import Console
 
 AT_ONCE = 4  # blocks that servers work at: of one that is nearly complete few answers are missing
 FIRST_ANSWERS = 64  # new ones, that say what the others will cost
 
 
-def make_rows(folder: Path, config: DataConfig, target: RowTarget, measured_on: Sequence[str] = ()) -> None:
+def open_rows(config: DataConfig, target: RowTarget, measured_on: Sequence[str] = ()) -> tuple[Dataset, Dataset]:
+    """(train, validation) rows with the columns of `packing`: those of `data.rows`, or the recipe's own, which are made where there are
+    none yet. Every process of a launch has to call it.
+
+    measured_on: suites that the draft will be measured on. Raises UserError for rows of another target, template or shape, for a set
+    that is not whole, and for machines whose rows or weights differ.
+    """
+    agree({"weights of target.model": target.weights[:SHOWN]})
+    if config.shard is not None:
+        expected = "null: `specdistill data make` alone makes a shard of the rows"
+        raise UserError("data.shard", got=config.shard, expected=expected)
+    check(config, target)
+    folder = place_of(config, target, measured_on)
+    if config.rows is None and not all(of_all(is_whole(folder))):
+        make_rows(Job(folder, config, target, measured_on))
+    train, validation, manifest = read_rows(folder, Fit.of(config, target))
+    hashes = {shard.name: shard.hash[:SHOWN] for shard in manifest.shards}
+    agree(hashes, otherwise=": make the rows on one machine, and copy the folder (data.rows)")
+    return train, validation
+
+
+def make_rows(job: Job) -> None:
     """What of a row set is missing. Every process of a launch has to call it: each generates its share of the blocks, and waits for the
     others before and after, not meanwhile. The first process, of every machine if they share no folder, reads the sources and merges.
     """
-    job = Job(folder, config, target, measured_on)
     job.check()
-    index, count = _shares(cache_folder(config.cache_dir))
+    index, count = _shares(cache_folder(job.config.cache_dir))
     if index == 0:
         _ = job.sources  # the others find them prepared
     of_all(None)
@@ -124,21 +147,15 @@ def make_blocks(job: Job, index: int = 0, count: int = 1) -> None:
     Console(stderr=True).print(counts.table())
 
 
-@contextmanager
-def _backend(job: Job) -> Iterator[Backend]:
+def _backend(job: Job) -> AbstractContextManager[Backend]:
     settings, target = job.config.regenerate, job.target
     if not settings.server:
-        with transformers_backend(target, settings.num_tokens, settings.batch_size) as in_process:
-            yield in_process
-        return
+        return transformers_backend(target, settings.num_tokens, settings.batch_size)
     servers = [CompletionServer(address, settings.timeout) for address in settings.server]
     for server in servers:
         server.find_model([target.name, Path(target.name).name])
     tokenizer = ServerTokenizer(target.tokenizer, target.end_ids, settings.template)
-    with ServerBackend(servers, tokenizer, settings.batch_size) as by_servers:
-        yield by_servers
-    for server in servers:
-        logger.info("%s gave %d answers", server.address, server.num_answers)
+    return ServerBackend(servers, tokenizer, settings.batch_size)
 
 
 def _make_block(
@@ -147,8 +164,8 @@ def _make_block(
     """A block from its first answer, or from where a killed process left it, to its documents."""
     path, config, target = job.blocks / f"{block.name}.arrow", job.config, job.target
     rules: Rules = {name: RULES[name] for name in config.regenerate.filter if config.regenerate.server}
-    tokenizer = copy.deepcopy(target.tokenizer)  # of this thread alone
-    decoder = ServerTokenizer(tokenizer, target.end_ids, {})
+    plan = BlockPlan(block, config, job.sources[0], copy.deepcopy(target.tokenizer), target.end_ids)
+    decoder = ServerTokenizer(plan.tokenizer, target.end_ids, {})
 
     def checked(task: GenerationTask, answer: Answer) -> CheckedAnswer:
         texts = (decoder.text(answer.token_ids), decoder.text(answer.context)) if rules else ("", "")
@@ -160,14 +177,12 @@ def _make_block(
             return Counts()
         of_self = {}
         with AnswerFile(path.with_suffix(".jsonl"), job.plan, estimate.add) as known:
-            for number, source in enumerate(job.sources[0]):
+            for number, source in enumerate(plan.sources):
                 if source.is_self:
                     to_others = {"contaminated": lambda it: job.suite_index.overlap(user_row(it.text)) is not None}
-                    place = (source, number, block, config, tokenizer, target.end_ids)
-                    of_self[number], counts = self_prompts(*place, backend, known, to_others)
+                    of_self[number], counts = self_prompts(plan, number, backend, known, to_others)
                     made.counts.add(replace(counts, kept=0))
-            chats, texts = prompts_of(job.sources[0], of_self, block, config, tokenizer, made.counts.filtered)
-            planned = streams(chats, texts, block, config)
+            planned = streams(plan, *prompts_of(plan, of_self, made.counts.filtered))
             generate_block(block.num_tokens, planned, backend, known, made)
         filtered = dict(sorted(made.counts.filtered.items()))
         header = {"plan": job.plan, "block": block.number, "tokens": made.tokens, "filtered": filtered}

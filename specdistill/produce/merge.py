@@ -22,7 +22,7 @@ from specdistill.produce.job import Job
 from specdistill.produce.self_prompts import ALIKE, user_row
 from specdistill.produce.server_backend import SAMPLING
 from specdistill.produce.sources import HASH_RANGE, Source, row_hash
-from specdistill.recipe.data_sources import BUILT_IN_LICENSES, source_names
+from specdistill.recipe.data_sources import source_names
 from specdistill.recipe.sections import DataConfig
 from specdistill.rows.encoding import ENCODED_COLUMNS, Encoder
 from specdistill.rows.files import Columns, array, mapped, read_header, tokenizer_fingerprint
@@ -75,7 +75,7 @@ def _counted(job: Job, documents: SplitDocuments) -> list[SourceCounts]:
             source=name,
             key=source.key,
             revision=entry.revision,
-            license=entry.license or BUILT_IN_LICENSES.get(entry.source),
+            license=entry.known_license,
             weight=entry.weight,
             rows=len(source.rows),
             fingerprint=str(source.rows._fingerprint),

@@ -61,6 +61,21 @@ class GenerationTask(NamedTuple):
     max_length: int
 
 
+@dataclass(frozen=True)
+class BlockPlan:
+    """What a block is generated from. tokenizer: of one thread alone. end_ids: tokens that end a generation."""
+
+    block: Block
+    config: DataConfig
+    sources: Sequence[Source]
+    tokenizer: PreTrainedTokenizerBase
+    end_ids: Sequence[int]
+
+    def seed_of(self, name: str) -> int:
+        """Of sampling; 31 bits, which every server takes."""
+        return random.Random(f"{self.config.seed} {self.block.number} {name}").getrandbits(31)
+
+
 class Stream(NamedTuple):
     """Tasks of one length, to be answered in their order until they give a share of a block's tokens."""
 
@@ -116,14 +131,10 @@ def _starts(text: str, count: int, generator: random.Random) -> list[int]:
 
 
 def prompts_of(
-    sources: Sequence[Source],
-    of_self: Mapping[int, Sequence[GenerationPrompt]],
-    block: Block,
-    config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    filtered: Counter[str],
+    plan: BlockPlan, of_self: Mapping[int, Sequence[GenerationPrompt]], filtered: Counter[str]
 ) -> tuple[list[GenerationPrompt], list[GenerationPrompt]]:
     """(conversations, texts) of the block's own rows; each source gives its weighted share of them. of_self: by the source's number."""
+    block, config, sources, tokenizer = plan.block, plan.config, plan.sources, plan.tokenizer
     settings = config.regenerate
     own_sizes = {number: len(prompts) * block.num_blocks for number, prompts in of_self.items()}
     weights = [source.entry.weight * own_sizes.get(number, len(source.rows)) for number, source in enumerate(sources)]
@@ -159,12 +170,10 @@ def prompts_of(
     return in_order[0], in_order[1]
 
 
-def streams(
-    chats: Sequence[GenerationPrompt], texts: Sequence[GenerationPrompt], block: Block, config: DataConfig
-) -> list[Stream]:
+def streams(plan: BlockPlan, chats: Sequence[GenerationPrompt], texts: Sequence[GenerationPrompt]) -> list[Stream]:
     """The tasks of a block: of conversations, of texts that stop half way, of those as long as a row. Shares add up to 1."""
-    prompt_tokens = config.regenerate.prompt_tokens
-    short, whole = row_lengths(config.max_length, prompt_tokens)
+    prompt_tokens = plan.config.regenerate.prompt_tokens
+    short, whole = row_lengths(plan.config.max_length, prompt_tokens)
     share = 1 - CHAT_SHARE if chats else 1.0
     planned = [("chat", chats, 1 - share if texts else 1.0, whole)]
     if short == whole or len(texts) < 2:
@@ -174,23 +183,16 @@ def streams(
         weights = 3 * (short - prompt_tokens), whole - prompt_tokens
         planned.append((f"text{short}", stopped, share * weights[0] / sum(weights), short))
         planned.append((f"text{whole}", texts[3::4] or texts[:1], share * weights[1] / sum(weights), whole))
-    return [Stream(_tasks(name, own, length, block, config), part) for name, own, part, length in planned if own]
+    return [Stream(_tasks(plan, name, own, length), part) for name, own, part, length in planned if own]
 
 
-def _tasks(
-    kind: str, prompts: Sequence[GenerationPrompt], length: int, block: Block, config: DataConfig
-) -> Iterator[GenerationTask]:
-    pairs = repeated(prompts, config.regenerate.temperatures)
+def _tasks(plan: BlockPlan, kind: str, prompts: Sequence[GenerationPrompt], length: int) -> Iterator[GenerationTask]:
+    pairs = repeated(prompts, plan.config.regenerate.temperatures)
     if kind == "chat":
-        pairs = _by_length(pairs, min(SORTED, len(prompts)), random.Random(f"{config.seed} {block.number}"))
+        pairs = _by_length(pairs, min(SORTED, len(prompts)), random.Random(f"{plan.config.seed} {plan.block.number}"))
     for number, (prompt, temperature) in enumerate(pairs):
         name = f"{kind}-{number}"
-        yield GenerationTask(name, prompt, temperature, seed_of(config, block, name), length)
-
-
-def seed_of(config: DataConfig, block: Block, name: str) -> int:
-    """Of sampling; 31 bits, which every server takes."""
-    return random.Random(f"{config.seed} {block.number} {name}").getrandbits(31)
+        yield GenerationTask(name, prompt, temperature, plan.seed_of(name), length)
 
 
 def repeated(prompts: Sequence[GenerationPrompt], temperatures: Sequence[float]) -> Iterator[tuple[GenerationPrompt, float]]:

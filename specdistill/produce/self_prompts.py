@@ -11,16 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from specdistill.errors import UserError
 from specdistill.produce.answer_rules import RULES, CheckedAnswer, Counts, Rules
-from specdistill.produce.blocks import Answer, AnswerFile, Block
+from specdistill.produce.blocks import Answer, AnswerFile
 from specdistill.produce.cleaning import NearDuplicates
 from specdistill.produce.generate import Backend
-from specdistill.produce.prompts import GenerationPrompt, GenerationTask, seed_of
-from specdistill.produce.sources import Source, row_hash
-from specdistill.recipe.sections import DataConfig
+from specdistill.produce.prompts import BlockPlan, GenerationPrompt, GenerationTask
+from specdistill.produce.sources import row_hash
 from specdistill.rows.chat import opened_turn, prompt_ids
 
 LONGEST = 256  # tokens of a prompt
@@ -86,26 +83,19 @@ class _PartialPrompt:
 
 
 def self_prompts(
-    source: Source,
-    number: int,
-    block: Block,
-    config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    end_ids: Sequence[int],
-    backend: Backend,
-    known: AnswerFile,
-    more_rules: Rules,
+    plan: BlockPlan, number: int, backend: Backend, known: AnswerFile, more_rules: Rules
 ) -> tuple[list[GenerationPrompt], Counts]:
     """The block's share of a source's prompts, and what was filtered. number: the source's; more_rules: in addition to its own.
 
     One that is empty, not ended in LONGEST tokens or half a row, looping, with special tokens or nearly the same as an earlier one of the
     block is filtered. Fewer come of a target that has no more to say.
     """
-    entry = source.entry
-    openings = [Opening.of(tokenizer, system, end_ids, source.key) for system in (entry.system or (None,))]
+    block, config, tokenizer, source = plan.block, plan.config, plan.tokenizer, plan.sources[number]
+    systems = source.entry.system or (None,)
+    openings = [Opening.of(tokenizer, system, plan.end_ids, source.key) for system in systems]
     longest = room_for_prompts(openings, config.max_length)
     answers = max(2, -(-config.regenerate.num_tokens // min(LONG_ANSWER, config.max_length // 2)))
-    count = block.share(entry.num_prompts or answers)
+    count = block.share(source.entry.num_prompts or answers)
     kept: list[dict[str, Any]] = []
     near = NearDuplicates(ALIKE, lambda place: kept[place[1]])
     rules = {name: RULES[name] for name in ("empty", "truncated", "looping", "off_template")} | dict(more_rules)
@@ -119,7 +109,7 @@ def self_prompts(
             _PartialPrompt(f"self{number}-{place}", openings[(place + block.number) % len(openings)])
             for place in range(num_generated, num_generated + wanted)
         ]
-        _finish(generated, longest, entry.temperature, block, config, backend, known)
+        _finish(plan, generated, longest, source.entry.temperature, backend, known)
         num_generated += wanted
         for partial in generated:
             candidate = partial.checked(tokenizer)
@@ -134,13 +124,7 @@ def self_prompts(
 
 
 def _finish(
-    prompts: Sequence[_PartialPrompt],
-    longest: int,
-    temperature: float,
-    block: Block,
-    config: DataConfig,
-    backend: Backend,
-    known: AnswerFile,
+    plan: BlockPlan, prompts: Sequence[_PartialPrompt], longest: int, temperature: float, backend: Backend, known: AnswerFile
 ) -> None:
     """Continue prompts until each has ended or has `longest` tokens."""
     turn, unfinished = 0, list(prompts)
@@ -149,9 +133,8 @@ def _finish(
         tasks: list[GenerationTask] = []
         for it in unfinished:
             context, name = [*it.opening.ids, *it.ids], f"{it.name}-{turn}"
-            tasks.append(
-                GenerationTask(name, GenerationPrompt(context), temperature, seed_of(config, block, name), len(context) + room)
-            )
+            prompt, max_length = GenerationPrompt(context), len(context) + room
+            tasks.append(GenerationTask(name, prompt, temperature, plan.seed_of(name), max_length))
         made = [turns[0].token_ids if turns else [] for _, turns in backend.answers(iter(tasks), known, tasks.__len__)]
         for it, continuation in zip(unfinished, made, strict=True):
             it.add(continuation)

@@ -19,7 +19,7 @@ from typing import Any
 
 from specdistill.engines.completions import Choice, CompletionServer, UnavailableError
 from specdistill.engines.server import PLAIN_SAMPLING
-from specdistill.errors import ResourceError
+from specdistill.errors import ResourceError, logger
 from specdistill.produce.blocks import Answer, AnswerFile
 from specdistill.produce.prompts import GenerationTask
 from specdistill.rows.chat import Message, render
@@ -87,6 +87,7 @@ class ServerBackend:
         finally:
             for server in self.servers:
                 server.server.close()
+                logger.info("%s gave %d answers", server.address, server.num_answers)
 
     def answers(
         self, tasks: Iterator[GenerationTask], known: AnswerFile, wanted: Callable[[], int]

@@ -1,9 +1,9 @@
 """How a row set looks to a reader: documents with their loss tokens marked, and what each half and each source holds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from datasets import Dataset
@@ -14,16 +14,6 @@ from transformers import PreTrainedTokenizerBase
 from specdistill.rows.packing import PADDING_DOCUMENT
 from specdistill.rows.row_set import Manifest
 from specdistill.terminal import Console
-
-
-class SplitSummary(NamedTuple):
-    """What training or validation holds. filled: the share of its rows that is not padding."""
-
-    rows: int
-    documents: int
-    tokens: int
-    loss_tokens: int
-    filled: float
 
 
 @dataclass(frozen=True)
@@ -47,14 +37,6 @@ class DocumentText:
     def coloured(self) -> Text:
         """Loss tokens are green, the others dim."""
         return Text.assemble(*((text, "bold green" if has_loss else "dim") for text, has_loss in self.pieces))
-
-
-def halves(manifest: Manifest) -> dict[str, SplitSummary]:
-    length = manifest.fit.max_length
-    return {
-        name: SplitSummary(it.rows, it.documents, it.tokens, it.loss_tokens, it.tokens / (it.rows * length))
-        for name, it in manifest.splits.items()
-    }
 
 
 def lengths(rows: Dataset) -> Lengths:
@@ -86,10 +68,11 @@ def shown(rows: Dataset, of: Lengths, count: int, tokenizer: PreTrainedTokenizer
     return found
 
 
-def table_of_halves(halves: Mapping[str, SplitSummary]) -> Table:
+def table_of_splits(manifest: Manifest) -> Table:
     made = Table("", "rows", "documents", "tokens", "loss tokens", "filled")
-    for name, it in halves.items():
-        made.add_row(name, *(f"{number:,}" for number in it[:-1]), f"{it.filled:.1%}")
+    for name, it in manifest.splits.items():
+        counts = (f"{number:,}" for number in (it.rows, it.documents, it.tokens, it.loss_tokens))
+        made.add_row(name, *counts, f"{manifest.filled[name]:.1%}")
     return made
 
 
@@ -105,7 +88,7 @@ def table_of_sources(parts: Sequence[Any]) -> Table:
 def print_data(manifest: Manifest, documents: Sequence[DocumentText]) -> None:
     """To stdout."""
     console = Console()
-    console.print(table_of_halves(halves(manifest)))
+    console.print(table_of_splits(manifest))
     if len(manifest.sources) > 1:
         console.print(table_of_sources(manifest.sources))
     if manifest.filtered:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from itertools import chain, dropwhile, pairwise, takewhile
 from pathlib import Path
 from pkgutil import resolve_name
-from types import MappingProxyType
 from typing import Any
 
 import fsspec
@@ -48,7 +47,6 @@ ANSWERS = {prompt: {answer for question, answer in EXCHANGES if question == prom
 KNOWN_COLUMNS = ("text", *CONVERSATIONS, "instances", *dict.fromkeys(name for pair in EXCHANGES for name in pair))
 READ = (*KNOWN_COLUMNS, "system", "input", "context")
 INSTANCES = ("instruction", "instances")
-NOTHING: Mapping[str, Any] = MappingProxyType({})
 EXPECTED = "text, messages, conversations, or instruction and output (prompt and response, question and answer)"
 HASH_RANGE = 2**63  # of hashes of rows: what a column of signed integers holds
 ROLES = {
@@ -90,13 +88,6 @@ def load_sources(config: DataConfig) -> list[Source]:
     return [Source(_rows(entry, key, config), entry, key) for key, entry in found]
 
 
-def _rows(entry: SourceEntry, key: str, config: DataConfig) -> Dataset:
-    if entry.source == SELF:
-        return Dataset.from_dict({name: [] for name in COLUMNS}, features=Features(COLUMNS))
-    options = entry.options(config.split, config.columns)
-    return load_rows(**options, key=key, cache_dir=config.cache_dir, num_proc=config.num_proc)
-
-
 def row_hash(row: Mapping[str, Any], seed: int) -> int:
     """0 … HASH_RANGE - 1, of a text, or of a conversation without the assistant's turns: equal for all answers to the same questions."""
     if row["text"] is not None:
@@ -107,42 +98,31 @@ def row_hash(row: Mapping[str, Any], seed: int) -> int:
     return int.from_bytes(digest.digest()) % HASH_RANGE
 
 
-def load_rows(
-    source: str,
-    split: str,
-    *,
-    revision: str | None = None,
-    name: str | None = None,
-    columns: Mapping[str, str] = NOTHING,
-    where: Mapping[str, Any] = NOTHING,
-    min_turns: int = 0,
-    key: str = "data.source",
-    cache_dir: str | None = None,
-    num_proc: int | None = None,
-) -> Dataset:
-    """One source's rows in the two common forms.
-
-    `name` picks a configuration of a Hub id, `where` and `min_turns` some of the rows. columns: our names for columns, and the source's.
-    """
+def _rows(entry: SourceEntry, key: str, config: DataConfig) -> Dataset:
+    """One source's rows in the two common forms."""
+    source, split, columns = entry.source, entry.split or config.split, entry.columns or config.columns
+    if source == SELF:
+        return Dataset.from_dict({name: [] for name in COLUMNS}, features=Features(COLUMNS))
     if source in BUILT_IN:
-        if where or min_turns or columns:
+        if entry.where or entry.min_turns or columns:
             raise UserError(key, got=f"{source} with columns, where or min_turns", expected="all of it, or another source")
         content, rows_of_split = resolve_name(BUILT_IN[source])(split)
-        options = {"features": Features(COLUMNS), "cache_dir": cache_dir, "fingerprint": Hasher.hash([source, content])}
-        with quiet(), on_disk(cache_folder(cache_dir)):
+        options = {"features": Features(COLUMNS), "cache_dir": config.cache_dir, "fingerprint": Hasher.hash([source, content])}
+        with quiet(), on_disk(cache_folder(config.cache_dir)):
             return Dataset.from_generator(rows_of_split, **options)
-    raw = _load(source, split, name, revision, key, cache_dir)
+    raw = _load(entry, split, key, config.cache_dir)
     if len(raw) == 0:
         raise UserError(key, got=f"{source}, which holds no rows", expected="a dataset with rows")
-    _check_columns(raw.column_names, source, columns, where, key)
+    _check_columns(raw.column_names, source, columns, entry.where, key)
 
     # The library's own fingerprint of a file is of its name and date, which differ between machines.
     content = [content_of(source), split] if Path(source).exists() else raw._fingerprint
-    conditions = [dict(where), min_turns] if where or min_turns else []
-    inputs = ["rows", content, dict(columns), *conditions]
-    reader = Reader(key, dict(columns), dict(where), min_turns)
+    conditions = [entry.where, entry.min_turns] if entry.where or entry.min_turns else []
+    inputs = ["rows", content, columns, *conditions]
+    reader = Reader(key, columns, entry.where, entry.min_turns)
+    how: dict[str, Any] = {"what": "Reading", "num_proc": config.num_proc, "cache_dir": config.cache_dir}
     try:
-        rows = mapped(raw, reader, READER_COLUMNS, inputs, what="Reading", num_proc=num_proc, cache_dir=cache_dir)
+        rows = mapped(raw, reader, READER_COLUMNS, inputs, **how)
     except UnicodeDecodeError as error:  # the library keeps the bytes of a file as they are
         raise UserError(key, got=f"{source}, which is not UTF-8", expected="text in UTF-8") from error
     if num_filtered := len(raw) - len(np.unique(array(rows, "row"))):
@@ -224,14 +204,15 @@ def normalise(row: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]]:
         yield {"text": None, "messages": turns[:1]}  # for the target to answer
 
 
-def _load(source: str, split: str, name: str | None, revision: str | None, key: str, cache_dir: str | None) -> Any:
-    path, kind = Path(source), LOADERS.get(Path(source).suffix)
+def _load(entry: SourceEntry, split: str, key: str, cache_dir: str | None) -> Any:
+    source, path = entry.source, Path(entry.source)
+    kind = LOADERS.get(path.suffix)
     if kind:
         _check_file(path, split, key)
     elif not path.is_dir() and source.count("/") != 1:
         expected = "pico, self, a jsonl, json or parquet file, a folder, or a Hub id as owner/name"
         raise UserError(key, got=source, expected=expected, nearest=nearest(source, [SELF, *BUILT_IN]))
-    options: dict[str, Any] = {"data_files": source} if kind else {"name": name, "revision": revision}
+    options: dict[str, Any] = {"data_files": source} if kind else {"name": entry.name, "revision": entry.revision}
     try:
         with quiet() if path.exists() else nullcontext():
             builder = load_dataset_builder(kind or source, **options, cache_dir=cache_dir)

@@ -15,9 +15,7 @@ SELF = "self"
 LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 OF_SELF = ReadWhen("with source: self", lambda it: it.source == SELF)
 OF_OTHERS = ReadWhen("with rows that exist: those of self are generated", lambda it: it.source != SELF)
-# Keys of a source that do not change which rows are read, and those of `self` alone.
-NOT_READ = {"weight", "license"}
-GENERATED = {"num_prompts", "temperature", "system"}
+NOT_READ = {"weight", "license"}  # keys of a source that do not change which rows are read
 FROM_HUB = ReadWhen(
     "of a data set on the Hub: files and folders have no revisions",
     lambda it: it.source not in {SELF, *BUILT_IN} and not Path(it.source).exists(),
@@ -52,17 +50,14 @@ class SourceEntry(Section):
         read_when=OF_SELF,
     )
 
-    def options(self, split: str, columns: Mapping[str, str]) -> dict[str, Any]:
-        """What reads it, with `split` and `columns` where it has none of its own."""
-        return {
-            **self.model_dump(exclude=NOT_READ | GENERATED),
-            "split": self.split or split,
-            "columns": self.columns or columns,
-        }
+    @property
+    def known_license(self) -> str | None:
+        """As far as it is stated here."""
+        return self.license or BUILT_IN_LICENSES.get(self.source)
 
 
 def entries(source: Any) -> Iterator[tuple[str, SourceEntry]]:
-    """Each source with the key that errors name."""
+    """Each source with the key that errors name. Raises UserError for a wrong name or setting."""
     if isinstance(source, str):
         yield "data.source", SourceEntry(source=source)
         return
@@ -83,18 +78,10 @@ def source_names(source: Any) -> list[str]:
 
 
 def left_open(source: Any) -> Iterator[str]:
-    """A warning for each source without a revision or a licence. Raises as `licensed_sources` does."""
-    for entry in licensed_sources(source):
+    """A warning for each source without a revision or a licence. Raises as `entries` does."""
+    for _, entry in entries(source):
         is_on_hub = entry.source.count("/") == 1 and FROM_HUB.holds(entry) and Path(entry.source).suffix not in LOADERS
         if is_on_hub and entry.revision is None:
             yield f"data.source: {entry.source} has no revision, so its rows may change: pin revision to a commit"
-        if not is_on_hub and entry.source != SELF and entry.license is None:
+        if not is_on_hub and entry.source != SELF and entry.known_license is None:
             yield f"data.source: {entry.source} has no license, which publishing a draft needs: state it in its entry"
-
-
-def licensed_sources(source: Any) -> list[SourceEntry]:
-    """The sources of `data.source`, each with its licence as far as that is stated here. Raises UserError for a wrong name or setting."""
-    return [
-        entry.model_copy(update={"license": entry.license or BUILT_IN_LICENSES.get(entry.source)})
-        for _, entry in entries(source)
-    ]

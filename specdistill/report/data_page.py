@@ -4,7 +4,7 @@ One self-contained file. Every value is escaped: documents come from outside.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,18 +26,17 @@ def write_page(path: Path, key: str, *content: Any) -> None:
         raise UserError(key, got=f"{path} ({error.strerror})", expected="a file that can be written") from error
 
 
-def to_html(
-    target: str, data: Any, halves: Mapping[str, Any], mixture: Sequence[Any], lengths: Any, documents: Sequence[Any]
-) -> str:
-    """target: its name. data: the recipe's section. The others are of `specdistill.produce.show`."""
+def to_html(target: str, data: Any, manifest: Any, lengths: Any, documents: Sequence[Any]) -> str:
+    """target: its name. data: the recipe's section. manifest: of the row set. The others are of `specdistill.produce.show`."""
     return template("report/data_page.html.j2").render(
         title=f"Training data for {target}",
         settings=f"rows of {data.max_length:,} tokens",
         created=datetime.now(UTC).isoformat(),
         data=data,
-        train=halves["train"],
-        table=_of_halves(halves),
-        of_sources=_of_sources(mixture),
+        train=manifest.splits["train"],
+        filled=manifest.filled["train"],
+        table=_of_splits(manifest),
+        of_sources=_of_sources(manifest.sources),
         lengths=lengths,
         documents=documents,
         collapsed=collapsed,
@@ -49,8 +48,9 @@ def collapsed(text: str) -> str:
     return LOOP.sub(lambda it: f"{it[1]}⟲{len(it[0]) // len(it[1])}× " if it[1].strip() else it[0], text)
 
 
-def _of_halves(halves: Mapping[str, Any]) -> Table:
-    rows = ((name, it.rows, it.documents, it.tokens, it.loss_tokens, percent(it.filled)) for name, it in halves.items())
+def _of_splits(manifest: Any) -> Table:
+    counts = ((name, it.rows, it.documents, it.tokens, it.loss_tokens) for name, it in manifest.splits.items())
+    rows = ((*row, percent(manifest.filled[row[0]])) for row in counts)
     return _table(("", "rows", "documents", "tokens", "loss tokens", "filled"), rows)
 
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
@@ -22,7 +22,6 @@ from transformers import PreTrainedTokenizerBase
 
 from specdistill.errors import UserError, one_line
 from specdistill.files.documents import read_json
-from specdistill.processes import agree, of_all
 from specdistill.recipe.data_sources import BUILT_IN, entries
 from specdistill.recipe.sections import DataConfig
 from specdistill.rows.chat import first_difference
@@ -132,6 +131,11 @@ class Manifest(Record):
     splits: dict[str, SplitCounts]
     shards: list[ShardRecord]
 
+    @property
+    def filled(self) -> dict[str, float]:
+        """Of each split, the share of its rows that is not padding."""
+        return {split: it.tokens / (it.rows * self.fit.max_length) for split, it in self.splits.items()}
+
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
         """Raises UserError for a folder that holds no whole row set, naming what it lacks."""
@@ -151,33 +155,6 @@ class Manifest(Record):
             got = f"{folder}, of which {', '.join(unfit)} is not there, or not as it was written"
             raise UserError("data.rows", got=got, expected=f"a whole row set: {MAKE}")
         return manifest
-
-
-def open_rows(
-    config: DataConfig,
-    target: RowTarget,
-    *,
-    measured_on: Sequence[str] = (),
-    make: Callable[[Path, DataConfig, RowTarget, Sequence[str]], None],
-) -> tuple[Dataset, Dataset]:
-    """(train, validation) rows with the columns of `packing`: those of `data.rows`, or the recipe's own, which `make` makes where there are
-    none yet. Every process of a launch has to call it.
-
-    measured_on: suites that the draft will be measured on. Raises UserError for rows of another target, template or shape, for a set
-    that is not whole, and for machines whose rows or weights differ.
-    """
-    agree({"weights of target.model": target.weights[:SHOWN]})
-    if config.shard is not None:
-        expected = "null: `specdistill data make` alone makes a shard of the rows"
-        raise UserError("data.shard", got=config.shard, expected=expected)
-    check(config, target)
-    folder = place_of(config, target, measured_on)
-    if config.rows is None and not all(of_all(is_whole(folder))):
-        make(folder, config, target, measured_on)
-    train, validation, manifest = read_rows(folder, Fit.of(config, target))
-    hashes = {shard.name: shard.hash[:SHOWN] for shard in manifest.shards}
-    agree(hashes, otherwise=": make the rows on one machine, and copy the folder (data.rows)")
-    return train, validation
 
 
 def read_rows(folder: Path, fit: Fit | None = None) -> tuple[Dataset, Dataset, Manifest]:
@@ -243,9 +220,9 @@ def _rows_of(source: str, split: str) -> str:
     return str(resolve_name(BUILT_IN[source])(split)[0]) if source in BUILT_IN else content_of(source)
 
 
-def is_part(path: Path) -> bool:
+def is_part(name: str) -> bool:
     """Whether a file is of a row set, also of one that is being written, by its name."""
-    name = path.name.removesuffix(".part")
+    name = name.removesuffix(".part")
     return name == MANIFEST or SHARD.fullmatch(name) is not None
 
 

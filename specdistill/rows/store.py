@@ -54,11 +54,9 @@ SHOWN = 12  # digits of a hash
 Bytes = NDArray[np.uint8]
 
 
-class UnfitShardError(Exception):
-    """A file is not the shard that is wanted. why: a clause that follows its name."""
-
-    def __init__(self, path: Path, why: str) -> None:
-        super().__init__(f"{path}, which {why}")
+def unfit(path: Path, why: str) -> UserError:
+    """Of a file that is not the shard that is wanted. why: a clause that follows its name."""
+    return UserError(KEY, got=f"{path}, which {why}", expected=WHOLE)
 
 
 @dataclass(frozen=True)
@@ -104,15 +102,15 @@ class Origin:
         return {HEADER: json.dumps({"version": VERSION, **asdict(self)}, sort_keys=True)}
 
     def check(self, path: Path, metadata: Mapping[str, str] | None) -> None:
-        """Raises UnfitShardError for a file whose header is of anything else."""
+        """Raises UserError for a file whose header is of anything else."""
         if metadata is None or HEADER not in metadata:
-            raise UnfitShardError(path, "is no shard of features")
+            raise unfit(path, "is no shard of features")
         found, wanted_fields = dict(parse_json(metadata[HEADER])), parse_json(self.header()[HEADER])
         for name, expected in wanted_fields.items():
             if (other := found.get(name)) != expected:
                 is_hash = name in ("weights", "tokenizer")
                 got, wanted = (str(value)[:SHOWN] if is_hash else shown(value) for value in (other, expected))
-                raise UnfitShardError(path, f"is of other features: {name} {got} for {wanted}")
+                raise unfit(path, f"is of other features: {name} {got} for {wanted}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +148,7 @@ class Shard:
 
     @classmethod
     def open(cls, path: Path, origin: Origin) -> "Shard":
-        """Reads all but the features. Raises UnfitShardError for a file that is not there, not whole or of something else."""
+        """Reads all but the features. Raises UserError for a file that is not there, not whole or of something else."""
         try:
             with safe_open(path, framework="np") as file:
                 origin.check(path, file.metadata())
@@ -159,13 +157,13 @@ class Shard:
                 )
             tensors = _tensors(path)
         except FileNotFoundError as error:
-            raise UnfitShardError(path, "is missing") from error
+            raise unfit(path, "is missing") from error
         except (SafetensorError, OSError, ValueError, TypeError) as error:
-            raise UnfitShardError(path, f"is damaged ({one_line(str(error))[:120]})") from error
+            raise unfit(path, f"is damaged ({one_line(str(error))[:120]})") from error
         shapes = origin.shapes(len(ids))
         adds_up = counts.sum() == len(lengths) and lengths.sum() == len(ids) and len(counts) == len(checksums)
         if not adds_up or shapes != {name: tensors[name]["shape"] for name in shapes if name in tensors}:
-            raise UnfitShardError(path, "is damaged (its rows do not add up)")
+            raise unfit(path, "is damaged (its rows do not add up)")
         by_row = np.split(lengths, counts.cumsum()[:-1])
         ends = np.cumsum([part.sum() for part in by_row])
         rows = [Tokens(*row) for row in zip(np.split(ids, ends[:-1]), by_row, strict=True)]
@@ -183,12 +181,13 @@ class Shard:
             _mapped(self.path).madvise(mmap.MADV_WILLNEED, first, offset + count - first)
 
     def read(self, index: int, into_ATD: Tensor) -> None:
-        """The features of a row, into the first L positions of a tensor [A + 1, T, D] of `origin.row_dtype`.
+        """The features of a row, into the first L positions of a tensor [A + 1, T, D] of `origin.row_dtype`, and 0 into the others.
 
-        Raises UnfitShardError where they are not what was written.
+        Raises UserError where they are not what was written.
         """
-        parts = self.checked(index)
-        into_ALD = into_ATD[:, : len(self.rows[index])]
+        parts, length = self.checked(index), len(self.rows[index])
+        into_ALD = into_ATD[:, :length]
+        into_ATD[:, length:] = 0
         if self.origin.stored == FP8:
             vectors, scales = (torch.from_numpy(part.copy()) for part in parts)
             vectors_ALD = vectors.view(torch.float8_e4m3fn).view(into_ALD.shape)
@@ -198,10 +197,10 @@ class Shard:
             into[:] = parts[0].reshape(into.shape)
 
     def checked(self, index: int) -> list[Bytes]:
-        """The bytes of a row's features, and of its scales. Raises UnfitShardError where they are not what was written."""
+        """The bytes of a row's features, and of its scales. Raises UserError where they are not what was written."""
         parts = [np.frombuffer(_mapped(self.path), np.uint8, count, offset) for offset, count in self._places(index)]
         if checksum(parts) != self.checksums[index]:
-            raise UnfitShardError(self.path, f"is damaged (row {index})")
+            raise unfit(self.path, f"is damaged (row {index})")
         return parts
 
     def _places(self, index: int) -> list[tuple[int, int]]:
@@ -297,11 +296,7 @@ class FeatureStore:
         if not found:
             raise UserError(KEY, got=f"{folder}, which holds no features", expected=WHOLE)
         names = sorted({shard_name(index, int(match[1])) for match in found for index in range(int(match[1]))})
-        try:
-            shards = [Shard.open(folder / name, origin) for name in names]
-        except UnfitShardError as error:
-            raise UserError(KEY, got=error, expected=WHOLE) from error
-        store = cls(shards, sets, origin)
+        store = cls([Shard.open(folder / name, origin) for name in names], sets, origin)
         if store.num_missing:
             got = f"{folder}, which lacks {store.num_missing:,} of the {store.num_rows:,} rows of this recipe's data"
             raise UserError(KEY, got=got, expected=WHOLE)
@@ -319,23 +314,13 @@ class FeatureStore:
         length = batch["input_ids"].shape[1]
         shape = (len(rows), self.origin.num_features, length, self.origin.hidden_size)
         features = torch.empty(shape, dtype=self.origin.row_dtype)
-        for place in filter(None, places):
-            place[0].expect(place[1])
+        features[[place is None for place in places]] = 0
+        found = [(*place, into_ATD) for place, into_ATD in zip(places, features, strict=True) if place]
+        for shard, index, _ in found:
+            shard.expect(index)
         with ThreadPoolExecutor(len(rows)) as pool:  # waiting for the disk, summing and copying are not Python's
-            list(pool.map(self._read, places, features))
+            list(pool.map(lambda row: row[0].read(*row[1:]), found))
         return {**batch, "features": features}
-
-    def _read(self, place: tuple[Shard, int] | None, into_ATD: Tensor) -> None:
-        """A row, and 0 where it has no tokens. Raises UserError for a damaged shard."""
-        if place is None:
-            into_ATD.zero_()
-            return
-        shard, index = place
-        into_ATD[:, len(shard.rows[index]) :] = 0
-        try:
-            shard.read(index, into_ATD)
-        except UnfitShardError as error:
-            raise UserError(KEY, got=error, expected=WHOLE) from error
 
 
 def shard_name(index: int, total: int) -> str:

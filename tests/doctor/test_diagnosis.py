@@ -15,9 +15,11 @@ from torch import Tensor
 
 from specdistill.cli import main
 from specdistill.decoding.decoder import Decoder
+from specdistill.doctor.command import DoctorOptions
 from specdistill.doctor.diagnosis import Diagnosis, SimulatedAcceptance, _fit, diagnose, recorded
 from specdistill.methods.draft_model.checkpoint import save_draft_model
 from specdistill.methods.draft_model.create import create_draft_model
+from specdistill.recipe.load import validate
 from specdistill.rows.row_set import RowTarget
 from specdistill.targets.frozen import FrozenTarget
 from tests.memorised import LENGTH, NUM_TOKENS, PROMPT, memorise
@@ -59,9 +61,12 @@ def run_of(folder: Path) -> Callable[[str], Path]:
     return cache(learned)
 
 
-def diagnosed(folder: Path, run: Path, **options: Any) -> Diagnosis:
-    options = {"suite": str(folder / "prompts.jsonl"), "num_prompts": 1, "model": str(folder / "target"), **options}
-    return diagnose(run / "draft", **options)
+def tried(draft: Path, target: Path, **prompts: Any) -> Diagnosis:
+    return diagnose(validate(DoctorOptions, {"draft": str(draft), "target": {"model": str(target)}, "eval": prompts}))
+
+
+def diagnosed(folder: Path, run: Path) -> Diagnosis:
+    return tried(run / "draft", folder / "target", suite=str(folder / "prompts.jsonl"), num_prompts=1)
 
 
 def mutated(learned: Path, change: Change, run: Path) -> Path:
@@ -186,23 +191,23 @@ def in_a_run(learned: Path, run: Path, *, suite: str | None, rows: str | None = 
 
 def test_a_draft_of_a_run_is_tried_on_what_it_is_for(folder: Path, run_of: Callable[[str], Path], tmp_path: Path) -> None:
     """An export, too: on the suite of the run's recipe, else on rows that its training held out, else on plain ones, which it says."""
-    target, learned = {"model": str(folder / "target"), "num_prompts": 2}, run_of("eagle3")
+    target, learned = folder / "target", run_of("eagle3")
     exported = in_a_run(learned, tmp_path / "suite", suite=str(folder / "prompts.jsonl"))
-    made = diagnose(exported, **target)
+    made = tried(exported, target, num_prompts=2)
     assert made.prompts == f"1 of suite {folder / 'prompts.jsonl'}, the first: {PROMPT!r}" and made.is_sound
     assert made.recorded == SimulatedAcceptance(4, LENGTH)
 
     config = config_for(tmp_path, [{"text": f"{PROMPT} {number:02d} once upon a time"} for number in range(40)], max_length=64)
-    rows, _ = opened(config, RowTarget.of(FrozenTarget.load(target["model"])))
+    rows, _ = opened(config, RowTarget.of(FrozenTarget.load(str(target))))
     exported = in_a_run(learned, tmp_path / "rows", suite=None, rows=rows._fingerprint, cache_dir=config.cache_dir)
-    made = diagnose(exported, **target)
+    made = tried(exported, target, num_prompts=2)
     assert made.prompts is not None and made.prompts.startswith(
         f"2 of the held-out rows of {tmp_path / 'rows'}, the first: '{PROMPT}"
     )
     assert made.recorded == SimulatedAcceptance(4, LENGTH)
 
     shutil.rmtree(config.cache_dir)
-    made = diagnose(exported, **target)
+    made = tried(exported, target, num_prompts=2)
     assert made.prompts is not None and made.prompts.startswith("2 of suite pico-short, the first: ") and made.recorded is None
     assert "lines of Python" in "".join(finding.what for finding in made.findings if finding.severity == "warning")
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdistill.doctor.diagnosis import diagnose
+from specdistill.doctor.diagnosis import examine
 from specdistill.engines import ENGINES, engines_with
 from specdistill.engines.engine import Served, Serving
 from specdistill.export import export
@@ -44,7 +44,7 @@ def test_engines_load_what_is_said(target: FrozenTarget, tmp_path: Path, method:
     save_head(method, head_of(method, target, shape, torch.float32), tmp_path)
     for name in engines_with("serve_command"):
         if METHODS[method].serving().get(name, Serving()).loaders:
-            assert loads_as_is(ENGINES[name], method, tmp_path) == diagnose(tmp_path, name).is_sound, name
+            assert loads_as_is(ENGINES[name], method, tmp_path) == examine(tmp_path, engine=name).is_sound, name
 
 
 def test_each_engine_is_told_how(tmp_path: Path) -> None:

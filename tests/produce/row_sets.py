@@ -10,10 +10,10 @@ from datasets import Dataset
 
 from recipes.pico.corpus import CHAT_TEMPLATE
 from specdistill.produce.blocks import AnswerFile
-from specdistill.produce.make import make_rows
+from specdistill.produce.make import open_rows
 from specdistill.recipe.sections import DataConfig
 from specdistill.rows.packing import collate
-from specdistill.rows.row_set import Manifest, RowTarget, open_rows, place_of, read_rows
+from specdistill.rows.row_set import Manifest, RowTarget, place_of, read_rows
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 
@@ -37,8 +37,8 @@ def replace(config: Any, **changes: Any) -> Any:
     return config.model_copy(update=changes)
 
 
-def opened(config: DataConfig, target: RowTarget | None = None, make: Any = make_rows) -> tuple[Dataset, Dataset]:
-    return open_rows(config, target or row_target(), make=make)
+def opened(config: DataConfig, target: RowTarget | None = None) -> tuple[Dataset, Dataset]:
+    return open_rows(config, target or row_target())
 
 
 def manifest_of(config: DataConfig, target: RowTarget | None = None) -> Manifest:

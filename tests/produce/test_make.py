@@ -21,9 +21,9 @@ from specdistill.produce import blocks as blocks_module
 from specdistill.produce import generate, make, merge
 from specdistill.produce.blocks import Block, blocks
 from specdistill.produce.job import Job
-from specdistill.produce.make import make_blocks, make_rows, shard_of
+from specdistill.produce.make import make_blocks, shard_of
 from specdistill.recipe.sections import DataConfig, RegenerateConfig
-from specdistill.rows.row_set import MANIFEST, RowTarget
+from specdistill.rows.row_set import MANIFEST, RowTarget, place_of
 from tests.processes import run_processes
 from tests.produce.openai_server import Behaviour, running
 from tests.produce.row_sets import (
@@ -194,7 +194,7 @@ def test_greedy_rows_are_what_transformers_generates(tmp_path: Path, monkeypatch
     monkeypatch.setattr("specdistill.produce.generate.fast_dtype", lambda device: torch.float32)
     target = generator(num_layers=2)
     config = replace(generating(tmp_path, temperatures=[0.0], num_tokens=600), packing=False)
-    job = Job.of(config, target)
+    job = Job(tmp_path / "set", config, target)
     make_blocks(job)
     found = [row for path in sorted(job.blocks.glob("*.arrow")) for row in Dataset.from_file(str(path))]
     tokenizer, model = target.tokenizer, target.model
@@ -263,7 +263,7 @@ def test_blocks_that_lack_or_are_of_another_recipe_are_named(tmp_path: Path) -> 
 
 
 def test_a_second_writer_is_refused_and_told_the_process_of_the_first(tmp_path: Path) -> None:
-    job = Job.of(generating(tmp_path), generator())
+    job = Job(tmp_path / "set", generating(tmp_path), generator())
     first = f"which process {os.getpid()} on {socket.gethostname()} is writing"
     with alone(job.blocks / "block-00000.lock", "data.shard", job.blocks), refused("data.shard", holds=first):
         make_blocks(job)
@@ -315,7 +315,7 @@ def test_no_room_for_what_is_generated_ends_it_after_the_first_answers(
     config, target = config_for(tmp_path, numbered(20), regenerate=GENERATED), generator()
     with pytest.raises(ResourceError, match=r"generating takes about .* whose disk has 5\.0 kB left"):
         opened(config, target)
-    (kept,) = Job.of(config, target).blocks.glob("*.jsonl")
+    (kept,) = Job(place_of(config, target, ()), config, target).blocks.glob("*.jsonl")
     assert kept.read_bytes().count(b"\n") == 2
     assert opened(replace(config, force=True), target) and "estimated from" in capsys.readouterr().err
 
@@ -338,7 +338,7 @@ def test_processes_of_a_launch_share_the_blocks(
             make, "_make_block", lambda job, block, **how: numbers.append(block.number) or made(job, block, **how)
         )
         own = replace(config, cache_dir=str(tmp_path / f"cache-{machine}"))
-        halves = opened(own, target, make_rows)
+        halves = opened(own, target)
         print(json.dumps([numbers, [half.to_list() for half in halves]]))
 
     ended = run_processes(tmp_path, work, *local_ranks)

@@ -14,6 +14,7 @@ from recipes.pico.corpus import CHAT_TEMPLATE
 from specdistill.produce.blocks import Block
 from specdistill.produce.prompts import (
     CHAT_SHARE,
+    BlockPlan,
     GenerationPrompt,
     chat_prompts,
     prompts_of,
@@ -98,7 +99,8 @@ def planned(texts: int, chats: int, count: int = 1, **settings: Any) -> list[lis
     for number in range(count):
         block = Block(number, count, 6000 // count)
         source = Source(rows, SourceEntry(source="x"), "data.source")
-        made.append(streams(*prompts_of([source], {}, block, config, TOKENIZER, Counter()), block, config))
+        plan = BlockPlan(block, config, [source], TOKENIZER, ())
+        made.append(streams(plan, *prompts_of(plan, {}, Counter())))
     return made
 
 
@@ -134,7 +136,7 @@ def test_conversations_of_similar_length_stand_beside_one_another() -> None:
         GenerationPrompt([7] * random.Random(number).randint(2, 90), number, ({"role": "user", "content": ""},))
         for number in range(512)
     ]
-    ((tasks, _),) = streams(chats, [], Block(0, 1, 9000), config)
+    ((tasks, _),) = streams(BlockPlan(Block(0, 1, 9000), config, [], TOKENIZER, ()), chats, [])
     lengths = [len(task.prompt.ids) for task in islice(tasks, 512)]
     assert sorted(lengths) == sorted(len(prompt.ids) for prompt in chats) and lengths != sorted(lengths)
     assert all(part == sorted(part) for part in (lengths[start : start + 128] for start in range(0, 512, 128)))

@@ -11,7 +11,7 @@ from datasets import Dataset
 from specdistill.produce import blocks
 from specdistill.produce.answer_rules import Counts
 from specdistill.produce.blocks import Answer, Block
-from specdistill.produce.prompts import GenerationTask
+from specdistill.produce.prompts import BlockPlan, GenerationTask
 from specdistill.produce.self_prompts import MOST, Opening, room_for_prompts, self_prompts
 from specdistill.produce.sources import Source
 from specdistill.recipe.data_sources import SourceEntry
@@ -99,7 +99,8 @@ def prompts(
     tokenizer = tiny_tokenizer(template)
     made = DataConfig(max_length=2 * (60 + opening(template).num_tokens))
     block = Block(number_of - 1, number_of, 100)
-    kept, counts = self_prompts(source, 0, block, made, tokenizer, [0], backend, None, {})  # type: ignore[arg-type]
+    plan = BlockPlan(block, made, [source], tokenizer, [0])
+    kept, counts = self_prompts(plan, 0, backend, None, {})  # type: ignore[arg-type]
     for prompt in kept:
         asked = [{"role": "user", "content": prompt.asked}]
         assert prompt.ids == tokenizer.apply_chat_template(asked, add_generation_prompt=True)["input_ids"]  # type: ignore[call-overload]

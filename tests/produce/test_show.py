@@ -34,7 +34,7 @@ def test_tables_show_the_counts(tmp_path: Path) -> None:
     opened(config)
     manifest = manifest_of(config)
     console = Console(file=io.StringIO(), width=100)
-    console.print(show.table_of_halves(show.halves(manifest)))
+    console.print(show.table_of_splits(manifest))
     parts = [manifest.sources[0], manifest.sources[0].model_copy(update={"source": "b", "tokens": 0, "loss_tokens": 0})]
     console.print(show.table_of_sources(parts))
     lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]

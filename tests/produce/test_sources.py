@@ -20,7 +20,7 @@ from specdistill.cli import main
 from specdistill.errors import ResourceError, UserError
 from specdistill.pico import chats, standard_library
 from specdistill.produce import sources
-from specdistill.produce.sources import Source, load_rows, normalise
+from specdistill.produce.sources import Source, normalise
 from specdistill.recipe.data_sources import source_names
 from specdistill.recipe.sections import DataConfig
 from tests.loopback_hub import loopback_hub
@@ -38,6 +38,11 @@ def _parquet(columns: dict[str, list[Any]]) -> bytes:
 
 def loaded(source: Any, cache_dir: Path | str | None = None, **settings: Any) -> list[Source]:
     return sources.load_sources(DataConfig(source=source, cache_dir=cache_dir and str(cache_dir), **settings))
+
+
+def load_rows(source: Any, split: str, cache_dir: Path | str | None = None, **settings: Any) -> Dataset:
+    (found,) = loaded(source, cache_dir, split=split, **settings)
+    return found.rows
 
 
 def turns_of(row: Mapping[str, Any]) -> Turns | str:
@@ -278,7 +283,8 @@ def test_columns_say_what_a_source_calls_ours(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     path = written(tmp_path / "rows.jsonl", [{"talk": turns, "text": "no", "kind": kind} for kind in "ab"])
     cache = str(tmp_path / "cache")
-    rows = load_rows(path, "train", columns={"messages": "talk"}, where={"kind": "b"}, cache_dir=cache)
+    entry = {"source": path, "columns": {"messages": "talk"}, "where": {"kind": "b"}}
+    rows = load_rows([entry], "train", cache_dir=cache)
     assert rows.to_list() == [{"text": None, "messages": turns}]
     assert load_rows(path, "train", cache_dir=cache)["text"] == ["no", "no"]
     both = [{"source": path, "columns": {"text": "kind"}}, {"source": path}]

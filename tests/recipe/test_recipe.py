@@ -15,7 +15,7 @@ from specdistill.command import print_help
 from specdistill.errors import UserError
 from specdistill.methods.recipe import Recipe
 from specdistill.project import GATES, RECIPES
-from specdistill.recipe.data_sources import licensed_sources
+from specdistill.recipe.data_sources import entries
 from specdistill.recipe.fields import describe
 from specdistill.recipe.load import REQUIRED, load_recipe, merged, save_recipe
 from specdistill.recipe.sections import TreeConfig
@@ -80,12 +80,12 @@ def test_target_draft_and_data_are_pinned_to_a_commit_and_the_data_s_licences_st
     pinned = (
         [word for words in commands(name) for word in words if COMMIT.fullmatch(word)] if given else [recipe.target.revision]
     )
-    sources = licensed_sources(recipe.data.source)
+    sources = [source for _, source in entries(recipe.data.source)]
     pinned += [source.revision for source in sources]
     if "/" in str(init := recipe.draft.init):
         pinned.append(init.partition("@")[2])
     assert all(COMMIT.fullmatch(str(revision)) for revision in pinned) and len(pinned) > len(sources)
-    assert {source.license for source in sources} <= LICENCES
+    assert {source.known_license for source in sources} <= LICENCES
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -255,7 +255,7 @@ def test_an_item_of_a_list_has_no_key_of_its_own(tmp_path: Path):
     (tmp_path / "r.yaml").write_text("data: {source: [{source: pico}]}\n", encoding="utf-8")
     recipe = load(f"recipe={tmp_path / 'r.yaml'}", "data.source.0.weight=2")
     with refused("data.source", "{'0': {'weight': 2}}"):
-        licensed_sources(recipe.data.source)
+        list(entries(recipe.data.source))
 
 
 @pytest.mark.parametrize(
