@@ -4,7 +4,9 @@ each prompt with the draft and without.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from specdistill.measurement.quality import add_quality
 from specdistill.methods import METHODS
 from specdistill.methods.load import describe_draft, load_proposer
 from specdistill.methods.recipe import Recipe
+from specdistill.processes import is_first, join, of_all
 from specdistill.recipe.sections import EvalConfig
 from specdistill.report.text import print_power_analysis
 from specdistill.statistics.records import PromptRecord
@@ -50,12 +53,16 @@ def measure(
     is_decided: whether a report and its records leave no rule of the gate inconclusive; until then eval.max_minutes adds prompts.
     """
     config, suite = recipe.eval, load_suite(recipe.eval.suite, recipe.target.model)
+    rank, num_processes = join()
+    if num_processes > 1:
+        check_shares(config)
     if config.engine != "specdistill":
         return measure_in_engine(recipe, suite, prior, folder / ENGINE)
     start = time.monotonic()
     target, proposer, draft = load_pair(recipe)
     plans = plan_all(config, suite, target)
-    print_power_analysis(power_analysis(len(plans[0].prompts), suite.name, prior))
+    if is_first():
+        print_power_analysis(power_analysis(len(plans[0].prompts), suite.name, prior))
     if any(plan.settings.batch_size > 1 for plan in plans):
         BatchDecoder(target, proposer)  # refuses what cannot be batched, before anything is measured
 
@@ -70,7 +77,10 @@ def measure(
 
     identity = measurement_identity(target, proposer, suite, method=recipe.method, draft=draft)
     finished = FinishedConfigurations(folder / FINISHED, identity)
-    measured = list(measure_each(target, proposer, suite, plans, finished, is_enough))
+    own = [replace(plan, prompts=plan.prompts[rank::num_processes]) for plan in plans]
+    measured = together(of_all(list(measure_each(target, proposer, suite, own, finished, is_enough))))
+    if not is_first():
+        return of_all((None, []))[0]
 
     # Of the main configuration also: is sampling lossless, and what do rounds of fewer draft tokens cost?
     prompts, settings = plans[0].prompts, plans[0].settings
@@ -87,7 +97,32 @@ def measure(
     report = report_of(plans, measured, sampling_test=tested, costs=costs, took=used)
     records = [record for entry in measured for record in entry.records]
     add_quality(report, records, suite, special_tokens=target.tokenizer.all_special_tokens, run_code=config.run_code)
-    return report, records
+    report["hardware"]["count"] = num_processes
+    return of_all((report, records))[0]
+
+
+def check_shares(config: EvalConfig) -> None:
+    """Raises UserError for a measurement that several processes cannot share: of an engine, or one that ends when enough is known."""
+    for name in ("target_precision", "max_minutes"):
+        if (given := getattr(config, name)) is not None:
+            raise UserError(f"eval.{name}", got=f"{given} in several processes", expected="null, or no launch=…")
+    if config.engine != "specdistill":
+        raise UserError("eval.engine", got=f"{config.engine} in several processes", expected="specdistill, or no launch=…")
+
+
+def together(shares: Sequence[Sequence[MeasuredConfiguration]]) -> list[MeasuredConfiguration]:
+    """The configurations of which each process measured a share, on a device of its own, while the others worked, too.
+
+    Acceptance and losslessness are of all prompts, speed of the first device alone: the records of the others have no baseline.
+    """
+    merged = []
+    for entries in zip(*shares, strict=True):
+        first, *others = ([*entry.records] for entry in entries)
+        known = [first, *([replace(record, baseline=None, hf_generate=None) for record in records] for records in others)]
+        records = [record for each in zip_longest(*known) for record in each if record is not None]
+        compared = [one for entry in entries for one in entry.compared]
+        merged.append(MeasuredConfiguration(records, compared, entries[0].took))
+    return merged
 
 
 def measure_each(
