@@ -79,8 +79,10 @@ def measure(
     finished = FinishedConfigurations(folder / FINISHED, identity)
     own = [replace(plan, prompts=plan.prompts[rank::num_processes]) for plan in plans]
     measured = together(of_all(list(measure_each(target, proposer, suite, own, finished, is_enough))))
+    result: tuple[dict[str, Any], list[PromptRecord]]
     if not is_first():
-        return of_all((None, []))[0]
+        result, *_ = of_all(None)
+        return result
 
     # Of the main configuration also: is sampling lossless, and what do rounds of fewer draft tokens cost?
     prompts, settings = plans[0].prompts, plans[0].settings
@@ -98,7 +100,8 @@ def measure(
     records = [record for entry in measured for record in entry.records]
     add_quality(report, records, suite, special_tokens=target.tokenizer.all_special_tokens, run_code=config.run_code)
     report["hardware"]["count"] = num_processes
-    return of_all((report, records))[0]
+    result, *_ = of_all((report, records))
+    return result
 
 
 def check_shares(config: EvalConfig) -> None:

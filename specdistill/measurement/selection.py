@@ -27,13 +27,14 @@ def decoded_acceptance_length(recipe: TrainedRecipe, target: FrozenTarget) -> Ca
     prompts = tokenize(suite, target.tokenizer, num_prompts=recipe.selection.num_prompts, **room)
     tree = tree_shape(**vars(recipe.eval.tree)) if recipe.eval.tree else None
 
-    @torch.compiler.set_stance("force_eager")  # a target that is compiled for training
     def measure(folder: Path) -> float:
         proposer = load_proposer(recipe.method, str(folder), target, **recipe.proposer_options())
         decoder, k = Decoder(target, proposer), recipe.eval.num_speculative_tokens
-        runs = [
-            decoder.generate(prompt.token_ids, max_new_tokens=limit, num_speculative_tokens=k, tree=tree) for prompt in prompts
-        ]
+        with torch.compiler.set_stance("force_eager"):  # of a target that is compiled for training
+            runs = [
+                decoder.generate(prompt.token_ids, max_new_tokens=limit, num_speculative_tokens=k, tree=tree)
+                for prompt in prompts
+            ]
         accepted = [round.num_accepted for run in runs for round in run.rounds if round.drafted]
         if not accepted:
             raise UserError(
