@@ -27,7 +27,6 @@ from specdistill.measurement.servers import (
     ServerAnswers,
     ServerMeasurement,
     ServerTask,
-    check_draft,
     connect_pair,
     measure_running,
     measure_started,
@@ -87,8 +86,9 @@ def measure_in_engine(
     )
 
     # What can be refused before anything is measured
-    if config.server:
-        check_draft(draft, recipe.method, files)
+    if config.server:  # which does not say what it drafts with, unless that is in the target's checkpoint
+        if draft is not None and not METHODS[recipe.method].in_target:
+            check_target(locate(draft, patterns=("config.json",)), files, "eval.draft")
         speculative, baseline = connect_pair(config, (target.model, files.name))
         max_length = min(max_length, speculative.identity.max_length or max_length)
     else:

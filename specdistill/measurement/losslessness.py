@@ -48,16 +48,16 @@ def greedy_check(
 
 def summary(compared: Divergences) -> dict[str, Any]:
     """The greedy part of the report's `lossless`; without `near_ties` where it is not known of each divergence whether it is one."""
-    found = [divergence for divergence in compared if divergence]
+    found = [one for one in compared if one]
     lossless = {
         "greedy_identical": not found,
         "prompts_checked": len(compared),
         "first_divergence": found[0] if found else None,
         "divergences": len(found),
     }
-    if any("near_tie" not in divergence for divergence in found):
+    if any("near_tie" not in one for one in found):
         return lossless
-    near_ties = sum(divergence["near_tie"] for divergence in found)
+    near_ties = sum(one["near_tie"] for one in found)
     return {**lossless, "near_ties": near_ties, "unexplained_divergences": len(found) - near_ties}
 
 

@@ -20,12 +20,9 @@ from specdistill.engines.start import started
 from specdistill.errors import ReportedError, ResourceError, UserError
 from specdistill.measurement.configurations import Settings
 from specdistill.methods import METHODS
-from specdistill.methods.load import locate
-from specdistill.methods.target_record import check_target
 from specdistill.progress import progress
 from specdistill.recipe.sections import EvalConfig, TargetConfig
 from specdistill.suites.suite import Prompt, Suite, evenly, num_measured, tokenize
-from specdistill.targets.files import TargetFiles
 
 # (K, 0 without a draft; load) -> the repetitions of each prompt. One that a server no longer answered is missing.
 ServerAnswers = dict[tuple[int, int], list[list[Completion]]]
@@ -50,15 +47,6 @@ class ConnectedServer:
         model, sampling = self.identity.models[0], vars(settings.sampling)
         request = CompletionRequest(model, prompt.token_ids, settings.max_new_tokens, **sampling, seed=seed)
         return self.client.complete(self.server, request, self.k)
-
-
-def check_draft(draft: str | None, method: str, target: TargetFiles) -> None:
-    """Raises UserError when `eval.draft`, which a server does not confirm, is no draft or another target's; None says nothing.
-
-    Of a Hub id config.json alone is fetched. What is in the target's checkpoint is what the server says that it serves.
-    """
-    if draft is not None and not METHODS[method].in_target:
-        check_target(locate(draft, patterns=("config.json",)), target, "eval.draft")
 
 
 def connect(engine: str, address: str, key: str, target: Sequence[str], timeout: float, k: int) -> ConnectedServer:

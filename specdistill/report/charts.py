@@ -92,27 +92,26 @@ def speedup_by(what: str, named: NamedRows, axis: str) -> Markup | None:
 
 def _lines(named: NamedRows, metric: str, formatted: Format, x: Scale, ticks: Ticks, label: str, axis: str) -> Markup | None:
     """A line for each row with the metric: its value and its interval, below its name."""
-    rows = [row for _, row in named if metric in row]
-    if not rows:
+    named = [(name, row) for name, row in named if metric in row]
+    if not named:
         return None
     step, top = 30 + ABOVE, 12
-    bottom = top + step * len(rows)
+    bottom = top + step * len(named)
     drawn = _x_axis(x, ticks, top, bottom, bottom)
     if metric == "speedup":
         drawn.append(_line(x(1.0), top, x(1.0), bottom, "muted", stroke_dasharray="3 4"))
-    names = [name if len(name) <= LONGEST else f"…{name[1 - LONGEST :]}" for name, row in named if metric in row]
-    for index, (name, row) in enumerate(zip(names, rows, strict=True)):
-        y = top + step * index + ABOVE + 15
+    for index, (name, row) in enumerate(named):
+        y, shown = top + step * index + ABOVE + 15, name if len(name) <= LONGEST else f"…{name[1 - LONGEST :]}"
         low, high = _interval(row, metric)
         drawn += [
-            _tag("rect", x=0, y=y - 22, width=round(len(name) * LETTER), height=14, fill="var(--paper)"),  # over the lines
-            _text(0, y - 11, name),
+            _tag("rect", x=0, y=y - 22, width=round(len(shown) * LETTER), height=14, fill="var(--paper)"),  # over the lines
+            _text(0, y - 11, shown),
             _line(x(low), y, x(high), y, "bar", stroke_width=6, stroke_linecap="round"),
             _dot(x(row[metric]), y, 4.5, "good"),
             _text(WIDTH, y + 4, formatted(row[metric]), anchor="end", kind="strong"),
         ]
     drawn.append(_text((x(ticks[0][0]) + x(ticks[-1][0])) / 2, bottom + 34, axis, anchor="middle"))
-    values = (f"{name}: {formatted(row[metric])}{between(row, metric)}" for name, row in named if metric in row)
+    values = (f"{name}: {formatted(row[metric])}{between(row, metric)}" for name, row in named)
     return _svg(bottom + 40, label, drawn, values)
 
 

@@ -62,7 +62,7 @@ def of_chains(report: Report) -> list[ResultRow]:
 
 
 def _like_the_first(report: Report, *varied: str) -> list[ResultRow]:
-    """The first row and those that differ from it in nothing else."""
+    """The first row and those that differ from it in `varied` alone."""
     first, *others = report["results"]
     same = {"suite", "category", *CONFIGURATION_KEYS} - {*varied}
     return [first, *(row for row in others if all(row[name] == first[name] for name in same))]

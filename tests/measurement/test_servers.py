@@ -10,7 +10,6 @@ import pytest
 
 from specdistill.engines import start
 from specdistill.errors import ExitCode
-from specdistill.measurement.servers import check_draft
 from specdistill.methods.target_record import SECTION
 from specdistill.project import ROOT
 from specdistill.report.files import read_report
@@ -20,7 +19,7 @@ from tests import scripts
 from tests.heads import build_head, save_head
 from tests.loopback_hub import fetched, loopback_hub
 from tests.measurement.peer import evaluate_pico
-from tests.refusals import refused, refused_key
+from tests.refusals import refused_key
 
 PROGRAM = ROOT / "tests" / "engines" / "engine_program.py"
 NUM_PROMPTS, NEW_TOKENS = 8, 16
@@ -203,8 +202,10 @@ def test_a_draft_on_the_hub_is_checked_by_its_config_alone(made_for, tmp_path, c
         assert "11111111" in error and "22222222" in error
 
 
-def test_what_the_targets_checkpoint_holds_is_not_checked(tmp_path):
+@pytest.mark.parametrize(("method", "expected"), [("eagle3", ExitCode.USER_ERROR), ("mtp", ExitCode.RESOURCE_ERROR)])
+def test_what_the_targets_checkpoint_holds_is_not_checked(tmp_path, capsys, method, expected):
+    """Without a check the command continues to the server, which nobody has started."""
     (tmp_path / "config.json").write_bytes(config(OTHER))
-    with refused("eval.draft", holds="someone/else"):
-        check_draft(str(tmp_path), "eagle3", TargetFiles.of("pico"))
-    check_draft(str(tmp_path), "mtp", TargetFiles.of("pico"))
+    keys = ["target=pico", f"method={method}", "suite=pico", "eval.engine=vllm", "eval.server=http://127.0.0.1:9"]
+    assert scripts.evaluate(*keys, f"draft={tmp_path}", f"output_dir={tmp_path / 'report'}") == expected
+    assert ("someone/else" if method == "eagle3" else "http://127.0.0.1:9/") in capsys.readouterr().err
