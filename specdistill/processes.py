@@ -30,14 +30,11 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def are_several() -> bool:
-    """Whether this process has joined others."""
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-
-
 def share() -> tuple[int, int]:
-    """This process's number among those of the launch, and how many there are."""
-    return (distributed.get_rank(), distributed.get_world_size()) if are_several() else (0, 1)
+    """This process's number among those of the launch, and how many have joined it."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return 0, 1
+    return distributed.get_rank(), distributed.get_world_size()
 
 
 def agree(facts: Mapping[str, str], *, otherwise: str = "") -> None:
@@ -77,9 +74,10 @@ def _who_is_missing(error: RuntimeError) -> str:
 
 def of_all(own: Any) -> list[Any]:
     """What each process passes, by rank; returns when all have called it. Raises ResourceError when one has ended or is unreachable."""
-    if not are_several():
+    _, count = share()
+    if count == 1:
         return [own]
-    found: list[Any] = [None] * distributed.get_world_size()
+    found: list[Any] = [None] * count
     try:
         distributed.all_gather_object(found, own, group=_group())
     except RuntimeError as error:  # a connection that was closed, or never made
