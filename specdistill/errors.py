@@ -10,14 +10,15 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any
 
 from specdistill.terminal import guard, output
 
 logger = logging.getLogger("specdistill")  # of all that the package has to say
-MOST_CHARACTERS = 900  # of an error: some quote whole files
+MOST_CHARACTERS, MOST_QUOTED = 900, 300  # of an error, and of one that it quotes: some quote whole files
 STDOUT = 1
 SECONDS_APART = 30.0  # a launcher ends the other processes before that, on a busy machine too
 
@@ -52,6 +53,16 @@ class UserError(ReportedError):
         stated = f"{key} is required: {expected}" if got == "nothing" else f"{key}: got {got}, expected {expected}{hint}"
         super().__init__(one_line(text or stated))
         self.key, self.got = key, str(got)
+
+
+@contextmanager
+def refusing(kinds: type[Exception] | tuple[type[Exception], ...], key: str, what: object, expected: str) -> Iterator[None]:
+    """Raises UserError for an error of these kinds, which it quotes after `what`."""
+    try:
+        yield
+    except kinds as error:
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise UserError(key, got=f"{what}: {one_line(reason)[:MOST_QUOTED]}", expected=expected) from error
 
 
 class ResourceError(ReportedError):

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from specdistill.errors import ExitCode, ResourceError, UserError, logger, one_line
+from specdistill.errors import ExitCode, ResourceError, UserError, logger, refusing
 from specdistill.files.documents import read_yaml
 from specdistill.project import LAUNCHES, ROOT, find_yaml
 from specdistill.recipe.fields import ReadWhen, Section, option
@@ -133,14 +133,12 @@ def _read(configuration: Path) -> tuple[Any, dict[str, Any]]:
     """accelerate's view of its configuration, and which of our keys the file names itself. Raises UserError for what accelerate refuses."""
     from accelerate.commands.config.config_args import ClusterConfig
 
-    try:
+    unreadable = yaml.YAMLError, OSError, ValueError, TypeError, KeyError
+    with refusing(unreadable, "launch", configuration, "a configuration of accelerate"):
         own = read_yaml(configuration)
         if not isinstance(own, dict):
             raise TypeError("no keys")
         settings = ClusterConfig.from_yaml_file(str(configuration))
-    except (yaml.YAMLError, OSError, ValueError, TypeError, KeyError) as error:
-        got = f"{configuration} ({one_line(str(error))})"
-        raise UserError("launch", got=got, expected="a configuration of accelerate") from error
     if own.get("main_process_port") == 0:  # accelerate's word for any that is free
         del own["main_process_port"]
     return settings, {name: own[name] for name in OF_ACCELERATE if own.get(name) is not None}

@@ -37,7 +37,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 def join() -> tuple[int, int]:
     """`share` of a command that is launched in several processes, one for each GPU. They leave at its end."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not are_several():
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not distributed.is_initialized():
         PartialState(cpu=not torch.cuda.is_available())
         atexit.register(leave)
     return share()
@@ -55,14 +55,11 @@ def leave() -> None:
         time.sleep(GLOO_SECONDS)
 
 
-def are_several() -> bool:
-    """Whether this process has joined others."""
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-
-
 def share() -> tuple[int, int]:
-    """This process's number among those of the launch, and how many there are."""
-    return (distributed.get_rank(), distributed.get_world_size()) if are_several() else (0, 1)
+    """This process's number among those of the launch, and how many have joined it."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return 0, 1
+    return distributed.get_rank(), distributed.get_world_size()
 
 
 def is_first() -> bool:
@@ -107,9 +104,10 @@ def _who_is_missing(error: RuntimeError) -> str:
 
 def of_all(own: Any) -> list[Any]:
     """What each process passes, by rank; returns when all have called it. Raises ResourceError when one has ended or is unreachable."""
-    if not are_several():
+    _, count = share()
+    if count == 1:
         return [own]
-    found: list[Any] = [None] * distributed.get_world_size()
+    found: list[Any] = [None] * count
     try:
         distributed.all_gather_object(found, own, group=_group())
     except RuntimeError as error:  # a connection that was closed, or never made

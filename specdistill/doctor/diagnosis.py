@@ -140,9 +140,7 @@ def diagnose(options: CommonDoctorOptions) -> Diagnosis:
         with refusals(made):
             of_method = options_by_method(options, [made.method])[0]
             proposer = load_proposer(made.method, draft, loaded, key=KEY, **of_method)
-            window = made.config.sliding_window if made.config else None
-            made.acceptance, more = check_acceptance(made.method, loaded, proposer, prompts, made.recorded, window)
-            made.findings += more
+            made.acceptance = check_acceptance(made, loaded, proposer, prompts)
             if lookup_first:
                 behind = load_proposer(made.method, draft, loaded, key=KEY, lookup_first=lookup_first, **of_method)
                 num_tokens = max(made.acceptance.num_tokens, lookup_first.levels)
@@ -311,14 +309,11 @@ def recorded(draft: Path) -> SimulatedAcceptance | None:
 
 
 def check_acceptance(
-    method: str,
-    target: FrozenTarget,
-    proposer: Proposer,
-    prompts: Sequence[Sequence[int]],
-    expected: SimulatedAcceptance | None,
-    window: int | None = None,
-) -> tuple[SimulatedAcceptance, list[Finding]]:
-    """Decode prompts (token ids) with a draft. window: positions that it sees, which must hold what it drafts."""
+    made: Diagnosis, target: FrozenTarget, proposer: Proposer, prompts: Sequence[Sequence[int]]
+) -> SimulatedAcceptance:
+    """Decode prompts (token ids) with a draft that was examined, and add what that says to the findings."""
+    assert made.method is not None
+    expected, window = made.recorded, made.config.sliding_window if made.config else None  # which must hold what it drafts
     num_tokens = expected.num_tokens if expected else min(DEFAULT_STEPS, window or DEFAULT_STEPS)
     completions = complete(Decoder(target, proposer), prompts, num_tokens)
     decoded = acceptance_of(completions, num_tokens)
@@ -330,7 +325,7 @@ def check_acceptance(
     elif expected is not None and length - 1 < FAR_BELOW * (expected.length - 1):
         what = f"acceptance length {length:.2f} on {len(prompts)} prompts, far below the {expected.length:.2f} that"
         found.append(problem(f"{what} its training saw with as many draft tokens"))
-    of_method = implementation(method)
+    of_method = implementation(made.method)
     if cause := _cause(of_method.simulation, proposer, target, completions, num_tokens) if of_method.simulation else None:
         found.append(cause)
     elif found:
@@ -339,7 +334,8 @@ def check_acceptance(
         found.append(note(f"likely causes: {'; '.join(likely)}"))
     elif expected is None:
         found.append(warning("no training history to compare with", "`specdistill eval` measures the draft"))
-    return decoded, found
+    made.findings += found
+    return decoded
 
 
 def complete(decoder: Decoder, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Generation]:

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import yaml
 
-from specdistill.errors import UserError, one_line
+from specdistill.errors import UserError, one_line, refusing
 
 DEEPEST = 100  # levels
 LARGEST_JSON, LARGEST_YAML = 2**28, 2**20  # bytes
@@ -165,10 +165,8 @@ def read_yaml(path: Path) -> Any:
 
 def read_keys(path: Path, key: str, expected: str) -> dict[str, Any]:
     """The keys of a JSON or YAML file. Raises UserError, naming `key`, for one that does not read or holds no keys."""
-    try:
+    with refusing((OSError, ValueError), key, path, expected):
         keys = read_json(path, allow_nan=True) if path.suffix == ".json" else read_yaml(path)
-    except (OSError, ValueError) as error:
-        raise UserError(key, got=f"{path} ({error})", expected=expected) from error
     if not isinstance(keys, dict):
         raise UserError(key, got=f"{path}, which holds no keys", expected=expected)
     return keys

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specdistill.command import TARGET, keys_of
-from specdistill.errors import ExitCode, UserError
+from specdistill.errors import ExitCode, UserError, refusing
 from specdistill.recipe.fields import Section, like, option, section
 from specdistill.recipe.load import load_recipe
 from specdistill.recipe.sections import TargetConfig
@@ -90,30 +90,19 @@ def plan(arguments: list[str]) -> int:
     found = {"not_asked": not_asked, "drafts": [asdict(entry) for entry in drafts]}
     numbers = {**asdict(made), "hub": found}
     if options.output is not None:
-        try:
+        with refusing(OSError, "output", options.output, "a file that can be written"):
             Path(options.output).write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            got = f"{options.output} ({error.strerror})"
-            raise UserError("output", got=got, expected="a file that can be written") from error
     print_plan(made, drafts, not_asked, details=options.details)
     result(numbers)
     return ExitCode.DONE
 
 
-def print_plan(
-    plan: "Plan",
-    drafts: Sequence["KnownDraft"],
-    not_asked: str | None,
-    console: Console | None = None,
-    *,
-    details: bool = False,
-) -> None:
+def print_plan(plan: "Plan", drafts: Sequence["KnownDraft"], not_asked: str | None, *, details: bool) -> None:
     """Where to start, by which commands, and a line for each method: one screen; with `details` what it is made of.
 
     not_asked: why the Hub was not asked for drafts.
     """
-    console = console or Console()
-    advice = plan.recommendation
+    console, advice = Console(), plan.recommendation
     console.print(Text.assemble((f"Recommended: {advice['method'] or 'none'}", "bold"), f", {advice['reason']}"))
     _print_commands(advice["start"] or "", console)
     if advice["start"] == advice["lookup"]:

@@ -8,7 +8,7 @@ from huggingface_hub import HfApi, constants, get_session
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from transformers import AutoConfig, PreTrainedConfig
 
-from specdistill.errors import UserError, one_line
+from specdistill.errors import UserError, refusing
 from specdistill.files.documents import read_json
 from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import read_config
@@ -51,7 +51,7 @@ def read(name: str, *, key: str, revision: str | None = None, trust_remote_code:
     folder = fetch(path, key=key, expected=expected, revision=revision, patterns=patterns)
     raw, methods = read_config(folder, key), [row.implementation() for row in METHODS.values()]
     nested = raw.get("transformer_layer_config") or raw.get("model")  # as speculators and vLLM wrap a head's
-    try:
+    with refusing((OSError, *CLASS_ERRORS), key, name, CAUSAL_LM):
         config = next(filter(None, (method.config_of(raw) for method in methods)), None)
         if config is None and isinstance(nested, dict):
             config = AutoConfig.for_model(**nested)
@@ -59,8 +59,6 @@ def read(name: str, *, key: str, revision: str | None = None, trust_remote_code:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         if not isinstance(config.get_text_config(), PreTrainedConfig):
             raise TypeError("text_config without a config")
-    except (OSError, *CLASS_ERRORS) as error:
-        raise UserError(key, got=f"{name} ({one_line(str(error))[:160]})", expected=CAUSAL_LM) from error
     hub_id = None if Path(path).is_dir() else path
     names, stored_bytes = _stored(folder, key)
     layers = (method.native_layers(raw, names, config.get_text_config()) for method in methods)

@@ -77,16 +77,16 @@ def feature_store(
     """
     if config.mode == "online":
         return None
-    identity, folder = target.identity, Path(str(config.path))
+    identity = target.identity
     computed = " in ".join(filter(None, (target.quantization, target.dtype)))
     computed += "" if autocast is None else f" under {str(autocast).removeprefix('torch.')}"
     layers = tuple(aux_layers)
     origin = Origin(identity.weights, identity.tokenizer, computed, config.dtype, target.hidden_size, layers)
     if config.mode == "offline":
-        return FeatureStore.open(folder, sets, origin)
+        return FeatureStore.open(Path(str(config.path)), sets, origin)
     make = by_servers(target, layers, config.server, config.timeout) if config.server else by_target(target, layers, autocast)
-    store = fill(folder, sets, origin, make, config.shard_tokens, config.max_bytes, batch_size=batch_size, force=force)
-    logger.info(f"{folder}: features of {store.num_rows - store.num_missing:,} of {store.num_rows:,} rows")
+    store = fill(config, sets, origin, make, batch_size, force=force)
+    logger.info(f"{config.path}: features of {store.num_rows - store.num_missing:,} of {store.num_rows:,} rows")
     return store
 
 
@@ -175,26 +175,18 @@ def _read(path: Path, ids: list[int], server: Server) -> Tensor:
 
 
 def fill(
-    folder: Path,
-    sets: Sequence[Dataset],
-    origin: Origin,
-    make: MakeFeatures,
-    shard_tokens: int,
-    max_bytes: int | None = None,
-    *,
-    batch_size: int = 1,
-    force: bool = False,
+    config: HiddenStatesConfig, sets: Sequence[Dataset], origin: Origin, make: MakeFeatures, batch_size: int, *, force: bool
 ) -> FeatureStore:
-    """The store of the rows of some sets, or of the first of them that have room in `max_bytes`. Every process has to call it.
+    """The store of the rows of some sets, or of the first of them that have room in its `max_bytes`. Every process has to call it.
 
     batch_size: rows that `make` is given at a time. Prints which shards that were there are made again, and why, and after the first one
     what the others cost. Raises UserError while another launch fills the same folder, and ResourceError for a disk that is full, cannot be
     written or, unless `force`, has no room for the others; the next call resumes there.
     """
+    folder, rows = Path(str(config.path)), concatenate_datasets(list(sets))
     check_writable(folder, KEY)
-    rows = concatenate_datasets(list(sets))
     rank, count = share()
-    shards = _plan(rows, origin, shard_tokens, max_bytes)
+    shards = _plan(rows, origin, config.shard_tokens, config.max_bytes)
     free = "free the disk, or set hidden_states.max_bytes; the same command resumes after the last shard"
     with ExitStack() as stack, on_disk(folder, free):
         if rank == 0:

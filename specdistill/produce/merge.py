@@ -194,8 +194,8 @@ def _hashes(source: Source, config: DataConfig) -> NDArray[np.int64]:
     if not len(source.rows):
         return np.empty(0, np.int64)
     inputs = ["hashes", source.rows._fingerprint, config.seed]
-    how: dict[str, Any] = {"what": "Hashing", "num_proc": config.num_proc, "cache_dir": config.cache_dir}
-    return array(mapped(source.rows, partial(_row_hashes, seed=config.seed), {"hash": Value("int64")}, inputs, **how), "hash")
+    hashes = partial(_row_hashes, seed=config.seed)
+    return array(mapped(source.rows, hashes, {"hash": Value("int64")}, inputs, "Hashing", config), "hash")
 
 
 def _row_hashes(rows: Columns, numbers: Sequence[int], seed: int) -> dict[str, list[int]]:
@@ -211,8 +211,7 @@ def _encoded(source: Source, number: int, job: Job) -> Dataset:
     template: Any = tokenizer.chat_template
     made_with = [tokenizer_fingerprint(tokenizer), template, config.loss_mask, config.max_length]
     inputs = ["encoded", source.rows._fingerprint, number, *made_with]
-    how: dict[str, Any] = {"what": "Tokenizing", "num_proc": config.num_proc, "cache_dir": config.cache_dir}
-    encoded = mapped(source.rows, encoder, ENCODED_COLUMNS, inputs, **how)
+    encoded = mapped(source.rows, encoder, ENCODED_COLUMNS, inputs, "Tokenizing", config)
     _, num_documents = np.unique(array(encoded, "row"), return_counts=True)
     if num_cut := int((num_documents > 1).sum()):
         message = "%s: %d of %d rows are conversations longer than data.max_length=%d tokens and are cut at their turns"

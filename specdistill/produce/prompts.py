@@ -83,39 +83,30 @@ class Stream(NamedTuple):
     share: float
 
 
-def chat_prompts(
-    rows: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, max_tokens: int, filtered: Counter[str], seed: int = 0
-) -> Iterator[GenerationPrompt]:
-    """A prompt of at most `max_tokens` for each conversation; longer ones are counted."""
+def chat_prompts(plan: BlockPlan, rows: Iterable[dict[str, Any]], filtered: Counter[str]) -> Iterator[GenerationPrompt]:
+    """A prompt of at most half a row for each conversation; longer ones are counted."""
     for row in rows:
         if row["messages"] is not None:
-            ids = prompt_ids(tokenizer, row["messages"])
-            if len(ids) <= max_tokens:
-                yield GenerationPrompt(ids, row_hash(row, seed), tuple(row["messages"]))
+            ids = prompt_ids(plan.tokenizer, row["messages"])
+            if len(ids) <= plan.config.max_length // 2:
+                yield GenerationPrompt(ids, row_hash(row, plan.config.seed), tuple(row["messages"]))
             else:
                 filtered["long_prompt"] += 1
 
 
 def text_prompts(
-    rows: Iterable[dict[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    num_tokens: int,
-    per_text: int,
-    generator: random.Random,
-    part: tuple[int, int] = (0, 1),
-    seed: int = 0,
+    plan: BlockPlan, rows: Iterable[dict[str, Any]], per_text: int, generator: random.Random, part: tuple[int, int]
 ) -> Iterator[GenerationPrompt]:
-    """Prompts of exactly `num_tokens`: for each text its beginning and `per_text` - 1 places within it. part: of how many that share
-    them.
-    """
-    texts = (row for row in rows if row["text"] is not None)
+    """Prompts of `prompt_tokens`: for each text its beginning and `per_text` - 1 places within it. part: of how many that share them."""
+    texts, num_tokens = (row for row in rows if row["text"] is not None), plan.config.regenerate.prompt_tokens
     first, step = part
     while batch := list(islice(texts, TEXTS_AT_ONCE)):
         starts = [(row, start) for row in batch for start in _starts(row["text"], per_text * step, generator)[first::step]]
         snippets = [row["text"][start : start + num_tokens * CHARACTERS_PER_TOKEN] for row, start in starts]
-        for (row, start), ids in zip(starts, tokenizer(snippets, verbose=False)["input_ids"] if snippets else [], strict=True):
+        tokens = plan.tokenizer(snippets, verbose=False)["input_ids"] if snippets else []
+        for (row, start), ids in zip(starts, tokens, strict=True):
             if len(ids) >= num_tokens:
-                yield GenerationPrompt(list(ids[:num_tokens]), row_hash(row, seed), is_beginning=start == 0)
+                yield GenerationPrompt(list(ids[:num_tokens]), row_hash(row, plan.config.seed), is_beginning=start == 0)
 
 
 def _starts(text: str, count: int, generator: random.Random) -> list[int]:
@@ -134,11 +125,10 @@ def prompts_of(
     plan: BlockPlan, of_self: Mapping[int, Sequence[GenerationPrompt]], filtered: Counter[str]
 ) -> tuple[list[GenerationPrompt], list[GenerationPrompt]]:
     """(conversations, texts) of the block's own rows; each source gives its weighted share of them. of_self: by the source's number."""
-    block, config, sources, tokenizer = plan.block, plan.config, plan.sources, plan.tokenizer
-    settings = config.regenerate
+    block, config, sources = plan.block, plan.config, plan.sources
     own_sizes = {number: len(prompts) * block.num_blocks for number, prompts in of_self.items()}
     weights = [source.entry.weight * own_sizes.get(number, len(source.rows)) for number, source in enumerate(sources)]
-    shortest = row_lengths(config.max_length, settings.prompt_tokens)[0] - settings.prompt_tokens
+    shortest = row_lengths(config.max_length, config.regenerate.prompt_tokens)[0] - config.regenerate.prompt_tokens
     placed: list[list[tuple[float, GenerationPrompt]]] = [[], []]
     for number, (source, weight) in enumerate(zip(sources, weights, strict=True)):
         if number in of_self:
@@ -153,11 +143,9 @@ def prompts_of(
         shared = Dataset.select(source.rows, own)
         generator = random.Random(f"{config.seed} {number} {own[0] if num_sharing > 1 else block.number}")
         texts = sum(row is not None for row in shared.with_format(None)["text"])
-        chats = chat_prompts(shared, tokenizer, config.max_length // 2, filtered, config.seed)
+        chats = chat_prompts(plan, shared, filtered)
         per_text = -(-2 * num_texts // max(1, texts))  # twice the need: some texts are short
-        part = first, num_sharing
-        snippets = text_prompts(shared, tokenizer, settings.prompt_tokens, per_text, generator, part, config.seed)
-        several = list(islice(snippets, 2 * num_texts))
+        several = list(islice(text_prompts(plan, shared, per_text, generator, (first, num_sharing)), 2 * num_texts))
         generator.shuffle(several)
         several.sort(key=lambda prompt: not prompt.is_beginning)
         for kind, prompts in enumerate((islice(chats, num_chats), several)):

@@ -120,9 +120,8 @@ def _rows(entry: SourceEntry, key: str, config: DataConfig) -> Dataset:
     conditions = [entry.where, entry.min_turns] if entry.where or entry.min_turns else []
     inputs = ["rows", content, columns, *conditions]
     reader = Reader(key, columns, entry.where, entry.min_turns)
-    how: dict[str, Any] = {"what": "Reading", "num_proc": config.num_proc, "cache_dir": config.cache_dir}
     try:
-        rows = mapped(raw, reader, READER_COLUMNS, inputs, **how)
+        rows = mapped(raw, reader, READER_COLUMNS, inputs, "Reading", config)
     except UnicodeDecodeError as error:  # the library keeps the bytes of a file as they are
         raise UserError(key, got=f"{source}, which is not UTF-8", expected="text in UTF-8") from error
     if num_filtered := len(raw) - len(np.unique(array(rows, "row"))):

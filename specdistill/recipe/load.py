@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
 from specdistill.credentials import check_no_secret, without_places
-from specdistill.errors import UserError, nearest, one_line
+from specdistill.errors import UserError, nearest, one_line, refusing
 from specdistill.files.documents import LARGEST, check_yaml, parse_yaml, read_text
 from specdistill.project import RECIPES, find_yaml
 from specdistill.recipe.fields import Section, default_of, describe, kind_of, leaves, read_when_of, section_of, shown
@@ -171,13 +171,11 @@ def save_recipe(recipe: Section, path: Path) -> None:
 
 
 def _read_yaml(path: Path) -> DictConfig:
-    try:
+    with refusing((yaml.YAMLError, ValueError, OSError), "recipe", path, "a readable YAML file"):
         check_no_secret("recipe", text := read_text(path))  # first, because an error of YAML quotes the line
         if not isinstance(parse_yaml(text) or {}, dict):
             raise UserError("recipe", got=f"{path}, which holds no keys", expected="YAML with keys")
         return cast(DictConfig, OmegaConf.load(io.StringIO(text)))
-    except (yaml.YAMLError, ValueError, OSError) as error:
-        raise UserError("recipe", got=f"{path}: {error}", expected="a readable YAML file") from error
 
 
 def _check_values(node: Any, *place: Any) -> None:

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from specdistill.errors import UserError
+from specdistill.errors import refusing
 from specdistill.report.files import template
 from specdistill.report.phrases import percent
 from specdistill.report.tables import Table
@@ -20,10 +20,8 @@ LOOP = re.compile(r"(.{4,160}?)\1{7,}", re.DOTALL)  # the same eight times or mo
 def write_page(path: Path, key: str, *content: Any) -> None:
     """Write `to_html(*content)`. Raises UserError, naming `key`, for a file that cannot be written."""
     page = to_html(*content)
-    try:
+    with refusing(OSError, key, path, "a file that can be written"):
         path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise UserError(key, got=f"{path} ({error.strerror})", expected="a file that can be written") from error
 
 
 def to_html(target: str, data: Any, manifest: Any, lengths: Any, documents: Sequence[Any]) -> str:

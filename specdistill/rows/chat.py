@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from specdistill.errors import UserError
+from specdistill.errors import UserError, refusing
 from specdistill.suites.suite import TEMPLATE_ERRORS
 
 Message = dict[str, str]
@@ -43,11 +43,9 @@ def render(
         expected = "text rows, or a chat_template.jinja next to the tokenizer, e.g. that of its instruct model"
         raise UserError(where, got=got, expected=expected)
     options: Any = {"tokenize": False, "add_generation_prompt": generation_prompt, **template}
-    try:
+    turns = f"turns {shortened(', '.join(message['role'] for message in messages))}"
+    with refusing(TEMPLATE_ERRORS, where, turns, "a conversation that the target's chat template takes"):
         return str(tokenizer.apply_chat_template(list(messages), **options))
-    except TEMPLATE_ERRORS as error:
-        got = f"turns {shortened(', '.join(message['role'] for message in messages))}: {error}"
-        raise UserError(where, got=got, expected="a conversation that the target's chat template takes") from error
 
 
 def opened_turn(tokenizer: PreTrainedTokenizerBase, system: str | None, where: str = "data.source") -> tuple[str, str]:

@@ -13,7 +13,6 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import takewhile
 from operator import itemgetter
 from typing import Any
@@ -92,7 +91,8 @@ class Encoder:
         rendered = [render(self.tokenizer, turns, where=self._where(number)) for number, turns in chats]
         if self.loss_mask == "all":
             return [_all_with_loss(ids) for ids in self._tokens(rendered)["input_ids"]]
-        encoded = self._by_tags(chats) if self._is_tagged else self._by_spans(chats, rendered)
+        is_tagged = GENERATION_TAG.search(self.tokenizer.get_chat_template())
+        encoded = self._by_tags(chats) if is_tagged else self._by_spans(chats, rendered)
         for (number, turns), whole, made in zip(chats, rendered, encoded, strict=True):
             _check(made, turns, whole, self._where(number))
         return encoded
@@ -125,10 +125,6 @@ class Encoder:
             if is_marked != (message["role"] == "assistant"):
                 got = f"a chat template that marks {shortened(marked)!r} as the assistant's in {shortened(whole)!r}"
                 raise UserError(self.key, got=got, expected=MASKABLE)
-
-    @cached_property
-    def _is_tagged(self) -> bool:
-        return bool(GENERATION_TAG.search(self.tokenizer.get_chat_template()))
 
     def _where(self, number: int | None) -> str:
         return self.key if number is None else f"{self.key} row {number}"

@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specdistill.errors import ResourceError, logger
 from specdistill.files.documents import parse_json
+from specdistill.recipe.sections import DataConfig
 
 SHOWN = 12  # digits of a hash that a person compares
 VERSION = 2  # of the code that prepares rows: raise it when equal inputs give other rows
@@ -39,19 +40,18 @@ def mapped(
     function: Callable[[Columns, Sequence[int]], Columns],
     columns: dict[str, Any],
     inputs: object,
-    *,
     what: str,
-    num_proc: int | None = None,
-    cache_dir: str | None = None,
+    config: DataConfig,
 ) -> Dataset:
     """What `function(rows, their numbers)` makes of each batch of rows; it runs only if no process has made it from equal `inputs` before.
 
     The function treats each row alone and may make any number of rows of it. It runs in as many processes as `num_processes` says, which
-    changes nothing else. The rows appear whole or not at all. what: names the work in the progress bar, or in a line at its end.
+    changes nothing else. The rows appear whole or not at all. what: names the work in the progress bar, or in a line at its end. config:
+    says where the rows are kept, and may say how many processes.
     """
     fingerprint = Hasher.hash([VERSION, sorted(columns), inputs])
-    path = cache_folder(cache_dir) / "prepared" / f"{fingerprint}.arrow"
-    processes = num_processes(num_proc, len(rows))
+    path = cache_folder(config.cache_dir) / "prepared" / f"{fingerprint}.arrow"
+    processes = num_processes(config.num_proc, len(rows))
     is_new, has_bar = not any(path.parent.glob(f"{fingerprint}*")), sys.stderr.isatty() and is_first_here()
     begin = time.monotonic()
     with nullcontext() if is_new and has_bar else quiet(), on_disk(path.parent):

@@ -20,7 +20,7 @@ from datasets import Dataset, concatenate_datasets
 from pydantic import BaseModel, ConfigDict, Field
 from transformers import PreTrainedTokenizerBase
 
-from specdistill.errors import UserError, one_line
+from specdistill.errors import UserError, refusing
 from specdistill.files.documents import read_json
 from specdistill.recipe.data_sources import BUILT_IN, entries
 from specdistill.recipe.sections import DataConfig
@@ -140,14 +140,11 @@ class Manifest(Record):
     def read(cls, folder: Path) -> "Manifest":
         """Raises UserError for a folder that holds no whole row set, naming what it lacks."""
         try:
-            manifest = cls.model_validate(read_json(folder / MANIFEST))
+            with refusing(ValueError, "data.rows", folder / MANIFEST, "a manifest"):
+                manifest = cls.model_validate(read_json(folder / MANIFEST))
         except OSError as error:
             got = f"{folder}, which lacks {', '.join([MANIFEST, *_lacking(folder)])}"
             raise UserError("data.rows", got=got, expected=f"a row set: {MAKE}") from error
-        except ValueError as error:
-            raise UserError(
-                "data.rows", got=f"{folder / MANIFEST}: {one_line(str(error))[:300]}", expected="a manifest"
-            ) from error
         if manifest.version != VERSION:
             raise UserError("data.rows", got=f"{folder}, of version {manifest.version}", expected=f"{VERSION}: {MAKE}")
         unfit = [shard.name for shard in manifest.shards if hash_of(folder / shard.name) != shard.hash]

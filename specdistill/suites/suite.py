@@ -29,7 +29,7 @@ import pyarrow.parquet
 from jinja2 import TemplateError
 from pydantic import BeforeValidator, Field
 
-from specdistill.errors import ResourceError, UserError, logger, nearest, one_line
+from specdistill.errors import ResourceError, UserError, logger, nearest, one_line, refusing
 from specdistill.files.documents import json_rows, parse_yaml
 from specdistill.project import SUITES
 from specdistill.recipe.fields import Section, option, section
@@ -230,10 +230,8 @@ def _find(name: str | None, target: str = "pico", key: str = "eval.suite") -> Pa
 
 
 def _header(path: Path) -> SuiteHeader:
-    try:
+    with refusing(ValueError, "eval.suite", path, "a readable YAML file"):
         header = validate(SuiteHeader, parse_yaml(read(str(path))), f"{path.name}: ")
-    except ValueError as error:
-        raise UserError("eval.suite", got=f"{path}: {error}", expected="a readable YAML file") from error
     if unknown := next((name for name in header.columns if name not in COLUMNS), None):
         expected, key = f"one of {', '.join(COLUMNS)}", f"{path.name}: columns.{unknown}"
         raise UserError(key, got="an unknown key", expected=expected, nearest=nearest(unknown, COLUMNS))
@@ -273,11 +271,8 @@ def _tokenize(row: SuiteRow, tokenizer: Any, whole: bool = False) -> Prompt:
         if not tokenizer.chat_template:
             expected = "plain prompts: the target has no chat template"
             raise UserError("eval.suite", got=f"messages (prompt {row.id})", expected=expected)
-        try:
+        with refusing(TEMPLATE_ERRORS, "eval.suite", f"prompt {row.id}", "messages that the target's chat template takes"):
             text = tokenizer.apply_chat_template(row.content, tokenize=False, add_generation_prompt=True)
-        except TEMPLATE_ERRORS as error:
-            expected = "messages that the target's chat template takes"
-            raise UserError("eval.suite", got=f"prompt {row.id} ({error})", expected=expected) from error
         return Prompt(row.id, row.category, text, tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
     ids = tokenizer(row.content, verbose=False)["input_ids"]
     if row.kind == "text":
@@ -293,10 +288,8 @@ def read(place: str, *, is_pinned: bool = False) -> bytes:
     for a URL that cannot be read.
     """
     if not place.startswith(REMOTE):
-        try:
+        with refusing(OSError, "eval.suite", place, "a readable file"):
             return Path(place).read_bytes()
-        except OSError as error:
-            raise UserError("eval.suite", got=f"{place} ({error.strerror})", expected="a readable file") from error
     from datasets import DownloadConfig, DownloadManager  # slow to import, and reports do not need it
 
     from specdistill.repositories import HTTP_ERROR
@@ -330,15 +323,14 @@ def parse(name: str, content: bytes, columns: Mapping[str, str], placeholder: st
 def _objects(name: str, content: bytes) -> Iterator[tuple[int, Any]]:
     """(number, content) of each row."""
     stream: IO[bytes] = io.BytesIO(content)
-    try:
+    unreadable = pyarrow.ArrowException, OSError, EOFError, ValueError, zlib.error
+    expected = "rows of Parquet, or a JSON object a line, as its name says"
+    with refusing(unreadable, "eval.suite", PurePosixPath(name).name, expected):
         if name.endswith(".parquet"):
             batches = pyarrow.parquet.ParquetFile(stream).iter_batches(batch_size=1000)
             yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
         else:
             yield from json_rows(cast(IO[bytes], gzip.GzipFile(fileobj=stream)) if name.endswith(".gz") else stream)
-    except (pyarrow.ArrowException, OSError, EOFError, ValueError, zlib.error) as error:
-        got = f"{PurePosixPath(name).name}: {one_line(str(error))[:120]}"
-        raise UserError("eval.suite", got=got, expected="rows of Parquet, or a JSON object a line, as its name says") from error
 
 
 def _renamed(place: str, entry: Any, columns: Mapping[str, str]) -> Any:

@@ -14,7 +14,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from specdistill.errors import UserError, one_line
+from specdistill.errors import UserError, refusing
 from specdistill.files.documents import read_json
 from specdistill.project import PICO
 from specdistill.repositories import fetch, large_file_hashes, resolve, split_gguf
@@ -59,11 +59,9 @@ class Shards:
                 got = f"{folder}, which has no {SINGLE} and no index"
                 raise UserError(key, got=got, expected="a checkpoint in safetensors")
             return cls(folder, dict.fromkeys(_names(folder / SINGLE, key), SINGLE), key)
-        try:
+        with refusing((ValueError, KeyError, TypeError, AttributeError), key, folder / INDEX, "a safetensors index"):
             file_of: dict[str, str] = read_json(folder / INDEX)["weight_map"]
             files = sorted(set(map(os.fspath, file_of.values())))  # which takes names alone
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(key, got=f"{folder / INDEX}: {error}", expected="a safetensors index") from error
         for file in files:
             if Path(file).name != file:
                 raise UserError(key, got=f"{folder / INDEX} with {file}", expected="files in the same folder")
@@ -108,12 +106,11 @@ class Shards:
         for name in names:
             by_file[self.file_of[name]].append(name)
         for file, inside in by_file.items():
-            try:
-                with safe_open(self.folder / file, framework="pt") as weights:
-                    tensors.update({name: weights.get_tensor(name) for name in inside})
-            except SafetensorError as error:
-                got = f"{self.folder / file}: {one_line(str(error))}"
-                raise UserError(self.key, got=got, expected="a whole file") from error
+            with (
+                refusing(SafetensorError, self.key, self.folder / file, "a whole file"),
+                safe_open(self.folder / file, framework="pt") as weights,
+            ):
+                tensors.update({name: weights.get_tensor(name) for name in inside})
         return tensors
 
     def check(self) -> None:
@@ -156,11 +153,8 @@ def stated(config: Mapping[str, Any], name: str, kind: Any, key: str) -> Any:
 
 
 def _names(path: Path, key: str) -> list[str]:
-    try:
-        with safe_open(path, framework="pt") as weights:
-            return list(weights.keys())
-    except SafetensorError as error:
-        raise UserError(key, got=f"{path}: {one_line(str(error))}", expected="a whole safetensors file") from error
+    with refusing(SafetensorError, key, path, "a whole safetensors file"), safe_open(path, framework="pt") as weights:
+        return list(weights.keys())
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,16 @@
 
 import io
 import json
+import os
 import re
 import shlex
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
-from rich.console import Console
 
 from specdistill.cli import main
 from specdistill.command import keys_of
@@ -67,7 +69,8 @@ def command(plan: Plan, method: str) -> list[str]:
 def printed(plan: Plan) -> list[list[str]]:
     """The commands on a screen of 100 columns, as a shell reads them."""
     output = io.StringIO()
-    print_plan(plan, [], None, Console(file=output, width=100))
+    with redirect_stdout(output), mock.patch.dict(os.environ, {"COLUMNS": "100"}):
+        print_plan(plan, [], None, details=False)
     lines = output.getvalue().replace("\\\n", " ").splitlines()
     return [shlex.split(line) for line in lines if line.startswith("  ")]
 

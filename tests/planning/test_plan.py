@@ -2,15 +2,17 @@
 
 import io
 import json
+import os
 import re
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
-from rich.console import Console
 from transformers import CONFIG_MAPPING, GPT2Config, GPT2LMHeadModel, GPTNeoXConfig
 
 from specdistill.cli import main
@@ -324,7 +326,8 @@ def test_a_plan_is_one_screen_that_answers_first(plan_for: Callable[..., Plan], 
     screens = []
     for details in (False, True):
         output = io.StringIO()
-        print_plan(plan, [], "not asked: hub=false", Console(file=output, width=width), details=details)
+        with redirect_stdout(output), mock.patch.dict(os.environ, {"COLUMNS": str(width)}):
+            print_plan(plan, [], "not asked: hub=false", details=details)
         screens.append(output.getvalue())
     screen, detailed = screens
     lines = screen.splitlines()

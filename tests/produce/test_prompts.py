@@ -40,7 +40,8 @@ def rows_of(texts: Sequence[str], questions: Sequence[str] = ()) -> Dataset:
 
 
 def from_texts(rows: Dataset, num_tokens: int, per_text: int, part: tuple[int, int] = (0, 1)) -> list[GenerationPrompt]:
-    return list(text_prompts(rows, TOKENIZER, num_tokens, per_text, random.Random(0), part=part))
+    config = DataConfig(regenerate=RegenerateConfig(num_tokens=1, prompt_tokens=num_tokens))
+    return list(text_prompts(BlockPlan(Block(0, 1, 1), config, [], TOKENIZER, ()), rows, per_text, random.Random(0), part))
 
 
 def said(prompts: Sequence[GenerationPrompt]) -> list[str]:
@@ -67,7 +68,8 @@ def test_short_of_paragraphs_texts_are_entered_at_lines_and_then_at_words() -> N
 
 def test_chat_prompts_end_before_the_answer_and_leave_room_for_it() -> None:
     filtered: Counter[str] = Counter()
-    prompts = list(chat_prompts(rows_of(TEXTS[:1], ["one", "two", "x" * 90]), TOKENIZER, 40, filtered))
+    plan = BlockPlan(Block(0, 1, 1), DataConfig(max_length=80), [], TOKENIZER, ())
+    prompts = list(chat_prompts(plan, rows_of(TEXTS[:1], ["one", "two", "x" * 90]), filtered))
     expected = [
         TOKENIZER.apply_chat_template([{"role": "user", "content": it}], tokenize=False, add_generation_prompt=True)
         for it in ("one", "two")

@@ -8,6 +8,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from specdistill.produce.features import MakeFeatures, Rows, fill
+from specdistill.recipe.sections import HiddenStatesConfig
 from specdistill.rows.packing import collate
 from specdistill.rows.store import FeatureStore, Origin, Tokens
 
@@ -66,7 +67,8 @@ def filled(
     force: bool = False,
 ) -> FeatureStore:
     """In shards of four rows."""
-    return fill(folder, sets, of, make or Counting(of), 4 * LENGTH, max_bytes, batch_size=2, force=force)
+    config = HiddenStatesConfig(mode="hybrid", path=str(folder), shard_tokens=4 * LENGTH, max_bytes=max_bytes)
+    return fill(config, sets, of, make or Counting(of), 2, force=force)
 
 
 def batch_of(store: FeatureStore, rows: Dataset, indices: Sequence[int]) -> tuple[dict[str, Tensor], Tensor]:

@@ -8,6 +8,7 @@ import pytest
 from datasets import Dataset, Value
 
 from specdistill.errors import UserError
+from specdistill.recipe.sections import DataConfig
 from specdistill.rows.files import Columns, mapped, num_processes, tokenizer_fingerprint
 from tests.tiny import tiny_tokenizer
 
@@ -37,7 +38,9 @@ FORKS = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 def test_several_processes_map_to_the_rows_of_one(tmp_path: Path) -> None:
     rows = Dataset.from_dict({"text": [f"row {number}" for number in range(50)]})
     made = [
-        mapped(rows, repeated_rows, NUMBERS, "rows", what="Mapping", num_proc=count, cache_dir=str(tmp_path / str(count)))
+        mapped(
+            rows, repeated_rows, NUMBERS, "rows", "Mapping", DataConfig(num_proc=count, cache_dir=str(tmp_path / str(count)))
+        )
         for count in (1, 2, 3)
     ]
     assert made[0]["value"][:] == [number for number in range(50) for _ in range(number % 3)]
@@ -48,7 +51,9 @@ def test_several_processes_map_to_the_rows_of_one(tmp_path: Path) -> None:
         raise AssertionError("made again")
 
     for count in (1, 2, 3):  # of a cache of any number of processes
-        again = mapped(rows, fails, NUMBERS, "rows", what="Mapping", num_proc=4 - count, cache_dir=str(tmp_path / str(count)))
+        again = mapped(
+            rows, fails, NUMBERS, "rows", "Mapping", DataConfig(num_proc=4 - count, cache_dir=str(tmp_path / str(count)))
+        )
         assert again.to_list() == made[0].to_list() and again._fingerprint == made[0]._fingerprint
 
 
@@ -58,12 +63,12 @@ def test_what_a_process_refuses_is_said_and_nothing_is_kept(tmp_path: Path, num_
     rows = Dataset.from_dict({"text": ["row"] * 13 + ["refused"] + ["row"] * 13})
     for _ in range(2):
         with pytest.raises(UserError, match=r"^data.source row 13: got it, expected another$"):
-            mapped(rows, repeated_rows, NUMBERS, "rows", what="Mapping", num_proc=num_proc, cache_dir=str(tmp_path))
+            mapped(rows, repeated_rows, NUMBERS, "rows", "Mapping", DataConfig(num_proc=num_proc, cache_dir=str(tmp_path)))
 
 
 def test_rows_may_map_to_none(tmp_path: Path) -> None:
     rows = Dataset.from_dict({"text": ["row"]})
-    made = mapped(rows, repeated_rows, NUMBERS, "rows", what="Mapping", cache_dir=str(tmp_path))
+    made = mapped(rows, repeated_rows, NUMBERS, "rows", "Mapping", DataConfig(cache_dir=str(tmp_path)))
     assert len(made) == 0 and made.column_names == ["value"]
 
 
