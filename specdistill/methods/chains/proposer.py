@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdistill.decoding.kv_cache import DraftKVCache, RaggedKVCache, RowsKVCache, kv_cache_of
+from specdistill.decoding.kv_cache import DraftKVCache, RaggedKVCache, kv_cache_of
 from specdistill.decoding.proposer import DecodingState, Proposal, Proposer
 from specdistill.decoding.sampling import Generators, Sampling, draw, uniforms
 from specdistill.decoding.transformers_models import last_of, padded
@@ -48,7 +48,7 @@ class HeadProposer:
         self.target_ids_W = head.target_ids_W
         self.vocabulary = frozenset(self.target_ids_W.tolist())
         self.rotary, self.device = partial(head.rotary, shipped[0]), shipped[0].device
-        self.cache: RowsKVCache
+        self.cache: DraftKVCache | RaggedKVCache
         self.is_enough: Callable[[Tensor], bool] | None = None  # see `ConfidentProposer`
 
     def passes(self, k: int) -> int:
