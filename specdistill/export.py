@@ -78,7 +78,7 @@ def export(
     k = num_speculative_tokens or (usual_length(measured) if measured else DEFAULT_NUM_TOKENS)
     num_tokens, lookup = to.drafting(k, measured_lookup(settings))
     lengths = () if num_speculative_tokens else draft_lengths(measured)
-    drafting = length_options(lengths, measured, num_speculative_tokens or num_tokens)
+    drafting = as_measured(measured, target, lengths, num_speculative_tokens or num_tokens)
     write, options = implementation(method).export, {"dtype": dtype} if dtype else {}
     assert write is not None, method
     with new_folder(output_dir) as folder:
@@ -89,44 +89,42 @@ def export(
             method=method,
             output=output_dir,
             target=target.name if target else None,
-            samples=samples_drafts(settings),
             config={} if types else read_config(folder, "output_dir"),
             files=tuple(sorted(path.name for path in folder.iterdir())),
             serving=given,
             in_target=METHODS[method].in_target,
             lookup_first=lookup,
             **drafting,
-            **fit_options(target, measured),
         )
         (folder / "SERVE.md").write_text(serve_md(to, served, measured, lengths), encoding="utf-8")
     return served
 
 
-def length_options(lengths: Sequence[DraftLength], report: Mapping[str, Any] | None, num_tokens: int) -> dict[str, Any]:
-    """What `Served` has of the draft lengths in a report. num_tokens: K where it has none, or where no draft is faster."""
-    found = {length.batch_size: length.k for length in lengths}
-    best = found[report["results"][0]["batch_size"]] if report and found else None
-    return {"num_tokens": best or num_tokens, "lengths": tuple(found.items()) if len(set(found.values())) > 1 else ()}
+def as_measured(
+    report: Mapping[str, Any] | None, target: TargetFiles | None, lengths: Sequence[DraftLength], num_tokens: int
+) -> dict[str, Any]:
+    """What `Served` has of a target and of how a draft was measured with it, as far as that is known.
 
-
-def fit_options(target: TargetFiles | None, report: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What `Served` has of a target and of how it was measured, as far as that is known."""
-    config = target.text_config if target else {}
-    engine, stated = (report or {}).get("engine", {}), (report or {}).get("target", {}).get("dtype")
-    stated = None if engine.get("name") == "llama.cpp" else stated  # a type of GGUF files, which no other engine knows
+    lengths: those of the report that K is from. num_tokens: K where there are none, or where no draft is faster.
+    """
+    config, known = target.text_config if target else {}, report or {}
+    settings, engine, dtype = known.get("settings", {}), known.get("engine", {}), known.get("target", {}).get("dtype")
+    dtype = None if engine.get("name") == "llama.cpp" else dtype  # a type of GGUF files, which no other engine knows
     gpus = re.search(r"--(?:tensor-parallel-size|tp-size) (\d+)", engine.get("command", ""))
-    known = {
+    found = {length.batch_size: length.k for length in lengths}
+    best = found[known["results"][0]["batch_size"]] if found else None
+    fitting = {
         "revision": target.commit if target else None,
         "max_length": config.get("max_position_embeddings"),
-        "dtype": stated or config.get("dtype") or config.get("torch_dtype"),
+        "dtype": dtype or config.get("dtype") or config.get("torch_dtype"),
         "num_gpus": int(gpus[1]) if gpus else None,
     }
-    return {name: value for name, value in known.items() if value}
-
-
-def samples_drafts(settings: Mapping[str, Any]) -> bool:
-    """Whether a report with these settings was measured with drafts that are drawn, not greedy."""
-    return bool(settings.get("temperature", 0) > 0 and settings.get("draft_sampling", "greedy") != "greedy")
+    return {
+        "num_tokens": best or num_tokens,
+        "lengths": tuple(found.items()) if len(set(found.values())) > 1 else (),
+        "samples": settings.get("temperature", 0) > 0 and settings.get("draft_sampling", "greedy") != "greedy",
+        **{name: value for name, value in fitting.items() if value},
+    }
 
 
 def measured_lookup(settings: Mapping[str, Any]) -> LookupFirstConfig | None:

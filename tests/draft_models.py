@@ -61,7 +61,7 @@ def translated(
     replacements = {f"<|{token}|>": other for token, other in renamed.items()}
     tokenizer = other_tokenizer(missing, tuple(renamed.values()))
     vocabulary = match_vocabularies(
-        target.tokenizer, 260, tokenizer, len(tokenizer), heterogeneous=True, replacements=replacements
+        target.tokenizer, 260, tokenizer, len(tokenizer), heterogeneous_vocab=True, token_replacements=replacements
     )
     assert vocabulary is not None
     draft = tiny_target_model(vocab_size=len(tokenizer))

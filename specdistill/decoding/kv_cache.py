@@ -236,9 +236,8 @@ class RaggedKVCache:
         return F.scaled_dot_product_attention(query_BNTd, keys, values, attn_mask=self._mask_B1TS, enable_gqa=True)
 
 
-RowsKVCache = DraftKVCache | RaggedKVCache
-
-
-def kv_cache_of(num_rows: int, rotary: RotaryFunction, device: torch.device, window: int | None = None) -> RowsKVCache:
+def kv_cache_of(
+    num_rows: int, rotary: RotaryFunction, device: torch.device, window: int | None = None
+) -> DraftKVCache | RaggedKVCache:
     """For the layers of a draft of B sequences: one alone needs no mask of its own."""
     return DraftKVCache(rotary, device, window) if num_rows == 1 else RaggedKVCache(num_rows, rotary, device, window)

@@ -150,9 +150,6 @@ class TransformersLayers:
         elif surplus := self.cache.get_seq_length() - lengths[0]:
             self.cache.crop(-surplus)
 
-    def keep(self, rows: Sequence[int]) -> None:
-        self.cache.keep(rows)
-
     def __call__(self, ids_BT: Tensor, counts: Sequence[int], level: Step | None = None) -> Tensor:
         """level: of a tree, if the ids are one; what the cache holds with it."""
         options: dict[str, Any] = {}

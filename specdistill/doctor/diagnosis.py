@@ -176,7 +176,7 @@ def examine(
         with refusals(seen):
             check_target(folder, target, KEY, **options)
     with refusals(seen):
-        seen.config = method.inspect(folder, target, **options)
+        seen.config = method.check(folder, tensors, target, key=KEY, name=folder, **options)
     if isinstance(seen.config, HeadShape):
         seen.findings += _vocabulary(tensors, seen.config)
     if target is not None:

@@ -12,9 +12,9 @@ from typing import Any
 from huggingface_hub import constants
 from rich.filesize import decimal
 
-from specdistill.errors import ResourceError, UserError
+from specdistill.errors import ResourceError, UserError, logger
 from specdistill.files.documents import head_of
-from specdistill.hub.model_files import HASHES, MODEL, SMALL, ModelFiles, check_hashes, say, write_hashes
+from specdistill.hub.model_files import HASHES, MODEL, SMALL, ModelFiles, check_hashes, write_hashes
 from specdistill.methods import METHODS, method_named
 from specdistill.methods.checkpoint import read_config
 from specdistill.methods.load import TOKENIZER, implementation, recognized
@@ -73,7 +73,7 @@ def acquire(
         needed = [(of_draft, _checked(of_draft, method, files, of_target, options))]
     elif (check_native := implementation(method).check_native) is not None:
         check_native({name: tensor.shape for name, tensor in of_target.tensors().items()}, files)
-        say(f"{of_target.name}: its own checkpoint holds the layer that drafts, so the whole of it is needed")
+        logger.info(f"{of_target.name}: its own checkpoint holds the layer that drafts, so the whole of it is needed")
     else:
         raise _not_chosen(method, target, of_target.repository)
     if output or not needed:
@@ -87,7 +87,7 @@ def acquire(
             each.fetch(names, verify=output is not None)
         if output:
             write_hashes(output)
-            say(f"for a machine without the Hub: {output}, read there with HF_HUB_CACHE={output.name} HF_HUB_OFFLINE=1")
+            logger.info(f"for a machine without the Hub: {output}, read there with HF_HUB_CACHE={output.name} HF_HUB_OFFLINE=1")
     return needed[0][0].folder
 
 
@@ -119,7 +119,7 @@ def _checked(draft: ModelFiles, method: str, target: TargetFiles, of_target: Mod
         _compare_card(draft, of_target)
     else:
         check_target(folder, target, "draft", **options)
-    say(f"{draft.name}: a draft of method {method} that fits {of_target.name}")
+    logger.info(f"{draft.name}: a draft of method {method} that fits {of_target.name}")
     return [*draft.matching(*SMALL, *TOKENIZER), *draft.weights()]
 
 
@@ -132,7 +132,7 @@ def _compare_card(draft: ModelFiles, target: ModelFiles) -> None:
     models = [named] if isinstance(named, str) else named or []
     if target.repository and models and target.repository.lower() not in {str(model).lower() for model in models}:
         others = ", ".join(map(str, models))
-        say(f"warning: the card of {draft.name} names {others}, not {target.repository}; only sizes say that it fits")
+        logger.info(f"warning: the card of {draft.name} names {others}, not {target.repository}; only sizes say that it fits")
 
 
 def _announce(needed: Sequence[tuple[ModelFiles, Sequence[str]]], cache: Path) -> None:
@@ -142,13 +142,13 @@ def _announce(needed: Sequence[tuple[ModelFiles, Sequence[str]]], cache: Path) -
         sizes = {file: each.sizes[file] for file in each.missing(names)}
         listed = "".join(f"\n  {decimal(size):>10}  {file}" for file, size in sizes.items())
         at = f" (commit {each.folder.name})" if each.repository else ""
-        say(f"{each.key}: {each.name}{at}, {len(names)} files, {len(sizes)} of them to fetch{listed}")
+        logger.info(f"{each.key}: {each.name}{at}, {len(names)} files, {len(sizes)} of them to fetch{listed}")
         total += sum(sizes.values())
     if total:
         what = f"{decimal(total)} into {cache}, whose disk has {decimal(free := free_bytes(cache))} free"
         if total > free:
             raise ResourceError(f"to fetch: {what}", next_step="free disk space, or set HF_HOME to a larger disk")
-        say(f"to fetch: {what}")
+        logger.info(f"to fetch: {what}")
 
 
 def _not_chosen(method: str, target: str, repository: str | None) -> UserError | ResourceError:
@@ -160,8 +160,8 @@ def _not_chosen(method: str, target: str, repository: str | None) -> UserError |
     if not drafts:
         return UserError("draft", got="nothing", expected=f"a draft: the Hub lists none of method {method} for {target}")
     command = f"specdistill acquire method={method} target={shlex.quote(target)} draft="
-    say(f"drafts of method {method} for {target}, those whose card names it first, the most downloaded first:")
+    logger.info(f"drafts of method {method} for {target}, those whose card names it first, the most downloaded first:")
     for draft in drafts[:SHOWN]:
         why = "" if draft.found_by == "card" else "; its card does not name the target, only its name is alike"
-        say(f"  {command}{draft.repository}    {draft.downloads:,} downloads{why}")
+        logger.info(f"  {command}{draft.repository}    {draft.downloads:,} downloads{why}")
     return UserError("draft", got="nothing", expected=f"a choice, e.g. {command}{drafts[0].repository}")

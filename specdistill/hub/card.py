@@ -155,13 +155,10 @@ def measured_again(of: CardContents) -> str:
 
 def _gguf_files(of: CardContents) -> dict[str, str]:
     """Names, in commands, of the files that a measurement in llama.cpp needs: the file of a draft model is written for it."""
-    is_measured_there = of.release.report.get("engine", {}).get("name") == "llama.cpp"
-    files = (
-        {"model": "TARGET.gguf"}
-        if METHODS[of.release.method].standalone
-        else {"model": "TARGET.gguf", "model_draft": "DRAFT.gguf"}
-    )
-    return files if is_measured_there else {}
+    if of.release.report.get("engine", {}).get("name") != "llama.cpp":
+        return {}
+    draft = {} if METHODS[of.release.method].standalone else {"model_draft": "DRAFT.gguf"}
+    return {"model": "TARGET.gguf", **draft}
 
 
 def _yaml(value: Any) -> str:

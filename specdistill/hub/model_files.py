@@ -28,11 +28,6 @@ MODEL = (*SMALL, *TOKENIZER, "*processor_config.json")
 HASHES = "SHA256SUMS"  # of a cache's files; `sha256sum -c` reads it
 
 
-def say(line: str) -> None:
-    """To a person; stdout is the path's alone."""
-    logger.info(line)
-
-
 @dataclass(frozen=True)
 class ModelFiles:
     """A folder, or a commit of a repository; without the Hub, what its cache has of that commit, which is a folder too.
@@ -125,7 +120,7 @@ class ModelFiles:
             if not damaged:
                 return
             if not is_last:
-                say(f"{self.name}: not what the Hub lists, so fetched again: {', '.join(damaged)}")
+                logger.info(f"{self.name}: not what the Hub lists, so fetched again: {', '.join(damaged)}")
                 self._download(damaged, again=True)
         for link in (self.folder / file for file in damaged):
             link.resolve().unlink()

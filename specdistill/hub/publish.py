@@ -15,7 +15,7 @@ from specdistill.engines import ENGINES
 from specdistill.engines.engine import Engine, Served, Serving
 from specdistill.engines.loader import check_loader, loader_of
 from specdistill.errors import ResourceError, UserError, logger
-from specdistill.export import export, fit_options, length_options, measured_lookup, samples_drafts
+from specdistill.export import as_measured, export, measured_lookup
 from specdistill.files.documents import read_json, read_keys
 from specdistill.files.folders import new_folder
 from specdistill.hub.card import PICTURE, CardContents, model_card
@@ -232,18 +232,16 @@ def refuse_links(paths: Iterable[Path], home: Path, key: str = "run") -> None:
 
 def serving_of(of: CardContents, target: TargetFiles, exported: Mapping[str, Served]) -> list[tuple[str, str]]:
     """(engine's title, commands) for each engine that can be given the draft."""
-    release, settings = of.release, of.release.report["settings"]
+    report, draft = of.release.report, of.release.run / DRAFT
     served = Served(
-        method=release.method,
+        method=of.release.method,
         output=Path(of.repository),
         target=of.base_model,
-        samples=samples_drafts(settings),
-        config=read_config(release.run / DRAFT, "run"),
-        lookup_first=measured_lookup(settings),
-        **length_options(draft_lengths(release.report), release.report, usual_length(release.report)),
-        **fit_options(target, release.report),
+        config=read_config(draft, "run"),
+        lookup_first=measured_lookup(report["settings"]),
+        **as_measured(report, target, draft_lengths(report), usual_length(report)),
     )
-    return list(serving_lines(served, release.run / DRAFT, exported, repository=of.repository, tag=of.tag))
+    return list(serving_lines(served, draft, exported, repository=of.repository, tag=of.tag))
 
 
 def loads_as_is(engine: Engine, method: str, folder: Path) -> bool:
@@ -277,20 +275,14 @@ def serving_lines(
         if engine.serve_command is None:
             continue
         k, lookup = engine.drafting(served.num_tokens, served.lookup_first)
+        started = replace(served, num_tokens=k, lookup_first=lookup)
         if name in exports:
-            told = {"target": served.target, "revision": served.revision, "num_tokens": k, "lookup_first": lookup}
-            exported = replace(exports[name], output=Path(local) / name, **told)
+            own = exports[name]
+            exported = replace(started, output=Path(local) / name, serving=serving, config=own.config, files=own.files)
             fetch = f"hf download {repository} --revision {tag} --local-dir {local} --include {shlex.quote(f'{name}/*')}"
             yield engine.title, f"{fetch}\n{engine.serve_command(exported)}"
         elif loads_as_is(engine, served.method, draft):
-            told = {
-                "serving": serving,
-                "in_target": row.in_target,
-                "draft_revision": tag,
-                "num_tokens": k,
-                "lookup_first": lookup,
-            }
-            yield engine.title, engine.serve_command(replace(served, **told))
+            yield engine.title, engine.serve_command(replace(started, serving=serving, draft_revision=tag))
 
 
 def restore_release(repository: str | None, tag: str, *, dry_run: bool = False) -> None:

@@ -82,11 +82,9 @@ def to_measure_again(release: Release, last: LastRelease) -> str | None:
     """
     if release.is_comparable or last.evidence.report["draft"]["method"] != release.method:
         return None
-    output = release.run / MEASURED_AGAIN
+    output, k = release.run / MEASURED_AGAIN, release.report["settings"]["num_speculative_tokens"]
     keys = {"recipe": release.run / RUN_RECIPE, "draft": f"{last.repository}@{last.tag}", "output_dir": output}
-    keys["eval.num_speculative_tokens"] = release.report["settings"][
-        "num_speculative_tokens"
-    ]  # which the file of the recipe may not say
+    keys["eval.num_speculative_tokens"] = k  # which the file of the recipe may not say
     words = [shlex.quote(f"{name}={value}") for name, value in keys.items()]
     words += map(shlex.quote, consent(read_keys(release.run / RUN_RECIPE, "run", "a run with its recipe")))
     return f"specdistill eval {' '.join(words)}, then publish with baseline={shlex.quote(str(output))}"

@@ -49,10 +49,9 @@ class Implementation:
         save: (draft, target, folder): write the draft in its public layout.
         objective: (draft, recipe, target) -> the draft with its loss (see specdistill.training.trainer.Objective).
         head_shape: (config.json, layers of the target or None) -> the shape of a head as it was trained; None for other drafts.
-        inspect: (folder, target or None, **options, as of load_proposer) -> `head_shape` as decoding would read it. Raises UserError,
-            under the key `draft`, for a draft that is broken or does not fit the target.
-        check: (folder, tensors by name, target, key=, name=, **options, as of load_proposer): as much of `inspect` as config.json,
-            tokenizer and the shapes of tensors tell, for a draft whose weights are not fetched yet. `name` is what errors call it.
+        check: (folder, tensors by name, target or None, key=, name=, **options, as of load_proposer) -> `head_shape` as decoding would
+            read it. Raises UserError for a draft that is broken or does not fit the target, as far as tensors without content tell, for
+            one whose weights are not fetched yet. `name` is what errors call it.
         check_native: (shapes of the checkpoint's tensors by name, target) -> how many tensors such a layer has in the target's own
             checkpoint. Raises UserError where it holds none. None where targets have none.
         simulation: None where drafting cannot be simulated on completions of the target.
@@ -75,7 +74,6 @@ class Implementation:
     save: Callable[[Draft, FrozenTarget, Path], None] | None = None
     objective: Callable[[Draft, Any, FrozenTarget], nn.Module] | None = None
     head_shape: Callable[[Mapping[str, Any], int | None], Any] = lambda config, num_layers: None
-    inspect: Callable[..., Any] = lambda folder, target, **options: None
     check: Callable[..., Any] = lambda folder, tensors, target, **options: None
     check_native: Callable[[Mapping[str, Size], TargetFiles], int] | None = None
     simulation: Simulation | None = None

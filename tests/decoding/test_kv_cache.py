@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from specdistill.decoding.kv_cache import FIRST_SIZE, BatchKVCache, RaggedKVCache
 from specdistill.decoding.transformers_models import masked_pass
-from specdistill.methods.draft_model.layers import LlamaStack
+from specdistill.methods.draft_model.layers import LlamaLayers
 from tests import mtp_targets
 from tests.tiny import qwen, tiny_target_model
 
@@ -30,7 +30,9 @@ def step(model: PreTrainedModel, cache: BatchKVCache | RaggedKVCache, rows: list
     counts = [len(row) for row in rows]
     with torch.inference_mode():
         if isinstance(cache, RaggedKVCache):
-            return LlamaStack(model)(padded(rows), cache.extend(counts), cache)  # type: ignore[no-any-return]
+            layers = LlamaLayers(model)
+            layers.cache = cache
+            return layers(padded(rows), counts)  # type: ignore[no-any-return]
         positions, mask = masked_pass(cache, counts, model.config.get_text_config(), torch.float32)
         decoder = model.get_decoder()
         return decoder(  # type: ignore[no-any-return, operator]
@@ -49,7 +51,7 @@ def batch(model: PreTrainedModel, num_rows: int) -> BatchKVCache:
 
 
 def ragged(model: PreTrainedModel, num_rows: int) -> RaggedKVCache:
-    return RaggedKVCache(num_rows, LlamaStack(model).rotary, torch.device("cpu"))
+    return RaggedKVCache(num_rows, partial(LlamaLayers(model).rotary, model.lm_head.weight), torch.device("cpu"))
 
 
 CASES = {

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdistill.decoding.kv_cache import DraftKVCache, RaggedKVCache, RowsKVCache, kv_cache_of
+from specdistill.decoding.kv_cache import DraftKVCache, RaggedKVCache, kv_cache_of
 from specdistill.decoding.proposer import DecodingState, Proposal, Proposer
 from specdistill.decoding.readers import cache_size
 from specdistill.decoding.sampling import Generators, Sampling, draw, uniforms
@@ -50,7 +50,7 @@ class HeadProposer:
         self.target_ids_W = head.target_ids_W
         self.vocabulary = frozenset(self.target_ids_W.tolist())
         self.rotary, self.device = partial(head.rotary, shipped[0]), shipped[0].device
-        self.cache: RowsKVCache
+        self.cache: DraftKVCache | RaggedKVCache
         self.compiled = False
         self._graphs: dict[int, CompiledSteps] = {}  # by positions of the KV cache
         self._graph: CompiledSteps | None = None

@@ -1,12 +1,13 @@
 """A plain Llama's layers as a draft's, with the KV cache of one sequence or of several: faster than transformers' own.
 
 A draft model's step is launches more than arithmetic: on two CPU cores two layers of 128 take 0.70 ms in transformers and 0.39 ms in
-`LlamaStack`, which is built of the parts of draft heads. transformers' own model stays the oracle, and serves all other architectures.
+`LlamaLayers`, which is built of the parts of draft heads. transformers' own model stays the oracle, and serves all other architectures.
 
 Shapes: B rows, T positions of one step, H hidden size.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,18 +16,18 @@ from transformers import PreTrainedModel
 
 from specdistill.decoding.kv_cache import kv_cache_of
 from specdistill.decoding.tree import Step
-from specdistill.methods.layers import HeadShape, KVCache, PlainLayer, Rotary
+from specdistill.methods.layers import HeadShape, PlainLayer, Rotary
 from specdistill.methods.sizes import shape_of
 
 
-class LlamaStack(nn.Module):
-    """Embedding, layers and final norm of a Llama. It shares the model's weights."""
+class LlamaLayers(nn.Module):
+    """`TransformersLayers` of a plain Llama, faster. It shares the model's weights."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         assert is_plain_llama(model), model.config
         config: Any = model.config
-        self.shape = HeadShape(
+        shape = HeadShape(
             **vars(shape_of(config)),
             vocab_size=config.vocab_size,
             rms_norm_eps=config.rms_norm_eps,
@@ -34,29 +35,32 @@ class LlamaStack(nn.Module):
             rope_scaling=config.rope_parameters,
             max_position_embeddings=config.max_position_embeddings,
         )
-        self._rotary = Rotary(self.shape)
+        self.rotary = Rotary(shape)
         with torch.device("meta"):
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-            self.layers = nn.ModuleList(PlainLayer(self.shape, index) for index in range(config.num_hidden_layers))
+            self.layers = nn.ModuleList(PlainLayer(shape, index) for index in range(config.num_hidden_layers))
             self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.load_state_dict(model.get_decoder().state_dict(), assign=True)
 
-    def rotary(self, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """(cos, sin) [B, T, d] of positions."""
-        tables: tuple[Tensor, Tensor] = self._rotary(self.norm.weight, positions_BT)
-        return tables
+    def begin(self, num_rows: int) -> None:
+        like = self.norm.weight
+        self.cache: Any = kv_cache_of(num_rows, partial(self.rotary, like), like.device)
 
-    def forward(self, ids_BT: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache) -> Tensor:
+    def truncate(self, lengths: Sequence[int]) -> None:
+        self.cache.truncate(lengths)
+
+    def forward(self, ids_BT: Tensor, counts: Sequence[int], level: Step | None = None) -> Tensor:
         """Hidden states [B, T, H] after the final norm."""
+        rotary = self.cache.level(level) if level else self.cache.extend(counts)
         hidden = self.embed_tokens(ids_BT)
         for layer in self.layers:
-            hidden = layer(hidden, rotary, kv_cache)
+            hidden = layer(hidden, rotary, self.cache)
         normed: Tensor = self.norm(hidden)
         return normed
 
 
 def is_plain_llama(model: PreTrainedModel) -> bool:
-    """Whether `LlamaStack` computes what the model does: no biases, SiLU, and rotary angles that do not depend on the sequence's length."""
+    """Whether `LlamaLayers` computes what the model does: no biases, SiLU, and rotary angles that do not depend on a sequence's length."""
     config: Any = model.config
     return (
         config.model_type == "llama"
@@ -66,25 +70,3 @@ def is_plain_llama(model: PreTrainedModel) -> bool:
         and config.hidden_act == "silu"
         and config.rope_parameters.get("rope_type", "default") not in ("dynamic", "longrope")
     )
-
-
-class LlamaLayers:
-    """`TransformersLayers` of a plain Llama, faster."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.stack = LlamaStack(model)
-        self.device = model.device
-
-    def begin(self, num_rows: int) -> None:
-        self.cache: Any = kv_cache_of(num_rows, self.stack.rotary, self.device)
-
-    def truncate(self, lengths: Sequence[int]) -> None:
-        self.cache.truncate(lengths)
-
-    def keep(self, rows: Sequence[int]) -> None:
-        self.cache.keep(rows)
-
-    def __call__(self, ids_BT: Tensor, counts: Sequence[int], level: Step | None = None) -> Tensor:
-        rotary = self.cache.level(level) if level else self.cache.extend(counts)
-        hidden: Tensor = self.stack(ids_BT, rotary, self.cache)
-        return hidden

@@ -19,13 +19,14 @@ from specdistill.methods.draft_model.config import DraftModelRecipe
 from specdistill.methods.draft_model.create import check_decoder, create_draft_model, on_meta, propose_shape, with_lora
 from specdistill.methods.draft_model.objective import Distillation, OnPolicyGeneration
 from specdistill.methods.draft_model.proposer import DraftModelProposer
-from specdistill.methods.draft_model.vocabulary import NONE, match_vocabularies
+from specdistill.methods.draft_model.vocabulary import match_vocabularies
 from specdistill.targets.cache_size import cache_size
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.loading import read_tokenizer, read_without_weights
 
 CALIBRATION_ROWS = 16  # rows of training data whose activations say what a pruned width keeps
+TRANSLATION = ("heterogeneous_vocab", "token_replacements")  # keys of `eval:` that say what the draft may propose
 # Of the target's parameters; published draft models have 2 % (arXiv 2403.00858) to 10 % (arXiv 2402.01528).
 SHARE = 1 / 16
 PUBLISHED = sizes.PublishedFigures(
@@ -61,65 +62,34 @@ def load_proposer(
     *,
     key: str,
     draft_context: str = "refuse",
-    heterogeneous_vocab: bool = False,
-    token_replacements: Mapping[str, str] = NONE,
-    **options: Any,
+    confidence_threshold: float | None = None,
+    **translation: Any,
 ) -> Proposer:
     model, tokenizer = load_draft_model(folder, key=key, device=target.device, dtype=target.dtype)
-    vocabulary = match_vocabularies(
-        target.tokenizer,
-        len(target.lm_head.weight),
-        tokenizer,
-        _width(model),
-        heterogeneous=heterogeneous_vocab,
-        replacements=token_replacements,
+    sides = target.tokenizer, len(target.lm_head.weight), tokenizer, _width(model)
+    vocabulary = match_vocabularies(*sides, key=key, **translation)
+    return DraftModelProposer(
+        model,
+        vocabulary=vocabulary,
+        confidence_threshold=confidence_threshold,
+        context=draft_context,
+        target_max_length=target.max_length,
         key=key,
     )
-    limits: dict[str, Any] = {"context": draft_context, "target_max_length": target.max_length, "key": key}
-    return DraftModelProposer(model, vocabulary=vocabulary, **limits, **options)
-
-
-def inspect(folder: Path, target: TargetFiles | None, **options: Any) -> None:
-    model, tokenizer = load_draft_model(folder, key="draft")
-    if target is not None:
-        _check_tokenizer(target, model, tokenizer, key="draft", **options)
 
 
 def check(
-    folder: Path,
-    tensors: Mapping[str, Tensor],
-    target: TargetFiles | None,
-    *,
-    key: str,
-    name: str,
-    **options: Any,
+    folder: Path, tensors: Mapping[str, Tensor], target: TargetFiles | None, *, key: str, name: Path | str, **options: Any
 ) -> None:
-    model, tokenizer = read_without_weights(folder, key=key, name=name)
-    check_outline(model, tensors, key=key, name=name)
+    if any(tensor.is_meta for tensor in tensors.values()):
+        model, tokenizer = read_without_weights(folder, key=key, name=str(name))
+        check_outline(model, tensors, key=key, name=str(name))
+    else:
+        model, tokenizer = load_draft_model(folder, key=key)
     if target is not None:
-        _check_tokenizer(target, model, tokenizer, key=key, **options)
-
-
-def _check_tokenizer(
-    target: TargetFiles,
-    model: Any,
-    tokenizer: Any,
-    *,
-    key: str,
-    heterogeneous_vocab: bool = False,
-    token_replacements: Mapping[str, str] = NONE,
-    **others: Any,
-) -> None:
-    of_target, *_ = read_tokenizer(target.name, revision=target.revision, trust_remote_code=target.trust_remote_code)
-    match_vocabularies(
-        of_target,
-        target.vocab_size,
-        tokenizer,
-        _width(model),
-        heterogeneous=heterogeneous_vocab,
-        replacements=token_replacements,
-        key=key,
-    )
+        of_target, *_ = read_tokenizer(target.name, revision=target.revision, trust_remote_code=target.trust_remote_code)
+        translation = {option: value for option, value in options.items() if option in TRANSLATION}
+        match_vocabularies(of_target, target.vocab_size, tokenizer, _width(model), key=key, **translation)
 
 
 def _width(model: Any) -> int:
@@ -151,7 +121,6 @@ METHOD = Implementation(
     create=create,
     save=lambda draft, target, folder: save_draft_model(draft, target.tokenizer, folder),
     objective=objective,
-    inspect=inspect,
     check=check,
     planned=planned,
     is_described=lambda draft, target: draft.is_causal_lm,

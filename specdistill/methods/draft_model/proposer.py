@@ -221,7 +221,7 @@ class DraftModelProposer:
 
     def keep(self, rows: Sequence[int]) -> None:
         self.rows = [self.rows[row] for row in rows]
-        self.layers.keep(rows)
+        self.layers.cache.keep(rows)
 
     def _feed(self, state: DecodingState, k: int) -> tuple[list[list[int]], list[int]]:
         """What each row is fed first, and how many tokens can be drafted for it; nothing and 0 where the draft's tokens say none of its

@@ -67,25 +67,25 @@ def match_vocabularies(
     draft_tokenizer: Any,
     draft_vocab_size: int,
     *,
-    heterogeneous: bool = False,
-    replacements: Mapping[str, str] = NONE,
+    heterogeneous_vocab: bool = False,
+    token_replacements: Mapping[str, str] = NONE,
     key: str = "eval.draft",
 ) -> SharedVocabulary | None:
     """How a draft's ids stand to the target's: None where they are the same, down to the size of the logits.
 
-    The sizes are those of the logits. replacements: see `SharedVocabulary`.
-    Raises UserError under `key` when the tokenizers differ and `heterogeneous` is false, or when they share no token at all; under the key
-    next to it for replacements of what is no token of the target, or of tokenizers that do not differ.
+    The sizes are those of the logits. token_replacements: see `SharedVocabulary`.
+    Raises UserError under `key` when the tokenizers differ and `heterogeneous_vocab` is false, or when they share no token at all; under
+    the key next to it for replacements of what is no token of the target, or of tokenizers that do not differ.
     """
     difference = describe_difference(target_tokenizer, draft_tokenizer)
-    if replacements and difference is None:
-        got = f"{len(replacements)} for a draft with the target's tokenizer"
+    if token_replacements and difference is None:
+        got = f"{len(token_replacements)} for a draft with the target's tokenizer"
         raise UserError(
             sibling_key(key, "token_replacements"), got=got, expected="{}: it reads the target's tokens as they are"
         )
     if difference is None and target_vocab_size == draft_vocab_size:
         return None
-    if difference is not None and not heterogeneous:
+    if difference is not None and not heterogeneous_vocab:
         switch = sibling_key(key, "heterogeneous_vocab")
         expected = f"the target's tokenizer, or {switch}=true to draft over the tokens of both"
         raise UserError(key, got=difference, expected=expected)
@@ -96,7 +96,7 @@ def match_vocabularies(
         if token_id < target_vocab_size and draft_ids.get(token, draft_vocab_size) < draft_vocab_size
     }
     read_as: dict[int, list[int]] = {}
-    for text, replaced in replacements.items():
+    for text, replaced in token_replacements.items():
         token_id, *others = encode(target_tokenizer, text) or [target_vocab_size]
         is_unknown = text not in target_ids and target_tokenizer.decode([token_id]) != text
         if others or is_unknown or token_id >= target_vocab_size:
@@ -115,7 +115,7 @@ def match_vocabularies(
         raise UserError(key, got=got, expected="tokens in both vocabularies")
     target_ids_W, draft_ids_W = torch.tensor(sorted(pairs.items())).unbind(1)
     return SharedVocabulary(
-        target_ids_W, draft_ids_W, target_vocab_size, target_tokenizer, draft_tokenizer, read_as, replacements
+        target_ids_W, draft_ids_W, target_vocab_size, target_tokenizer, draft_tokenizer, read_as, token_replacements
     )
 
 

@@ -51,18 +51,16 @@ def load_eagle(folder: Path | str, target: FrozenTarget, *, key: str = "eval.dra
 
 
 def read_eagle(folder: Path, target: checkpoint.AnyTarget | None, *, key: str) -> tuple[EagleConfig, dict[str, Tensor]]:
-    """A head's config and tensors, checked against each other; it may bring copies of the target's embedding and head, or not.
-
-    Raises UserError as `load_eagle` does.
-    """
     return check_eagle(folder, checkpoint.read_tensors(folder, key), target, key=key, name=folder)
 
 
 def check_eagle(
     folder: Path, tensors: Mapping[str, Tensor], target: checkpoint.AnyTarget | None, *, key: str, name: Path | str
 ) -> tuple[EagleConfig, dict[str, Tensor]]:
-    """As `read_eagle`, of tensors that need have no content: an `fc.bias` is then taken for zeros where the config says that there is
-    none.
+    """A head's config and tensors, checked against each other; it may bring copies of the target's embedding and head, or not.
+
+    Tensors need have no content: an `fc.bias` is then taken for zeros where the config says that there is none. Raises UserError as
+    `load_eagle` does.
     """
     config = config_from_json(checkpoint.read_config(folder, key), key)
     if target is not None:

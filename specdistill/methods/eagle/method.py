@@ -11,7 +11,7 @@ from specdistill.methods.chains.head import create_head, drafts_chains, head_sha
 from specdistill.methods.chains.proposer import proposer_loader
 from specdistill.methods.chains.unroll import objective
 from specdistill.methods.contract import Implementation
-from specdistill.methods.eagle.checkpoint import check_eagle, config_from_json, export, load_eagle, read_eagle, save_eagle
+from specdistill.methods.eagle.checkpoint import check_eagle, config_from_json, export, load_eagle, save_eagle
 from specdistill.methods.eagle.module import EagleConfig, EagleDraft, build_eagle
 from specdistill.statistics.theory import alpha_from_acceptance_length
 from specdistill.targets.frozen import FrozenTarget
@@ -73,8 +73,7 @@ METHOD = Implementation(
     save=lambda draft, target, folder: save_eagle(draft, folder),
     objective=objective,
     head_shape=lambda config, num_layers: config_from_json(config, "draft"),
-    inspect=lambda folder, target: read_eagle(folder, target, key="draft")[0],
-    check=check_eagle,
+    check=lambda *files, **names: check_eagle(*files, **names)[0],
     simulation=repairs.simulation(likely_causes),
     likely_causes=repairs.LIKELY_CAUSES,
     planned=planned,

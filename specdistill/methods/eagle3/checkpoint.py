@@ -75,34 +75,19 @@ def load_eagle3(folder: Path | str, target: FrozenTarget, *, key: str = "eval.dr
 
 
 def read_eagle3(folder: Path, target: checkpoint.AnyTarget | None, *, key: str) -> tuple[Eagle3Config, dict[str, Tensor]]:
-    """A head's config and its tensors by the names they have here, without `t2d` (which follows from `d2t`), and without `d2t` when the
-    vocabulary is whole. A file may omit what is the target's: the embedding, and the head of a whole vocabulary.
-
-    An embedding that is a copy of the target's, perhaps in another dtype, is dropped; the config says when it is the head's own. The
-    target is needed where the config does not say how deep it is. Raises UserError as `load_eagle3` does.
-    """
-    config, tensors = check_eagle3(folder, checkpoint.read_tensors(folder, key), target, key=key, name=folder)
-    tensors.pop("t2d", None)
-    if "d2t" in tensors:
-        ids = torch.arange(config.draft_vocab_size) + tensors["d2t"]
-        if ids[0] < 0 or ids[-1] >= config.vocab_size or not (ids.diff() > 0).all():
-            expected_ids = f"offsets to ascending token ids below {config.vocab_size}"
-            raise UserError(key, got=f"{folder} with a d2t of other numbers", expected=expected_ids)
-        if not config.prunes_vocabulary:
-            del tensors["d2t"]
-    own_width = config.hidden_size != config.target_hidden_size
-    if target is not None and EMBEDDING in tensors and not own_width:
-        if checkpoint.is_copy(tensors[EMBEDDING], target.tensor(EMBEDDING)):
-            del tensors[EMBEDDING]
-        else:
-            config = dataclasses.replace(config, own_embedding=True)
-    return config, tensors
+    return check_eagle3(folder, checkpoint.read_tensors(folder, key), target, key=key, name=folder)
 
 
 def check_eagle3(
     folder: Path, tensors: Mapping[str, Tensor], target: checkpoint.AnyTarget | None, *, key: str, name: Path | str
 ) -> tuple[Eagle3Config, dict[str, Tensor]]:
-    """As `read_eagle3`, but for the values of the tensors, which need have no content. All tensors are returned."""
+    """A head's config and its tensors by the names they have here, without `t2d` (which follows from `d2t`), and without `d2t` when the
+    vocabulary is whole. A file may omit what is the target's: the embedding, and the head of a whole vocabulary.
+
+    An embedding that is a copy of the target's, perhaps in another dtype, is dropped; the config says when it is the head's own. Of
+    tensors without content neither is known, nor what `d2t` says. The target is needed where the config does not say how deep it is.
+    Raises UserError as `load_eagle3` does.
+    """
     config = config_from_json(checkpoint.read_config(folder, key), None if target is None else target.num_layers, key)
     if target is not None:
         sizes = {"target_hidden_size": config.target_hidden_size, "vocab_size": config.vocab_size}
@@ -125,6 +110,19 @@ def check_eagle3(
     if not config.prunes_vocabulary:
         optional |= {"d2t"} | (set() if own_width else {HEAD})
     checkpoint.check_tensors(expected, result, name, key, what=WHAT, optional=optional)
+    result.pop("t2d", None)
+    if "d2t" in result and not result["d2t"].is_meta:
+        ids = torch.arange(config.draft_vocab_size) + result["d2t"]
+        if ids[0] < 0 or ids[-1] >= config.vocab_size or not (ids.diff() > 0).all():
+            expected_ids = f"offsets to ascending token ids below {config.vocab_size}"
+            raise UserError(key, got=f"{name} with a d2t of other numbers", expected=expected_ids)
+    if not config.prunes_vocabulary:
+        result.pop("d2t", None)
+    if target is not None and EMBEDDING in result and not own_width and not result[EMBEDDING].is_meta:
+        if checkpoint.is_copy(result[EMBEDDING], target.tensor(EMBEDDING)):
+            del result[EMBEDDING]
+        else:
+            config = dataclasses.replace(config, own_embedding=True)
     return config, result
 
 

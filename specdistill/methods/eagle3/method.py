@@ -16,7 +16,7 @@ from specdistill.methods.chains.head import create_head, drafts_chains, paramete
 from specdistill.methods.chains.proposer import proposer_loader
 from specdistill.methods.chains.unroll import objective
 from specdistill.methods.contract import Implementation
-from specdistill.methods.eagle3.checkpoint import check_eagle3, config_from_json, export, load_eagle3, read_eagle3, save_eagle3
+from specdistill.methods.eagle3.checkpoint import check_eagle3, config_from_json, export, load_eagle3, save_eagle3
 from specdistill.methods.eagle3.config import Eagle3Recipe
 from specdistill.methods.eagle3.module import Eagle3Config, Eagle3Draft, build_eagle3, eagle3_config
 from specdistill.rows.packing import draft_vocabulary
@@ -148,8 +148,7 @@ METHOD = Implementation(
     save=lambda draft, target, folder: save_eagle3(draft, folder),
     objective=objective,
     head_shape=lambda config, num_layers: config_from_json(config, num_layers, "draft"),
-    inspect=lambda folder, target: read_eagle3(folder, target, key="draft")[0],
-    check=check_eagle3,
+    check=lambda *files, **names: check_eagle3(*files, **names)[0],
     simulation=repairs.simulation(likely_causes),
     likely_causes=repairs.LIKELY_CAUSES,
     planned=planned,

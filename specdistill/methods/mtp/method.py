@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -11,12 +10,10 @@ from specdistill.methods import sizes
 from specdistill.methods.chains import repairs
 from specdistill.methods.chains.proposer import proposer_loader
 from specdistill.methods.chains.unroll import objective
-from specdistill.methods.checkpoint import read_config
 from specdistill.methods.contract import Implementation
 from specdistill.methods.mtp.checkpoint import (
     ARCHITECTURE,
     build_mtp,
-    check_fit,
     check_mtp,
     check_native,
     export,
@@ -27,7 +24,6 @@ from specdistill.methods.mtp.module import MtpDraft
 from specdistill.methods.mtp.tensor_names import NATIVE_KEYS, naming_of
 from specdistill.statistics.theory import alpha_from_acceptance_length
 from specdistill.targets.cache_size import CacheSize
-from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 
 PUBLISHED = sizes.PublishedFigures(
@@ -38,11 +34,6 @@ PUBLISHED = sizes.PublishedFigures(
     "5k conversations tune it to a domain (vllm-project/speculators); it comes trained with the target",
 )
 FRESH = sizes.PublishedFigures(None, "none is published for a fresh layer on a frozen target", None, "none is published")
-
-
-def inspect(folder: Path, target: TargetFiles | None) -> None:
-    if target is not None:
-        check_fit(read_config(folder, "draft"), target.text_config, folder, "draft", target.name)
 
 
 def config_of(raw: Mapping[str, Any]) -> PreTrainedConfig | None:
@@ -105,7 +96,6 @@ METHOD = Implementation(
     create=lambda recipe, target, rows: build_mtp(target, init=recipe.draft.init, seed=recipe.seed),
     save=lambda draft, target, folder: save_mtp(draft, folder),
     objective=objective,
-    inspect=inspect,
     check=check_mtp,
     check_native=check_native,
     simulation=repairs.simulation(likely_causes),

@@ -41,11 +41,10 @@ WITHOUT_EFFECT = {"dropout", "is_causal", "output_attentions", "use_cache"}
 
 @dataclass(frozen=True)
 class MtpConfig:
-    """What a draft is for: the target's text config; and the target's layer, from 0, whose kind the draft's layer is."""
+    """What a draft is for: the target's text config."""
 
     vocab_size: int
     text_config: dict[str, Any]
-    like_layer: int
     num_layers: int = 1
     sliding_window: None = None
 
@@ -75,7 +74,7 @@ class MtpDraft(nn.Module):
             expected = "layers with RMS norms and a rotary embedding"
             raise UserError("target.model", got=layer_class.__name__, expected=expected)
         size, norm_class = target.hidden_size, type(target.norm)
-        self.config = MtpConfig(target.vocab_size, parse_json(target.config.to_json_string(use_diff=False)), index)
+        self.config = MtpConfig(target.vocab_size, parse_json(target.config.to_json_string(use_diff=False)))
         self.fc = nn.Linear(2 * size, size, bias=False)
         with _refused(layer_class):
             self.token_norm, self.hidden_norm, self.norm = (norm_class(size, eps=source.rms_norm_eps) for _ in range(3))

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specdistill.decoding.kv_cache import FIRST_SIZE, DraftKVCache
-from specdistill.methods.draft_model.layers import LlamaStack, is_plain_llama
+from specdistill.decoding.kv_cache import FIRST_SIZE
+from specdistill.methods.draft_model.layers import LlamaLayers, is_plain_llama
 from tests.draft_models import LLAMA3
 from tests.tiny import qwen, tiny_target_model
 
@@ -20,19 +20,19 @@ def small(**changes: object) -> LlamaForCausalLM:
 @pytest.mark.parametrize("changes", [{}, {"rope_parameters": LLAMA3}, {"rms_norm_eps": 1e-2}, {"head_dim": 16}])
 def test_it_computes_what_transformers_computes(changes: dict[str, object]) -> None:
     model = small(**changes)
-    stack = LlamaStack(model)
+    layers = LlamaLayers(model)
     ids = torch.randint(3, 200, (1, 90), generator=torch.Generator().manual_seed(0))
-    cache = DraftKVCache(stack.rotary, ids.device)
+    layers.begin(1)
     with torch.no_grad():
         expected = model.get_decoder()(ids).last_hidden_state
-        parts = [stack(ids[:, start:end], cache.extend([end - start]), cache) for start, end in ((0, 40), (40, 41), (41, 90))]
+        parts = [layers(ids[:, start:end], [end - start]) for start, end in ((0, 40), (40, 41), (41, 90))]
     assert torch.allclose(torch.cat(parts, 1), expected, atol=1e-5)
 
 
 def test_it_shares_the_models_weights() -> None:
     model = small()
-    stack = LlamaStack(model)
-    assert stack.layers[1].mlp.up_proj.weight.data_ptr() == model.model.layers[1].mlp.up_proj.weight.data_ptr()
+    layers = LlamaLayers(model)
+    assert layers.layers[1].mlp.up_proj.weight.data_ptr() == model.model.layers[1].mlp.up_proj.weight.data_ptr()
 
 
 @pytest.mark.parametrize(
@@ -52,11 +52,11 @@ def test_what_it_does_not_compute_is_left_to_transformers(changes: dict[str, obj
 
 def test_the_cache_grows_without_losing_anything() -> None:
     model = small(max_position_embeddings=4 * FIRST_SIZE)
-    stack = LlamaStack(model)
+    layers = LlamaLayers(model)
     ids = torch.randint(3, 200, (1, FIRST_SIZE + 90), generator=torch.Generator().manual_seed(0))
-    cache = DraftKVCache(stack.rotary, ids.device)
+    layers.begin(1)
     with torch.no_grad():
-        stack(ids[:, : FIRST_SIZE - 2], cache.extend([FIRST_SIZE - 2]), cache)
-        hidden = stack(ids[:, FIRST_SIZE - 2 :], cache.extend([92]), cache)
+        layers(ids[:, : FIRST_SIZE - 2], [FIRST_SIZE - 2])
+        hidden = layers(ids[:, FIRST_SIZE - 2 :], [92])
         expected = model.get_decoder()(ids).last_hidden_state[:, -92:]
     assert torch.allclose(hidden, expected, atol=1e-5)

@@ -134,7 +134,7 @@ TARGET_WORDS, DRAFT_WORDS = "? a b c", "b ? d a"  # the draft knows no c, the ta
 
 def unlike(threshold: float | None = None, **replacements: str) -> DraftModelProposer:
     vocabulary = match_vocabularies(
-        words(TARGET_WORDS), 4, words(DRAFT_WORDS), 4, heterogeneous=True, replacements=replacements
+        words(TARGET_WORDS), 4, words(DRAFT_WORDS), 4, heterogeneous_vocab=True, token_replacements=replacements
     )
     return DraftModelProposer(tiny_draft_model(4, seed=2), vocabulary=vocabulary, confidence_threshold=threshold)
 
@@ -200,7 +200,9 @@ def test_tokens_of_other_names_are_read_and_proposed_as_if_they_had_the_targets(
     target = FrozenTarget(model, tiny_tokenizer(), name="tiny")
     draft, prompt = half_right(target), [1, 20, 21, 3, 2, 20]
     renamed = translated(target, missing="", model=draft, endoftext="<s>", user="<u>", assistant="<a>", end="</s>")
-    unmapped = match_vocabularies(target.tokenizer, 260, renamed.shared_vocabulary.draft_tokenizer, 261, heterogeneous=True)
+    unmapped = match_vocabularies(
+        target.tokenizer, 260, renamed.shared_vocabulary.draft_tokenizer, 261, heterogeneous_vocab=True
+    )
 
     def decoded(proposer: DraftModelProposer) -> Generation:
         options = {"max_new_tokens": 60, "num_speculative_tokens": 4, "sampling": sampling}
@@ -225,8 +227,8 @@ def test_a_replacement_of_several_tokens_or_of_none_is_read_and_not_proposed():
         260,
         draft,
         257,
-        heterogeneous=True,
-        replacements={"<|user|>": "\n", "<|end|>": "ab", "<|assistant|>": "", "z": "yy"},
+        heterogeneous_vocab=True,
+        token_replacements={"<|user|>": "\n", "<|end|>": "ab", "<|assistant|>": "", "z": "yy"},
     )
     proposer = DraftModelProposer(tiny_target_model(vocab_size=257), vocabulary=vocabulary)
     proposer.begin([20])

@@ -60,7 +60,7 @@ def test_the_layer_is_what_transformers_computes_under_a_causal_mask(
 ) -> None:
     ids, hidden, rotary = steps(draft, target)
     positions = torch.arange(12).expand(2, 12)
-    layer = copy.deepcopy(target.backbone.layers[draft.config.like_layer])
+    layer = copy.deepcopy(target.backbone.layers[draft.layers[0].self_attn.layer_idx])
     layer.load_state_dict(draft.layers[0].state_dict())
     layer.self_attn.config._attn_implementation = attention
     with torch.no_grad():
