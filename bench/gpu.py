@@ -7,10 +7,8 @@
 Each part is appended to bench/results/gpu/<device>.json as it finishes; one that fails is named there, the next ones run, and the exit code
 is 1. The tables of docs/performance.md are written from these files.
 
-To a machine without a network bring this repository and, by `pip download --no-deps`, what its Python lacks of pyproject.toml. On an image
-with torch, accelerate and peft these were 19 wheels of 24 MiB: transformers, datasets, multiprocess, dill, evaluate, pydantic,
-pydantic_core, annotated_types, typing_inspection, typing_extensions, omegaconf, gguf, datasketch, jsonschema, jsonschema_specifications,
-referencing, rpds_py, liger_kernel, and this package's own. Where a command may take ten minutes, three calls keep their results:
+To a machine without a network bring this repository and, by `pip download --no-deps`, what its Python lacks of pyproject.toml: some twenty
+wheels, 25 MiB, where torch, accelerate and peft are there. Where a command may take ten minutes, three calls keep their results:
 
     parts=[ceilings,tests,train,shapes]    parts=[variants,decoding]    parts=[pico,store,generation,smollm2,launches]
 """
@@ -71,6 +69,7 @@ from specdistill.training.optimizer import MuonAdamW
 from specdistill.training.trainer import DraftTrainer
 
 RESULTS = Path(__file__).parent / "results" / "gpu"
+VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")
 PAGE = ROOT / "docs" / "performance.md"
 LAUNCHES = ("ddp", "fsdp2", "zero2", "zero3")
 TREE = {"budget": 60, "depth": 6, "top_k": 10}
@@ -115,6 +114,7 @@ class Options(Section):
 
 def main(options: Options) -> ExitCode:
     shape = SMALL if options.small else Shape()
+    os.environ["CUDA_VISIBLE_DEVICES"] = VISIBLE.split(",")[0] if VISIBLE else "0"  # one, but for `launches`
     device = shape.device
     path = Path(options.output_dir) / f"{hardware(device)['name'].lower().replace(' ', '-')}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -190,7 +190,7 @@ def train(shape: Shape) -> dict[str, Any]:
 
 @contextmanager
 def trainer_of(shape: Shape, **draft: Any) -> Iterator[DraftTrainer]:
-    """The trainer of an EAGLE-3 head, as a recipe makes it."""
+    """The trainer of an EAGLE-3 head, as a recipe makes it; the peak of memory counts from here."""
     device = shape.device
     target = shape.target
     vocabulary = torch.arange(shape.draft_vocab_size, device=device)
@@ -201,6 +201,9 @@ def trainer_of(shape: Shape, **draft: Any) -> Iterator[DraftTrainer]:
     keys = {"learning_rate": 1e-4, "bf16": True, "max_steps": shape.steps, "logging_steps": max(1, shape.steps // 3)}
     keys |= {"per_device_train_batch_size": shape.rows, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
     objective = TrainingTimeTest(head, forward_kl, NUM_STEPS)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:
         arguments = training_arguments({**keys, **shape.keys, "output_dir": folder})
         compile_layers(shape.keys, target, objective)
@@ -435,17 +438,23 @@ def smollm2(shape: Shape) -> dict[str, Any]:
 
 
 def launches(shape: Shape) -> dict[str, Any]:
-    """Steps of several GPUs."""
-    count = torch.cuda.device_count()
+    """Steps of several GPUs; one that fails is named, and the next ones run."""
+    seen = {} if VISIBLE is None else {"CUDA_VISIBLE_DEVICES": VISIBLE}
+    environment = {**{name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}, **seen}
+    asked = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    count = int(subprocess.run(asked, env=environment, capture_output=True, text=True, check=True).stdout)
     if count < 2:
         return {"skipped": f"{count} GPU"}
-    found = {}
+    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in LAUNCHES:
             run_folder = Path(folder) / name
             keys = ["optimizer=adamw", "train.max_steps=60", f"train.output_dir={run_folder}", f"launch={name}"]
-            command("train", "recipe=pico/eagle3", *keys, f"num_processes={count}")
-            found[name] = last_log(run_folder)
+            try:
+                command("train", "recipe=pico/eagle3", *keys, f"num_processes={count}", environment=environment)
+                found[name] = last_log(run_folder)
+            except subprocess.CalledProcessError as error:
+                found[name] = {"failed": f"exit code {error.returncode}"}
     return found
 
 

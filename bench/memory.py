@@ -27,7 +27,8 @@ ALLOWED = 1.05  # of what is recorded
 NAME, NUM_STEPS = "meta-llama/Llama-3.1-8B-Instruct", 7
 CONFIG = LlamaConfig(
     hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
-    vocab_size=128256, rope_parameters={"rope_type": "default", "rope_theta": 5e5}, tie_word_embeddings=False, dtype="bfloat16",
+    vocab_size=128256, max_position_embeddings=131072, rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+    tie_word_embeddings=False, dtype="bfloat16",
 )  # fmt: skip
 TARGET = Described(NAME, "target.model", None, None, {"architectures": ["LlamaForCausalLM"]}, CONFIG, None)
 SHAPES: list[dict[str, Any]] = [

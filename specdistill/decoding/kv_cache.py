@@ -116,7 +116,7 @@ class DraftKVCache:
         return F.scaled_dot_product_attention(query_BNTd, keys, values, attn_mask=self._mask_TS, enable_gqa=True)
 
     def reserve(self, positions: int) -> None:
-        """Allocate so many at once, for passes of a graph, whose buffers must stay."""
+        """Allocate this many positions at once: a graph's buffers must stay where they are."""
         self._tables.reserve(positions)
 
     def slots(self, held: Tensor, count: int) -> tuple[tuple[Tensor, Tensor], "Slots"]:

@@ -275,7 +275,10 @@ def _paired_records(
         **{name: (row.get(name), old_row.get(name)) for name in ("suite_version", *SCOPES)},
         **{name: tuple(it["settings"].get(name, False) for it in (report, old)) for name in SHARED_SETTINGS},
         "suite.sha256": (report["suite"]["sha256"], old["suite"]["sha256"]),
-        **{f"target.{name}": (report["target"].get(name), old["target"].get(name)) for name in ("parameters", "dtype")},
+        **{
+            f"target.{name}": (report["target"].get(name), old["target"].get(name))
+            for name in ("parameters", "dtype", "quantization")
+        },
     }
     for name, (value, old_value) in compared.items():
         if value != old_value:

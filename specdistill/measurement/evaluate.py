@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,7 @@ def measure(
     config, suite = recipe.eval, load_suite(recipe.eval.suite, recipe.target.model)
     rank, num_processes = join()
     if num_processes > 1:
-        check_shares(config)
+        check_shares(recipe)
     if config.engine != "specdistill":
         return measure_in_engine(recipe, suite, prior, folder / ENGINE)
     start = time.monotonic()
@@ -77,8 +76,8 @@ def measure(
 
     identity = measurement_identity(target, proposer, suite, method=recipe.method, draft=draft)
     finished = FinishedConfigurations(folder / FINISHED, identity)
-    own = [replace(plan, prompts=plan.prompts[rank::num_processes]) for plan in plans]
-    measured = together(of_all(list(measure_each(target, proposer, suite, own, finished, is_enough))))
+    own = [share_of(plan, rank, num_processes) for plan in plans]
+    measured = together(plans, of_all(list(measure_each(target, proposer, suite, own, finished, is_enough))))
     result: tuple[dict[str, Any], list[PromptRecord]]
     if not is_first():
         result, *_ = of_all(None)
@@ -99,32 +98,62 @@ def measure(
     report = report_of(plans, measured, sampling_test=tested, costs=costs, took=used)
     records = [record for entry in measured for record in entry.records]
     add_quality(report, records, suite, special_tokens=target.tokenizer.all_special_tokens, run_code=config.run_code)
-    report["hardware"]["count"] = num_processes
+    if target.device.type == "cuda":
+        report["hardware"]["count"] = num_processes
     result, *_ = of_all((report, records))
     return result
 
 
-def check_shares(config: EvalConfig) -> None:
-    """Raises UserError for a measurement that several processes cannot share: of an engine, or one that ends when enough is known."""
-    for name in ("target_precision", "max_minutes"):
-        if (given := getattr(config, name)) is not None:
-            raise UserError(f"eval.{name}", got=f"{given} in several processes", expected="null, or no launch=…")
-    if config.engine != "specdistill":
-        raise UserError("eval.engine", got=f"{config.engine} in several processes", expected="specdistill, or no launch=…")
-
-
-def together(shares: Sequence[Sequence[MeasuredConfiguration]]) -> list[MeasuredConfiguration]:
-    """The configurations of which each process measured a share, on a device of its own, while the others worked, too.
-
-    Acceptance and losslessness are of all prompts, speed of the first device alone: the records of the others have no baseline.
+def check_shares(recipe: Recipe) -> None:
+    """Raises UserError for a measurement that processes cannot share: in an engine, one that may end early, by a target that is shared
+    itself, or with a draft that looks earlier outputs up, of which each process has its own alone.
     """
+    config, lookup = recipe.eval, recipe.eval.lookup_first
+    refused = {
+        "eval.engine": config.engine if config.engine != "specdistill" else None,
+        "eval.target_precision": config.target_precision,
+        "eval.max_minutes": config.max_minutes,
+        "target.shard": recipe.target.shard if recipe.target.shard != "none" else None,
+        "method": recipe.method if recipe.method == "suffix" else None,
+        "eval.lookup_first.method": lookup.method if lookup and lookup.method == "suffix" else None,
+    }
+    for key, given in refused.items():
+        if given is not None:
+            raise UserError(key, got=f"{given} in several processes", expected="another value, or no launch=…")
+
+
+def share_of(plan: MeasurementPlan, rank: int, num_processes: int) -> MeasurementPlan:
+    """What one of several processes measures of a plan: as many prompts of each category as the others, with seeds of its own.
+
+    Raises UserError where they are fewer than a batch.
+    """
+    if num_processes == 1:
+        return plan
+    count, batch = len(plan.prompts), plan.settings.batch_size
+    if count // num_processes < batch:
+        got = f"{num_processes} for {count} prompts, {batch} at a time"
+        raise UserError("num_processes", got=got, expected="fewer: each has at least a batch")
+    dealt = sorted(plan.prompts, key=lambda prompt: prompt.category)
+    settings = replace(plan.settings, seed=plan.settings.seed + rank * count)
+    return replace(plan, prompts=dealt[rank::num_processes], settings=settings)
+
+
+def together(
+    plans: Sequence[MeasurementPlan], shares: Sequence[Sequence[MeasuredConfiguration]]
+) -> list[MeasuredConfiguration]:
+    """The configurations of which each process measured a share, on a device of its own.
+
+    Acceptance and losslessness are of all prompts. Speedups are of the first device alone: the others' records get no baseline.
+    """
+    first, *others = shares
+    if not others:
+        return [*first]
     merged = []
-    for entries in zip(*shares, strict=True):
-        first, *others = ([*entry.records] for entry in entries)
-        known = [first, *([replace(record, baseline=None, hf_generate=None) for record in records] for records in others)]
-        records = [record for each in zip_longest(*known) for record in each if record is not None]
-        compared = [one for entry in entries for one in entry.compared]
-        merged.append(MeasuredConfiguration(records, compared, entries[0].took))
+    for plan, own, *rest in zip(plans, first, *others, strict=True):
+        place = {prompt.id: index for index, prompt in enumerate(plan.prompts)}
+        records = [replace(record, baseline=None, hf_generate=None) for entry in rest for record in entry.records]
+        records = sorted([*own.records, *records], key=lambda record: place[record.id])
+        merged.append(MeasuredConfiguration(records, [one for entry in (own, *rest) for one in entry.compared], own.took))
     return merged
 
 

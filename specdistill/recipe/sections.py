@@ -95,6 +95,7 @@ class TargetConfig(Section):
         None,
         "round a 16-bit target's weights when they are loaded: fp8 by torchao, activations too, on a GPU of Ada's generation or later; "
         "null: as the checkpoint has them",
+        read_when=UNMERGED,
     )
     attn: AttentionImplementation | None = option(
         None, "attention implementation of transformers, or a kernel on the Hub; null: the default of the model class"

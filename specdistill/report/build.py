@@ -185,7 +185,7 @@ def _numbers(
         ),
         **acceptance(drafts, configuration.num_speculative_tokens),
         **estimates(ACCEPTANCE, sums, **chance),
-        **estimates(SPEEDS[:1] if np.isnan(sums["baseline_seconds"]).any() else SPEEDS, sums, **chance),
+        **estimates(SPEEDS[:1] if np.isnan(sums["baseline_seconds"]).all() else SPEEDS, sums, **chance),
         **{name: number for name in WITHOUT_INTERVAL if (number := value(METRICS[name], sums)) is not None},
         **_against_hf(records, sums, chance),
         **estimates(("tokens_per_round", "context_ratio", "vocabulary_coverage"), sums, **chance),
@@ -244,7 +244,7 @@ def _of_times(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         reason = report["not_measured"]["incomplete"]
         yield "incomplete", f"The measurement was cut short: {reason}. Its numbers are those of a part."
     bound = MAX_PREDICTION_GAP.get(report["hardware"]["device"], MAX_PREDICTION_GAP["cpu"])
-    if row.get("prediction_gap", 0) > bound:
+    if "speedup" in row and row.get("prediction_gap", 0) > bound:
         yield (
             "prediction_gap",
             f"The measured speedup ({row['speedup']:.2f}×) is {row['prediction_gap']:.0%} away from the predicted one "

@@ -1,9 +1,8 @@
-"""`train.torch_compile`: each layer of target and draft is compiled, and the loss of a chunk's logits; what lies between stays as it is.
+"""`train.torch_compile`: the layers of target and draft are compiled one by one, and the loss of a chunk's logits; the rest is not.
 
-A graph for each layer of a step, not one for the step: layers of a class share it, and a target of 80 layers compiles as fast as one of two
-(regional compilation). An unroll has a graph for each of its steps, whose layer sees one chain entry more. Elementwise operations, most of
-what is no matrix product, become few kernels. Only training is compiled: generation and decoding, whose lengths grow token by token, set
-`torch.compiler.set_stance("force_eager")`.
+Layers of a class share a graph, so a target of 80 layers compiles as fast as one of two (regional compilation). A draft's layer has a graph
+for each step of the unroll, which reads one chain entry more than the step before. Elementwise operations become few kernels. Only
+training is compiled: generation and decoding, whose lengths grow token by token, set `torch.compiler.set_stance("force_eager")`.
 """
 
 import warnings
@@ -25,13 +24,14 @@ def allow_graphs() -> None:
 
 
 def compile_layers(train: Mapping[str, Any], target: FrozenTarget, objective: Any) -> None:
-    """As the `train:` section of a recipe says. Hooks of a layer, which read features or gather weights, stay outside of its graph."""
-    backend, mode = train.get("torch_compile_backend"), train.get("torch_compile_mode")
-    if not (train.get("torch_compile") or backend or mode):
+    """As the `train:` section of a recipe says. A layer's hooks, which read features or gather weights, stay outside of its graph."""
+    if not train.get("torch_compile"):
         return
     allow_graphs()
+    torch._dynamo.config.optimize_ddp = False  # it would cut layers at the borders of gradient buckets
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
-    options: dict[str, Any] = {"backend": backend or "inductor", "mode": mode}
-    for layer in (*target.layers, *objective.layers):
+    options = {"backend": train.get("torch_compile_backend") or "inductor", "mode": train.get("torch_compile_mode")}
+    target.compile(**options)
+    for layer in objective.layers:
         layer.forward = torch.compile(layer.forward, **options)
     objective.row_losses = torch.compile(objective.row_losses, **options)

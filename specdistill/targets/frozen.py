@@ -250,6 +250,12 @@ class FrozenTarget:
         allowed = self.device.type == "cuda" and continues_without_mask(self.model)
         return sdpa_configs(self.model) if allowed else []
 
+    def compile(self, **options: Any) -> None:
+        """Compile each layer, with options of `torch.compile`. How rows are packed is tried before, on shapes that do not come again."""
+        _ = self._packing
+        for layer in self.layers:
+            layer.forward = torch.compile(layer.forward, **options)
+
     @cached_property
     def _packing(self) -> PackingMethod:
         return packing(self.model) or as_they_are

@@ -104,9 +104,10 @@ def read_causal_lm(
             raise UserError(key, got=got, expected="a causal language model, which generates by itself what follows a prompt")
         is_quantized = "gguf_file" in options or getattr(config, "quantization_config", None) is not None
         if quantize is not None:
-            if is_quantized or dtype == "float32":
-                got = f"{quantize} with {'a quantized checkpoint' if is_quantized else 'target.dtype=float32'}"
-                raise UserError("target.quantization", got=got, expected="null, or a checkpoint and a target.dtype of 16 bits")
+            if is_quantized or dtype != "bfloat16":
+                got = f"{quantize} with {'a quantized checkpoint' if is_quantized else f'target.dtype={dtype}'}"
+                expected = "null, or a checkpoint in floating point and target.dtype=bfloat16"
+                raise UserError("target.quantization", got=got, expected=expected)
             wanted["quantization_config"], is_quantized = quantization(quantize), True
         places = _layers_on_disk(config, device_map, trust_remote_code) if layers_on_disk and not is_quantized else None
         if places is not None:
@@ -129,7 +130,7 @@ def read_causal_lm(
 
 
 def quantization(kind: str) -> Any:
-    """transformers' config of a kind of `target.quantization`. Raises UserError without its package, or a GPU that multiplies so."""
+    """transformers' config of a kind of `target.quantization`. Raises UserError without its package or its hardware."""
     key = "target.quantization"
     package = {"fp8": "torchao", "bitsandbytes-8bit": "bitsandbytes"}[kind]
     if find_spec(package) is None:
@@ -138,9 +139,7 @@ def quantization(kind: str) -> Any:
     if kind != "fp8":
         return BitsAndBytesConfig(load_in_8bit=True)
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < FP8_CAPABILITY:
-        raise UserError(
-            key, got="fp8 without a GPU that multiplies it", expected="a GPU of compute capability 8.9 or more, or null"
-        )
+        raise UserError(key, got="fp8 without a GPU that has it", expected="null, or compute capability 8.9 and more")
     from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow  # slow to import
 
     return TorchAoConfig(Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()))

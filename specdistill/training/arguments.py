@@ -14,7 +14,7 @@ from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
-from accelerate.utils import DistributedType, DynamoBackend
+from accelerate.utils import DistributedType
 from transformers import TrainingArguments, get_scheduler
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
@@ -46,8 +46,11 @@ NUMBER_RANGES: dict[str, NumberRange] = {
 # Names that a field's own definition does not list: trackers, and what compiles.
 NAMES = {
     "report_to": ["all", "none", *INTEGRATION_TO_CALLBACK],
-    "torch_compile_backend": [backend.value.lower() for backend in DynamoBackend],
-    "torch_compile_mode": ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"],
+    "torch_compile_backend": ["inductor", "aot_eager", "eager"],
+    "torch_compile_mode": [
+        "default",
+        "max-autotune-no-cudagraphs",
+    ],  # CUDA graphs would write over the features of the layers before
 }
 # Fields that are read only where another one is set.
 READ_WITH = {
@@ -55,6 +58,7 @@ READ_WITH = {
     "activation_checkpointing_kwargs": "activation_checkpointing",
     "gradient_checkpointing_kwargs": "gradient_checkpointing",
     "hub_model_id": "push_to_hub",
+    **dict.fromkeys(("torch_compile_backend", "torch_compile_mode"), "torch_compile"),
 }
 PUSH = ("push_to_hub", "hub_model_id")  # read by specdistill.hub.checkpoints
 COMPILE = ("torch_compile", "torch_compile_backend", "torch_compile_mode")  # read by specdistill.targets.compiled
@@ -85,6 +89,9 @@ def training_arguments(train: Mapping[str, Any], **defaults: Any) -> TrainingArg
         raise UserError("train.output_dir", got="nothing", expected="a folder")
     if metric := fields.get("metric_for_best_model"):
         fields.setdefault("greater_is_better", "loss" not in metric)  # transformers takes loss_1 for a score
+    if fields.get("torch_compile") and shards_weights():
+        expected = "false, or a launch that leaves weights whole: ddp, zero1, zero2"
+        raise UserError("train.torch_compile", got="true with sharded weights", expected=expected)
     for own in (*PUSH, *COMPILE):
         fields.pop(own, None)  # the Trainer would push its own files, and compile the step as a whole
     precision = _take_precision(fields)

@@ -8,6 +8,7 @@ from datasets import Dataset
 
 from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.decoder import Decoder
+from specdistill.decoding.proposer import CompiledProposer
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import tree_shape
 from specdistill.losses.divergence import forward_kl
@@ -62,7 +63,10 @@ def test_trees_write_the_plain_output(target: FrozenTarget, name: str) -> None:
 @pytest.mark.parametrize("name", [None, "eagle3", "ngram"])
 def test_compiled_passes_write_the_plain_output(target: FrozenTarget, name: str | None) -> None:
     plain = Decoder(target).generate(PROMPT, max_new_tokens=40)
-    decoder = Decoder(target, name and proposer_of(name, target), compiled=True)
+    proposer = name and proposer_of(name, target)
+    if isinstance(proposer, CompiledProposer):
+        proposer.compiled = True
+    decoder = Decoder(target, proposer, compiled=True)
     k = 4 if name else 0
     assert decoder.generate(PROMPT, max_new_tokens=40, num_speculative_tokens=k).token_ids == plain.token_ids
 

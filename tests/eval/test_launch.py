@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from specdistill.errors import ExitCode
 from specdistill.project import ROOT
 from specdistill.statistics.records import read_records
 from tests.launches import TWO_PROCESSES, finish, start
@@ -29,7 +30,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def measured(folder: Path, *keys: str, config: str, options: tuple[str, ...] = ()) -> dict[str, Any]:
     process = start(ROOT / "eval/run.py", *keys, f"output_dir={folder}", config=config, options=options)
     output = finish(process)
-    assert (folder / "report.json").is_file(), output
+    assert process.returncode in (ExitCode.DONE, ExitCode.CHECK_FAILED, ExitCode.INCONCLUSIVE), output
     report: dict[str, Any] = json.loads((folder / "report.json").read_text())
     return report
 
@@ -40,10 +41,10 @@ def test_two_processes_measure_what_one_does(keys: list[str], tmp_path: Path) ->
     for one, two in zip(alone["results"], both["results"], strict=True):
         assert {name: one[name] for name in COUNTS} == {name: two[name] for name in COUNTS}
     assert alone["lossless"]["prompts_checked"] == both["lossless"]["prompts_checked"] == 7
-    assert both["hardware"]["count"] == 2 and both["results"][0]["speedup"] > 0
+    assert all(row["speedup"] > 0 for row in both["results"])
     one, two = (read_records(tmp_path / name / "samples.jsonl", "report") for name in ("one", "two"))
     assert [record.text for record in one] == [record.text for record in two]
-    assert [record.baseline is None for record in two] == [False, True] * 3 + [False]
+    assert [record.baseline is None for record in two] == [False, False, True, True, False, False, True]  # a, b, a, …
 
 
 def test_what_ends_when_enough_is_known_is_not_shared(keys: list[str], tmp_path: Path) -> None:

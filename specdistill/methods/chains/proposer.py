@@ -60,15 +60,17 @@ class HeadProposer:
         return k
 
     def begin(self, max_lengths: Sequence[int]) -> None:
+        window = self.head.config.sliding_window
         self._graph = None
-        self.cache = kv_cache_of(len(max_lengths), self.rotary, self.device, self.head.config.sliding_window)
-        if self.compiled and isinstance(self.cache, DraftKVCache):
+        if self.compiled and len(max_lengths) == 1:
             size = cache_size(*max_lengths)
             if size not in self._graphs:
-                self._graphs[size] = CompiledSteps(self.head, self.cache, size)
+                self._graphs[size] = CompiledSteps(self.head, DraftKVCache(self.rotary, self.device, window), size)
             self._graph = self._graphs[size]
             self.cache = self._graph.cache
             self.cache.truncate([0])
+        else:
+            self.cache = kv_cache_of(len(max_lengths), self.rotary, self.device, window)
 
     def propose(self, state: DecodingState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
         """Chains of k draft tokens, or as many as are enough."""
@@ -121,7 +123,7 @@ class HeadProposer:
 
     def _step(self, next_ids_BT: Tensor, hidden_BTH: Tensor, counts: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
         """Logits [B, W] and the next hidden state [B, H] at each row's last position. width: of the wider graph; a prompt has none."""
-        if self._graph is not None and max(counts) <= width:
+        if self._graph is not None and self.cache.lengths != [0] and max(counts) <= width:
             return self._graph.read(next_ids_BT, hidden_BTH, 1 if max(counts) == 1 else width)
         normed, next_hidden = self.head(next_ids_BT, hidden_BTH, self.cache.extend(counts), self.cache)
         return self.head.logits(last_of(normed, counts)), last_of(next_hidden, counts)

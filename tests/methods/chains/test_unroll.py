@@ -2,6 +2,7 @@
 
 import dataclasses
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -145,7 +146,8 @@ def test_a_compiled_layer_is_one_graph_of_each_step(target: FrozenTarget, method
     gradients = []
     for compiled in (False, True):
         if compiled:
-            compile_layers({"torch_compile_backend": "aot_eager"}, SimpleNamespace(layers=[]), model)
+            no_target: Any = SimpleNamespace(compile=lambda **options: None)
+            compile_layers({"torch_compile": True, "torch_compile_backend": "aot_eager"}, no_target, model)
         model.zero_grad()
         run(model, target, numbered_rows(24, 3))[0].backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None})
