@@ -177,6 +177,13 @@ def test_two_processes_train_the_draft_that_one_does(folder: Path, tmp_path: Pat
     assert list(drafted.token_ids) == plain[0, len(prompt) :].tolist()
 
 
+def test_compiled_layers_learn_the_same_in_two_processes(folder: Path, tmp_path: Path, alone: Any) -> None:
+    finish_all(launches(folder, "ddp", "eagle3", tmp_path, "train.torch_compile=true", "train.torch_compile_backend=aot_eager"))
+    _, reference = alone("eagle3")
+    for entry, expected in zip(log(tmp_path / "node-0" / "run"), log(reference), strict=True):
+        assert entry == pytest.approx(expected, abs=TOLERANCE)
+
+
 @pytest.mark.parametrize("name", [name for name, (kind, *_) in CONFIGURATIONS.items() if kind != "MULTI_CPU"])
 def test_a_sharded_run_that_was_killed_resumes_to_the_same_draft(folder: Path, tmp_path: Path, name: str) -> None:
     """Launchers and workers are killed when the first checkpoint stands. Noise, evaluations and the best checkpoint are part of the run."""
