@@ -30,7 +30,10 @@ def compile_layers(train: Mapping[str, Any], target: FrozenTarget, objective: An
     allow_graphs()
     torch._dynamo.config.optimize_ddp = False  # it would cut layers at the borders of gradient buckets
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
-    options = {"backend": train.get("torch_compile_backend") or "inductor", "mode": train.get("torch_compile_mode")}
+    options: dict[str, Any] = {
+        "backend": train.get("torch_compile_backend") or "inductor",
+        "mode": train.get("torch_compile_mode"),
+    }
     target.compile(**options)
     for layer in objective.layers:
         layer.forward = torch.compile(layer.forward, **options)
