@@ -26,12 +26,6 @@ from torch._dynamo import callback
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.compile_fx import _recursive_post_grad_passes, fake_tensor_prop
-from torch._inductor.debug import DebugContext
-from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.graph import GraphLowering
-from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
-from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -123,6 +117,13 @@ class Launches(Ledger):
 
     def graph(self, module: Any, inputs: Any) -> Any:
         """A compiler's backend: counts the kernels of each call as they are fused, and computes them one by one."""
+        # Here, and not above: they warn of torch's own deprecations.
+        from torch._inductor.compile_fx import _recursive_post_grad_passes, fake_tensor_prop
+        from torch._inductor.debug import DebugContext
+        from torch._inductor.graph import GraphLowering
+        from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
+        from torch._inductor.virtualized import V
+
         with unset_fake_temporarily():
             mode = fake_tensor_prop(module, inputs)
         with unset_fake_temporarily(), V.set_fake_mode(mode), V.set_debug_handler(DebugContext()):
@@ -148,6 +149,8 @@ class Launches(Ledger):
 
     def compile(self, target: Any, objective: Any) -> None:
         """As `train.torch_compile=true` does."""
+        from torch._inductor.decomposition import select_decomp_table
+
         partition = {"decompositions": select_decomp_table, "partition_fn": min_cut_rematerialization_partition}
         backend = aot_autograd(fw_compiler=self.graph, bw_compiler=self.graph, **partition)
         compile_layers({"torch_compile": True, "torch_compile_backend": backend}, target, objective)

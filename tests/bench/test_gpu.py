@@ -35,4 +35,4 @@ def test_a_part_that_fails_is_named_and_survived(tmp_path: Path, monkeypatch: py
     assert gpu.main(options) == ExitCode.CHECK_FAILED
     (path,) = tmp_path.glob("*.json")
     results = json.loads(path.read_text())
-    assert results["shapes"]["failed"] == "RuntimeError: no such kernel" and results["ceilings"]["tflops"] > 0
+    assert results["shapes"]["failed"] == "RuntimeError: no such kernel" and results["ceilings"]["copy_gb_per_second"] >= 0
