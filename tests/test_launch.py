@@ -157,10 +157,10 @@ def test_what_cannot_start_is_one_line(
 @pytest.mark.parametrize(
     ("text", "refused"),
     [
-        (b"distributed_type: [", "launch: got {yaml} "),
-        (b"- 2", "launch: got {yaml} (no keys), "),
-        (b"\xff", "launch: got {yaml} "),
-        (b"distributed_type: MULTI_GPU\nprocesses: 2", "launch: got {yaml} "),
+        (b"distributed_type: [", "launch: got {yaml}: "),
+        (b"- 2", "launch: got {yaml}: no keys, "),
+        (b"\xff", "launch: got {yaml}: "),
+        (b"distributed_type: MULTI_GPU\nprocesses: 2", "launch: got {yaml}: "),
         (b"distributed_type: MULTI_GPU", "num_processes: got nothing with {yaml}, "),
         (b"distributed_type: MULTI_GPU\nnum_processes: 0", "{yaml}: num_processes: got 0, "),
     ],
