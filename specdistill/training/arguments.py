@@ -92,6 +92,8 @@ def training_arguments(train: Mapping[str, Any], **defaults: Any) -> TrainingArg
     if fields.get("torch_compile") and shards_weights():
         expected = "false, or a launch that leaves weights whole: ddp, zero1, zero2"
         raise UserError("train.torch_compile", got="true with sharded weights", expected=expected)
+    if fields.get("torch_compile") and (fields.get("activation_checkpointing") or fields.get("gradient_checkpointing")):
+        raise UserError("train.torch_compile", got="true with activation checkpointing", expected="one of the two")
     for own in (*PUSH, *COMPILE):
         fields.pop(own, None)  # the Trainer would push its own files, and compile the step as a whole
     precision = _take_precision(fields)

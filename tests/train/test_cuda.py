@@ -19,7 +19,7 @@ WAYS = {
     "eagle": ("method=eagle",),
     "mtp": ("method=mtp", "draft.init=scratch"),
     "draft model": ("method=draft_model",),
-    "draft model, recomputed": ("method=draft_model", "train.gradient_checkpointing=true"),
+    "draft model, recomputed": ("method=draft_model", "train.activation_checkpointing=true"),
     "16 bits": ("method=eagle3", "target.dtype=bfloat16", "train.bf16=true"),
     "compiled": ("method=eagle3", "train.torch_compile=true"),
     "draft model, compiled": ("method=draft_model", "train.torch_compile=true"),
