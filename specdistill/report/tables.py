@@ -191,7 +191,7 @@ def latency(records: Sequence[PromptRecord]) -> Table:
 
 def _totals(records: Sequence[PromptRecord], side: str) -> dict[str, float]:
     """Counts, and seconds of each kind. Without records of a server, which does not show what their time goes into."""
-    timings = [vars(getattr(record, side)) for record in records if record.counts is None]
+    timings = [vars(getattr(record, side)) for record in records if record.counts is None and record.baseline]
 
     def total(name: str) -> float:
         return sum(timing[name] or 0.0 for timing in timings)
