@@ -382,15 +382,12 @@ def shapes_table(tried: Sequence[Shape], rows: Sequence[dict[str, Any]]) -> str:
     """What the best draft was tried with, on the prompts that were set aside."""
     lines = []
     for shape, row in zip(tried, rows, strict=True):
-        tree = shape.tree or (shape.lookup_first or {}).get("draft_tree")
-        drafts = f"a tree of {tree['budget']}, {tree['depth']} deep" if tree else f"a chain of {tokens_of(shape)}"
+        behind_lookup = shape.lookup_first or {}
+        tree, tokens = shape.tree or behind_lookup.get("draft_tree"), behind_lookup.get("draft_tokens", shape.k)
+        drafts = f"a tree of {tree['budget']}, {tree['depth']} deep" if tree else f"a chain of {tokens}"
         behind = f" behind a lookup of up to {shape.k}" if shape.lookup_first else ""
         lines.append((f"{drafts}{behind}", f"{row['mean_acceptance_length']:.2f}", f"{row['speedup']:.2f}×"))
     return table(("the best draft drafts", "acceptance length", "speedup"), lines)
-
-
-def tokens_of(shape: Shape) -> int:
-    return int(shape.lookup_first["draft_tokens"] if shape.lookup_first else shape.k)
 
 
 def page(compared: dict[str, Any], sampled: dict[str, Any], shapes: str) -> str:
