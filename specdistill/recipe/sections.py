@@ -93,7 +93,7 @@ class TargetConfig(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = option("float32", "data type of the weights")
     quantization: Literal["fp8", "bitsandbytes-8bit"] | None = option(
         None,
-        "round a 16-bit target's weights when they are loaded: fp8 by torchao, activations too, on a GPU of Ada's generation or later; "
+        "round a bfloat16 target's weights when they are loaded: fp8 by torchao, activations too, on a GPU of Ada's generation or later; "
         "null: as the checkpoint has them",
         read_when=UNMERGED,
     )
