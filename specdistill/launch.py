@@ -32,10 +32,10 @@ OF_ACCELERATE = ("num_processes", "num_machines", "machine_rank", "main_process_
 class LaunchOptions(Section):
     launch: str | None = option(
         None,
-        "run several processes with accelerate: a name under accelerate_configs/ (e.g. ddp) or a YAML file; null: this process",
+        "run in several processes: a name under accelerate_configs/ (e.g. ddp) or a YAML file; null: in this process",
     )
     num_processes: int | None = option(
-        None, "number of processes on all machines, one per GPU; null: the configuration's", ge=1, read_when=LAUNCHED
+        None, "processes on all machines, one per GPU; null: as in the configuration", ge=1, read_when=LAUNCHED
     )
     num_machines: int | None = option(None, "number of machines; null: the configuration's", ge=1, read_when=LAUNCHED)
     machine_rank: int | None = option(None, "rank of this machine, from 0", ge=0, read_when=LAUNCHED)

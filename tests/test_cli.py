@@ -149,8 +149,7 @@ def test_help_of_a_verb_lists_its_keys(arguments: str, key: str):
 
 
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "compare"])
-def test_help_is_one_screen_and_its_keys_exist(verb: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("COLUMNS", "100")
+def test_help_is_one_screen_and_its_keys_exist(verb: str):
     shown, whole = (specdistill("help", verb, *more).stdout for more in ((), ("all",)))
     assert shown.count("\n") <= 60
     keys = [re.findall(r"^  ([\w.]+) ", text, re.MULTILINE) for text in (shown, whole)]
