@@ -117,7 +117,9 @@ class Hub:
             "HF_STORED_TOKENS_PATH": str(home / "stored_tokens"),
         }
         variables = {"HF_HUB_OFFLINE": "0", "HF_HOME": str(home), **({"HF_TOKEN": token} if token else {})}
-        with mock.patch.multiple(constants, **settings), mock.patch.dict(os.environ, variables):
+        # transformers keeps its client, and with it the address of the first Hub that it asked
+        own_client = mock.patch("transformers.utils.hub._hf_api", None)
+        with mock.patch.multiple(constants, **settings), mock.patch.dict(os.environ, variables), own_client:
             if token is None:
                 os.environ.pop("HF_TOKEN", None)
             try:
