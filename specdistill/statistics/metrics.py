@@ -9,14 +9,14 @@ Context buckets are powers of two: bucket b holds the rounds that began with b t
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specdistill.statistics.records import PromptRecord, RoundRecord, Timing
+from specdistill.statistics.records import PromptRecord, Timing
 from specdistill.statistics.theory import conditional_rates, predicted_speedup
 
 PromptSums = dict[str, NDArray[np.float64]]
@@ -39,21 +39,15 @@ def prompt_sums(records: Sequence[PromptRecord]) -> PromptSums:
     return {name: np.array([row[name] for row in rows], dtype=np.float64) for name in (rows[0] if rows else ())}
 
 
-def drafts_with_context(record: PromptRecord) -> Iterator[tuple[int, RoundRecord]]:
-    """The rounds with a draft, each with the number of tokens before it."""
-    context = record.num_prompt_tokens + 1
-    for round in record.rounds:
-        if round.drafted:
-            yield context, round
-        context += len(round.emitted)
-
-
 def accepted_by_bucket(records: Sequence[PromptRecord]) -> dict[int, list[int]]:
     """Context bucket -> the number of accepted tokens of each round with a draft that began in it."""
     accepted = defaultdict(list)
     for record in records:
-        for context, round in drafts_with_context(record):
-            accepted[1 << (context.bit_length() - 1)].append(len(round.accepted))
+        context = record.num_prompt_tokens + 1
+        for round in record.rounds:
+            if round.drafted:
+                accepted[1 << (context.bit_length() - 1)].append(len(round.accepted))
+            context += len(round.emitted)
     return accepted
 
 
@@ -88,10 +82,10 @@ def _long_and_short(record: PromptRecord, long_from: int | None) -> dict[str, fl
     sums = {f"num_{what}_{length}": np.nan for what in ("drafts", "accepted") for length in ("long", "short")}
     if long_from is not None:
         sums = dict.fromkeys(sums, 0.0)
-        for context, round in drafts_with_context(record):
-            length = "long" if context >= long_from else "short"
-            sums[f"num_drafts_{length}"] += 1
-            sums[f"num_accepted_{length}"] += len(round.accepted)
+        for bucket, accepted in accepted_by_bucket([record]).items():
+            length = "long" if bucket >= long_from else "short"
+            sums[f"num_drafts_{length}"] += len(accepted)
+            sums[f"num_accepted_{length}"] += sum(accepted)
     return sums
 
 

@@ -9,7 +9,6 @@ from specdistill.report.build import result_rows
 from specdistill.statistics.metrics import (
     METRICS,
     accepted_by_bucket,
-    drafts_with_context,
     long_context_start,
     prompt_sums,
     value,
@@ -127,8 +126,12 @@ def test_rounds_that_drafted_nothing_are_no_drafts():
 
 
 def test_a_rounds_context_counts_what_stands_before_it():
-    contexts = [context for context, _ in drafts_with_context(record([(4, 2), (0, 0), (4, 4), (4, 0)], num_prompt_tokens=10))]
-    assert contexts == [11, 15, 20]  # 10 + first token; + 3 + 1 (nothing drafted in between); + 5
+    def buckets(num_prompt_tokens):
+        return accepted_by_bucket([record([(4, 2), (0, 0), (4, 4), (4, 0)], num_prompt_tokens=num_prompt_tokens)])
+
+    # Contexts of 11, 15 and 20: 10 + first token; + 3 + 1 (nothing drafted in between); + 5.
+    assert (buckets(10), buckets(11)) == ({8: [2, 4], 16: [0]}, {8: [2], 16: [4, 0]})
+    assert (buckets(21), buckets(22)) == ({16: [2, 4, 0]}, {16: [2, 4], 32: [0]})
 
 
 def test_buckets_are_powers_of_two():
