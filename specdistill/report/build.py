@@ -16,15 +16,7 @@ from specdistill import __version__
 from specdistill.credentials import without_places
 from specdistill.engines import ENGINES
 from specdistill.statistics.intervals import estimates, macro_interval
-from specdistill.statistics.metrics import (
-    METRICS,
-    PromptSums,
-    acceptance,
-    accepted_by_bucket,
-    long_context_start,
-    prompt_sums,
-    value,
-)
+from specdistill.statistics.metrics import METRICS, acceptance, accepted_by_bucket, long_context_start, prompt_sums, value
 from specdistill.statistics.records import ALL, Configuration, PromptRecord
 from specdistill.statistics.sample_size import ANALYZED_METRICS, half_width
 from specdistill.statistics.theory import BETTER_K_GAIN, RoundCost, alpha_from_acceptance_length, best_point, speedup_curve
@@ -172,37 +164,29 @@ def _numbers(
     records: Sequence[PromptRecord], configuration: Configuration, seed: int, confidence: float, reasons: Mapping[str, str]
 ) -> dict[str, Any]:
     sums, drafts = prompt_sums(records), [draft for record in records for draft in record.drafts()]
-    chance: dict[str, Any] = {"seed": seed, "confidence": confidence}
+    timed = sum(record.hf_generate is not None for record in records)
+    is_slow = (value(METRICS["baseline_over_hf_generate"], sums) or 1.0) < SLOW_BASELINE
+    # The speedup over transformers' generate() is given where the baseline is slower than that.
+    with_interval = [
+        name for name in METRICS if name not in WITHOUT_INTERVAL and (is_slow or name != "speedup_over_hf_generate")
+    ]
     row: dict[str, Any] = {
         "num_prompts": len(records),
         "num_batches": len(np.unique(sums["batch"])) if "batch" in sums else len(records),
         "num_new_tokens": int(sums["num_tokens"].sum()),
         **({} if np.isnan(sums["num_rounds"]).any() else {"num_rounds": int(sums["num_rounds"].sum())}),
         **({"num_looping": sum(map(is_looping, records))} if all(record.token_ids for record in records) else {}),
+        **({"hf_generate_num_prompts": timed} if timed else {}),
         "num_empty": int((sums["num_tokens"] <= 1).sum()),
         "num_disturbed_rounds": sum(
             timing.num_disturbed_rounds for record in records for timing in (record.speculative, record.baseline) if timing
         ),
         **acceptance(drafts, configuration.num_speculative_tokens),
-        **estimates(ACCEPTANCE, sums, **chance),
-        **estimates(SPEEDS[:1] if np.isnan(sums["baseline_seconds"]).all() else SPEEDS, sums, **chance),
+        **estimates(with_interval, sums, seed, confidence),
         **{name: number for name in WITHOUT_INTERVAL if (number := value(METRICS[name], sums)) is not None},
-        **_against_hf(records, sums, chance),
-        **estimates(("tokens_per_round", "context_ratio", "vocabulary_coverage"), sums, **chance),
     }
     absent = {**_reasons(row, records), **reasons}
     return {**row, "not_measured": {name: reason for name, reason in absent.items() if name not in row}}
-
-
-def _against_hf(records: Sequence[PromptRecord], sums: PromptSums, chance: Mapping[str, Any]) -> dict[str, Any]:
-    """Speed compared with transformers' `generate()`, over the prompts on which that was timed; the speedup over it when the
-    baseline is clearly slower.
-    """
-    numbers = estimates(("hf_generate_tokens_per_second", "baseline_over_hf_generate"), sums, **chance)
-    if numbers.get("baseline_over_hf_generate", SLOW_BASELINE) < SLOW_BASELINE:
-        numbers |= estimates(("speedup_over_hf_generate",), sums, **chance)
-    timed = sum(record.hf_generate is not None for record in records)
-    return {**numbers, "hf_generate_num_prompts": timed} if timed else {}
 
 
 def is_looping(record: PromptRecord) -> bool:
