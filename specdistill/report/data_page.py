@@ -26,6 +26,12 @@ def write_page(path: Path, key: str, *content: Any) -> None:
 
 def to_html(target: str, data: Any, manifest: Any, lengths: Any, documents: Sequence[Any]) -> str:
     """target: its name. data: the recipe's section. manifest: of the row set. The others are of `specdistill.produce.show`."""
+    splits = (
+        (name, it.rows, it.documents, it.tokens, it.loss_tokens, percent(manifest.filled[name]))
+        for name, it in manifest.splits.items()
+    )
+    total = max(1, sum(it.loss_tokens for it in manifest.sources))
+    sources = ((it.source, it.documents, it.tokens, it.loss_tokens, percent(it.loss_tokens / total)) for it in manifest.sources)
     return template("report/data_page.html.j2").render(
         title=f"Training data for {target}",
         settings=f"rows of {data.max_length:,} tokens",
@@ -33,8 +39,8 @@ def to_html(target: str, data: Any, manifest: Any, lengths: Any, documents: Sequ
         data=data,
         train=manifest.splits["train"],
         filled=manifest.filled["train"],
-        table=_of_splits(manifest),
-        of_sources=_of_sources(manifest.sources),
+        table=_table(("", "rows", "documents", "tokens", "loss tokens", "filled"), splits),
+        of_sources=_table(("source", "documents", "tokens", "loss tokens", "share of them"), sources),
         lengths=lengths,
         documents=documents,
         collapsed=collapsed,
@@ -44,18 +50,6 @@ def to_html(target: str, data: Any, manifest: Any, lengths: Any, documents: Sequ
 def collapsed(text: str) -> str:
     """A text in which a loop, but for white space, stands once, with how often it is there."""
     return LOOP.sub(lambda it: f"{it[1]}⟲{len(it[0]) // len(it[1])}× " if it[1].strip() else it[0], text)
-
-
-def _of_splits(manifest: Any) -> Table:
-    counts = ((name, it.rows, it.documents, it.tokens, it.loss_tokens) for name, it in manifest.splits.items())
-    rows = ((*row, percent(manifest.filled[row[0]])) for row in counts)
-    return _table(("", "rows", "documents", "tokens", "loss tokens", "filled"), rows)
-
-
-def _of_sources(mixture: Sequence[Any]) -> Table:
-    total = max(1, sum(it.loss_tokens for it in mixture))
-    rows = ((it.source, it.documents, it.tokens, it.loss_tokens, percent(it.loss_tokens / total)) for it in mixture)
-    return _table(("source", "documents", "tokens", "loss tokens", "share of them"), rows)
 
 
 def _table(head: tuple[str, ...], rows: Iterable[Sequence[int | str]]) -> Table:

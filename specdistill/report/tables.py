@@ -7,21 +7,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from specdistill.report.phrases import (
-    METRICS,
-    Report,
-    ResultRow,
-    configuration_name,
-    counted,
-    direction,
-    in_unit,
-    interval,
-    number,
-    percent,
-    row_name,
-    signed,
-    times,
-)
+from specdistill.report import phrases
+from specdistill.report.phrases import Report, ResultRow, interval, number, percent, signed, times
 from specdistill.statistics.records import ALL, CONFIGURATION_KEYS, PromptRecord
 
 Cell = tuple[str, ...]
@@ -49,13 +36,6 @@ def sweep(report: Report, setting: str) -> list[ResultRow]:
     return sorted(rows, key=lambda row: math.inf if row[setting] == ALL else float(row[setting])) if len(rows) > 1 else []
 
 
-def fastest_k(report: Report) -> list[ResultRow]:
-    """Of each number of prompts decoded together, the row with the highest speedup over the K that were measured; empty without one."""
-    rows = [row for row in of_chains(report) if "speedup" in row]
-    fastest = {row["batch_size"]: row for row in sorted(rows, key=lambda row: float(row["speedup"]))}
-    return [fastest[size] for size in sorted(fastest)]
-
-
 def of_chains(report: Report) -> list[ResultRow]:
     """The first row and those that differ from it in K or the number of prompts decoded together alone."""
     return _like_the_first(report, "num_speculative_tokens", "batch_size")
@@ -69,11 +49,11 @@ def _like_the_first(report: Report, *varied: str) -> list[ResultRow]:
 
 
 def by_category(report: Report) -> Table:
-    return _numbers("category", row_name, main_rows(report))
+    return _numbers("category", phrases.row_name, main_rows(report))
 
 
 def by_configuration(report: Report) -> Table:
-    return _numbers("configuration", configuration_name, whole_rows(report))
+    return _numbers("configuration", phrases.configuration_name, whole_rows(report))
 
 
 def _numbers(what: str, name: Callable[[ResultRow], str], rows: Sequence[ResultRow]) -> Table:
@@ -95,16 +75,18 @@ def _numbers(what: str, name: Callable[[ResultRow], str], rows: Sequence[ResultR
 
 
 def by_load(report: Report) -> Table:
-    """The fastest K for each load; where no draft is faster, the K that loses least."""
+    """The fastest K for each load, the number of prompts decoded together; where no draft is faster, the K that loses least."""
+    measured = [row for row in of_chains(report) if "speedup" in row]
+    fastest = {row["batch_size"]: row for row in sorted(measured, key=lambda row: float(row["speedup"]))}
     rows = [
         (
-            (str(row["batch_size"]),),
+            (str(size),),
             (k,) if row["speedup"] > 1 else ("none", f"K = {k} loses least"),
             cell(times(row["speedup"]), interval(row, "speedup")),
             (number(row["tokens_per_second"], 0),),
             (number(row["baseline_tokens_per_second"], 0),),
         )
-        for row in fastest_k(report)
+        for size, row in sorted(fastest.items())
         for k in [str(row["num_speculative_tokens"])]
     ]
     return Table(("requests at once", "fastest K", "speedup", "tokens/s", "plain"), rows)
@@ -129,14 +111,14 @@ def _change(change: Mapping[str, Any]) -> tuple[Cell, ...]:
     category = "" if change["category"] == ALL else f", {change['category'].replace('_', ' ')}"
     note = " to ".join(map(signed, change["ci95"])) if "ci95" in change else change.get("reason", "")
     relative = signed(change["change"]) if "change" in change else "–"
-    old, new = ("".join(in_unit(metric, change[side])) if side in change else "–" for side in ("old", "new"))
-    return (f"{METRICS[metric][0]}{category}",), (old,), (new,), cell(relative, note), (direction(change),)
+    old, new = ("".join(phrases.in_unit(metric, change[side])) if side in change else "–" for side in ("old", "new"))
+    return (f"{phrases.METRICS[metric][0]}{category}",), (old,), (new,), cell(relative, note), (phrases.direction(change),)
 
 
 def training(report: Report) -> Table:
     """Acceptance length before the training's first step and of the draft that it left; empty where it was not measured before."""
     gained = report["draft"].get("training", {})
-    head = ("acceptance length", "before training", f"after {counted(gained.get('steps', 0), 'step')}")
+    head = ("acceptance length", "before training", f"after {phrases.counted(gained.get('steps', 0), 'step')}")
     names = {"simulated": "simulated, on held-out rows", "decoded": "decoded, on the prompts of selection"}
     pairs = ((names[name], gained[name]) for name in names if name in gained)
     return Table(head, [((name,), (number(pair["before"]),), (number(pair["after"]),)) for name, pair in pairs])
