@@ -128,10 +128,6 @@ def schema() -> dict[str, Any]:
     return json_schema(ReportDocument, "specdistill report")
 
 
-# [K] of a result.
-PER_POSITION = ("accepted_per_position", "acceptance_rate_per_position", "conditional_acceptance_rate")
-
-
 @cache
 def adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
@@ -141,26 +137,11 @@ def validate(document: Any, name: str = "report.json", key: str = "report", kind
     """Raises UserError that names the first field that does not fit this kind of document."""
     try:
         adapter(kind).validate_python(document)
-        place = next(_of_other_lengths(document), "") if kind is ReportDocument else ""
-        why = "not as many as K"
     except ValidationError as error:
         wrong = error.errors()[0]
-        place, why = ".".join(map(str, wrong["loc"])) or "the whole document", wrong["msg"][:200]
-    if place:
-        what = kind.__name__.removesuffix("Document").lower()
+        place, what = ".".join(map(str, wrong["loc"])) or "the whole document", kind.__name__.removesuffix("Document").lower()
         expected = f"a {what} of schema version 2: measure again with this specdistill"
-        raise UserError(key, got=f"{name} with {place}: {why}", expected=expected)
-
-
-def _of_other_lengths(report: Mapping[str, Any]) -> Iterator[str]:
-    """Lists of rows that are to have a number for each position."""
-    for index, row in enumerate(report["results"]):
-        lists = [
-            field
-            for field in PER_POSITION
-            if len(row.get(field, row["accepted_per_position"])) != row["num_speculative_tokens"]
-        ]
-        yield from (f"results.{index}.{field}" for field in lists)
+        raise UserError(key, got=f"{name} with {place}: {wrong['msg'][:200]}", expected=expected) from error
 
 
 @cache

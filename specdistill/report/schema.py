@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, Required
 
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from specdistill.recipe.fields import AtLeastOne, NonNegative
@@ -122,6 +123,17 @@ class ResultDocument(Document, total=False):
     vocabulary_coverage: Annotated[Share, about("share of the baseline's tokens that the draft can propose")]
     vocabulary_coverage_ci95: ConfidenceInterval
     not_measured: Required[dict[str, str]]
+
+
+PER_POSITION = ("accepted_per_position", "acceptance_rate_per_position", "conditional_acceptance_rate")  # [K] of a result
+
+
+def of_every_position(row: dict[str, Any]) -> dict[str, Any]:
+    """The row, whose lists by position have K numbers. Raises an error that names one of another length."""
+    for name in PER_POSITION:
+        if name in row and len(row[name]) != row["num_speculative_tokens"]:
+            raise PydanticCustomError("not_k_numbers", "{name} has not as many numbers as K", {"name": name})
+    return row
 
 
 class RuleDocument(Document):
@@ -380,7 +392,7 @@ class ReportDocument(Document):
     engine: NotRequired[EngineDocument]
     suite: SuiteDocument
     headline: HeadlineDocument
-    results: Annotated[list[ResultDocument], Field(min_length=1)]
+    results: Annotated[list[Annotated[ResultDocument, AfterValidator(of_every_position)]], Field(min_length=1)]
     lossless: LosslessDocument
     context: list[ContextBucketDocument]
     baseline: NotRequired[BaselineDocument]

@@ -18,7 +18,7 @@ from specdistill.methods.load import method_of
 from specdistill.methods.mtp.checkpoint import build_mtp, save_mtp
 from specdistill.methods.target_record import SECTION
 from specdistill.project import ROOT
-from specdistill.report.files import PER_POSITION
+from specdistill.report.schema import PER_POSITION
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from tests.export.layouts import saved_target

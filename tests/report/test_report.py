@@ -111,7 +111,7 @@ def test_the_settings_of_what_drafts_are_shown(report, records, settings, shown)
 @pytest.mark.parametrize("field", ["accepted_per_position", "conditional_acceptance_rate"])
 def test_lists_by_position_have_a_number_for_each(report, field):
     report["results"][0] = {**report["results"][0], field: report["results"][0][field][:-1]}
-    with refused("report", f"report.json with results.0.{field}"):
+    with refused("report", f"report.json with results.0: {field}"):
         validate(report)
 
 
