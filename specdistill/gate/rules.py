@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specdistill.errors import UserError, nearest, one_line
+from specdistill.errors import UserError, nearest, refusing
 from specdistill.files.documents import read_yaml
 from specdistill.project import GATES, ROOT
 from specdistill.report.files import document_metrics, row_metrics
@@ -44,10 +44,8 @@ def load_gate(name: str) -> list[Rule]:
     if path is None:
         known = sorted(path.stem for path in GATES.glob("*.yaml"))
         raise UserError("gate", got=name, expected=f"one of {', '.join(known)}, or a gate YAML", nearest=nearest(name, known))
-    try:
+    with refusing((ValueError, OSError), "gate", path, "a readable YAML file"):
         entries = read_yaml(path)
-    except (ValueError, OSError) as error:
-        raise UserError("gate", got=f"{path}: {one_line(str(error))}", expected="a readable YAML file") from error
     if not isinstance(entries, list) or not entries:
         raise UserError("gate", got=f"{path}, which holds no list", expected="a YAML list of rules")
     return [read_rule(f"{path.name} rule {number}", entry) for number, entry in enumerate(entries, start=1)]
