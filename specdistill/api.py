@@ -5,9 +5,10 @@ A call's keys become the arguments of the command, which checks them. Functions 
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ from specdistill.next_step import after
 from specdistill.processes import is_first
 from specdistill.produce.features import feature_store
 from specdistill.produce.make import open_rows
-from specdistill.recipe.load import load_recipe, merged, validate
+from specdistill.recipe.load import flattened, load_recipe, merged, validate
 from specdistill.recipe.sections import HiddenStatesConfig, MeasurementConfig, TargetConfig
 from specdistill.report.files import check_replaceable, digest, previous_report, write_report
 from specdistill.rows.row_set import RowTarget
@@ -69,18 +70,14 @@ RecipeOrRun = str | os.PathLike[str] | Mapping[str, Any]
 
 def arguments_of(recipe: RecipeOrRun, keys: Mapping[str, Any]) -> list[str]:
     """key=value of a recipe (a name under recipes/, a file, the sections as mappings, a run's folder) and of keys over it."""
+    named, sections = [], [keys]
     if isinstance(recipe, Mapping):
-        return [*_flat(recipe), *_flat(keys)]
-    recorded = Path(recipe) / "run" / "recipe.yaml"
-    return [f"recipe={recorded if recorded.is_file() else os.fspath(recipe)}", *_flat(keys)]
-
-
-def _flat(keys: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for name, value in keys.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}={json.dumps(value, ensure_ascii=False, default=os.fspath)}"
+        sections = [recipe, keys]
+    else:
+        recorded = Path(recipe) / "run" / "recipe.yaml"
+        named = [f"recipe={recorded if recorded.is_file() else os.fspath(recipe)}"]
+    values = chain.from_iterable(map(flattened, sections))
+    return named + [f"{key}={json.dumps(value, ensure_ascii=False, default=os.fspath)}" for key, value in values]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from specdistill.hub.evidence import RECIPE as RUN_RECIPE
 from specdistill.hub.evidence import Release
 from specdistill.hub.repository import REPORT, Repository
 from specdistill.methods.load import draft_hash, locate
-from specdistill.recipe.load import consent
+from specdistill.recipe.load import consent, flattened
 from specdistill.report import phrases, tables
 from specdistill.report.files import REPORT as REPORT_FILE
 from specdistill.report.files import SAMPLES, digest, read_report
@@ -107,7 +107,7 @@ def tag_message(release: Release, tag: str, last: LastRelease | None) -> str:
 def changed_settings(release: Release, last: LastRelease) -> Iterator[tuple[str, str, str]]:
     """(key, before, now) of every key of the recipe that differs, and of the facts of the training; `–` where one has no such key."""
     recipe = read_keys(release.run / RUN_RECIPE, "run", "a run with its recipe")
-    before, now = dict(_leaves(last.recipe)), dict(_leaves(recipe))
+    before, now = dict(flattened(last.recipe)), dict(flattened(recipe))
     keys = sorted(before.keys() | now.keys()) if before else []
     for key in keys:
         if before.get(key) != now.get(key) and not key.startswith(NOT_OF_THE_DRAFT):
@@ -116,14 +116,6 @@ def changed_settings(release: Release, last: LastRelease) -> Iterator[tuple[str,
         then, this = last.provenance.get(fact), release.provenance.get(fact)
         if None not in (then, this) and then != this:
             yield fact, _shown(then), _shown(this)
-
-
-def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in node.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _shown(value: Any) -> str:

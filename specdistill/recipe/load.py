@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args
@@ -158,6 +158,15 @@ def validate(schema: type[S], values: Mapping[str, Any], prefix: str = "") -> S:
     _check_read(made, prefix)
     assert isinstance(made, schema)
     return made
+
+
+def flattened(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(key, value) of every key of nested sections, e.g. `eval.suite`; an empty section is a value."""
+    for name, value in node.items():
+        if isinstance(value, Mapping) and value:
+            yield from flattened(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def recipe_yaml(recipe: Section | dict[str, Any], *, public: bool = False) -> str:
