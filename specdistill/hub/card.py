@@ -3,6 +3,7 @@
 Its metadata is what the Hub searches: `base_model` finds the drafts of a target.
 """
 
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -68,33 +69,27 @@ def model_card(of: CardContents, serving: Sequence[tuple[str, str]]) -> ModelCar
     """
     release, report = of.release, of.release.report
     numbers = tables.by_category(report)
-    terms = list(dict.fromkeys(part.terms for part in of.parts if part.terms))
+    numbers_of_all = measured({name: part for name, part in report.items() if name != "baseline"})
     card: ModelCard = ModelCard.from_template(
         metadata(of),
         template_str=TEMPLATE.read_text(encoding="utf-8"),
-        reason=None if of.reason is None else plain(of.reason),
-        overridden=[plain(refusal.replace(f"{release.run}/", "")) for refusal in of.overridden],  # a folder of one machine
-        name=of.name,
+        of=of,
+        report=report,
+        phrases=phrases,
+        plain=plain,
+        overridden=[refusal.replace(f"{release.run}/", "") for refusal in of.overridden],  # a folder of one machine
         target=_target(of),
-        method=release.method,
         summary=METHODS[release.method].summary,
-        displays=[entry.display for entry in terms],
-        tag=of.tag,
+        terms=list(dict.fromkeys(part.terms for part in of.parts if part.terms)),
         version=__version__,
-        verdict=_verdict(report),
-        picture=f"![Its verdict, its numbers, a completion with the draft's tokens marked, and acceptance by position]({PICTURE})",
+        picture=PICTURE,
         headline=cells(numbers._replace(rows=numbers.rows[:1])),
         serving=serving,
         placeholders=_placeholders(of),
-        procedure=phrases.procedure(report),
-        since=of.since and plain(of.since),
-        changes=of.changes,
-        measured=_deeper(measured({name: part for name, part in report.items() if name != "baseline"})),
+        measured=re.sub("^#", "##", numbers_of_all, flags=re.MULTILINE),  # below the heading of a section
         limits=list(_limits(release)),
         training=list(_training(of)),
         parts=table(("", "what", "licence"), ((part.what, plain(part.name), plain(part.shown)) for part in of.parts)),
-        notices=[entry.notice for entry in terms],
-        license=f"The draft itself: licence {plain(of.license)}.",
         identity=_identity(release.made_for),
         again=measured_again(of),
     )
@@ -208,16 +203,6 @@ def _placeholders(of: CardContents) -> str:
         and f"{files}: as llama.cpp's converter writes them, the target's in {plain(report['target'].get('dtype', 'any type'))}."
     )
     return " ".join(filter(None, [target, suite, gguf]))
-
-
-def _verdict(report: Mapping[str, Any]) -> str:
-    sentences = phrases.summary(report), phrases.failed_rules(report)
-    return f"Its gate: **{phrases.verdict(report).lower()}**. {' '.join(plain(words) for words in sentences if words)}"
-
-
-def _deeper(markdown: str) -> str:
-    """With each heading a level down, below the one of a section."""
-    return "\n".join(f"#{line}" if line.startswith("#") else line for line in markdown.splitlines())
 
 
 def _limits(release: Release) -> Iterator[str]:
