@@ -14,7 +14,7 @@ from typing import Any
 from huggingface_hub import HfApi
 from huggingface_hub.errors import RepositoryNotFoundError
 
-from specdistill.errors import UserError, one_line
+from specdistill.errors import refusing
 from specdistill.files.documents import head_of
 from specdistill.recipe.data_sources import LOADERS, SELF, entries
 from specdistill.repositories import hub_errors
@@ -81,10 +81,8 @@ class Licensed:
 def licensed_model(what: str, name: str, folder: Path) -> Licensed:
     """A model whose card, if it has one, is in a folder. Raises UserError for a card that cannot be read."""
     path = folder / CARD
-    try:
+    with refusing((ValueError, OSError), what, path, "a model card"):
         return Licensed(what, name, stated(head_of(path)) if path.is_file() else None)
-    except (ValueError, OSError) as error:
-        raise UserError(what, got=f"{path} ({one_line(str(error))[:120]})", expected="a model card") from error
 
 
 def licensed_data(source: Any) -> list[Licensed]:

@@ -16,7 +16,7 @@ from huggingface_hub.errors import SafetensorsParsingError, XetDownloadError
 from torch import Tensor
 from transformers.modeling_utils import str_to_torch_dtype
 
-from specdistill.errors import ResourceError, UserError, logger, one_line
+from specdistill.errors import ResourceError, UserError, logger, one_line, refusing
 from specdistill.methods.load import TOKENIZER
 from specdistill.repositories import hub_errors, resolve
 from specdistill.targets.files import INDEX, SINGLE, Shards
@@ -25,6 +25,8 @@ from specdistill.targets.identity import file_hashes
 SMALL = ("config.json", "generation_config.json", INDEX, "README.md")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 MODEL = (*SMALL, *TOKENIZER, "*processor_config.json")
+# What reading a header raises that holds other JSON; the last of negative sizes, and of what is too deep.
+OTHER_HEADERS = (SafetensorsParsingError, ValueError, KeyError, TypeError, AttributeError, RuntimeError)
 HASHES = "SHA256SUMS"  # of a cache's files; `sha256sum -c` reads it
 
 
@@ -139,7 +141,8 @@ class ModelFiles:
             described = ((name, *shards.describe(name)) for name in shards.file_of)
             return {name: torch.empty(shape, dtype=dtype, device="meta") for name, dtype, shape in described}
         assert self.repository is not None
-        try:
+        what = f"{self.name}, whose weights cannot be read"
+        with refusing(OTHER_HEADERS, self.key, what, "whole safetensors files"):
             with hub_errors(self.key, self.name, expected="a Hub id"):
                 read = HfApi().get_safetensors_metadata(self.repository, revision=self.folder.name).files_metadata.values()
             return {
@@ -147,17 +150,6 @@ class ModelFiles:
                 for file in read
                 for name, it in file.tensors.items()
             }
-        except (
-            SafetensorsParsingError,
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            RecursionError,
-            RuntimeError,  # of negative sizes
-        ) as error:  # a header of other JSON
-            got = f"{self.name}, whose weights cannot be read ({one_line(str(error))[:160]})"
-            raise UserError(self.key, got=got, expected="whole safetensors files") from error
 
     def _download(self, files: Sequence[str], *, again: bool = False) -> None:
         if self.repository is None:
