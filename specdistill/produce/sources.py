@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, dropwhile, pairwise, takewhile
 from pathlib import Path
 from pkgutil import resolve_name
@@ -113,15 +114,15 @@ def _rows(entry: SourceEntry, key: str, config: DataConfig) -> Dataset:
     raw = _load(entry, split, key, config.cache_dir)
     if len(raw) == 0:
         raise UserError(key, got=f"{source}, which holds no rows", expected="a dataset with rows")
-    _check_columns(raw.column_names, source, columns, entry.where, key)
+    entry = entry.model_copy(update={"columns": columns})
+    _check_columns(raw.column_names, entry, key)
 
     # The library's own fingerprint of a file is of its name and date, which differ between machines.
     content = [content_of(source), split] if Path(source).exists() else raw._fingerprint
     conditions = [entry.where, entry.min_turns] if entry.where or entry.min_turns else []
     inputs = ["rows", content, columns, *conditions]
-    reader = Reader(key, columns, entry.where, entry.min_turns)
     try:
-        rows = mapped(raw, reader, READER_COLUMNS, inputs, "Reading", config)
+        rows = mapped(raw, partial(_read, key=key, entry=entry), READER_COLUMNS, inputs, "Reading", config)
     except UnicodeDecodeError as error:  # the library keeps the bytes of a file as they are
         raise UserError(key, got=f"{source}, which is not UTF-8", expected="text in UTF-8") from error
     if num_filtered := len(raw) - len(np.unique(array(rows, "row"))):
@@ -137,36 +138,28 @@ def _rows(entry: SourceEntry, key: str, config: DataConfig) -> Dataset:
     return rows.remove_columns("row")
 
 
-@dataclass(frozen=True)
-class Reader:
-    """Rows of a source in the two common forms, by the batch; with their own number as a column."""
-
-    key: str
-    columns: dict[str, str]
-    where: dict[str, Any]
-    min_turns: int
-
-    def __call__(self, batch: Columns, numbers: Sequence[int]) -> dict[str, list[Any]]:
-        """Raises UserError naming the first row that cannot be read."""
-        made: dict[str, list[Any]] = {column: [] for column in READER_COLUMNS}
-        for number, values in zip(numbers, zip(*batch.values(), strict=True), strict=True):
-            for row in self.read(dict(zip(batch, values, strict=True)), number):
-                for column, value in {**row, "row": number}.items():
-                    made[column].append(value)
-        return made
-
-    def read(self, raw: Mapping[str, Any], number: int) -> list[dict[str, Any]]:
-        """The rows that a row of the source gives; none for one without content, or that is not asked for."""
-        if not all(raw[column] in (it if isinstance(it, list) else [it]) for column, it in self.where.items()):
-            return []
-        read = {ours: raw[own] for ours, own in self.columns.items()} if self.columns else raw
-        made = normalise(read, f"{self.key} row {number}")
-        return [row for row in made if sum(turn["role"] == "user" for turn in row["messages"] or ()) >= self.min_turns]
+def _read(batch: Columns, numbers: Sequence[int], key: str, entry: SourceEntry) -> dict[str, list[Any]]:
+    """A batch of rows in the two common forms, with their own number as a column. Raises UserError naming the first that cannot be read."""
+    made: dict[str, list[Any]] = {column: [] for column in READER_COLUMNS}
+    for number, values in zip(numbers, zip(*batch.values(), strict=True), strict=True):
+        for row in _read_row(dict(zip(batch, values, strict=True)), f"{key} row {number}", entry):
+            for column, value in {**row, "row": number}.items():
+                made[column].append(value)
+    return made
 
 
-def _check_columns(own: Sequence[str], source: str, columns: Mapping[str, str], where: Mapping[str, Any], key: str) -> None:
+def _read_row(raw: Mapping[str, Any], where: str, entry: SourceEntry) -> list[dict[str, Any]]:
+    """The rows that a row of the source gives; none for one without content, or that is not asked for."""
+    if not all(raw[column] in (it if isinstance(it, list) else [it]) for column, it in entry.where.items()):
+        return []
+    made = normalise({ours: raw[own] for ours, own in entry.columns.items()} if entry.columns else raw, where)
+    return [row for row in made if sum(turn["role"] == "user" for turn in row["messages"] or ()) >= entry.min_turns]
+
+
+def _check_columns(own: Sequence[str], entry: SourceEntry, key: str) -> None:
     """Raises UserError for a source without text or conversations, or without a column that `columns` or `where` names."""
-    for what, wanted in (("where", where), ("columns", columns.values())):
+    source, columns = entry.source, entry.columns
+    for what, wanted in (("where", entry.where), ("columns", columns.values())):
         if unknown := next((column for column in wanted if column not in own), None):
             got, expected = f"{unknown}, which is no column of {source}", f"of {', '.join(own)}"
             raise UserError(sibling_key(key, what), got=got, expected=expected, nearest=nearest(unknown, own))
