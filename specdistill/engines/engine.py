@@ -114,14 +114,6 @@ class Served:
         return max((k for _, k in self.lengths), default=self.num_tokens)
 
     @property
-    def quoted_output(self) -> str:
-        return shlex.quote(str(self.output))
-
-    @property
-    def quoted_target(self) -> str:
-        return shlex.quote(self.target_name)
-
-    @property
     def target_name(self) -> str:
         return self.target or "TARGET"
 

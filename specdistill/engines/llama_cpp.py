@@ -75,14 +75,13 @@ def settings(target: Any, config: Any, longest: int) -> list[str]:
 
 
 def serve_command(served: Served) -> str:
-    target = served.quoted_target
+    target, output = shlex.quote(served.target_name), shlex.quote(str(served.output))
     if served.revision:  # the converter takes a folder
         target = f'"$(hf download {target} --revision {served.revision})"'
     commands = [f"python convert_hf_to_gguf.py {target} --outtype f16 --outfile target.gguf"]
     file = next((name for name in served.files if name.endswith(".gguf")), None)
     if file is None:
-        source = f"{served.quoted_output} --target-model-dir {target}"
-        commands += [f"python convert_hf_to_gguf.py {source} --outtype f16 --outfile draft.gguf"]
+        commands += [f"python convert_hf_to_gguf.py {output} --target-model-dir {target} --outtype f16 --outfile draft.gguf"]
     draft = str(served.output / file) if file else "draft.gguf"
     return "\n".join([*commands, f"llama-server -m target.gguf {shlex.join(speculation(served, draft))}"])
 

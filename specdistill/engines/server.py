@@ -120,11 +120,17 @@ class Server:
 
     def samples(self, hint: str) -> list[Sample]:
         """The lines of its page of counters. `hint`: what to do when there is none."""
-        page = self.ask("/metrics", hint=hint).content.decode(errors="replace")
+        page, found = self.ask("/metrics", hint=hint).content.decode(errors="replace"), list[Sample]()
         try:
-            return list(samples(page))
+            for line in map(str.strip, page.splitlines()):
+                if line and not line.startswith("#"):
+                    if not (sample := SAMPLE.fullmatch(line)):
+                        raise ValueError(f"{line[:60]!r} is no sample")
+                    name, labels, value = sample.groups()
+                    found.append((name, dict(LABEL.findall(labels or "")), float(value)))
         except ValueError as error:
             raise ResourceError(f"{self.address}/metrics is no Prometheus page ({error})", next_step=hint) from error
+        return found
 
     def ask(self, path: str, body: dict[str, Any] | None = None, *, hint: str = "") -> Response:
         """Raises ResourceError without a whole answer in time, or with a hint for one that is an error; CancelledError once closed."""
@@ -249,9 +255,8 @@ class Completion:
     counts: ServerCounts
 
 
-Counters = Mapping[
-    str, float
-]  # of a page: sums over the server's ranks, of each position where a line has one; the largest of gauges
+# Of a page: sums over the server's ranks, of each position where a line has one; the largest of gauges.
+Counters = Mapping[str, float]
 
 
 class CompletionAnswer(JsonAnswer):
@@ -377,13 +382,3 @@ class Client:
                 got = f"{server.address} counted {counted} tokens of answers of {num_tokens}"
                 raise ResourceError(got, next_step="is a proxy in front of several servers? measure one")
             time.sleep(POLL_SECONDS)
-
-
-def samples(page: str) -> Iterator[Sample]:
-    """Name, labels and value of each line of a Prometheus page. Raises ValueError for another kind of page."""
-    for line in map(str.strip, page.splitlines()):
-        if line and not line.startswith("#"):
-            if not (sample := SAMPLE.fullmatch(line)):
-                raise ValueError(f"{line[:60]!r} is no sample")
-            name, labels, value = sample.groups()
-            yield name, dict(LABEL.findall(labels or "")), float(value)

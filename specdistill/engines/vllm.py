@@ -11,6 +11,7 @@ speculators, read in the sources of 0.9, writes folders for vLLM that hold embed
 """
 
 import json
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -184,7 +185,7 @@ SPECULATORS = Engine(
     title="speculators, served by vLLM",
     versions=f"speculators 0.9; vLLM {VLLM.versions}",
     serve_command=lambda served: (
-        f"vllm serve {served.quoted_output}   # names its target, and {served.num_tokens} draft tokens"
+        f"vllm serve {shlex.quote(str(served.output))}   # names its target, and {served.num_tokens} draft tokens"
     ),
     counters=VLLM.counters,
 )

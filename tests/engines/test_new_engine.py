@@ -3,6 +3,7 @@ checked.
 """
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from tests.refusals import refused, refused_key
 
 
 def serve_command(served: Served) -> str:
-    return f"toy serve {served.quoted_target} --draft {served.quoted_output} --tokens {served.num_tokens}"
+    return f"toy serve {shlex.quote(served.target_name)} --draft {shlex.quote(str(served.output))} --tokens {served.num_tokens}"
 
 
 TOY = Engine(
