@@ -34,6 +34,7 @@ ARCHITECTURE = "SpecdistillMtp"
 # Of the target's text config, what must be the same where a draft is used.
 IDENTITY = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
 NEW_SHARD = "model-mtp.safetensors"
+WHAT = "one multi-token-prediction layer"
 
 
 def build_mtp(target: FrozenTarget, *, init: str | None = None, seed: int = 0) -> MtpDraft:
@@ -113,8 +114,10 @@ def check_native(shapes: Mapping[str, torch.Size], target: TargetFiles) -> int:
             "target.model", got=got, expected="a target that comes with such a layer, or draft=…, one that was trained"
         )
     decoder = {f".{name}".partition(last)[2]: shape for name, shape in shapes.items() if last in f".{name}"}
-    expected = {prefix + naming.layer + end: shape for end, shape in decoder.items()}
-    _check_shapes(shapes, _surroundings(naming, prefix, target.hidden_size) | expected, target.name, "target.model")
+    expected = _surroundings(naming, prefix, target.hidden_size)
+    expected |= {prefix + naming.layer + end: torch.empty(shape, device="meta") for end, shape in decoder.items()}
+    found = {name: torch.empty(shapes[name], device="meta") for name in expected if name in shapes}
+    check_tensors(expected, found, target.name, "target.model", what=WHAT)
     return sum(naming.owns(name, prefix) for name in shapes)
 
 
@@ -127,24 +130,14 @@ def check_mtp(folder: Path, tensors: Mapping[str, Tensor], target: TargetFiles |
     prefix = naming.prefix(target.num_layers)
     if strange := next((each for each in tensors if not naming.owns(each, prefix)), None):
         raise UserError(key, got=f"{name} with {strange}", expected=f"the tensors of one layer, {prefix}… ({naming.name})")
-    shapes = {each: tensor.shape for each, tensor in tensors.items()}
-    _check_shapes(shapes, _surroundings(naming, prefix, target.hidden_size), name, key)
+    expected = _surroundings(naming, prefix, target.hidden_size)
+    check_tensors(expected, {each: tensors[each] for each in expected if each in tensors}, name, key, what=WHAT)
 
 
-def _surroundings(naming: Naming, prefix: str, size: int) -> dict[str, torch.Size]:
-    """Shapes of what surrounds the decoder layer, by names in files: fc [H, 2H] and norms of H."""
-    return {
-        prefix + there: torch.Size((size, 2 * size) if part == "fc.weight" else (size,)) for part, there in naming.names.items()
-    }
-
-
-def _check_shapes(shapes: Mapping[str, torch.Size], expected: Mapping[str, torch.Size], name: Path | str, key: str) -> None:
-    """Raises UserError for the first expected tensor that is missing or has another shape."""
-    for tensor, shape in expected.items():
-        found = shapes.get(tensor)
-        if found != shape:
-            got = f"{name} without {tensor}" if found is None else f"{name} with {tensor} of shape {tuple(found)}"
-            raise UserError(key, got=got, expected=f"one of shape {tuple(shape)}")
+def _surroundings(naming: Naming, prefix: str, size: int) -> dict[str, Tensor]:
+    """What surrounds the decoder layer, without content, by names in files: fc [H, 2H] and norms of H."""
+    shapes = {there: (size, 2 * size) if part == "fc.weight" else (size,) for part, there in naming.names.items()}
+    return {prefix + there: torch.empty(shape, device="meta") for there, shape in shapes.items()}
 
 
 def _fill(
@@ -152,7 +145,7 @@ def _fill(
 ) -> None:
     """Load tensors named as in files; with `assign` in the dtype they come in. Raises UserError as `check_tensors` does."""
     expected = naming.to_file(draft.state_dict(), prefix, fused=has_fused_experts(tensors))
-    check_tensors(expected, tensors, source, key, what="one multi-token-prediction layer")
+    check_tensors(expected, tensors, source, key, what=WHAT)
     draft.load_state_dict(naming.from_file(tensors, prefix), assign=assign)
 
 
