@@ -12,7 +12,7 @@ from specdistill.errors import UserError, refusing
 from specdistill.files.documents import read_json
 from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import read_config
-from specdistill.methods.load import other_method
+from specdistill.methods.load import OTHER_METHODS, other_method
 from specdistill.methods.sizes import CAUSAL_LM, Described
 from specdistill.repositories import HTTP_ERROR, fetch, resolve, split_gguf
 from specdistill.targets.anatomy import CLASS_ERRORS
@@ -21,16 +21,13 @@ from specdistill.targets.loading import read_gguf_config
 
 TIMEOUT_SECONDS = 5
 DRAFT = "the config.json of an EAGLE head, an MTP layer or a causal language model"
-# What drafts call themselves, special names first; some are methods that are not trained here.
-METHOD_PATTERNS = (
-    (r"p-?eagle", "peagle"),
-    (r"dflash", "dflash"),
-    (r"dspark", "dspark"),
-    (r"eagle[-_ ]?3", "eagle3"),
-    (r"eagle", "eagle"),
-    (r"(?<![a-z])mtp(?![a-z])", "mtp"),
-    (r"draft", "draft_model"),
-)
+# What drafts call themselves, special names first.
+METHOD_PATTERNS = OTHER_METHODS | {
+    "eagle3": r"eagle[-_ ]?3",
+    "eagle": r"eagle",
+    "mtp": r"(?<![a-z])mtp(?![a-z])",
+    "draft_model": r"draft",
+}
 SEARCHES = ("eagle", "speculator", "draft", "dflash", "mtp")
 
 
@@ -155,7 +152,7 @@ def known_drafts(name: str, hub_id: str | None) -> tuple[list[KnownDraft], str |
 def infer_method(repository: str, tags: list[str]) -> str | None:
     """What a repository's name and tags say it is, the more special word counting; None where nothing sounds like a draft."""
     text = " ".join([repository, *tags]).lower()
-    return next((method for pattern, method in METHOD_PATTERNS if re.search(pattern, text)), None)
+    return next((method for method, pattern in METHOD_PATTERNS.items() if re.search(pattern, text)), None)
 
 
 def names_target(repository: str, target: str) -> bool:

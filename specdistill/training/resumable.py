@@ -58,9 +58,8 @@ class ResumableTrainer(Trainer):
         if self.state.global_step == self.state.max_steps:
             return
         sampler = kwargs["train_dataloader"].batch_sampler
-        while hasattr(
-            sampler, "batch_sampler"
-        ):  # of the part of an epoch that is left, accelerate does not reach the innermost
+        # Of the part of an epoch that is left, accelerate does not reach the innermost.
+        while hasattr(sampler, "batch_sampler"):
             sampler = sampler.batch_sampler
         if hasattr(getattr(sampler, "sampler", None), "set_epoch"):
             sampler.sampler.set_epoch(kwargs["epoch"])

@@ -63,10 +63,6 @@ class DraftText:
     def _encode_lacking(self, vocabulary: SharedVocabulary) -> None:
         self.ids[self._num_final :] = vocabulary.reencode(self._lacking) if self._lacking else []
 
-    def show_from(self, start: int) -> None:
-        """Show the draft the sequence from its token `start` on, with nothing cached."""
-        self.start, self.cached = start, []
-
     def uncached(self, unchanged: int) -> list[int]:
         """What must be fed, at least the last token: all but what is cached of the ids, and not of rejected tokens. Notes it as cached."""
         most = min(len(self.cached), len(self.ids) - self.start - 1)
@@ -166,7 +162,7 @@ class DraftModelProposer:
 
         Rows that stop early, or have no more room in the draft's context, are padded until the others are done.
         """
-        feeds, steps = self._feed(state, k)
+        threshold, (feeds, steps) = self.confidence_threshold, self._feed(state, k)
         counts, next_ids = [len(feed) for feed in feeds], padded(feeds, self.draft.device)
         chosen: list[Tensor] = []  # [B] each, indices into the W tokens
         distributions: list[Tensor] = []
@@ -181,7 +177,7 @@ class DraftModelProposer:
             for b, count in enumerate(counts):
                 if count:
                     num_passes[b] += 1
-                    sure = not self._is_unsure(logits_BW[b : b + 1], sampling)
+                    sure = threshold is None or float(sampling.confidence(logits_BW[b : b + 1])) >= threshold
                     num_drafted[b] += sure
                     counts[b] = int(sure and step + 1 < steps[b])
             if (self.is_enough and self.is_enough(sampling.confidence(logits_BW))) or not any(counts):
@@ -245,7 +241,8 @@ class DraftModelProposer:
                 self._refuse(length)
             return limit - length + 1
         steps = min(k, limit)
-        row.show_from(max(0, len(row.ids) - max(1, min(int(WINDOW_SHARE * limit), limit - steps + 1))))
+        row.start = max(0, len(row.ids) - max(1, min(int(WINDOW_SHARE * limit), limit - steps + 1)))
+        row.cached = []
         return steps
 
     def _logits(self, hidden_BH: Tensor) -> Tensor:
@@ -256,11 +253,6 @@ class DraftModelProposer:
     def _draft_ids(self, index: Tensor) -> Tensor:
         """The draft's ids of tokens among the W."""
         return index if self.shared_vocabulary is None else self._draft_ids_W[index]
-
-    def _is_unsure(self, logits_1W: Tensor, sampling: Sampling) -> bool:
-        if self.confidence_threshold is None:
-            return False
-        return float(sampling.confidence(logits_1W)) < self.confidence_threshold
 
     def _proposal(self, index_N: Tensor, probs_NW: Tensor | None, tree: Tree | None = None) -> Proposal:
         """In the target's ids."""
