@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from specdistill.errors import UserError, one_line
+from specdistill.errors import UserError, refusing
 from specdistill.targets.anatomy import CLASS_ERRORS, auto_class, reads_images
 from specdistill.targets.cache_size import CacheSize, cache_size, of_attention
 from specdistill.targets.frozen import FrozenTarget
@@ -163,12 +163,8 @@ class Described:
         for size in ("num_hidden_layers", "hidden_size", "vocab_size"):
             if (got := getattr(self.text, size)) < 1:
                 raise UserError(self.key, got=f"{self.name} with {size} {got}", expected="1 or more")
-        try:
-            with torch.device("meta"):
-                return auto_class(self.config).from_config(self.config, trust_remote_code=self.trust_remote_code)
-        except CLASS_ERRORS as error:
-            got = f"{self.name}, of which no model can be built ({one_line(str(error))[:160]})"
-            raise UserError(self.key, got=got, expected=CAUSAL_LM) from error
+        with refusing(CLASS_ERRORS, self.key, f"{self.name}, of which no model can be built", CAUSAL_LM), torch.device("meta"):
+            return auto_class(self.config).from_config(self.config, trust_remote_code=self.trust_remote_code)
 
     @cached_property
     def parameters(self) -> int:

@@ -19,7 +19,7 @@ from transformers import TrainingArguments, get_scheduler
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from specdistill.errors import UserError, nearest, one_line
+from specdistill.errors import UserError, nearest, one_line, refusing
 from specdistill.launch import check_devices
 from specdistill.processes import leave
 from specdistill.recipe.load import ALIASES
@@ -47,10 +47,8 @@ NUMBER_RANGES: dict[str, NumberRange] = {
 NAMES = {
     "report_to": ["all", "none", *INTEGRATION_TO_CALLBACK],
     "torch_compile_backend": ["inductor", "aot_eager", "eager"],
-    "torch_compile_mode": [
-        "default",
-        "max-autotune-no-cudagraphs",
-    ],  # CUDA graphs would write over the features of the layers before
+    # Not those with CUDA graphs, which would write over the features of the layers before.
+    "torch_compile_mode": ["default", "max-autotune-no-cudagraphs"],
 }
 # Fields that are read only where another one is set.
 READ_WITH = {
@@ -199,11 +197,9 @@ def _check_trackers_and_schedule(arguments: Any) -> None:
             ) from error
     schedule, options = arguments.lr_scheduler_type, arguments.lr_scheduler_kwargs
     optimizer = torch.optim.SGD([torch.zeros(1)], arguments.learning_rate)
-    try:
+    what = f"{schedule.value} with train.lr_scheduler_kwargs={options}"
+    with refusing((TypeError, ValueError), "train.lr_scheduler_type", what, "a schedule with what it needs"):
         get_scheduler(schedule, optimizer, num_warmup_steps=0, num_training_steps=1, scheduler_specific_kwargs=options)
-    except (TypeError, ValueError) as error:
-        got = f"{schedule.value} with train.lr_scheduler_kwargs={options} ({error})"
-        raise UserError("train.lr_scheduler_type", got=got, expected="a schedule with what it needs") from error
 
 
 def _launch_defaults() -> dict[str, Any]:

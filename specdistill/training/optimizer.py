@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, distributed, nn
 from transformers import Trainer, TrainingArguments
 
-from specdistill.errors import UserError
+from specdistill.errors import UserError, refusing
 from specdistill.processes import share
 from specdistill.training.arguments import is_sharded
 
@@ -109,11 +109,9 @@ def build_optimizer(name: str, model: nn.Module, arguments: TrainingArguments) -
     if name != "muon_adamw":
         look_up: Any = Trainer.get_optimizer_cls_and_kwargs
         chosen: Any = arguments.optim
-        try:
+        expected = "an optimizer that is installed, with what it needs"
+        with refusing((ImportError, ValueError), "train.optim", chosen.value, expected):
             look_up(arguments, model)
-        except (ImportError, ValueError) as error:
-            expected = "an optimizer that is installed, with what it needs"
-            raise UserError("train.optim", got=f"{chosen.value} ({error})", expected=expected) from error
         return None
     if arguments.deepspeed or arguments.fsdp or is_sharded():
         expected = "adamw: Muon needs whole matrices, not shards"

@@ -30,7 +30,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from specdistill.errors import UserError, logger
+from specdistill.errors import UserError, logger, refusing
 from specdistill.methods.draft_model.checkpoint import INITIALIZATIONS, check_attention, load_alike
 from specdistill.methods.sizes import ModelShape, shape_of, weights_read
 from specdistill.targets.frozen import FrozenTarget
@@ -109,11 +109,9 @@ def with_lora(
         raise UserError("draft.lora.rank", got=rank, expected=f"at most {most}, the rank of the draft's own matrices")
     modules: str | list[str] = "all-linear" if target_modules is None else target_modules
     config = peft.LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=modules, task_type="CAUSAL_LM")
-    try:
+    expected = "ends of names of the draft's linear layers, such as q_proj"
+    with refusing(ValueError, "draft.lora.target_modules", target_modules, expected):
         return peft.get_peft_model(draft, config)
-    except ValueError as error:
-        expected = "ends of names of the draft's linear layers, such as q_proj"
-        raise UserError("draft.lora.target_modules", got=target_modules, expected=expected) from error
 
 
 def propose_shape(target: PreTrainedModel, max_parameters: int) -> ModelShape:

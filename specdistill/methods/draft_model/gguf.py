@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from specdistill.errors import UserError
+from specdistill.errors import UserError, refusing
 from specdistill.files.documents import read_json
 from specdistill.methods.checkpoint import check_tensors, read_tensors
 from specdistill.methods.draft_model.layers import is_plain_llama
@@ -129,14 +129,14 @@ def _add_weights(writer: gguf.GGUFWriter, config: Any, tensors: dict[str, Tensor
 def _pre_tokenizer(folder: Path) -> str:
     """llama.cpp's name for the tokenizer's split; raises UserError when none is known to be the same."""
     path = folder / "tokenizer.json"
-    try:
+    with refusing(
+        (OSError, ValueError, KeyError, TypeError, AttributeError), "draft", path, "the tokenizer.json of a fast tokenizer"
+    ):
         tokenizer = read_json(path)
         model, normalizer = tokenizer["model"], tokenizer.get("normalizer") or {}
         # llama.cpp normalises nothing; that Qwen composes accents first is ignored by its own converter, too.
         steps = _steps(tokenizer.get("pre_tokenizer") or {}) if normalizer.get("type", "NFC") == "NFC" else ()
         name = PRE_TOKENIZERS.get((steps, bool(model.get("ignore_merges")))) if model.get("type") == "BPE" else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError("draft", got=f"{path} ({error})", expected="the tokenizer.json of a fast tokenizer") from error
     if name is None:
         got = f"gguf for {folder}, whose tokenizer is a {model.get('type')} over {' then '.join(steps) or 'unknown parts'}"
         raise UserError("engine", got=got, expected="byte-level BPE that splits text as GPT-2, SmolLM, Llama 3 or Qwen 2 do")

@@ -17,8 +17,7 @@ boundaries of documents are the kv_cache's, so no mask is made here.
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from types import SimpleNamespace
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from specdistill.errors import UserError
+from specdistill.errors import UserError, refusing
 from specdistill.files.documents import parse_json
 from specdistill.methods.layers import KVCache
 from specdistill.targets.anatomy import CLASS_ERRORS
@@ -76,7 +75,7 @@ class MtpDraft(nn.Module):
         size, norm_class = target.hidden_size, type(target.norm)
         self.config = MtpConfig(target.vocab_size, parse_json(target.config.to_json_string(use_diff=False)))
         self.fc = nn.Linear(2 * size, size, bias=False)
-        with _refused(layer_class):
+        with refusing(CLASS_ERRORS, "target.model", layer_class.__name__, EXPECTED):
             self.token_norm, self.hidden_norm, self.norm = (norm_class(size, eps=source.rms_norm_eps) for _ in range(3))
             self.layers = nn.ModuleList([layer_class(source, index)])
         # No submodules, hence past nn.Module's own and as a method: checkpoints leave them out, and `.to(bfloat16)` of the draft rounds
@@ -126,7 +125,7 @@ class MtpDraft(nn.Module):
             return value_BGTd.repeat_interleave(query_BNTd.shape[1] // value_BGTd.shape[1], dim=1)
 
         layer_class, hidden = type(self.layers[0]), self.fc.weight.new_zeros(1, 1, self.fc.out_features)
-        with _refused(layer_class):
+        with refusing(CLASS_ERRORS, "target.model", layer_class.__name__, EXPECTED):
             rotary = self.rotary(hidden, torch.zeros(1, 1, dtype=torch.long, device=hidden.device))
             self._layer(hidden, rotary, SimpleNamespace(attend=attend))
         if not asked:
@@ -144,15 +143,6 @@ class MtpDraft(nn.Module):
         for name, tensor in exact().items():
             tensor.data = before[name].to(tensor.device)
         return self
-
-
-@contextmanager
-def _refused(layer_class: type) -> Iterator[None]:
-    """Raises UserError for what a class raises that is not made or called as most layers of transformers are."""
-    try:
-        yield
-    except CLASS_ERRORS as error:
-        raise UserError("target.model", got=f"{layer_class.__name__} ({error})", expected=EXPECTED) from error
 
 
 def kv_cache_attention(
