@@ -4,7 +4,7 @@ A block's logits are needed for the loss and for its gradient, so both are taken
 gradient, of which two products make those of the rows and of the head. Forward keeps them, the head's summed in float32, and backward only
 scales them. `head_loss_plainly` is the same in one piece and by autograd.
 
-Shapes: K drafted positions, R rows, b rows of a block, r of a chunk of it, H hidden size, W vocabulary, M metrics.
+Shapes: K drafted positions, R rows, b rows of a block, r of a chunk of it, H hidden size, W vocabulary, M metrics, e width of a correction.
 """
 
 from collections.abc import Callable
@@ -32,6 +32,8 @@ def head_loss(
     targets_of: TargetsOf,
     loss_of: LossOf,
     *,
+    correction: tuple[Tensor, Tensor] | None = None,
+    together: int = 1,
     block: int = BLOCK,
     chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -39,39 +41,51 @@ def head_loss(
 
     The gradient reaches the rows and the head's weight and bias. All K positions of a row share a target, as the steps of an unroll that
     predict one token do; drafted positions that each have their own are rows of K = 1.
+
+    Args:
+        correction: rows [K, R, e] and a weight [W, e], whose product is added to the head's logits; both get their gradient.
+        together: R is a multiple of it, and chunks are: so many rows in a row are in one call of `loss_of`.
     """
     linear = head.linear
     num_positions, vocabulary = len(rows_KRH), len(linear.weight)
     chunk_bytes = CHUNK_BYTES[rows_KRH.device.type] if chunk_bytes is None else chunk_bytes
-    chunk = max(1, min(block // num_positions, chunk_bytes // (4 * vocabulary)))
+    chunk = max(1, min(block // num_positions, chunk_bytes // (4 * vocabulary)) // together) * together
     size = chunk * max(1, block // (num_positions * chunk))
-    gives_gradient = torch.is_grad_enabled()
-    trains = tuple(
-        gives_gradient and tensor is not None and tensor.requires_grad for tensor in (rows_KRH, linear.weight, linear.bias)
-    )
+    products = (rows_KRH, linear.weight, *(correction or ()))
+    trains = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in (linear.bias, *products))
     result: tuple[Tensor, Tensor] = _InBlocks.apply(  # type: ignore[no-untyped-call]
-        rows_KRH, linear.weight, linear.bias, weights_KR, head.finish, targets_of, loss_of, size, chunk, trains
+        linear.bias, weights_KR, head.finish, targets_of, loss_of, size, chunk, trains, *products
     )
     return result
 
 
 def head_loss_plainly(
-    rows_KRH: Tensor, weights_KR: Tensor, head: LogitsHead, targets_of: TargetsOf, loss_of: LossOf
+    rows_KRH: Tensor,
+    weights_KR: Tensor,
+    head: LogitsHead,
+    targets_of: TargetsOf,
+    loss_of: LossOf,
+    correction: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What `head_loss` computes, with all logits at once: its oracle."""
     with torch.no_grad():
         targets = targets_of(slice(None))
-    found = [loss_of(head.finish(head.linear(rows_RH)), targets, k) for k, rows_RH in enumerate(rows_KRH)]
+    found = []
+    for k, rows_RH in enumerate(rows_KRH):
+        logits_RW = head.finish(head.linear(rows_RH))
+        if correction is not None:
+            logits_RW = logits_RW + correction[0][k] @ correction[1].T
+        found.append(loss_of(logits_RW, targets, k))
     losses_KR, metrics_KMR = (torch.stack(part) for part in zip(*found, strict=True))
     return (losses_KR * weights_KR).sum(), metrics_KMR.detach().transpose(0, 1)
 
 
 class _InBlocks(torch.autograd.Function):
+    """Of one or two products of rows and a weight: the head's, whose `finish` follows, and the correction's."""
+
     @staticmethod
     def forward(
         ctx: Any,
-        rows_KRH: Tensor,
-        weight_WH: Tensor,
         bias_W: Tensor | None,
         weights_KR: Tensor,
         finish: Callable[[Tensor], Tensor],
@@ -79,26 +93,37 @@ class _InBlocks(torch.autograd.Function):
         loss_of: LossOf,
         size: int,
         chunk: int,
-        trains: tuple[bool, bool, bool],
+        trains: bool,
+        *products: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        device = rows_KRH.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight_WH.dtype
-        weight, bias = weight_WH.to(dtype), None if bias_W is None else bias_W.to(dtype)
-        num_positions, num_rows, _ = rows_KRH.shape
-        total = torch.zeros((), dtype=torch.float32, device=rows_KRH.device)
-        rows_grad = torch.empty_like(rows_KRH) if trains[0] else None
-        weight_grad = torch.zeros_like(weight_WH, dtype=torch.float32) if trains[1] else None
-        bias_grad = torch.zeros_like(bias_W, dtype=torch.float32) if bias_W is not None and trains[2] else None
-        buffer = weight.new_empty(num_positions * min(size, num_rows), len(weight))
+        device = products[0].device
+        autocast = torch.is_autocast_enabled(device.type)
+        dtype = torch.get_autocast_dtype(device.type) if autocast else products[1].dtype
+        bias = None if bias_W is None else bias_W.to(dtype)
+        pairs = [(rows, weight.to(dtype)) for rows, weight in zip(products[::2], products[1::2], strict=True)]
+        num_positions, num_rows, _ = products[0].shape
+        total = torch.zeros((), dtype=torch.float32, device=device)
+        grads = [
+            (torch.zeros_like(x, dtype=torch.float32) if index % 2 else torch.empty_like(x))
+            if trains and x.requires_grad
+            else None
+            for index, x in enumerate(products)
+        ]
+        bias_grad = (
+            torch.zeros_like(bias_W, dtype=torch.float32) if trains and bias_W is not None and bias_W.requires_grad else None
+        )
+        buffers = [weight.new_empty(num_positions * min(size, num_rows), len(weight)) for _, weight in pairs]
         metrics = []
         for start in range(0, num_rows, size):
             stop = min(start + size, num_rows)
-            rows_KbH = rows_KRH[:, start:stop].to(dtype)
-            rows = rows_KbH.flatten(0, 1)
-            logits = torch.mm(rows, weight.t(), out=buffer[: len(rows)])
+            rows_of = [rows_KRH[:, start:stop].to(dtype).flatten(0, 1) for rows_KRH, _ in pairs]
+            logits_of = [
+                torch.mm(rows, weight.t(), out=buffer[: len(rows)])
+                for rows, (_, weight), buffer in zip(rows_of, pairs, buffers, strict=True)
+            ]
             if bias is not None:
-                logits += bias
-            logits_KbW = logits.view(num_positions, stop - start, -1)
+                logits_of[0] += bias
+            logits_KbW = [logits.view(num_positions, stop - start, -1) for logits in logits_of]
             for first in range(start, stop, chunk):
                 part = slice(first, min(first + chunk, stop))
                 own = slice(part.start - start, part.stop - start)
@@ -106,34 +131,36 @@ class _InBlocks(torch.autograd.Function):
                     targets = targets_of(part)
                 found = []
                 for k in range(num_positions):
-                    logits_rW = logits_KbW[k, own].detach().requires_grad_(any(trains))
-                    with torch.set_grad_enabled(any(trains)):
-                        losses_r, metrics_Mr = loss_of(finish(logits_rW), targets, k)
+                    parts = [logits[k, own].detach().requires_grad_(trains) for logits in logits_KbW]
+                    with torch.set_grad_enabled(trains):
+                        logits_rW = finish(parts[0]) if len(parts) == 1 else finish(parts[0]) + parts[1]
+                        losses_r, metrics_Mr = loss_of(logits_rW, targets, k)
                         loss = (losses_r * weights_KR[k, part]).sum()
                     found.append(metrics_Mr.detach())
                     total = total + loss.detach()
-                    if any(trains):
-                        logits_KbW[k, own] = torch.autograd.grad(loss, logits_rW)[0]
+                    if trains:
+                        for logits, grad in zip(logits_KbW, torch.autograd.grad(loss, parts), strict=True):
+                            logits[k, own] = grad
                 metrics.append(torch.stack(found, dim=1))
-            if rows_grad is not None:
-                rows_grad[:, start:stop] = (logits @ weight).view_as(rows_KbH)
-            if weight_grad is not None:
-                weight_grad += logits.t() @ rows
+            for rows, logits, (_, weight), of_rows, of_weight in zip(
+                rows_of, logits_of, pairs, grads[::2], grads[1::2], strict=True
+            ):
+                if of_rows is not None:
+                    of_rows[:, start:stop] = (logits @ weight).view(num_positions, stop - start, -1)
+                if of_weight is not None:
+                    of_weight += logits.t() @ rows
             if bias_grad is not None:
-                bias_grad += logits.sum(0, dtype=torch.float32)
+                bias_grad += logits_of[0].sum(0, dtype=torch.float32)
         metrics_MKR = torch.cat(metrics, dim=-1)
-        ctx.save_for_backward(rows_grad, weight_grad, bias_grad)
-        ctx.dtypes = weight_WH.dtype, None if bias_W is None else bias_W.dtype
+        ctx.save_for_backward(bias_grad, *grads)
+        ctx.dtypes = [None if x is None else x.dtype for x in (bias_W, *products)]
         ctx.mark_non_differentiable(metrics_MKR)
         return total, metrics_MKR
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        rows_grad, weight_grad, bias_grad = ctx.saved_tensors
-        weight_dtype, bias_dtype = ctx.dtypes
-        return (
-            None if rows_grad is None else rows_grad * grad.to(rows_grad.dtype),
-            None if weight_grad is None else (weight_grad * grad).to(weight_dtype),
-            None if bias_grad is None else (bias_grad * grad).to(bias_dtype),
-            *[None] * 7,
+        of_bias, *of_products = (
+            None if own is None else (own * grad.to(own.dtype)).to(dtype)
+            for own, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
+        return of_bias, *[None] * 7, *of_products
