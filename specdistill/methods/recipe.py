@@ -9,7 +9,14 @@ from pydantic.fields import FieldInfo
 from specdistill.errors import UserError, nearest
 from specdistill.methods import METHODS, method_named
 from specdistill.recipe.fields import ReadWhen, Section, default_of, like, option, section
-from specdistill.recipe.sections import DataConfig, EvalConfig, PublishConfig, SelectionConfig, TargetConfig
+from specdistill.recipe.sections import (
+    DataConfig,
+    EvalConfig,
+    HiddenStatesConfig,
+    PublishConfig,
+    SelectionConfig,
+    TargetConfig,
+)
 
 DEFAULT_METHOD = "eagle3"
 DEFAULT_SEED = 42  # of transformers.TrainingArguments
@@ -152,6 +159,39 @@ class TrainedRecipe(Recipe):
         """What is measured in training, of held-out rows and by decoding: names for `train.metric_for_best_model`."""
         measured = [f"{name}_{k}" for name in ("loss", "accuracy", "acceptance") for k in range(1, self.num_positions + 1)]
         return ["acceptance_length", "acceptance_length_sampled", "loss", *measured, DECODED]
+
+
+class LayerSizes(Section):
+    """Sizes of a fresh draft's decoder layers; null takes the target's."""
+
+    num_layers: int = option(1, "decoder layers of the draft", ge=1)
+    intermediate_size: int | None = option(None, "MLP width; null: the target's", ge=1)
+    num_attention_heads: int | None = option(None, "null: the target's", ge=1)
+    num_key_value_heads: int | None = option(None, "null: the target's", ge=1)
+    head_dim: int | None = option(None, "null: the target's", ge=2, multiple_of=2)
+    sliding_window: int | None = option(None, "sliding attention window in tokens; null: full attention", ge=2)
+
+
+class SoftLossConfig(Section):
+    """Of what learns the target's distributions at several drafted positions."""
+
+    divergence: Any = option("forward_kl", DIVERGENCE)
+    step_decay: float = option(0.8, "loss weight of drafted position k is step_decay ** k", ge=0, le=1)
+    temperature: float = option(1.0, "divides both sets of logits", ge=0.01)
+
+
+class FeatureRecipe(TrainedRecipe):
+    """The recipe of a draft that reads the target's features."""
+
+    loss: SoftLossConfig = section(SoftLossConfig)
+    hidden_states: HiddenStatesConfig = section(HiddenStatesConfig)
+
+    @model_validator(mode="after")
+    def _features_are_stored_of_targets_that_stay(self) -> "FeatureRecipe":
+        if self.hidden_states.mode != "online" and self.target.shard != "none":
+            got = f"{self.target.shard} with hidden_states.mode={self.hidden_states.mode}"
+            raise UserError("target.shard", got=got, expected="none, or hidden_states.mode=online")
+        return self
 
 
 def own_eval_keys(schema: type[Recipe]) -> dict[str, FieldInfo]:

@@ -182,18 +182,19 @@ def training_step(
     assert with_loss is not None, method
     row = {"input_ids": [0], "loss_mask": [1], "document_ids": [0]}
     packed = {name: value * length for name, value in row.items()} | {"position_ids": list(range(length))}
-    batch = collate([packed] * rows)
-    with FakeTensorMode() as mode:
-        batch = {name: mode.from_tensor(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
+    mode = FakeTensorMode()
+    with mode:
         weightless = WeightlessTarget(target)
         objective: Any = with_loss(build(weightless), recipe, weightless)
         prepare(objective)
         for parameter in objective.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)
+    batch = objective.prepare(collate([packed] * rows), None)  # which looks at the tokens
+    with mode:
+        batch = {name: mode.from_tensor(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
         ledger = Ledger() if ledger is None else ledger
         with ledger:  # as the Trainer takes the loss
-            batch = objective.prepare(batch, None)
             with torch.autocast("cpu", torch.bfloat16):
                 with torch.no_grad():
                     target_outputs = objective.read_target(weightless, batch)

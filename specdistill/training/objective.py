@@ -8,12 +8,16 @@ vocabulary, K drafted positions.
 """
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import EvalPrediction
 
+from specdistill.errors import UserError
+from specdistill.losses.divergence import acceptance
 from specdistill.targets.anatomy import LogitsHead
 
 
@@ -93,12 +97,40 @@ def shift_left(x_BT: Tensor, by: int, fill: int) -> Tensor:
     return F.pad(x_BT[:, by:], (0, min(by, x_BT.shape[1])), value=fill)
 
 
+def with_metrics(
+    losses_r: Tensor, logits_rW: Tensor, soft: TargetDistributions, target_ids_W: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Nats [r] and the metrics of each row, loss, correct and accepted [3, r], or the loss alone [1, r] where nothing is measured.
+
+    target_ids_W: the target's id of each draft token; None where the draft has all of them.
+    """
+    if soft.mass_r is None or soft.top1_r is None:
+        return losses_r, losses_r.detach().unsqueeze(0)
+    with torch.no_grad():
+        best_r = logits_rW.argmax(-1)
+        correct_r = (best_r if target_ids_W is None else target_ids_W[best_r]) == soft.top1_r
+        accepted_r = acceptance(logits_rW.float().softmax(-1), soft.probs_rW * soft.mass_r.unsqueeze(-1))
+        return losses_r, torch.stack((losses_r, correct_r.float(), accepted_r))
+
+
+def checkpoint_mlps(layers: nn.ModuleList) -> None:
+    """From now on backward computes the layers' MLPs again, whose wide states are most of what a layer keeps for it."""
+    names = ("mlp", "feed_forward", "block_sparse_moe")
+    mlps = [module for name, module in layers.named_modules() if name.rpartition(".")[2] in names]
+    if not mlps:
+        got, expected = f"true with layers of {type(layers[0]).__name__}", f"layers with {names[0]}"
+        raise UserError("train.gradient_checkpointing", got=got, expected=expected)
+    for mlp in mlps:
+        mlp.forward = partial(checkpoint, mlp.forward, use_reentrant=False)
+
+
 @dataclass
 class StepSums:
     """Sums over the loss tokens of one batch, an entry for each drafted position; divide by `loss_tokens`, those of chains by `chains`.
 
     loss: nats; correct: the draft's top-1 is the target's; accepted: expected acceptance (losses.divergence.acceptance);
-    chain_correct: correct at this and every earlier position of the chain; chain_accepted: the product of their expected acceptances.
+    chain_correct: correct at this and every earlier position of the chain; chain_accepted: the product of their expected acceptances;
+    chain_uncorrected: as chain_correct, without a block drafter's correction.
     """
 
     loss: list[Tensor] = field(default_factory=list)
@@ -108,6 +140,7 @@ class StepSums:
     chain_correct: list[Tensor] = field(default_factory=list)
     chain_accepted: list[Tensor] = field(default_factory=list)
     chains: list[Tensor] = field(default_factory=list)
+    chain_uncorrected: list[Tensor] = field(default_factory=list)
 
     def add_chains(self, has_loss_KS: Tensor, correct_KS: Tensor, accepted_KS: Tensor) -> None:
         """Follow each of S chains through its K drafted positions; correct and accepted are zero where there is no loss."""
@@ -119,7 +152,7 @@ class StepSums:
             sums += values.float().cumprod(0).sum(1).unbind()
 
     def table(self) -> Tensor:
-        """[7, K] float32 in the order above; what was not measured is NaN."""
+        """[8, K] float32 in the order above; what was not measured is NaN."""
         rows = list(vars(self).values())
         table = torch.full((len(rows), max(map(len, rows))), torch.nan, device=self.loss[0].device)
         for index, row in enumerate(rows):
@@ -134,10 +167,10 @@ def step_metrics(prediction: EvalPrediction) -> dict[str, float]:
     acceptance_length = 1 + sum_k cumulative_acceptance_k, the share of chains whose first k draft tokens are all correct, counted chain
     by chain and not as a product of marginals. The 1 is the bonus token, so that it compares with the acceptance length of greedy
     decoding. acceptance_length_sampled is that of sampling: the first k draft tokens are accepted with the product of their expected
-    acceptances.
+    acceptances. acceptance_length_uncorrected: what a block drafter's tokens would have without its correction.
     """
     table = torch.as_tensor(prediction.predictions).double().sum(0)
-    loss, loss_tokens, correct, accepted, chain_correct, chain_accepted, chains = table
+    loss, loss_tokens, correct, accepted, chain_correct, chain_accepted, chains, chain_uncorrected = table
     total, count = torch.as_tensor(prediction.label_ids).double().sum(0)
     metrics = {"loss": float((total / count).sum())}
     for k in loss_tokens.isfinite().nonzero().flatten().tolist():
@@ -147,4 +180,6 @@ def step_metrics(prediction: EvalPrediction) -> dict[str, float]:
     metrics |= {f"cumulative_acceptance_{k}": rate for k, rate in enumerate((chain_correct / chains).tolist(), start=1)}
     metrics["acceptance_length"] = 1.0 + float((chain_correct / chains).sum())
     metrics["acceptance_length_sampled"] = 1.0 + float((chain_accepted / chains).sum())
+    if chain_uncorrected.isfinite().all():
+        metrics["acceptance_length_uncorrected"] = 1.0 + float((chain_uncorrected / chains).sum())
     return metrics

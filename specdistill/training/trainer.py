@@ -152,7 +152,7 @@ class DraftTrainer(ResumableTrainer):
     def prediction_step(
         self, model: nn.Module, inputs: TrainingBatch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[None, Tensor, Tensor]:
-        """Evaluation: the per-step sums [1, 7, K] take the place of logits, the loss's sums and counts [1, 2, P] that of labels, so that
+        """Evaluation: the per-step sums [1, 8, K] take the place of logits, the loss's sums and counts [1, 2, P] that of labels, so that
         compute_metrics can add them up.
         """
         inputs = self._prepare_inputs(self.objective.prepare(inputs, None))

@@ -26,8 +26,26 @@ def test_metrics_divide_sums_over_batches() -> None:
     """Of two batches; the third of three positions was not measured."""
     none = float("nan")
     tables = [
-        [[2.0, 1.0, none], [1.0, 1.0, none], [1.0, 0.0, none], [0.5, 0.3, none], [1.0, 1.0, 1.0], [0.5, 0.25, 0.1], [2, 1, 1]],
-        [[4.0, 3.0, none], [3.0, 1.0, none], [1.0, 1.0, none], [0.7, 0.6, none], [1.0, 0.0, 0.0], [0.7, 0.0, 0.0], [2, 1, 1]],
+        [
+            [2.0, 1.0, none],
+            [1.0, 1.0, none],
+            [1.0, 0.0, none],
+            [0.5, 0.3, none],
+            [1.0, 1.0, 1.0],
+            [0.5, 0.25, 0.1],
+            [2, 1, 1],
+            [none] * 3,
+        ],
+        [
+            [4.0, 3.0, none],
+            [3.0, 1.0, none],
+            [1.0, 1.0, none],
+            [0.7, 0.6, none],
+            [1.0, 0.0, 0.0],
+            [0.7, 0.0, 0.0],
+            [2, 1, 1],
+            [none] * 3,
+        ],
     ]
     metrics = step_metrics(EvalPrediction(np.array(tables), np.array([[3.0, 1.0], [9.0, 3.0]])))
     assert metrics == pytest.approx(

@@ -119,8 +119,10 @@ def initialized(head: Callable[[], T], seed: int) -> T:
     return draft
 
 
-def create_head(recipe: Any, target: FrozenTarget, build: Callable[..., Any], load: Callable[..., Any]) -> Any:
-    """The head of an EAGLE recipe before its first step: trained, from `draft.init`, or fresh.
+def create_head(
+    recipe: Any, target: FrozenTarget, build: Callable[..., Any], load: Callable[..., Any], longest: str = "ttt_steps"
+) -> Any:
+    """The draft of a recipe before its first step: trained, from `draft.init`, or fresh. longest: the key of what must fit in its window.
 
     Raises UserError for a shape asked of a trained head that has another, and for an unroll longer than the head's window; as `locate`.
     """
@@ -135,5 +137,5 @@ def create_head(recipe: Any, target: FrozenTarget, build: Callable[..., Any], lo
             value = tuple(value) if isinstance(value, list) else value
             if value != default_of(type(asked).model_fields[name]) and value != has:
                 raise UserError(f"draft.{name}", got=value, expected=f"{has}, as {asked.init} has")
-    check_window(head.config, asked.ttt_steps, key="draft.ttt_steps")
+    check_window(head.config, getattr(asked, longest), key=f"draft.{longest}")
     return head

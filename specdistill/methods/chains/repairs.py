@@ -22,8 +22,12 @@ Repair = tuple[Any, ...]  # a cause, and what reverts it: a function of a head, 
 LIKELY_CAUSES = ("the features it was trained on came from elsewhere (other layers, quantised, before the final norm)",)
 
 
-def simulation(likely_causes: Callable[[Any, FrozenTarget], Iterator[Repair]]) -> Simulation:
-    """The training-time test with plain KL, for as many steps as tokens are drafted, and a method's repairs made on copies of the head."""
+def simulation(
+    likely_causes: Callable[[Any, FrozenTarget], Iterator[Repair]],
+    draft_of: Callable[[Any], Any] = lambda proposer: proposer.head,
+    objective: Callable[[Any, int], nn.Module] = lambda head, num_tokens: TrainingTimeTest(head, forward_kl, num_tokens),
+) -> Simulation:
+    """By default the training-time test with plain KL, for as many steps as tokens are drafted; a method's repairs are made on copies."""
 
     def repaired(head: Any, target: FrozenTarget) -> Iterator[tuple[str, Any]]:
         modules = (head, target.model)
@@ -33,11 +37,7 @@ def simulation(likely_causes: Callable[[Any, FrozenTarget], Iterator[Repair]]) -
             repair(copied, *arguments)
             yield cause, copied
 
-    return Simulation(
-        draft_of=lambda proposer: proposer.head,
-        objective=lambda head, num_tokens: TrainingTimeTest(head, forward_kl, num_tokens),
-        repaired=repaired,
-    )
+    return Simulation(draft_of, objective, repaired)
 
 
 def of_layers(head: Any) -> Iterator[Repair]:

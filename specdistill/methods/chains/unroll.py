@@ -22,17 +22,25 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from specdistill.errors import UserError
 from specdistill.losses.chunked import head_loss
-from specdistill.losses.divergence import Divergence, acceptance, build_divergence
+from specdistill.losses.divergence import Divergence, build_divergence
+from specdistill.losses.position_weights import geometric
 from specdistill.methods.chains.attention import UnrollKVCache
 from specdistill.methods.chains.head import Head
 from specdistill.methods.chains.recipe import HeadRecipe
 from specdistill.targets.frozen import Features, FrozenTarget
 from specdistill.targets.packed_rows import Documents
-from specdistill.training.objective import SoftTargets, StepSums, TargetDistributions, before, loss_rows, shift_left
+from specdistill.training.objective import (
+    SoftTargets,
+    StepSums,
+    TargetDistributions,
+    before,
+    checkpoint_mlps,
+    loss_rows,
+    shift_left,
+    with_metrics,
+)
 
 
 class TrainingTimeTest(nn.Module):
@@ -64,9 +72,7 @@ class TrainingTimeTest(nn.Module):
         self.temperature = temperature
         self.feature_weight = feature_weight
         self.noise = noise
-        weights = torch.tensor([step_decay**k for k in range(num_steps)])
-        # Weights sum to one, so that the learning rate does not depend on how deep the unroll is.
-        self.register_buffer("step_weights", weights / weights.sum(), persistent=False)
+        self.register_buffer("step_weights", geometric(step_decay, num_steps), persistent=False)
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -74,18 +80,10 @@ class TrainingTimeTest(nn.Module):
         return layers
 
     def activation_checkpointing_enable(self, **options: Any) -> None:
-        """Called by transformers' Trainer for `train.gradient_checkpointing`: backward computes the MLPs again, whose wide states are
-        most of what a layer keeps for it. Not the attention, which would enter its keys and values into the cache a second time.
+        """Called by transformers' Trainer for `train.gradient_checkpointing`. Not the attention, which would enter its keys and values
+        into the cache a second time.
         """
-        names = ("mlp", "feed_forward", "block_sparse_moe")
-        mlps = [module for name, module in self.layers.named_modules() if name.rpartition(".")[2] in names]
-        if not mlps:
-            layer = type(self.layers[0]).__name__
-            raise UserError(
-                "train.gradient_checkpointing", got=f"true with layers of {layer}", expected=f"layers with {names[0]}"
-            )
-        for mlp in mlps:
-            mlp.forward = partial(checkpoint, mlp.forward, use_reentrant=False)
+        checkpoint_mlps(self.layers)
 
     def prepare(self, batch: dict[str, Any], number: int | None) -> dict[str, Any]:
         """The batch as it is: every position of it is the root of a chain."""
@@ -166,13 +164,7 @@ class TrainingTimeTest(nn.Module):
     def row_losses(self, target_ids_W: Tensor, logits_rW: Tensor, soft: TargetDistributions, k: int) -> tuple[Tensor, Tensor]:
         """Of step k's logits: nats [r], and the metrics of each row [M, r]; see `head_loss`."""
         logits_rW = logits_rW / self.temperature
-        losses_r = self.divergence(logits_rW, soft.probs_rW)
-        if soft.mass_r is None or soft.top1_r is None:
-            return losses_r, losses_r.detach().unsqueeze(0)
-        with torch.no_grad():
-            correct_r = target_ids_W[logits_rW.argmax(-1)] == soft.top1_r
-            accepted_r = acceptance(logits_rW.float().softmax(-1), soft.probs_rW * soft.mass_r.unsqueeze(-1))
-            return losses_r, torch.stack((losses_r, correct_r.float(), accepted_r))
+        return with_metrics(self.divergence(logits_rW, soft.probs_rW), logits_rW, soft, target_ids_W)
 
     def _by_chain(self, values_KR: Tensor, position_ids_BT: Tensor, loss_positions_R: Tensor) -> Tensor:
         """[K, S]: a row's value at the root of its chain, 2 + k before the token that it predicts, where it has a loss; elsewhere 0."""

@@ -28,14 +28,22 @@ from transformers import PreTrainedModel
 
 from specdistill.errors import UserError
 from specdistill.losses.chunked import BLOCK, head_loss
-from specdistill.losses.divergence import Divergence, acceptance
+from specdistill.losses.divergence import Divergence
 from specdistill.rows.packing import indexed
 from specdistill.targets.anatomy import Anatomy, examine
 from specdistill.targets.batch_generate import generate, generation_mode
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.packed_rows import Documents, attending, configs_with_lengths, lengths_of
 from specdistill.training.arguments import shards_weights
-from specdistill.training.objective import SoftTargets, StepSums, TargetDistributions, before, loss_rows, shift_left
+from specdistill.training.objective import (
+    SoftTargets,
+    StepSums,
+    TargetDistributions,
+    before,
+    loss_rows,
+    shift_left,
+    with_metrics,
+)
 
 
 class Distillation(nn.Module):
@@ -170,11 +178,8 @@ class Distillation(nn.Module):
             losses_r = self.divergence(logits_rV / self.temperature, probs_rV)
         if not measure:
             return losses_r, losses_r.detach().unsqueeze(0)
-        assert soft is not None and soft.top1_r is not None
-        with torch.no_grad():
-            correct_r = logits_rV.argmax(-1) == soft.top1_r
-            accepted_r = acceptance(logits_rV.float().softmax(-1), soft.probs_rW)
-            return losses_r, torch.stack((losses_r, correct_r.float(), accepted_r))
+        assert soft is not None
+        return with_metrics(losses_r, logits_rV, soft, None)
 
     @torch.no_grad()
     def _select(self, rows_RH: Tensor, reference_RH: Tensor, soft_targets: SoftTargets | None, has_loss_R: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """The recipe of EAGLE-1 heads."""
 
-from specdistill.methods.chains.recipe import HeadLossConfig, HeadRecipe, HeadSizes
+from specdistill.methods.chains.recipe import HeadRecipe, HeadSizes
+from specdistill.methods.recipe import SoftLossConfig
 from specdistill.recipe.fields import option, section
 
 
@@ -8,7 +9,7 @@ class EagleDraftConfig(HeadSizes):
     fc_bias: bool = option(False, "bias in fc, as in SafeAILab's first heads; vLLM does not load it")
 
 
-class EagleLossConfig(HeadLossConfig):
+class EagleLossConfig(SoftLossConfig):
     feature_weight: float = option(
         0.0, "weight of the SmoothL1 loss to the target's next hidden state, added to the divergence", ge=0
     )

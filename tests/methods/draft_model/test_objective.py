@@ -46,7 +46,7 @@ def test_the_target_as_its_own_draft_is_perfect(target: FrozenTarget) -> None:
     assert int(sums.loss_tokens[0]) == int(sums.correct[0]) == int(objective.num_loss_tokens(rows)) == kept
     assert float(sums.accepted[0]) == pytest.approx(kept, rel=1e-5)
     assert [int(count) for count in sums.chains] == [int(count) for count in sums.chain_correct] == [8, 6, 4]
-    assert sums.table().shape == (7, K)
+    assert sums.table().shape == (8, K)
 
 
 def by_formula(target: FrozenTarget, draft: Any, rows: dict[str, Any], temperature: float = 1.0) -> torch.Tensor:
