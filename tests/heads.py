@@ -10,9 +10,14 @@ import torch
 
 from specdistill.decoding.proposer import DecodingState
 from specdistill.decoding.sampling import Sampling
+from specdistill.methods.blocks.method import build
+from specdistill.methods.blocks.module import BlockDraft
+from specdistill.methods.blocks.proposer import BlockProposer
 from specdistill.methods.chains.attention import UnrollKVCache
 from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.chains.unroll import TrainingTimeTest
+from specdistill.methods.dflash.method import KIND as DFLASH
+from specdistill.methods.dspark.method import KIND as DSPARK
 from specdistill.methods.eagle.checkpoint import load_eagle, save_eagle
 from specdistill.methods.eagle.module import build_eagle
 from specdistill.methods.eagle3.checkpoint import load_eagle3, save_eagle3
@@ -27,6 +32,23 @@ LOAD = {"eagle": load_eagle, "eagle3": load_eagle3, "mtp": load_mtp}
 SAVE = {"eagle": save_eagle, "eagle3": save_eagle3, "mtp": save_mtp}
 # What fresh heads are not built with, or not in this order.
 REPLACED = ("norm_before_fc", "own_embedding", "rope_scaling", "aux_layers")
+
+
+KINDS = {"dflash": DFLASH, "dspark": DSPARK}
+
+
+def build_block(method: str, target: FrozenTarget, **shape: Any) -> BlockDraft:
+    """A fresh block drafter with a correction that counts."""
+    own = {"markov_rank": 8} if method == "dspark" else {}
+    draft = build(KINDS[method], target, **{"num_layers": 2, "block_size": 9, "mask_token_id": 2, **own, **shape})
+    for name, parameter in draft.named_parameters():
+        if name not in draft.shared:
+            torch.nn.init.normal_(parameter, std=0.5, mean="norm" in name, generator=torch.Generator().manual_seed(len(name)))
+    return draft
+
+
+def block_proposer(method: str, target: FrozenTarget, **shape: Any) -> BlockProposer:
+    return BlockProposer(build_block(method, target, **shape))
 
 
 def build_head(method: str, target: FrozenTarget, **shape: Any) -> Any:

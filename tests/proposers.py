@@ -20,7 +20,7 @@ from specdistill.methods.suffix.method import SuffixProposer
 from specdistill.recipe.sections import LookupFirstConfig
 from specdistill.targets.frozen import FrozenTarget
 from tests.draft_models import half_right, translated
-from tests.heads import build_head
+from tests.heads import block_proposer, build_head
 from tests.tiny import qwen, tiny_target_model, tiny_tokenizer
 
 
@@ -124,6 +124,15 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "mtp": ("mtp", {}),
 }
 OTHERS: dict[str, Callable[[FrozenTarget], Proposer]] = {
+    "dflash": lambda target: block_proposer("dflash", target),
+    "dflash, pruned, causal, window": lambda target: block_proposer(
+        "dflash", target, draft_vocabulary=torch.arange(0, 260, 3), is_causal=True, sliding_window=9
+    ),
+    "dspark": lambda target: block_proposer("dspark", target, sliding_window=9),
+    "dspark, gated": lambda target: block_proposer("dspark", target, markov_head_type="gated", enable_confidence_head=False),
+    "dspark, rnn": lambda target: block_proposer("dspark", target, markov_head_type="rnn", is_causal=True),
+    "online dspark": lambda target: OnlineLengthProposer(block_proposer("dspark", target)),
+    "ngram+dspark": lambda target: behind_lookup(block_proposer("dspark", target), min=1),
     "draft_model": lambda target: DraftModelProposer(half_right(target)),
     "draft_model, threshold": lambda target: DraftModelProposer(half_right(target), confidence_threshold=0.3),
     "draft_model, window": lambda target: DraftModelProposer(half_right(target, context=24), context="window"),

@@ -199,11 +199,8 @@ def test_plan_for_pico_names_its_own_recipe_and_writes_its_numbers(tmp_path: Pat
     assert main(["plan", "target=pico", f"output={tmp_path / 'plan.json'}"]) == 0
     plan = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))
     assert plan["target"]["parameters"] == 3_674_240
-    assert (
-        {row["method"] for row in plan["methods"]}
-        == {"eagle", "eagle3", "mtp", "draft_model", "ngram", "suffix"}
-        >= set(METHODS)
-    )
+    methods = {row["method"] for row in plan["methods"]}
+    assert methods == {"eagle", "eagle3", "dflash", "dspark", "mtp", "draft_model", "ngram", "suffix"} >= set(METHODS)
     eagle3 = next(row for row in plan["methods"] if row["method"] == "eagle3")
     assert (eagle3["training_tokens"], eagle3["training_source"]) == (420_000, "recipe pico/eagle3")
     assert eagle3["recipe"] == "pico/eagle3"

@@ -71,17 +71,17 @@ class DraftKVCache:
     def lengths(self) -> list[int]:
         return [self.length]
 
-    def extend(self, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """(cos, sin) [1, count, d] of the next step's positions."""
+    def extend(self, counts: Sequence[int], *, is_causal: bool = True) -> tuple[Tensor, Tensor]:
+        """(cos, sin) [1, count, d] of the next step's positions, each of which sees those up to itself, or all."""
         (count,) = counts
         start, end = self.length, self.length + count
         self._tables.reserve(end)
         self._first, self._mask_TS = 0 if self.window is None else max(0, start - self.window + 1), None
-        if count > 1 and self._tables.device.type == "cpu":  # query i is at position start + i: causal attention
+        if count > 1 and not (is_causal and self._tables.device.type == "cuda"):  # query i is at position start + i
             mask_TS = torch.ones(count, end - self._first, dtype=torch.bool, device=self._tables.device)
-            self._mask_TS = mask_TS.tril(start - self._first)
-            if self.window is not None:
-                self._mask_TS = self._mask_TS.triu(start - self._first - self.window + 1)
+            if is_causal:
+                mask_TS = mask_TS.tril(start - self._first)
+            self._mask_TS = mask_TS if self.window is None else mask_TS.triu(start - self._first - self.window + 1)
         return self._tables.cos[:, start:end], self._tables.sin[:, start:end]
 
     def level(self, step: Step) -> tuple[Tensor, Tensor]:
@@ -166,8 +166,9 @@ class BatchKVCache(DynamicCache):
         self._held = self._end = 0  # positions before and after it
         self._size = 0  # positions allocated
 
-    def extend(self, counts: Sequence[int]) -> Tensor:
-        """Positions [B, T] of the next pass, in which row b gets counts[b] new tokens."""
+    def extend(self, counts: Sequence[int], *, is_causal: bool = True) -> Tensor:
+        """Positions [B, T] of the next pass, in which row b gets counts[b] new tokens, each of which sees those up to itself, or all."""
+        self._is_causal = is_causal
         device = self._position_BT.device
         self._held, self._end = max(self.lengths), max(self.lengths) + max(counts)
         if self._end > self._size:
@@ -179,7 +180,8 @@ class BatchKVCache(DynamicCache):
     def visible(self, window: int | None) -> Tensor:
         """[B, 1, T, S] bool: what each query of the pass attends to, within the last `window` positions, its own included."""
         key, query = torch.arange(self._end, device=self._position_BT.device), self._position_BT[:, None, :, None]
-        return key <= query if window is None else (key <= query) & (key > query - window)
+        last = query if self._is_causal else torch.tensor(self.lengths, device=key.device).view(-1, 1, 1, 1) - 1
+        return key <= last if window is None else (key <= last) & (key > query - window)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._held
@@ -221,9 +223,9 @@ class RaggedKVCache:
     def lengths(self) -> list[int]:
         return self._rows.lengths
 
-    def extend(self, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """(cos, sin) [B, T, d] of the next step, in which row b gets counts[b] new tokens; its layers then call `attend`."""
-        position_BT = self._rows.extend(counts)
+    def extend(self, counts: Sequence[int], *, is_causal: bool = True) -> tuple[Tensor, Tensor]:
+        """(cos, sin) [B, T, d] of the next step, as `BatchKVCache`'s; its layers then call `attend`."""
+        position_BT = self._rows.extend(counts, is_causal=is_causal)
         self._mask_B1TS = self._rows.visible(self._window)
         self._tables.reserve(self._mask_B1TS.shape[-1])
         return self._tables.cos[0, position_BT], self._tables.sin[0, position_BT]

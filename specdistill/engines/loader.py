@@ -38,7 +38,7 @@ class Slot:
     """A parameter. name: {i} stands for a layer after the first, {a} for an auxiliary state.
 
     shape: sizes, as in `H A*D`: H draft hidden, D target hidden, A auxiliary states, I intermediate, Q and K rows of queries and keys,
-    V and W target and draft vocabulary. when: a switch that must be on, or off after `!`.
+    E head size, V and W target and draft vocabulary, R rank of a correction. when: a switch that must be on, or off after `!`.
     """
 
     name: str
@@ -229,6 +229,8 @@ def _sizes(read: dict[str, Any], config: Mapping[str, Any], target: Any) -> dict
         "Q": read["num_attention_heads"] * read["head_dim"],
         "K": read["num_key_value_heads"] * read["head_dim"],
         "V": read["vocab_size"],
+        "E": read["head_dim"],
+        "R": read.get("markov_rank") or 0,
         "bias": read["bias"],
         "one_layer": read["num_layers"] == 1,
     }

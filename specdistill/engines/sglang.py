@@ -33,6 +33,7 @@ from specdistill.engines.server import (
 from specdistill.engines.vllm import sampling_parameters
 
 ADAPTIVE = ("EAGLE", "EAGLE3")  # algorithms that it changes the draft length of
+BLOCKS = ("DFLASH", "DSPARK")  # algorithms whose draft says in its config how long its blocks are, all of which are drafted
 LENGTHS_FILE = "draft_lengths.json"
 
 
@@ -45,11 +46,10 @@ def server_options(served: Served) -> dict[str, Any]:
         "revision": served.pinned,
         "tp_size": served.num_gpus if served.num_gpus > 1 else None,
     }
+    chain = {"speculative_num_steps": k, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": k + 1}
     drafting = {
         "speculative_algorithm": served.serving.name,
-        "speculative_num_steps": k,
-        "speculative_eagle_topk": 1,
-        "speculative_num_draft_tokens": k + 1,
+        **({} if served.serving.name in BLOCKS else chain),
         "speculative_draft_model_path": str(served.output) if folder else None,
         "speculative_draft_model_revision": served.draft_revision if folder else None,
         "speculative_adaptive": changes or None,

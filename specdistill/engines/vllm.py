@@ -12,10 +12,10 @@ speculators, read in the sources of 0.9, writes folders for vLLM that hold embed
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdistill.engines.engine import Engine, FrontLookup, Program, Served
+from specdistill.engines.engine import Engine, FrontLookup, HeadExport, Program, Served
 from specdistill.engines.server import (
     PER_POSITION,
     PLAIN_SAMPLING,
@@ -179,6 +179,33 @@ VLLM = Engine(
         mark=LOOKUP_MARK,
     ),
 )
+
+SPECULATORS_VERSION = "0.9.0"
+
+
+def speculators_config(export: HeadExport, kind: str, architecture: str, layers: Mapping[str, Any]) -> dict[str, Any]:
+    """What the config.json of any draft of speculators says, from which vLLM takes the target and how many tokens to draft.
+
+    kind: `speculators_model_type`. layers: the config of the draft's layers.
+    """
+    target, num = export.target, export.num_speculative_tokens
+    proposal = {"proposal_type": "greedy", "speculative_tokens": num, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    return {
+        "architectures": [architecture],
+        "speculators_model_type": kind,
+        "speculators_version": SPECULATORS_VERSION,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": target.name, "architectures": target.config.get("architectures") or []},
+        },
+        "transformer_layer_config": dict(layers),
+        "draft_vocab_size": export.head.draft_vocab_size,
+        "tie_word_embeddings": False,
+        "dtype": export.llama["torch_dtype"],
+    }
+
 
 SPECULATORS = Engine(
     name="speculators",

@@ -93,6 +93,18 @@ METHODS = {
         "specdistill.methods.mtp",
         in_target=True,
     ),
+    "dflash": Method(
+        "a block of masks that reads the target's layers and is filled in one pass (arXiv 2602.06036)",
+        "train/eagle.py",
+        MethodCost("1", features=6, positions=2),
+        "specdistill.methods.dflash",
+    ),
+    "dspark": Method(
+        "a block whose tokens are corrected by those before them (arXiv 2607.05147)",
+        "train/eagle.py",
+        MethodCost("1", features=6, positions=2),
+        "specdistill.methods.dspark",
+    ),
     "draft_model": Method(
         "a smaller language model that drafts for the target (arXiv 2211.17192)",
         "train/draft.py",

@@ -175,6 +175,20 @@ def check_fit(sizes: Mapping[str, int], target: AnyTarget, folder: Path | str, k
             raise UserError(key, got=f"{folder} with {name} {got}", expected=f"{expected}, as {target.name} has")
 
 
+def check_offsets(d2t_W: Tensor, vocab_size: int, folder: Path | str, key: str) -> None:
+    """Raises UserError for offsets from draft ids to target ids that are not those of ascending tokens."""
+    ids = torch.arange(len(d2t_W)) + d2t_W
+    if ids[0] < 0 or ids[-1] >= vocab_size or not (ids.diff() > 0).all():
+        expected = f"offsets to ascending token ids below {vocab_size}"
+        raise UserError(key, got=f"{folder} with a d2t of other numbers", expected=expected)
+
+
+def vocabulary_maps(d2t_W: Tensor, vocab_size: int) -> dict[str, Tensor]:
+    """d2t [W] int64, offsets from draft ids to target ids, and t2d [V] bool, the target tokens that the draft can propose."""
+    target_ids = torch.arange(len(d2t_W)) + d2t_W
+    return {"d2t": d2t_W.long(), "t2d": torch.isin(torch.arange(vocab_size), target_ids)}
+
+
 def shape_to_json(shape: HeadShape, dtype: torch.dtype) -> dict[str, Any]:
     """The keys of a Llama's config.json, with the rotary embedding for readers before transformers 5 and since."""
     # vLLM gives a layer its window by `layer_types` alone.

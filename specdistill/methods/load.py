@@ -32,7 +32,7 @@ from specdistill.training.history import read_history
 
 EXPECTED = "a draft: an EAGLE or MTP head or a causal language model, config.json and weights"
 # Methods that are not decoded here, by what their drafts' config.json says that they are.
-OTHER_METHODS = {"peagle": r"p-?eagle", "dflash": r"dflash", "dspark": r"dspark"}
+OTHER_METHODS = {"peagle": r"p-?eagle", "dflash2": r"dflash2"}
 WEIGHTS = ("*.safetensors", "*.index.json", "pytorch_model*.bin")
 TOKENIZER = (
     "tokenizer*",

@@ -23,12 +23,14 @@ TIMEOUT_SECONDS = 5
 DRAFT = "the config.json of an EAGLE head, an MTP layer or a causal language model"
 # What drafts call themselves, special names first.
 METHOD_PATTERNS = OTHER_METHODS | {
+    "dflash": r"dflash",
+    "dspark": r"dspark",
     "eagle3": r"eagle[-_ ]?3",
     "eagle": r"eagle",
     "mtp": r"(?<![a-z])mtp(?![a-z])",
     "draft_model": r"draft",
 }
-SEARCHES = ("eagle", "speculator", "draft", "dflash", "mtp")
+SEARCHES = ("eagle", "speculator", "draft", "dflash", "dspark", "mtp")
 
 
 def read(name: str, *, key: str, revision: str | None = None, trust_remote_code: bool = False) -> Described:

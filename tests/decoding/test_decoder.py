@@ -26,7 +26,17 @@ from tests.tiny import qwen, tiny_target_model, tiny_tokenizer
 PROMPT = [5, 9, 5, 9, 20, 31]
 
 
-NAMES = (*SHAPES, "ngram", "ngram+eagle3", "online eagle3", "ngram+online eagle3", "ngram+tree of eagle3")
+NAMES = (
+    *SHAPES,
+    "dflash, pruned, causal, window",
+    "dspark",
+    "dspark, rnn",
+    "ngram",
+    "ngram+eagle3",
+    "online eagle3",
+    "ngram+online eagle3",
+    "ngram+tree of eagle3",
+)
 
 
 @pytest.mark.parametrize("name", NAMES)

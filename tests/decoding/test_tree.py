@@ -47,6 +47,7 @@ class Watched:
 
 
 NAMES = ("draft_model", "draft_model, of transformers", "draft_model, other vocabulary", *SHAPES)
+BLOCKS = ("dflash", "dspark", "dspark, rnn")
 
 # --- Forms
 
@@ -246,7 +247,7 @@ def test_a_head_gets_the_features_of_the_accepted_path(target: FrozenTarget, nam
         assert proposal.tokens[:2] == best.tolist()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *BLOCKS])
 @pytest.mark.parametrize("shape", [DYNAMIC, STATIC])
 def test_greedy_output_is_the_plain_output(target: FrozenTarget, name: str, shape: StaticTree | DynamicTree) -> None:
     plain = Decoder(target).generate(PROMPT, max_new_tokens=40)
@@ -259,7 +260,7 @@ def test_greedy_output_is_the_plain_output(target: FrozenTarget, name: str, shap
         assert len(r.drafted) + r.num_off_path == (shape.budget if isinstance(shape, DynamicTree) else shape.num_nodes)
 
 
-@pytest.mark.parametrize("name", ["draft_model", "draft_model, other vocabulary", "eagle3, pruned"])
+@pytest.mark.parametrize("name", ["draft_model", "draft_model, other vocabulary", "eagle3, pruned", *BLOCKS])
 @pytest.mark.parametrize("shape", [DynamicTree(budget=4, depth=4, top_k=1), StaticTree((1, 1, 1, 1))])
 def test_a_tree_of_one_branch_is_the_chain(target: FrozenTarget, name: str, shape: StaticTree | DynamicTree) -> None:
     chain = Decoder(target, proposer_of(name, target)).generate(PROMPT, max_new_tokens=40, num_speculative_tokens=4)

@@ -103,11 +103,14 @@ def acceptance_length(counts: list[Any]) -> float:
     return 1 + num_accepted / num_drafts
 
 
-@pytest.mark.parametrize("name", ["draft model", "EAGLE-3, chosen layers"])
+METHODS = {"draft model": "draft_model", "EAGLE-3, chosen layers": "eagle3", "DFlash": "dflash", "DSpark": "dspark"}
+
+
+@pytest.mark.parametrize("name", METHODS)
 def test_one_command_measures_what_we_count(
     name: str, files: Files, target_file: Path, stopping_pico: FrozenTarget, tmp_path: Path
 ) -> None:
-    method = "draft_model" if name == "draft model" else "eagle3"
+    method = METHODS[name]
     draft, file = files(name)
     given = [f"method={method}", f"draft={draft}", f"eval.llama_cpp.model_draft={file}", f"eval.sweep.concurrency={[*LOADS]}"]
     report, samples = evaluated(tmp_path / "report", target_file, *given)

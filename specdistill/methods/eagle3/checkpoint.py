@@ -53,7 +53,7 @@ def save_eagle3(draft: Eagle3Draft, folder: Path) -> None:
         if name not in {*draft.shared, "d2t"}
     }
     if draft.config.prunes_vocabulary:
-        tensors |= vocabulary_maps(draft.config, draft.d2t.cpu())
+        tensors |= checkpoint.vocabulary_maps(draft.d2t.cpu(), draft.config.vocab_size)
     checkpoint.write_draft(folder, config_to_json(draft.config, draft.fc.weight.dtype), tensors)
 
 
@@ -112,10 +112,7 @@ def check_eagle3(
     checkpoint.check_tensors(expected, result, name, key, what=WHAT, optional=optional)
     result.pop("t2d", None)
     if "d2t" in result and not result["d2t"].is_meta:
-        ids = torch.arange(config.draft_vocab_size) + result["d2t"]
-        if ids[0] < 0 or ids[-1] >= config.vocab_size or not (ids.diff() > 0).all():
-            expected_ids = f"offsets to ascending token ids below {config.vocab_size}"
-            raise UserError(key, got=f"{name} with a d2t of other numbers", expected=expected_ids)
+        checkpoint.check_offsets(result["d2t"], config.vocab_size, name, key)
     if not config.prunes_vocabulary:
         result.pop("d2t", None)
     if target is not None and EMBEDDING in result and not own_width and not result[EMBEDDING].is_meta:
@@ -138,16 +135,10 @@ def export(
     if HEAD not in tensors:
         tensors[HEAD] = needed(target, f"{draft} has no {HEAD}").tensor(HEAD).to(dtype)
     if config.prunes_vocabulary:
-        tensors |= vocabulary_maps(config, tensors["d2t"])
+        tensors |= checkpoint.vocabulary_maps(tensors["d2t"], config.vocab_size)
     head = HeadExport(checkpoint.shape_to_json(config, dtype), config, target, num_speculative_tokens)
     named = {name.replace("layers.0.", layout.first_layer): tensor for name, tensor in tensors.items()}
     checkpoint.write_head(output, layout, head, named)
-
-
-def vocabulary_maps(config: Eagle3Config, d2t_W: Tensor) -> dict[str, Tensor]:
-    """d2t [W] int64, offsets from draft ids to target ids, and t2d [V] bool, the target tokens that the head can propose."""
-    target_ids = torch.arange(config.draft_vocab_size) + d2t_W
-    return {"d2t": d2t_W.long(), "t2d": torch.isin(torch.arange(config.vocab_size), target_ids)}
 
 
 def config_to_json(config: Eagle3Config, dtype: torch.dtype) -> dict[str, Any]:

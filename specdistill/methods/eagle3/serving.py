@@ -9,10 +9,10 @@ from typing import Any
 
 from specdistill.engines.engine import HeadExport, Layout, Serving
 from specdistill.engines.loader import AUX_LAYERS, LLAMA_SETTINGS, Loader, Setting, Slot, layer_slots
+from specdistill.engines.vllm import speculators_config
 from specdistill.methods.chains import limits
 
 SIZES, NORMS = ("target_hidden_size", "num_aux_hidden_states"), ("fc_norm", "norm_output", "norm_before_fc")
-SPECULATORS_VERSION = "0.9.0"
 
 
 def head_config(
@@ -38,31 +38,17 @@ def head_config(
     }
 
 
-def speculators_config(export: HeadExport) -> dict[str, Any]:
-    """The config.json of `Eagle3Speculator`, from which vLLM takes the target and how many tokens to draft."""
-    head, target, num = export.head, export.target, export.num_speculative_tokens
-    proposal = {"proposal_type": "greedy", "speculative_tokens": num, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+def of_speculators(export: HeadExport) -> dict[str, Any]:
+    head = export.head
     # vLLM carries over what stands in there, and counts three states otherwise, whatever layers are listed.
     counted = {} if len(head.aux_layers) == 3 else {"num_aux_hidden_states": len(head.aux_layers)}
     return {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": SPECULATORS_VERSION,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": {"name_or_path": target.name, "architectures": target.config.get("architectures") or []},
-        },
-        "transformer_layer_config": {**export.llama, **counted},
-        "draft_vocab_size": head.draft_vocab_size,
+        **speculators_config(export, "eagle3", "Eagle3Speculator", {**export.llama, **counted}),
         "target_hidden_size": None if head.hidden_size == head.target_hidden_size else head.target_hidden_size,
         "norm_before_residual": head.norm_before_residual,
         **{norm: getattr(head, norm) for norm in NORMS},
         AUX_LAYERS: list(head.aux_layers),
         "embed_requires_grad": head.owns_embedding,
-        "tie_word_embeddings": False,
-        "dtype": export.llama["torch_dtype"],
     }
 
 
@@ -209,7 +195,7 @@ SERVING = {
     "speculators": Serving(
         "eagle3",
         Layout(
-            speculators_config,
+            of_speculators,
             limits=(limits.LAYERS_OUT_OF_ORDER,),
             first_layer="layers.0.",
             needs_target="speculators' config.json names it",

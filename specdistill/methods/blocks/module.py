@@ -1,0 +1,246 @@
+"""A block drafter (DFlash, arXiv 2602.06036): one pass over a block of masks proposes all its tokens.
+
+Shapes: B rows, T positions, N blocks of P slots, K = P - 1 or P of which predict, A layers that are read, D target hidden size = H draft
+hidden size, V target vocabulary, W draft vocabulary, G key/value heads, d head size.
+
+The context is what the target knows: c_j = hidden_norm(fc(cat(features_j))), of which each layer makes its own keys and values. A block is
+the embeddings of (x_a, MASK, …, MASK) at the positions a, a + 1, …, which attend to the context before a and to one another:
+
+    h = input_layernorm(y);  Q = rope(q_norm(q_proj h));  K = rope(k_norm(k_proj [c ; h]));  V = v_proj [c ; h]
+    y += o_proj(attention);  y += mlp(post_attention_layernorm(y));  q_k = softmax(lm_head(norm(y_k)))
+
+Slot k predicts x_{a+k}, the anchor's own slot nothing; or, with `sample_from_anchor`, x_{a+k+1}, and all slots predict.
+Embedding and head are the target's, the head cut to a pruned vocabulary's rows.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_emb
+
+from specdistill.errors import UserError
+from specdistill.methods.chains.head import head_shape
+from specdistill.methods.layers import HeadShape, KVCache, RMSNorm, Rotary
+from specdistill.targets.anatomy import LogitsHead
+from specdistill.targets.frozen import Features, FrozenTarget
+
+Rotation = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig(HeadShape):
+    """Shape and switches of a block drafter. `aux_layers` counts "after L layers" (see specdistill.targets.frozen)."""
+
+    draft_vocab_size: int
+    aux_layers: tuple[int, ...]
+    target_num_layers: int
+    block_size: int
+    mask_token_id: int
+    is_causal: bool = False
+    sample_from_anchor: bool = False
+
+    @property
+    def prunes_vocabulary(self) -> bool:
+        return self.draft_vocab_size < self.vocab_size
+
+    @property
+    def first_slot(self) -> int:
+        """The first that predicts."""
+        return 0 if self.sample_from_anchor else 1
+
+    @property
+    def num_drafted(self) -> int:
+        """K at most."""
+        return self.block_size - self.first_slot
+
+
+class BlockAttention(nn.Module):
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        queries, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+        self.q_proj = nn.Linear(config.hidden_size, queries, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, keys, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, keys, bias=False)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
+        self.q_norm, self.k_norm = (RMSNorm(config.head_dim, config.rms_norm_eps) for _ in range(2))
+
+    def remember(self, context_BTH: Tensor, rotary: Rotation, layer: int, kv_cache: KVCache) -> None:
+        """Make keys and values of the context."""
+        key = self._heads(self.k_norm, self.k_proj, context_BTH)
+        kv_cache.append(layer, apply_rotary_pos_emb(key, key, *rotary)[0], self._heads(None, self.v_proj, context_BTH))
+
+    def forward(self, x_NPH: Tensor, rotary: Rotation, layer: int, kv_cache: KVCache) -> Tensor:
+        query, key = (
+            self._heads(norm, project, x_NPH) for norm, project in ((self.q_norm, self.q_proj), (self.k_norm, self.k_proj))
+        )
+        query, key = apply_rotary_pos_emb(query, key, *rotary)
+        attended = kv_cache.attend(layer, query, key, self._heads(None, self.v_proj, x_NPH))
+        output: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
+        return output
+
+    def _heads(self, norm: nn.Module | None, project: nn.Linear, x_NPH: Tensor) -> Tensor:
+        x = project(x_NPH).unflatten(-1, (-1, self.head_dim))
+        found: Tensor = (x if norm is None else norm(x)).transpose(1, 2)
+        return found
+
+
+class BlockLayer(nn.Module):
+    def __init__(self, config: BlockConfig, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = BlockAttention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = LlamaMLP(config)
+
+    def remember(self, context_BTH: Tensor, rotary: Rotation, kv_cache: KVCache) -> None:
+        self.self_attn.remember(context_BTH, rotary, self.index, kv_cache)
+
+    def forward(self, hidden_NPH: Tensor, rotary: Rotation, kv_cache: KVCache) -> Tensor:
+        hidden = hidden_NPH + self.self_attn(self.input_layernorm(hidden_NPH), rotary, self.index, kv_cache)
+        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return output
+
+
+class Correction(Protocol):
+    """What a drafter adds to its logits once the tokens before a slot are known. E: its width.
+
+    weight: [W, E], whose products with what follows are added to the logits.
+    """
+
+    weight: Tensor
+
+    def __call__(self, hidden_NKH: Tensor, previous_ids_NK: Tensor) -> tuple[Tensor, Tensor]:
+        """All slots at once, the token before each being known: what is multiplied [N, K, E], and the tokens' embeddings [N, K, E]."""
+        ...
+
+    def begin(self, embedding_VH: Tensor, head_WH: Tensor) -> None:
+        """Its weights before training, by the target's embedding and the rows of its head: no correction."""
+        ...
+
+    def start(self, hidden_BKH: Tensor) -> Tensor:
+        """The state [B, E] before the first slot."""
+        ...
+
+    def step(self, hidden_BH: Tensor, previous_ids_B: Tensor, state_BE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """One slot: the same two, [B, E] each, and the state after it."""
+        ...
+
+
+class BlockDraft(nn.Module):
+    """The drafter. What a subclass may have: `correction`, and `confidence`, from hidden states [..., H] and embeddings [..., E] of the
+    tokens before them to logits [...] of the chance that a draft token is accepted.
+    """
+
+    d2t: Tensor
+    correction: Correction | None = None
+    confidence: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(len(config.aux_layers) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size).requires_grad_(False)
+        self.layers = nn.ModuleList([BlockLayer(config, index) for index in range(config.num_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False).requires_grad_(False)
+        self.rotary = Rotary(config)
+        # d2t [W] int64: offset from draft id to target id.
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+
+    @property
+    def logits(self) -> LogitsHead:
+        return LogitsHead(self.lm_head)
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        return self.config.aux_layers
+
+    @property
+    def shared(self) -> frozenset[str]:
+        return frozenset({"embed_tokens.weight"} | (set() if self.config.prunes_vocabulary else {"lm_head.weight"}))
+
+    @property
+    def target_ids_W(self) -> Tensor:
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def remember(self, features: Features, rotary: Rotation, kv_cache: KVCache) -> None:
+        """The features of context positions become every layer's keys and values."""
+        context_BTH = self.hidden_norm(self.fc(torch.cat(features.aux, dim=-1)))
+        layers: Any = self.layers
+        for layer in layers:
+            layer.remember(context_BTH, rotary, kv_cache)
+
+    def forward(self, anchor_ids_N: Tensor, rotary: Rotation, kv_cache: KVCache) -> Tensor:
+        """[N, P, H], which `logits` reads, of blocks as long as the rotary tables [N, P, d]."""
+        ids_NP = anchor_ids_N.new_full(rotary[0].shape[:2], self.config.mask_token_id)
+        ids_NP[:, 0] = anchor_ids_N
+        hidden = self.embed_tokens(ids_NP)
+        for layer in self.layers:
+            hidden = layer(hidden, rotary, kv_cache)
+        normed: Tensor = self.norm(hidden)
+        return normed
+
+
+def block_config(
+    target: FrozenTarget,
+    draft_vocab_size: int,
+    *,
+    aux_layers: Sequence[int] | None = None,
+    mask_token_id: int | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """The fields of `BlockConfig` from the keys of a recipe. Raises UserError for layers and for a mask that the target does not have, and
+    as `head_shape`.
+    """
+    layers = default_layers(target.num_layers) if aux_layers is None else list(aux_layers)
+    if not layers or sorted(set(layers)) != layers or not 0 < layers[0] <= layers[-1] <= target.num_layers:
+        expected = f"different layers in ascending order from 1 to {target.num_layers}, the target's depth"
+        raise UserError("draft.aux_layers", got=layers, expected=expected)
+    mask = free_token(target) if mask_token_id is None else mask_token_id
+    if not 0 <= mask < target.vocab_size:
+        raise UserError(
+            "draft.mask_token_id", got=mask, expected=f"a token of the target's vocabulary, 0..{target.vocab_size - 1}"
+        )
+    return {
+        **head_shape(target, **options),
+        "draft_vocab_size": draft_vocab_size,
+        "aux_layers": tuple(layers),
+        "target_num_layers": target.num_layers,
+        "mask_token_id": mask,
+    }
+
+
+def default_layers(num_layers: int, count: int = 5) -> list[int]:
+    """Spread from the second layer to the third last, as DFlash's; fewer where there are not as many."""
+    last = max(num_layers - 2, 1)
+    spread = (round(2 + index * (last - 2) / (count - 1)) for index in range(count))
+    return sorted({min(max(layer, 1), num_layers) for layer in spread})
+
+
+def free_token(target: FrozenTarget) -> int:
+    """A token that no answer holds: the tokenizer's mask, a row of the embedding beyond the tokenizer, or a special token that neither
+    begins, ends nor pads a text. Raises UserError where there is none.
+    """
+    tokenizer = target.tokenizer
+    if tokenizer.mask_token_id is not None:
+        return int(tokenizer.mask_token_id)
+    if target.vocab_size > len(tokenizer):
+        return target.vocab_size - 1
+    taken = {
+        tokenizer.bos_token_id,
+        tokenizer.eos_token_id,
+        tokenizer.pad_token_id,
+        tokenizer.unk_token_id,
+        *target.eos_token_ids,
+    }
+    special = (id for id, token in tokenizer.added_tokens_decoder.items() if token.special and id not in taken)
+    if (free := max(special, default=None)) is None:
+        got = f"null with {target.name}, whose tokenizer has no token that is never generated"
+        raise UserError("draft.mask_token_id", got=got, expected="a token that texts do not hold")
+    return int(free)

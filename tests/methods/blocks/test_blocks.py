@@ -1,0 +1,252 @@
+"""Block drafters: what is drafted is what training predicts, nothing leaks from behind an anchor, checkpoints come back bit for bit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdistill.decoding.decoder import Decoder
+from specdistill.decoding.proposer import DecodingState
+from specdistill.decoding.sampling import Sampling
+from specdistill.losses.divergence import build_divergence, forward_kl
+from specdistill.methods.blocks.anchors import draw_blocks, spans
+from specdistill.methods.blocks.attention import BlockMemory
+from specdistill.methods.blocks.checkpoint import load, save
+from specdistill.methods.blocks.module import BlockDraft, default_layers
+from specdistill.methods.blocks.objective import BlockObjective
+from specdistill.methods.blocks.proposer import BlockProposer
+from specdistill.methods.load import load_proposer, method_of
+from specdistill.rows.packing import indexed
+from specdistill.targets.frozen import FrozenTarget
+from tests.heads import KINDS, build_block, document_rows
+from tests.refusals import refused
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dflash": ("dflash", {}),
+    "dflash, causal": ("dflash", {"is_causal": True}),
+    "dflash, window": ("dflash", {"sliding_window": 9}),
+    "dflash, causal window, pruned": (
+        "dflash",
+        {"is_causal": True, "sliding_window": 10, "draft_vocabulary": torch.arange(5, 105, 4)},
+    ),
+    "dspark": ("dspark", {}),
+    "dspark, gated, pruned": ("dspark", {"markov_head_type": "gated", "draft_vocabulary": torch.arange(5, 105, 4)}),
+    "dspark, rnn": ("dspark", {"markov_head_type": "rnn", "is_causal": True, "enable_confidence_head": False}),
+}
+Variant = tuple[str, BlockDraft]
+
+
+@pytest.fixture(params=VARIANTS)
+def variant(request: pytest.FixtureRequest, target: FrozenTarget) -> Variant:
+    method, shape = VARIANTS[request.param]
+    return method, build_block(method, target, **shape)
+
+
+def packed(*lengths: int) -> dict[str, Any]:
+    """A row of random documents, with a loss at every token but the first three of each."""
+    ids = torch.randint(3, 250, (1, sum(lengths)), generator=torch.Generator().manual_seed(4))
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
+    rows = {"input_ids": ids, "loss_mask": (positions > 2).long(), "document_ids": documents, "position_ids": positions}
+    return indexed(rows)
+
+
+def objective_of(draft: BlockDraft, divergence: Any = forward_kl, **options: Any) -> BlockObjective:
+    return BlockObjective(draft, divergence, 64, **options).eval()
+
+
+@torch.no_grad()
+def test_what_is_drafted_is_what_training_predicts(variant: Variant, target: FrozenTarget) -> None:
+    """A chain that was drafted, appended as if it had been accepted: the block of its anchor has the logits that it was drawn from."""
+    _, draft = variant
+    text = torch.randint(3, 250, (14,), generator=torch.Generator().manual_seed(3)).tolist()
+    features = target.features(torch.tensor([text[:-1]]), draft.aux_layers)
+    proposer, k = BlockProposer(draft), draft.config.num_drafted
+    proposer.begin([len(text) + k])
+    state = DecodingState([text], features, [len(text) - 1])
+    (chain,) = proposer.propose(state, k, Sampling(0.7), [torch.Generator().manual_seed(1)])
+
+    found: list[Tensor] = []
+
+    def noted(logits_rW: Tensor, _probs_rW: Tensor) -> Tensor:
+        found.append(logits_rW)
+        return logits_rW.sum(-1)
+
+    rows = document_rows([*text, *chain.tokens])
+    objective = objective_of(draft, noted)
+    batch = objective.prepare(indexed(rows), None)
+    objective(**batch, **objective.read_target(target, batch))
+    logits_NKW = torch.cat(found).view(*batch["has_loss"].shape, -1)
+    (index,) = (batch["anchors"] == len(text) - 1).nonzero()[0]
+    assert chain.probabilities is not None
+    expected = (logits_NKW[index] / 0.7).softmax(-1)
+    assert torch.allclose(chain.probabilities[:, draft.target_ids_W], expected, atol=1e-5)
+
+
+def test_a_block_sees_its_anchor_and_features_before_it_and_nothing_else(variant: Variant, target: FrozenTarget) -> None:
+    """Gradients of each block's hidden states: of features at the positions before its anchor in its document, within the window."""
+    _, draft = variant
+    batch = packed(25, 18)
+    anchors, _ = draw_blocks(batch, 64, draft.config.num_drafted, None)
+    positions = batch["position_ids"][0]
+    starts = anchors - positions[anchors]
+    features = target.features(batch["input_ids"], draft.aux_layers, position_ids_BT=batch["position_ids"])
+    aux = tuple(feature.clone().requires_grad_() for feature in features.aux)
+    shape = draft.config
+    memory = BlockMemory(anchors, starts, spans(batch, anchors, 9), 9, shape.sliding_window, shape.is_causal)
+    like = features.last_hidden
+    draft.remember(type(features)(aux, like), draft.rotary(like, batch["position_ids"]), memory)
+    slots = positions[anchors].unsqueeze(1) + torch.arange(9)
+    hidden = draft(batch["input_ids"][0, anchors], draft.rotary(like, slots), memory)
+    for index, (anchor, start) in enumerate(zip(anchors.tolist(), starts.tolist(), strict=True)):
+        first_slot = torch.autograd.grad(hidden[index, 0].square().sum(), aux[0], retain_graph=True)[0]
+        read = first_slot[0].abs().sum(-1).nonzero().flatten().tolist()
+        window = draft.config.sliding_window
+        # Slots after the anchor's see less far back, and it sees them.
+        first = start if window is None else max(start, anchor - window + 1)
+        assert read == [*range(first, anchor)]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("window", [None, 11])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_attention_in_chunks_and_in_one_call_is_that_under_a_mask(is_causal: bool, window: int | None) -> None:
+    """Output and gradients of 49 blocks in two documents, four query heads to two of keys; on a CPU flex attention has no gradient."""
+    torch.manual_seed(0)
+    anchors = torch.cat((torch.arange(1, 30), torch.arange(40, 80, 2)))
+    starts = torch.where(anchors < 33, 0, 33)
+    num_blocks, num_tokens = len(anchors), 90
+    shapes = [(num_blocks, 4, 9, 16), (num_blocks, 2, 9, 16), (num_blocks, 2, 9, 16), (2, num_tokens, 16), (2, num_tokens, 16)]
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    weights = torch.randn(shapes[0])
+
+    def plainly(query: Tensor, key: Tensor, value: Tensor, key_GSd: Tensor, value_GSd: Tensor) -> Tensor:
+        rows = []
+        for block in range(num_blocks):
+            for slot in range(9):
+                anchor, start = int(anchors[block]), int(starts[block])
+                first = start if window is None else max(start, anchor + slot - window + 1)
+                last = slot + 1 if is_causal else 9
+                k = torch.cat((key_GSd[:, first:anchor], key[block, :, :last]), 1).repeat_interleave(2, 0)
+                v = torch.cat((value_GSd[:, first:anchor], value[block, :, :last]), 1).repeat_interleave(2, 0)
+                scores = (k @ query[block, :, slot].unsqueeze(-1)).squeeze(-1) * 16**-0.5
+                rows.append((scores.softmax(-1).unsqueeze(1) @ v).squeeze(1))
+        return torch.stack(rows).view(num_blocks, 9, 4, 16).transpose(1, 2)
+
+    position_ids = torch.cat((torch.arange(33), torch.arange(57)))[None]
+    memory = BlockMemory(anchors, starts, spans({"position_ids": position_ids}, anchors, 9), 9, window, is_causal)
+    found = []
+    for form in (plainly, memory.in_chunks):
+        output = form(*inputs)
+        found.append((output, *torch.autograd.grad((output * weights).sum(), inputs)))
+    for tensor, expected in zip(found[1], found[0], strict=True):
+        assert torch.allclose(tensor, expected, atol=1e-5)
+    with torch.no_grad():
+        assert torch.allclose(memory.in_one_call(*inputs), found[0][0], atol=1e-5)
+
+
+def test_anchors_have_something_before_them_and_something_to_predict() -> None:
+    batch = packed(7, 4, 12)
+    anchors, has_loss = draw_blocks(batch, 64, 4, None)
+    counted = anchors[has_loss[:, 0]].tolist()
+    assert counted == [3, 4, 5, 14, 15, 16, 17, 18, 19, 20, 21]  # a document's last token has no next one, its prompt no loss
+    assert has_loss[: len(counted)].sum(1).tolist() == [3, 2, 1, 4, 4, 4, 4, 4, 3, 2, 1]
+    drawn = [draw_blocks(batch, 4, 4, seed)[0].tolist() for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2] and all(set(anchors) <= set(counted) and len(anchors) == 4 for anchors in drawn)
+    none = draw_blocks(indexed({**batch, "loss_mask": torch.zeros_like(batch["loss_mask"])}), 64, 4, None)
+    assert not none[1].any()
+
+
+@pytest.mark.parametrize("options", [{"alpha": 0.5}, {"step_decay": 0.7, "confidence_weight": 1.0}], ids=["d_pace", "decay"])
+def test_a_short_training_learns_its_rows(target: FrozenTarget, options: dict[str, Any]) -> None:
+    draft = build_block("dspark", target, block_size=4).train()
+    objective = BlockObjective(draft, build_divergence("lk"), 16, **options)
+    trained = [parameter for parameter in draft.parameters() if parameter.requires_grad]
+    optimizer, batch, losses = torch.optim.Adam(trained, 1e-2), packed(40, 30), []
+    for step in range(25):
+        blocks = objective.prepare(batch, step)
+        total, _ = objective(**blocks, **objective.read_target(target, blocks))
+        optimizer.zero_grad()
+        (total / objective.num_loss_tokens(blocks)).backward()
+        optimizer.step()
+        losses.append(float(total.detach()))
+    assert losses[-1] < 0.7 * losses[0]
+    assert all(parameter.grad is None for name, parameter in draft.named_parameters() if name in draft.shared)
+    objective.eval()
+    blocks = objective.prepare(batch, None)
+    _, sums = objective(**blocks, **objective.read_target(target, blocks), measure=True)
+    assert sums.table().shape == (8, 4) and sums.table()[1].tolist() == blocks["has_loss"].sum(0).tolist()
+
+
+def test_rows_with_nothing_to_learn_give_no_gradient_and_no_nan(target: FrozenTarget) -> None:
+    draft = build_block("dspark", target)
+    objective = objective_of(draft)
+    batch = packed(8, 8)
+    batch = objective.prepare(indexed({**batch, "loss_mask": torch.zeros_like(batch["loss_mask"])}), 0)
+    total, _ = objective(**batch, **objective.read_target(target, batch))
+    total.backward()
+    assert total.item() == 0 and int(objective.num_loss_tokens(batch)) == 0
+    assert all(parameter.grad is None or not parameter.grad.any() for parameter in draft.parameters())
+
+
+def test_save_and_load_are_bit_equal(variant: Variant, target: FrozenTarget, tmp_path: Path) -> None:
+    method, draft = variant
+    save(draft.bfloat16(), KINDS[method], tmp_path)
+    loaded = load(KINDS[method], tmp_path, target)
+    assert loaded.config == draft.config
+    assert all(torch.equal(tensor, loaded.state_dict()[name].to(tensor)) for name, tensor in draft.state_dict().items())
+    assert method_of(tmp_path) == method
+    plain = Decoder(target).generate([5, 9, 20], max_new_tokens=20)
+    fast = Decoder(target, load_proposer(method, tmp_path, target)).generate(
+        [5, 9, 20], max_new_tokens=20, num_speculative_tokens=4
+    )
+    assert fast.token_ids == plain.token_ids
+
+
+@pytest.mark.parametrize(
+    ("changes", "holds"),
+    [
+        ({"mask_token_id": 5000}, "mask_token_id 5000"),
+        ({"target_layer_ids": [0, 7]}, "after layers [1, 8]"),
+        ({"mask_token_id": None}, "without mask_token_id"),
+        ({"target_layer_ids": []}, "without target_layer_ids"),
+        ({"block_size": "8"}, "block_size '8'"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+    ],
+)
+def test_a_broken_config_is_refused(target: FrozenTarget, tmp_path: Path, changes: dict[str, Any], holds: str) -> None:
+    save(build_block("dflash", target), KINDS["dflash"], tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= changes
+    config["dflash_config"] |= changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with refused("eval.draft", holds=holds):
+        load(KINDS["dflash"], tmp_path, target)
+
+
+def test_more_tokens_than_a_block_has_are_refused(target: FrozenTarget) -> None:
+    decoder = Decoder(target, BlockProposer(build_block("dflash", target, block_size=4)))
+    with refused("eval.num_speculative_tokens", "4 with a draft of blocks of 4"):
+        decoder.generate([5, 9], max_new_tokens=8, num_speculative_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("key", "options"),
+    [
+        ("draft.mask_token_id", {"mask_token_id": 264}),
+        ("draft.aux_layers", {"aux_layers": [0, 2]}),
+        ("draft.aux_layers", {"aux_layers": [9]}),
+    ],
+)
+def test_what_the_target_does_not_have_is_refused(target: FrozenTarget, key: str, options: dict[str, Any]) -> None:
+    with refused(key):
+        build_block("dflash", target, **options)
+
+
+def test_layers_are_spread_as_the_authors_spread_them() -> None:
+    """DFlash's `target_layer_ids` of Qwen3-8B, which count from 0; a shallow target has fewer."""
+    assert [layer - 1 for layer in default_layers(36)] == [1, 9, 17, 25, 33]
+    assert (default_layers(6), default_layers(3), default_layers(1)) == ([2, 3, 4], [1, 2], [1])
