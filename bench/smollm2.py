@@ -165,7 +165,7 @@ def main(options: Options) -> ExitCode:
     compared = compare(place, [*shapes.items(), (best, chain)], phases["greedy"])
     sampled = compare(place / "sampled", [(best, shapes[best]), ("ngram", shapes["ngram"]), (best, chain)], phases["sampled"])
 
-    shown = page(compared, sampled, shapes_table(tried, rows))
+    shown = page(compared, sampled, shapes_table(tried, rows), whole=len(recipes) == 1)
     print(shown, flush=True)
     if not options.small:
         write_between(PAGE, mark, shown)
@@ -392,22 +392,23 @@ def shapes_table(tried: Sequence[Shape], rows: Sequence[dict[str, Any]]) -> str:
     return table(("the best draft drafts", "acceptance length", "speedup"), lines)
 
 
-def page(compared: dict[str, Any], sampled: dict[str, Any], shapes: str) -> str:
-    """The tables of docs/smollm2.md: all methods, each suite, what was tried before, and the best at temperature 1."""
+def page(compared: dict[str, Any], sampled: dict[str, Any], shapes: str, *, whole: bool) -> str:
+    """The tables of docs/smollm2.md: the drafts; if `whole`, also each suite, what was tried before, and the best at temperature 1."""
     title = "SmolLM2-135M-Instruct, dequantised from Q4_1, by `make smollm2`"
-    return "\n\n".join(
-        [
-            caption(compared["candidates"][0]["report"], title, settings(compared)),
-            methods_table(compared["candidates"]),
-            *filter(None, map(drafts_what, reports(compared).values())),
-            "By suite, the fastest first: speedup, and the acceptance length.",
-            cells(by_category(compared)),
-            "Tried before on the prompts that were set aside:",
-            shapes,
-            caption(sampled["candidates"][0]["report"], f"{title}, sampled", settings(sampled)),
-            cells(by_category(sampled)),
-        ]
-    )
+    drafts = [
+        caption(compared["candidates"][0]["report"], title, settings(compared)),
+        methods_table(compared["candidates"]),
+        *filter(None, map(drafts_what, reports(compared).values())),
+    ]
+    more = [
+        "By suite, the fastest first: speedup, and the acceptance length.",
+        cells(by_category(compared)),
+        "Tried before on the prompts that were set aside:",
+        shapes,
+        caption(sampled["candidates"][0]["report"], f"{title}, sampled", settings(sampled)),
+        cells(by_category(sampled)),
+    ]
+    return "\n\n".join([*drafts, *(more if whole else [])])
 
 
 if __name__ == "__main__":
