@@ -7,8 +7,10 @@ Shapes: B rows of a batch, T positions, R loss tokens (padded), r of a chunk of 
 vocabulary, K drafted positions.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +21,8 @@ from transformers import EvalPrediction
 from specdistill.errors import UserError
 from specdistill.losses.divergence import acceptance
 from specdistill.targets.anatomy import LogitsHead
+from specdistill.targets.frozen import Features, FrozenTarget
+from specdistill.targets.packed_rows import Documents
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,14 @@ class SoftTargets:
             return TargetDistributions(logits_rV.softmax(-1), torch.ones_like(top1_r, dtype=torch.float32), top1_r)
         logits_rW = logits_rV.index_select(-1, self.ids_W)
         return TargetDistributions(logits_rW.softmax(-1), (logits_rW.logsumexp(-1) - logits_rV.logsumexp(-1)).exp(), top1_r)
+
+
+def features_of(target: FrozenTarget, inputs: dict[str, Any], aux_layers: Sequence[int]) -> Features:
+    """Of a batch [B, T, D]: those that it has from a store, or the target's own."""
+    if "features" in inputs:
+        return Features.unstacked(inputs["features"].to(target.tensor("embed_tokens.weight").dtype))
+    documents = Documents(inputs["cumulative_lengths"], inputs["longest"])
+    return target.features(inputs["input_ids"], aux_layers, position_ids_BT=inputs["position_ids"], documents=documents)
 
 
 def pruned(head: LogitsHead, ids_W: Tensor) -> LogitsHead | None:

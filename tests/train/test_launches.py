@@ -34,6 +34,7 @@ METHODS = {
     "eagle3": ("train/eagle.py", ["draft.ttt_steps=3", "draft.vocab_size=60"]),
     "mtp": ("train/mtp.py", ["draft.ttt_steps=3", "draft.init=scratch"]),
     "draft_model": ("train/draft.py", ["draft.init=layers", "draft.num_layers=2"]),
+    "dspark": ("train/eagle.py", ["draft.num_layers=2", "draft.block_size=4", "draft.markov_rank=8", "draft.vocab_size=60"]),
     "eagle3 bfloat16": ("train/eagle.py", ["draft.ttt_steps=3", "train.bf16=true", "target.dtype=bfloat16"]),
 }
 # What a process holds of the draft's weights and of the optimizer's state. Halves, and what is replicated because it is small.
@@ -53,11 +54,11 @@ CONFIGURATIONS = {
 TRAINED = {
     "cpu_processes": ("eagle", "draft_model"),
     "ddp": ("mtp", "eagle3 bfloat16"),
-    "ddp_multinode": ("eagle3", "draft_model"),
-    "fsdp2": ("eagle3", "eagle3 bfloat16"),
+    "ddp_multinode": ("eagle3", "dspark"),
+    "fsdp2": ("dspark", "eagle3 bfloat16"),
     "zero1": ("eagle", "mtp"),
     "zero2": ("draft_model", "eagle3 bfloat16"),
-    "zero3": ("mtp", "eagle"),
+    "zero3": ("mtp", "dspark"),
     "zero3_offload": ("eagle3", "draft_model"),
     "zero3_multinode": ("eagle", "eagle3 bfloat16"),
 }

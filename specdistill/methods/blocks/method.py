@@ -15,10 +15,11 @@ from specdistill.methods.blocks import checkpoint
 from specdistill.methods.blocks.checkpoint import Kind
 from specdistill.methods.blocks.module import BlockDraft, block_config
 from specdistill.methods.blocks.objective import BlockObjective, objective
-from specdistill.methods.blocks.proposer import proposer_loader
+from specdistill.methods.blocks.proposer import BlockProposer
 from specdistill.methods.chains import repairs
 from specdistill.methods.chains.head import create_head, initialized, parameter_counts
 from specdistill.methods.contract import Implementation
+from specdistill.methods.feature_proposer import proposer_loader
 from specdistill.rows.packing import draft_vocabulary
 from specdistill.targets.frozen import FrozenTarget
 
@@ -110,7 +111,7 @@ def block_method(kind: Kind, published: sizes.PublishedFigures, recipe: Any, ten
     """tensors: names that this kind's drafts have in addition, and no other's."""
     defaults = recipe.model_fields["draft"].annotation().shape()
     return Implementation(
-        load_proposer=proposer_loader(partial(checkpoint.load, kind)),
+        load_proposer=proposer_loader(partial(checkpoint.load, kind), BlockProposer),
         has_tensors=lambda names: bool(tensors) and names >= TENSORS | tensors,
         is_named=partial(is_named, kind),
         create=partial(create, kind),

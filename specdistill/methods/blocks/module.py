@@ -97,10 +97,12 @@ class BlockLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
 
-    def remember(self, context_BTH: Tensor, rotary: Rotation, kv_cache: KVCache) -> None:
-        self.self_attn.remember(context_BTH, rotary, self.index, kv_cache)
-
-    def forward(self, hidden_NPH: Tensor, rotary: Rotation, kv_cache: KVCache) -> Tensor:
+    def forward(
+        self, hidden_NPH: Tensor, rotary: Rotation, kv_cache: KVCache, context: tuple[Tensor, Rotation] | None = None
+    ) -> Tensor:
+        """context: [B, T, H] and its rotary tables, where it is not remembered yet: forward alone has a sharded layer's whole weights."""
+        if context is not None:
+            self.self_attn.remember(*context, self.index, kv_cache)
         hidden = hidden_NPH + self.self_attn(self.input_layernorm(hidden_NPH), rotary, self.index, kv_cache)
         output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return output
@@ -169,20 +171,27 @@ class BlockDraft(nn.Module):
     def target_ids_W(self) -> Tensor:
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
-    def remember(self, features: Features, rotary: Rotation, kv_cache: KVCache) -> None:
-        """The features of context positions become every layer's keys and values."""
-        context_BTH = self.hidden_norm(self.fc(torch.cat(features.aux, dim=-1)))
-        layers: Any = self.layers
-        for layer in layers:
-            layer.remember(context_BTH, rotary, kv_cache)
+    def context(self, features: Features) -> Tensor:
+        """[B, T, H] of which every layer makes keys and values."""
+        context: Tensor = self.hidden_norm(self.fc(torch.cat(features.aux, dim=-1)))
+        return context
 
-    def forward(self, anchor_ids_N: Tensor, rotary: Rotation, kv_cache: KVCache) -> Tensor:
-        """[N, P, H], which `logits` reads, of blocks as long as the rotary tables [N, P, d]."""
+    def remember(self, features: Features, rotary: Rotation, kv_cache: KVCache) -> None:
+        """In decoding, the keys and values of positions that were committed."""
+        context_BTH = self.context(features)
+        for index, layer in enumerate(self.layers):
+            attention: Any = layer.self_attn
+            attention.remember(context_BTH, rotary, index, kv_cache)
+
+    def forward(
+        self, anchor_ids_N: Tensor, rotary: Rotation, kv_cache: KVCache, context: tuple[Tensor, Rotation] | None = None
+    ) -> Tensor:
+        """[N, P, H], which `logits` reads, of blocks as long as the rotary tables [N, P, d]. context: see `BlockLayer`."""
         ids_NP = anchor_ids_N.new_full(rotary[0].shape[:2], self.config.mask_token_id)
         ids_NP[:, 0] = anchor_ids_N
         hidden = self.embed_tokens(ids_NP)
         for layer in self.layers:
-            hidden = layer(hidden, rotary, kv_cache)
+            hidden = layer(hidden, rotary, kv_cache, context)
         normed: Tensor = self.norm(hidden)
         return normed
 

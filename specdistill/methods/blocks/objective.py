@@ -22,12 +22,12 @@ from specdistill.methods.blocks.attention import BlockMemory
 from specdistill.methods.blocks.module import BlockDraft
 from specdistill.methods.blocks.recipe import BlockRecipe
 from specdistill.targets.frozen import Features, FrozenTarget
-from specdistill.targets.packed_rows import Documents
 from specdistill.training.objective import (
     SoftTargets,
     StepSums,
     TargetDistributions,
     checkpoint_mlps,
+    features_of,
     with_metrics,
 )
 
@@ -85,13 +85,7 @@ class BlockObjective(nn.Module):
 
     def read_target(self, target: FrozenTarget, inputs: dict[str, Any]) -> dict[str, Any]:
         """Features [B, T, D], which a batch from a store has, and the target's distributions where slots predict."""
-        if "features" in inputs:
-            features = Features.unstacked(inputs["features"].to(target.tensor("embed_tokens.weight").dtype))
-        else:
-            documents = Documents(inputs["cumulative_lengths"], inputs["longest"])
-            features = target.features(
-                inputs["input_ids"], self.draft.aux_layers, position_ids_BT=inputs["position_ids"], documents=documents
-            )
+        features = features_of(target, inputs, self.draft.aux_layers)
         labels_R = self._labels(inputs["anchors"], inputs["input_ids"].numel()).flatten()
         options = self.draft.target_ids_W, self.temperature
         return {
@@ -125,8 +119,9 @@ class BlockObjective(nn.Module):
         starts = anchors - position_S[anchors]
         memory = BlockMemory(anchors, starts, spans, shape.block_size, shape.sliding_window, shape.is_causal)
         like = features.last_hidden
-        draft.remember(features, draft.rotary(like, position_ids), memory)
-        normed_NPH = draft(ids_S[anchors], draft.rotary(like, position_S[anchors].unsqueeze(1) + slots), memory)
+        context = draft.context(features), draft.rotary(like, position_ids)
+        rotary = draft.rotary(like, position_S[anchors].unsqueeze(1) + slots)
+        normed_NPH = draft(ids_S[anchors], rotary, memory, context)
         rows_NKH = normed_NPH[:, shape.first_slot :]
         labels_NK = self._labels(anchors, ids_S.numel())
         correction = None

@@ -7,55 +7,27 @@ A tree costs no other pass. Without a correction the nodes of a level have one d
 one each node its own (PCTree, arXiv 2608.02123).
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from specdistill.decoding.kv_cache import DraftKVCache, RaggedKVCache, kv_cache_of
-from specdistill.decoding.proposer import DecodingState, Proposal, Proposer
+from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.decoding.sampling import Generators, Random, Sampling, draw, uniforms
-from specdistill.decoding.tree import TreeShape, candidates_are_drawn
+from specdistill.decoding.tree import TreeShape
 from specdistill.errors import UserError
 from specdistill.methods.blocks.module import BlockDraft
-from specdistill.targets.frozen import FrozenTarget
+from specdistill.methods.feature_proposer import FeatureProposer
 
 
-def proposer_loader(load: Callable[..., Any]) -> Callable[..., Proposer]:
-    """From a method's `load(folder, target, key=)` to its `load_proposer`: the draft in the target's dtype, on its device."""
-
-    def load_proposer(folder: Path, target: FrozenTarget, *, key: str) -> Proposer:
-        return BlockProposer(load(folder, target, key=key).to(device=target.device, dtype=target.model.dtype))
-
-    return load_proposer
-
-
-class BlockProposer:
+class BlockProposer(FeatureProposer):
     """Keys and values of committed positions are kept; a block's are forgotten after its pass."""
 
-    draws = staticmethod(candidates_are_drawn)
-
     def __init__(self, draft: BlockDraft) -> None:
-        self.draft = draft.eval()
-        self.aux_layers, self.depends_on_width = draft.aux_layers, not draft.config.is_causal
-        self.settings: dict[str, Any] = {"block_size": draft.config.block_size}
-        shipped = [parameter for name, parameter in draft.named_parameters() if name not in draft.shared]
-        self.num_parameters = sum(parameter.numel() for parameter in shipped)
-        self.num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in shipped)
-        self.target_ids_W = draft.target_ids_W
-        self.vocabulary = frozenset(self.target_ids_W.tolist())
-        self.rotary, self.device = partial(draft.rotary, shipped[0]), shipped[0].device
-        self.cache: DraftKVCache | RaggedKVCache
-        self.is_enough: Callable[[Tensor], bool] | None = None  # see `ConfidentProposer`
+        super().__init__(draft)
+        self.draft, self.depends_on_width = draft, not draft.config.is_causal
+        self.settings = {"block_size": draft.config.block_size}
 
     def passes(self, k: int) -> int:
         return 1 if k else 0
-
-    def begin(self, max_lengths: Sequence[int]) -> None:
-        self.cache = kv_cache_of(len(max_lengths), self.rotary, self.device, self.draft.config.sliding_window)
 
     def propose(self, state: DecodingState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
         """Chains of k draft tokens, or as many as are enough."""
@@ -68,13 +40,12 @@ class BlockProposer:
             if uniforms_BK is None:
                 token_B = self.target_ids_W[logits_BW.argmax(-1)]
             else:
-                distributions.append(self._over_target_vocabulary(sampling.probabilities(logits_BW)))
+                distributions.append(self.over_target_vocabulary(sampling.probabilities(logits_BW)))
                 token_B = draw(distributions[-1], uniforms_BK[:, step])
             tokens.append(token_B)
             if self.is_enough and self.is_enough(confidence_B):
                 break
-        probs_BKV = torch.stack(distributions, dim=1) if distributions else [None] * len(generators)
-        return [Proposal(row, probs) for row, probs in zip(torch.stack(tokens, dim=1).tolist(), probs_BKV, strict=True)]
+        return self.chains(tokens, distributions)
 
     def propose_tree(self, state: DecodingState, shape: TreeShape, sampling: Sampling, generator: Random) -> Proposal:
         slots = self._block(state, shape.depth, key="eval.tree.depth")
@@ -88,33 +59,22 @@ class BlockProposer:
             return slots.next(level, self.target_ids_W[index_T], sampling)[0]
 
         index_N, tree, probs_NW = shape.grow(logits_1W, expand, sampling, generator)
-        probs_NV = None if probs_NW is None else self._over_target_vocabulary(probs_NW)
+        probs_NV = None if probs_NW is None else self.over_target_vocabulary(probs_NW)
         return Proposal(self.target_ids_W[index_N].tolist(), probs_NV, tree)
-
-    def keep(self, rows: Sequence[int]) -> None:
-        assert isinstance(self.cache, RaggedKVCache)
-        self.cache.keep(rows)
 
     def _block(self, state: DecodingState, k: int, *, key: str) -> "_Slots":
         """The pass over the block of each row, after what was committed since the last one entered the cache."""
-        config = self.draft.config
+        config = self.config
         if k > config.num_drafted:
             got = f"{k} with a draft of blocks of {config.block_size}"
             raise UserError(key, got=got, expected=f"at most {config.num_drafted}")
-        counts, committed = state.num_fresh, [len(ids) - 1 for ids in state.token_ids]
-        held = [length - count for length, count in zip(committed, counts, strict=True)]
-        assert self.cache.lengths == held, (self.cache.lengths, committed, counts)
+        counts, committed = state.num_fresh, self.committed(state)
         self.draft.remember(state.fresh.first(max(counts)), self.cache.extend(counts), self.cache)
         anchor_ids_B = torch.tensor([ids[-1] for ids in state.token_ids], device=self.device)
         rotary = self.cache.extend([k + config.first_slot] * len(counts), is_causal=config.is_causal)
         hidden_BKH = self.draft(anchor_ids_B, rotary, self.cache)[:, config.first_slot :]
         self.cache.truncate(committed)
         return _Slots(self.draft, hidden_BKH, anchor_ids_B)
-
-    def _over_target_vocabulary(self, probs_TW: Tensor) -> Tensor:
-        probs_TV = probs_TW.new_zeros(len(probs_TW), self.draft.config.vocab_size)
-        probs_TV[:, self.target_ids_W] = probs_TW
-        return probs_TV
 
 
 class _Slots:

@@ -3,74 +3,50 @@
 Shapes: B rows, F freshly committed positions, H draft hidden size, K draft tokens, V target vocabulary, W draft vocabulary.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from specdistill.decoding.kv_cache import DraftKVCache, RaggedKVCache, kv_cache_of
-from specdistill.decoding.proposer import DecodingState, Proposal, Proposer
+from specdistill.decoding.kv_cache import DraftKVCache
+from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.decoding.readers import cache_size
 from specdistill.decoding.sampling import Generators, Sampling, draw, uniforms
 from specdistill.decoding.transformers_models import last_of, padded
-from specdistill.decoding.tree import DynamicTree, StaticTree, Step, candidates_are_drawn
+from specdistill.decoding.tree import DynamicTree, StaticTree, Step
 from specdistill.methods.chains.compiled import CompiledSteps
 from specdistill.methods.chains.head import Head
+from specdistill.methods.feature_proposer import FeatureProposer
 from specdistill.methods.layers import check_window
-from specdistill.targets.frozen import FrozenTarget
 
 
-def proposer_loader(load: Callable[..., Any]) -> Callable[..., Proposer]:
-    """From a method's `load(folder, target, key=)` to its `load_proposer`: the head in the target's dtype, on its device."""
-
-    def load_proposer(folder: Path, target: FrozenTarget, *, key: str) -> Proposer:
-        return HeadProposer(load(folder, target, key=key).to(device=target.device, dtype=target.model.dtype))
-
-    return load_proposer
-
-
-class HeadProposer:
+class HeadProposer(FeatureProposer):
     """Chains, or a tree of one row: true features for committed positions, the head's own hidden state for the drafted ones."""
 
-    draws = staticmethod(candidates_are_drawn)
     depends_on_width = False
 
     def __init__(self, head: Head) -> None:
-        module: Any = head
+        super().__init__(head)
         self.head = head
-        module.eval()
-        self.aux_layers = head.aux_layers
-        self.settings: dict[str, Any] = {}
-        shipped = [parameter for name, parameter in module.named_parameters() if name not in head.shared]
-        self.num_parameters = sum(parameter.numel() for parameter in shipped)
-        self.num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in shipped)
-        self.target_ids_W = head.target_ids_W
-        self.vocabulary = frozenset(self.target_ids_W.tolist())
-        self.rotary, self.device = partial(head.rotary, shipped[0]), shipped[0].device
-        self.cache: DraftKVCache | RaggedKVCache
         self.compiled = False
         self._graphs: dict[int, CompiledSteps] = {}  # by positions of the KV cache
         self._graph: CompiledSteps | None = None
-        self.is_enough: Callable[[Tensor], bool] | None = None  # see `ConfidentProposer`
 
     def passes(self, k: int) -> int:
         return k
 
     def begin(self, max_lengths: Sequence[int]) -> None:
-        window = self.head.config.sliding_window
         self._graph = None
-        if self.compiled and len(max_lengths) == 1:
-            size = cache_size(*max_lengths)
-            if size not in self._graphs:
-                self._graphs[size] = CompiledSteps(self.head, DraftKVCache(self.rotary, self.device, window), size)
-            self._graph = self._graphs[size]
-            self.cache = self._graph.cache
-            self.cache.truncate([0])
-        else:
-            self.cache = kv_cache_of(len(max_lengths), self.rotary, self.device, window)
+        if not (self.compiled and len(max_lengths) == 1):
+            super().begin(max_lengths)
+            return
+        size = cache_size(*max_lengths)
+        if size not in self._graphs:
+            cache = DraftKVCache(self.rotary, self.device, self.config.sliding_window)
+            self._graphs[size] = CompiledSteps(self.head, cache, size)
+        self._graph = self._graphs[size]
+        self.cache = self._graph.cache
+        self.cache.truncate([0])
 
     def propose(self, state: DecodingState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
         """Chains of k draft tokens, or as many as are enough."""
@@ -85,15 +61,14 @@ class HeadProposer:
             if uniforms_BK is None:
                 token_B = self.target_ids_W[logits_BW.argmax(-1)]
             else:
-                distributions.append(self._over_target_vocabulary(sampling.probabilities(logits_BW)))
+                distributions.append(self.over_target_vocabulary(sampling.probabilities(logits_BW)))
                 token_B = draw(distributions[-1], uniforms_BK[:, step])
             tokens.append(token_B)
             if self.is_enough and self.is_enough(sampling.confidence(logits_BW)):
                 break
             next_ids, hidden, counts = token_B.unsqueeze(1), hidden_BH.unsqueeze(1), [1] * len(counts)
         self.cache.truncate(committed)  # drafted positions used the head's own states: forget them
-        probs_BKV = torch.stack(distributions, dim=1) if distributions else [None] * len(generators)
-        return [Proposal(row, probs) for row, probs in zip(torch.stack(tokens, dim=1).tolist(), probs_BKV, strict=True)]
+        return self.chains(tokens, distributions)
 
     def propose_tree(
         self, state: DecodingState, shape: StaticTree | DynamicTree, sampling: Sampling, generator: torch.Generator | None
@@ -114,12 +89,8 @@ class HeadProposer:
 
         index_N, tree, probs_NW = shape.grow(self.head.logits(normed[:, -1]), expand, sampling, generator)
         cache.truncate(committed)
-        probs_NV = None if probs_NW is None else self._over_target_vocabulary(probs_NW)
+        probs_NV = None if probs_NW is None else self.over_target_vocabulary(probs_NW)
         return Proposal(self.target_ids_W[index_N].tolist(), probs_NV, tree)
-
-    def keep(self, rows: Sequence[int]) -> None:
-        assert isinstance(self.cache, RaggedKVCache)
-        self.cache.keep(rows)
 
     def _step(self, next_ids_BT: Tensor, hidden_BTH: Tensor, counts: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
         """Logits [B, W] and the next hidden state [B, H] at each row's last position. width: of the wider graph; a prompt has none."""
@@ -130,14 +101,6 @@ class HeadProposer:
 
     def _fresh(self, state: DecodingState) -> tuple[Tensor, Tensor, list[int]]:
         """What the first step reads: next tokens [B, F] and hidden states [B, F, H] of what was committed; and how much that is in all."""
-        counts = state.num_fresh
-        committed = [len(ids) - 1 for ids in state.token_ids]  # pairs (x_{t+1}, g_t) exist for t < committed
-        held = [length - count for length, count in zip(committed, counts, strict=True)]
-        assert self.cache.lengths == held, (self.cache.lengths, committed, counts)
+        counts, committed = state.num_fresh, self.committed(state)  # pairs (x_{t+1}, g_t) exist for t < committed
         next_ids = padded([ids[-count:] for ids, count in zip(state.token_ids, counts, strict=True)], self.device)
         return next_ids, self.head.fuse(state.fresh.first(max(counts))), committed
-
-    def _over_target_vocabulary(self, probs_TW: Tensor) -> Tensor:
-        probs_TV = probs_TW.new_zeros(len(probs_TW), self.head.config.vocab_size)
-        probs_TV[:, self.target_ids_W] = probs_TW
-        return probs_TV

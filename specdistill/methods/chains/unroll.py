@@ -30,13 +30,13 @@ from specdistill.methods.chains.attention import UnrollKVCache
 from specdistill.methods.chains.head import Head
 from specdistill.methods.chains.recipe import HeadRecipe
 from specdistill.targets.frozen import Features, FrozenTarget
-from specdistill.targets.packed_rows import Documents
 from specdistill.training.objective import (
     SoftTargets,
     StepSums,
     TargetDistributions,
     before,
     checkpoint_mlps,
+    features_of,
     loss_rows,
     shift_left,
     with_metrics,
@@ -95,13 +95,7 @@ class TrainingTimeTest(nn.Module):
 
     def read_target(self, target: FrozenTarget, inputs: dict[str, Any]) -> dict[str, Any]:
         """What `forward` needs from the frozen target: its features [B, T, D], which a batch from a store has, and soft targets."""
-        if "features" in inputs:
-            features = Features.unstacked(inputs["features"].to(target.tensor("embed_tokens.weight").dtype))
-        else:
-            documents = Documents(inputs["cumulative_lengths"], inputs["longest"])
-            features = target.features(
-                inputs["input_ids"], self.draft.aux_layers, position_ids_BT=inputs["position_ids"], documents=documents
-            )
+        features = features_of(target, inputs, self.draft.aux_layers)
         soft_targets = SoftTargets.of(
             target.logits, features.last_hidden, inputs["loss_positions"], self.draft.target_ids_W, self.temperature
         )

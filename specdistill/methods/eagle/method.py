@@ -8,11 +8,12 @@ import torch
 from specdistill.methods import sizes
 from specdistill.methods.chains import repairs
 from specdistill.methods.chains.head import create_head, drafts_chains, head_shape, parameter_counts
-from specdistill.methods.chains.proposer import proposer_loader
+from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.chains.unroll import objective
 from specdistill.methods.contract import Implementation
 from specdistill.methods.eagle.checkpoint import check_eagle, config_from_json, export, load_eagle, save_eagle
 from specdistill.methods.eagle.module import EagleConfig, EagleDraft, build_eagle
+from specdistill.methods.feature_proposer import proposer_loader
 from specdistill.statistics.theory import alpha_from_acceptance_length
 from specdistill.targets.frozen import FrozenTarget
 
@@ -66,7 +67,7 @@ def planned(target: sizes.Described, given: sizes.Described | None, settings: di
 
 
 METHOD = Implementation(
-    load_proposer=proposer_loader(load_eagle),
+    load_proposer=proposer_loader(load_eagle, HeadProposer),
     has_tensors=lambda names: drafts_chains(names) and names >= TENSORS and "layers.0.hidden_norm.weight" not in names,
     is_named=is_named,
     create=lambda recipe, target, rows: create_head(recipe, target, build_eagle, load_eagle),

@@ -8,9 +8,10 @@ from transformers import PreTrainedConfig
 
 from specdistill.methods import sizes
 from specdistill.methods.chains import repairs
-from specdistill.methods.chains.proposer import proposer_loader
+from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.chains.unroll import objective
 from specdistill.methods.contract import Implementation
+from specdistill.methods.feature_proposer import proposer_loader
 from specdistill.methods.mtp.checkpoint import (
     ARCHITECTURE,
     build_mtp,
@@ -91,7 +92,7 @@ def mtp_head(hidden_size: int, vocab_size: int, layer: int, layer_read: float, n
 
 
 METHOD = Implementation(
-    load_proposer=proposer_loader(load_mtp),
+    load_proposer=proposer_loader(load_mtp, HeadProposer),
     is_named=lambda config, names: bool(names) and config.get("architectures") == [ARCHITECTURE],
     create=lambda recipe, target, rows: build_mtp(target, init=recipe.draft.init, seed=recipe.seed),
     save=lambda draft, target, folder: save_mtp(draft, folder),

@@ -98,9 +98,9 @@ def test_a_block_sees_its_anchor_and_features_before_it_and_nothing_else(variant
     shape = draft.config
     memory = BlockMemory(anchors, starts, spans(batch, anchors, 9), 9, shape.sliding_window, shape.is_causal)
     like = features.last_hidden
-    draft.remember(type(features)(aux, like), draft.rotary(like, batch["position_ids"]), memory)
+    context = draft.context(type(features)(aux, like)), draft.rotary(like, batch["position_ids"])
     slots = positions[anchors].unsqueeze(1) + torch.arange(9)
-    hidden = draft(batch["input_ids"][0, anchors], draft.rotary(like, slots), memory)
+    hidden = draft(batch["input_ids"][0, anchors], draft.rotary(like, slots), memory, context)
     for index, (anchor, start) in enumerate(zip(anchors.tolist(), starts.tolist(), strict=True)):
         first_slot = torch.autograd.grad(hidden[index, 0].square().sum(), aux[0], retain_graph=True)[0]
         read = first_slot[0].abs().sum(-1).nonzero().flatten().tolist()
