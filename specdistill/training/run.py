@@ -22,6 +22,7 @@ from typing import Any
 
 from transformers import PrinterCallback, ProgressCallback, TrainingArguments, set_seed
 
+from specdistill import __version__
 from specdistill.credentials import without_places
 from specdistill.errors import UserError, logger
 from specdistill.files.documents import parse_yaml, read_json, read_keys
@@ -38,7 +39,7 @@ from specdistill.training.history import Bar, ProgressLines, save_history
 from specdistill.training.resumable import ResumableTrainer, Stopping
 from specdistill.training.trainer import DraftTrainer
 
-PACKAGES = ("specdistill", "torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
+PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
 RECIPE, PROVENANCE = "recipe.yaml", "provenance.json"
 LOCK = ".lock"
 SEEN_WITHIN = 60.0  # seconds in which a network file system shows all machines what one of them wrote
@@ -120,7 +121,7 @@ class TrainingRun:
             "recipe": hashlib.sha256(recipe_yaml(self.recipe, public=True).encode()).hexdigest(),
             "command": without_places(sys.argv),
             "python": sys.version.split()[0],
-            "packages": {name: version(name) for name in PACKAGES},
+            "packages": {"specdistill": __version__, **{name: version(name) for name in PACKAGES}},
             "git_revision": git_revision(),
             **facts,
         }

@@ -277,7 +277,7 @@ EMBEDDING = {"model.embed_tokens.weight": noise((4, 4))}
         ({}, EMBEDDING, "1 tensors"),
         ({"architectures": ["MedusaModel"]}, {"0.0.linear.weight": noise((4, 4))}, "MedusaModel"),
         ({"architectures": ["PEagleDraftModel"]}, tensors_of("midlayer.") | {"mask_hidden": noise((1, 1, 192))}, "peagle"),
-        ({"architectures": ["DFlashDraftModel"]}, tensors_of("layers.0.") | {"hidden_norm.weight": noise((H,))}, "dflash"),
+        ({"architectures": ["DFlash2DraftModel"]}, tensors_of("layers.0.") | {"hidden_norm.weight": noise((H,))}, "dflash2"),
     ],
 )
 def test_layouts_that_are_not_known(config: dict[str, Any], tensors: dict[str, Tensor], got: str, tmp_path: Path) -> None:

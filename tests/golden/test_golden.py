@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.golden import record
+from tests.processes import needs_gradients_in_forks
 
 FOLDER = Path(__file__).parent
 RECORDED: dict[str, dict[str, Any]] = json.loads((FOLDER / "record.json").read_text(encoding="utf-8"))
@@ -18,6 +19,7 @@ RECORDED: dict[str, dict[str, Any]] = json.loads((FOLDER / "record.json").read_t
 TOLERANCE, TOLERANCE_OF_MUON = 2e-4, 1e-2
 
 
+@needs_gradients_in_forks
 @pytest.mark.parametrize("name", ["eagle3", "draft_model"])
 def test_a_training_begins_as_it_did(tmp_path: Path, name: str) -> None:
     """While its rate rises, steps do not depend on how many follow."""

@@ -461,7 +461,7 @@ def told(name: str, hub: Hub, acquire: Acquire, tmp_path: Path) -> AcquireResult
     return said
 
 
-@pytest.mark.parametrize("name", one_a_method(sorted(PAIRS.keys() - {"qwen3-dflash"})))
+@pytest.mark.parametrize("name", one_a_method(sorted(PAIRS)))
 def test_public_pairs_that_are_right(name: str, large_disk: None, hub: Hub, acquire: Acquire, tmp_path: Path) -> None:
     said = told(name, hub, acquire, tmp_path)
     assert said.code == 0 and "warning" not in said.err, said.err
@@ -472,7 +472,7 @@ def test_public_pairs_that_are_right(name: str, large_disk: None, hub: Hub, acqu
 UNREAD = {"d2t-range", "zeros"}
 
 
-@pytest.mark.parametrize("name", [*sorted(WRONG_PAIRS.keys() - UNREAD), "qwen3-dflash"])
+@pytest.mark.parametrize("name", sorted(WRONG_PAIRS.keys() - UNREAD))
 def test_public_pairs_that_are_wrong(name: str, large_disk: None, hub: Hub, acquire: Acquire, tmp_path: Path) -> None:
     said = told(name, hub, acquire, tmp_path)
     assert (said.code, said.out, said.err.count("\n")) == (2, "", 1), said.err

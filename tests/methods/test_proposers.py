@@ -11,6 +11,7 @@ from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.eagle3.checkpoint import save_eagle3
 from specdistill.methods.eagle3.module import build_eagle3
+from specdistill.methods.feature_proposer import FeatureProposer
 from specdistill.methods.lookups import LookupProposer
 from specdistill.methods.ngram.lookup import NgramLookup
 from tests.proposers import ModelProposer, tiny_target
@@ -48,7 +49,7 @@ def test_a_heads_size_is_that_of_the_weights_in_its_file(target, tmp_path):
     head = build_eagle3(target).to(torch.bfloat16)
     save_eagle3(head, tmp_path)
     saved = [tensor for tensor in load_file(tmp_path / "model.safetensors").values() if tensor.is_floating_point()]
-    proposer = HeadProposer(head)
+    proposer: FeatureProposer = HeadProposer(head)
     assert proposer.num_parameters == sum(tensor.numel() for tensor in saved)
     assert proposer.num_bytes == 2 * proposer.num_parameters
 

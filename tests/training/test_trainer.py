@@ -16,7 +16,7 @@ from specdistill.methods.recipe import DECODED, Recipe, TrainedRecipe
 from specdistill.recipe.load import load_recipe
 from specdistill.rows.packing import collate
 from tests.heads import HEADS
-from tests.processes import run_processes
+from tests.processes import needs_gradients_in_forks, run_processes
 from tests.refusals import refused
 from tests.training.small_runs import gradient_of, gradient_of_one_step, rows, tiny_target, trainer
 
@@ -34,6 +34,7 @@ def test_the_gradient_does_not_depend_on_accumulation(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
+@needs_gradients_in_forks
 def test_the_gradient_does_not_depend_on_processes(tmp_path: Path) -> None:
     whole = gradient_of_one_step(tmp_path / "whole", 4, 1)
 

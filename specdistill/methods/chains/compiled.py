@@ -18,7 +18,7 @@ class CompiledSteps:
     """Passes over a KV cache of `size` positions, after a prompt was read, uncompiled, into it."""
 
     def __init__(self, head: Head, cache: DraftKVCache, size: int) -> None:
-        self.head, self.cache = head, cache
+        self.head, self.logits, self.cache = head, head.logits, cache
         cache.reserve(size)
         allow_graphs()
         mode = "reduce-overhead" if head.target_ids_W.is_cuda else None
@@ -41,4 +41,4 @@ class CompiledSteps:
         rotary, slots = self.cache.slots(held, ids_1T.shape[1])
         normed, next_hidden = self.head(ids_1T, hidden_1TH, rotary, slots)
         normed_1H, next_hidden_1H = (x.index_select(1, last.unsqueeze(0)).squeeze(1) for x in (normed, next_hidden))
-        return self.head.logits(normed_1H), next_hidden_1H
+        return self.logits(normed_1H), next_hidden_1H

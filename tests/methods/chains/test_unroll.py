@@ -115,7 +115,7 @@ def test_loss_acceptance_and_chains_are_their_formulas() -> None:
     rows = {name: torch.tensor([column]) for name, column in columns.items()}
     unroll = TrainingTimeTest(toy, forward_kl, 3, step_decay=0.5, temperature=TEMPERATURE)
     total, sums = run(unroll, target, rows)
-    assert torch.allclose(sums.table(), expected, rtol=1e-4) and unroll.num_loss_tokens(indexed(rows)) == expected[1, 0]
+    assert torch.allclose(sums.table()[:7], expected, rtol=1e-4) and unroll.num_loss_tokens(indexed(rows)) == expected[1, 0]
     assert float(total) == pytest.approx(float((expected[0] * torch.tensor([4, 2, 1]) / 7).sum()), rel=1e-4)
     assert (expected[2:4] > 0).all() and 0 < expected[4, 1] < expected[2, 1]
 
