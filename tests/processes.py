@@ -16,7 +16,6 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils.other import get_free_port
 from torch import distributed
 
-
 # Once its engine has run, which it did in tests before.
 needs_gradients_in_forks = pytest.mark.skipif(
     torch.version.cuda is not None, reason="torch's CUDA build computes no gradients in a forked process"
