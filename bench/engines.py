@@ -3,8 +3,10 @@
 import hashlib
 import os
 import subprocess
+import tomllib
 from pathlib import Path
 
+from specdistill import __version__
 from specdistill.errors import ResourceError
 from specdistill.project import ROOT
 
@@ -35,6 +37,17 @@ def run(*command: str | Path) -> str:
         output = f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
         raise ResourceError(f"{command[0]} ended with {done.returncode}:\n{output}", next_step="look at what it printed")
     return done.stdout + done.stderr
+
+
+def with_plugin(folder: Path) -> str:
+    """The value of PYTHONPATH with which vLLM finds specdistill and its plugin as if pip had installed them. folder: for what pip notes."""
+    information = folder / f"specdistill-{__version__}.dist-info"
+    information.mkdir(parents=True, exist_ok=True)
+    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: specdistill\nVersion: {__version__}\n")
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    lines = [f"[{group}]\n{name} = {value}\n" for group, entries in groups.items() for name, value in entries.items()]
+    (information / "entry_points.txt").write_text("".join(lines))
+    return f"{folder}{os.pathsep}{ROOT}"
 
 
 LLAMA_CPP = environment("llama.cpp") / "source" / "vendor" / "llama.cpp"

@@ -22,7 +22,7 @@ import torch
 
 from bench.counting import generate_here, ignore_stop_tokens, total
 from bench.drafts import reports, specdistill
-from bench.engines import QUIET_VLLM, SERVER, convert, environment
+from bench.engines import QUIET_VLLM, SERVER, convert, environment, with_plugin
 from bench.pages import write_between
 from bench.smollm2 import FOLDER, GGUF, PAGE
 from specdistill.command import run
@@ -41,9 +41,9 @@ from specdistill.suites.suite import Prompt, load_suite, tokenize
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 
-# With Intel's OpenMP, which vLLM asks for in its log when it drafts on an x86 CPU.
-VLLM = f"env LD_PRELOAD={environment('vllm') / 'lib' / 'libiomp5.so'} {environment('vllm') / 'bin' / 'vllm'} serve"
 TARGET, SUITE, OUTPUT = FOLDER / "target", FOLDER / "suites" / "smollm2.yaml", FOLDER / "engines"
+# With our plugin, and Intel's OpenMP, which vLLM asks for in its log when it drafts on an x86 CPU.
+OPENMP, PROGRAM = environment("vllm") / "lib" / "libiomp5.so", environment("vllm") / "bin" / "vllm"
 COMPARED = 3  # tokens that llama.cpp's lookup compares, neither more nor fewer; as many have to follow
 HEAD = (
     "draft",
@@ -95,6 +95,7 @@ def main(options: Options) -> None:
     num_prompts, max_new_tokens = (3, 8) if options.small else (options.num_prompts, options.max_new_tokens)
     drafts = chosen(options)
     os.environ.update(QUIET_VLLM)
+    vllm = f"env LD_PRELOAD={OPENMP} PYTHONPATH={with_plugin((OUTPUT / 'site').absolute())} {PROGRAM} serve {options.vllm_options}"
     target, unstopped = (FrozenTarget.load(str(TARGET), dtype="bfloat16") for _ in range(2))
     ignore_stop_tokens(unstopped)
     room = {"max_new_tokens": max_new_tokens + 4 * max(draft.k for draft in drafts), "max_length": target.max_length}
@@ -102,7 +103,7 @@ def main(options: Options) -> None:
 
     rows = []
     for draft in drafts:
-        row = measured(draft, "vllm", num_prompts, max_new_tokens, [f"eval.engine_command={VLLM} {options.vllm_options}"])
+        row = measured(draft, "vllm", num_prompts, max_new_tokens, [f"eval.engine_command={vllm}"])
         rows.append({**row, "here": as_vllm(draft, unstopped, prompts, max_new_tokens, target.eos_token_ids)})
         there = draft.of_llama_cpp
         try:
@@ -200,7 +201,7 @@ def as_gguf(draft: Draft, folder: Path) -> Path:
     """The draft as llama.cpp loads it, in float16. Raises UserError for what llama.cpp cannot express."""
     shutil.rmtree(folder, ignore_errors=True)
     export(draft.folder, "gguf", folder, TargetFiles.of(str(TARGET)), num_speculative_tokens=draft.k)
-    if draft.method == "eagle3":
+    if draft.method != "draft_model":
         return convert(folder, folder / "draft.gguf", "--target-model-dir", TARGET, "--outtype", "f16")
     return folder / "draft-f16.gguf"
 

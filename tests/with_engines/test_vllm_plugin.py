@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,7 @@ from typing import Any
 import pytest
 
 from bench.counting import Counts, generate_here, total
-from bench.engines import QUIET_VLLM
-from specdistill import __version__
+from bench.engines import QUIET_VLLM, with_plugin
 from specdistill.engines.start import started
 from specdistill.engines.vllm import LOOKUP_VARIABLE
 from specdistill.errors import ExitCode, ResourceError
@@ -33,15 +31,7 @@ LOOKUP = LookupFirstConfig(min=2, max=5, draft_tokens=3)
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The value of PYTHONPATH with which specdistill is found as if pip had installed it."""
-    folder = tmp_path_factory.mktemp("site")
-    information = folder / f"specdistill-{__version__}.dist-info"
-    information.mkdir()
-    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: specdistill\nVersion: {__version__}\n")
-    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
-    lines = [f"[{group}]\n{name} = {value}\n" for group, entries in groups.items() for name, value in entries.items()]
-    (information / "entry_points.txt").write_text("".join(lines))
-    return f"{folder}{os.pathsep}{ROOT}"
+    return with_plugin(tmp_path_factory.mktemp("site"))
 
 
 def evaluated(method: str, draft: Path, folder: Path, python_path: str, *more: str) -> "subprocess.CompletedProcess[str]":
