@@ -95,7 +95,9 @@ def main(options: Options) -> None:
     num_prompts, max_new_tokens = (3, 8) if options.small else (options.num_prompts, options.max_new_tokens)
     drafts = chosen(options)
     os.environ.update(QUIET_VLLM)
-    vllm = f"env LD_PRELOAD={OPENMP} PYTHONPATH={with_plugin((OUTPUT / 'site').absolute())} {PROGRAM} serve {options.vllm_options}"
+    vllm = (
+        f"env LD_PRELOAD={OPENMP} PYTHONPATH={with_plugin((OUTPUT / 'site').absolute())} {PROGRAM} serve {options.vllm_options}"
+    )
     target, unstopped = (FrozenTarget.load(str(TARGET), dtype="bfloat16") for _ in range(2))
     ignore_stop_tokens(unstopped)
     room = {"max_new_tokens": max_new_tokens + 4 * max(draft.k for draft in drafts), "max_length": target.max_length}
