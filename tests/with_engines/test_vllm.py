@@ -40,8 +40,6 @@ DRAFTS: dict[str, tuple[str, str, str | None]] = {
     "EAGLE-3, engine=speculators": ("eagle3", "EAGLE-3, chosen layers", "speculators"),
     "EAGLE, engine=vllm": ("eagle", "EAGLE", "vllm"),
     "draft model, engine=vllm": ("draft_model", "draft model", "vllm"),
-    "DFlash, engine=vllm": ("dflash", "DFlash", "vllm"),
-    "DFlash, engine=speculators": ("dflash", "DFlash", "speculators"),
 }
 ONE_OFF = "EAGLE-3, layers one off"
 PREDICTED = "multi-token prediction"
