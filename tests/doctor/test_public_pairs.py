@@ -44,9 +44,13 @@ SAID = {
     "encoder-decoder": "target.model: got ",
     "no-mtp": "no layer",
     "mtp-not-saved": "no layer",
+}
+NAMED = {
+    "eagle-as-eagle3": "eagle",
+    "eagle3-as-eagle": "eagle3",
+    "model-as-eagle3": "draft_model",
     "dflash-as-eagle3": "dflash",
 }
-NAMED = {"eagle-as-eagle3": "eagle", "eagle3-as-eagle": "eagle3", "model-as-eagle3": "draft_model"}
 
 
 @pytest.mark.long  # a grid
