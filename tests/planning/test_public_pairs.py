@@ -86,7 +86,6 @@ REFUSED = {
     "other-depth": ("draft", "80 layers"),
     "aux-layers": ("draft", "33"),
     "encoder-decoder": ("target.model", "T5ForConditionalGeneration"),
-    "dflash-as-eagle3": ("draft", "a draft of method dflash"),
 }
 
 
