@@ -294,7 +294,7 @@ def shapes(shape: Shape) -> dict[str, Any]:
     others = {
         "one row": replace(shape, rows=1, length=shape.rows * shape.length),
         "whole vocabulary": replace(shape, draft_vocab_size=whole),
-        "recomputed": replace(shape, keys={"gradient_checkpointing": True}),
+        "recomputed": replace(shape, keys={"activation_checkpointing": True}),
     }
     return {name: steps_of(other) for name, other in others.items()}
 

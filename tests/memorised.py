@@ -9,11 +9,14 @@ import torch
 
 from specdistill.decoding.decoder import Decoder
 from specdistill.losses.divergence import forward_kl
+from specdistill.methods.blocks.checkpoint import save
+from specdistill.methods.blocks.method import build
+from specdistill.methods.blocks.objective import BlockObjective
 from specdistill.methods.chains.unroll import TrainingTimeTest
 from specdistill.rows.packing import indexed
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.history import HISTORY, History
-from tests.heads import build_head, document_rows, save_head
+from tests.heads import KINDS, build_head, document_rows, save_head
 
 PROMPT = "def f(x):"
 NUM_TOKENS = 100  # that the target generates and the head learns
@@ -24,12 +27,20 @@ K = 4
 def memorise(method: str, target: FrozenTarget, run: Path, *, num_steps: int = 200, **shape: Any) -> Path:
     """Train a head of this shape, and leave it as a run does: `draft` and `run/history.json`. Returns the draft's folder."""
     prompt = target.tokenizer(PROMPT)["input_ids"]
-    rows = indexed(document_rows([*prompt, *Decoder(target).generate(prompt, max_new_tokens=NUM_TOKENS).token_ids]))
-    head = build_head(method, target, **shape)
+    rows: dict[str, Any] = indexed(
+        document_rows([*prompt, *Decoder(target).generate(prompt, max_new_tokens=NUM_TOKENS).token_ids])
+    )
+    if method in KINDS:
+        own = {"markov_rank": 8} if method == "dspark" else {}
+        head = build(KINDS[method], target, num_layers=2, block_size=K + 1, mask_token_id=2, **own, **shape)
+        unroll: Any = BlockObjective(head, forward_kl, NUM_TOKENS)
+        rows = unroll.prepare(rows, None)
+    else:
+        head = build_head(method, target, **shape)
+        unroll = TrainingTimeTest(head, forward_kl, K, step_decay=0.8)
     for norm, size in (("input_layernorm", 2.0), ("hidden_norm", 0.5)):  # as different as long training makes them
         if hasattr(head.layers[0], norm) and method == "eagle3":
             getattr(head.layers[0], norm).weight.data.fill_(size)
-    unroll = TrainingTimeTest(head, forward_kl, K, step_decay=0.8)
     optimizer = torch.optim.AdamW(head.parameters(), lr=8e-3)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, num_steps)
     seen = unroll.read_target(target, rows)
@@ -40,7 +51,10 @@ def memorise(method: str, target: FrozenTarget, run: Path, *, num_steps: int = 2
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-    save_head(method, head, run / "draft")
+    if method in KINDS:
+        save(head, KINDS[method], run / "draft")
+    else:
+        save_head(method, head, run / "draft")
     accepted = {f"eval_acceptance_{k}": 0.9 for k in range(1, K + 1)} | {"eval_acceptance_length": LENGTH}
     (run / HISTORY).parent.mkdir()
     (run / HISTORY).write_text(json.dumps(asdict(History(None, num_steps, [{"step": num_steps, **accepted}]))))

@@ -120,7 +120,8 @@ class Server:
 
     def samples(self, hint: str) -> list[Sample]:
         """The lines of its page of counters. `hint`: what to do when there is none."""
-        page, found = self.ask("/metrics", hint=hint).content.decode(errors="replace"), list[Sample]()
+        page = self.ask("/metrics", hint=hint).content.decode(errors="replace")
+        found: list[Sample] = []
         try:
             for line in map(str.strip, page.splitlines()):
                 if line and not line.startswith("#"):

@@ -108,8 +108,7 @@ def print_plan(plan: "Plan", drafts: Sequence["KnownDraft"], not_asked: str | No
     if advice["start"] == advice["lookup"]:
         console.print("What it gains depends on the text: this measures it.")
     else:
-        what = "N-gram lookup needs no training, and what it gains depends on the text, alone or in front of a draft"
-        console.print(f"{what} (eval.lookup_first={{}}):")
+        console.print("N-gram lookup needs no training, alone or in front of a draft (eval.lookup_first={}):")
         _print_commands(advice["lookup"] or "", console)
     grid = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for name in COLUMNS:
@@ -124,9 +123,8 @@ def print_plan(plan: "Plan", drafts: Sequence["KnownDraft"], not_asked: str | No
         console.print(line)
     for warning in plan.warnings:
         console.print(Text(f"note: {warning}", style="yellow"))
-    rest = "" if details else " details=true says what takes the memory, and why a method is not possible."
-    said = "Estimates: nothing was measured. Tokens, GPU hours and memory are of training."
-    console.print(Text(f"{said}{rest} --json has all numbers and their sources.", style="dim"))
+    rest = "" if details else " details=true says more,"
+    console.print(Text(f"All estimates; GPU memory is of training.{rest} --json all.", style="dim"))
 
 
 def _print_commands(commands: str, console: Console) -> None:

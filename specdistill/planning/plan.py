@@ -60,7 +60,7 @@ def _warnings(target: Described) -> list[str]:
         warnings.append(f"the config names no dtype: bytes are of {str(ASSUMED_DTYPE).removeprefix('torch.')}")
     if (settings := target.quantization) and target.stored_bytes is None:
         dtype = str(target.dtype or ASSUMED_DTYPE).removeprefix("torch.")
-        counted = f"no index says how large they are, so bytes here are of {dtype}, and c of a draft in that is higher"
+        counted = f"no index says their size: bytes here are of {dtype}, and c of a draft in that is higher"
         warnings.append(f"the target's weights are {settings.get('quant_method', 'quantised')}: {counted}")
     if target.cache is None:
         warnings.append("its class does not show its KV cache: budgets are without it")

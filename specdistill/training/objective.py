@@ -131,7 +131,7 @@ def checkpoint_mlps(layers: nn.ModuleList) -> None:
     mlps = [module for name, module in layers.named_modules() if name.rpartition(".")[2] in names]
     if not mlps:
         got, expected = f"true with layers of {type(layers[0]).__name__}", f"layers with {names[0]}"
-        raise UserError("train.gradient_checkpointing", got=got, expected=expected)
+        raise UserError("train.activation_checkpointing", got=got, expected=expected)
     for mlp in mlps:
         mlp.forward = partial(checkpoint, mlp.forward, use_reentrant=False)
 

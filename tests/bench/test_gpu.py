@@ -21,7 +21,7 @@ def test_every_part_of_training_and_decoding_runs(tmp_path: Path) -> None:
     assert list(results) == parts
     assert results["train"]["tokens_per_second"] > 0 and len(results["train"]["kernels"]) == 40
     assert set(results["train"]["parts_ms"]) == {"target", "unroll and loss", "backward", "optimizer"}
-    losses = {name: found["loss"] for name, found in results["variants"].items()}
+    losses = {name: found["loss"] for name, found in results["variants"].items() if isinstance(found, dict)}
     assert losses["compiled"] == pytest.approx(losses["plain"], rel=1e-3)
     assert "16 tokens" in gpu.page([path]) and "| decoding |" in gpu.page([path])
 

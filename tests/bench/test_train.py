@@ -20,9 +20,9 @@ TINY: dict[str, Any] = {
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     """Results and page, in float32."""
-    results, page = tmp_path / "train.json", tmp_path / "page.md"
+    results, page = tmp_path / bench.FILES["cpu"], tmp_path / "page.md"
     page.write_text("before\n<!-- train -->\n<!-- /train -->\nafter\n", encoding="utf-8")
-    monkeypatch.setattr(bench, "RESULTS", results)
+    monkeypatch.setattr(bench, "RESULTS", tmp_path)
     monkeypatch.setattr(bench, "PAGE", page)
     monkeypatch.setattr(bench, "bf16", lambda: False)
     return results, page

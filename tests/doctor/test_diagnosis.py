@@ -26,7 +26,7 @@ from tests.memorised import LENGTH, NUM_TOKENS, PROMPT, memorise
 from tests.produce.row_sets import config_for, opened
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
-OF_MTP: dict[str, Any] = {"num_steps": 300}
+STEPS = {"mtp": 300, "dspark": 400}
 IDS = "eagle_aux_hidden_state_layer_ids"
 Change = Callable[[dict[str, Any], dict[str, Tensor]], None]
 
@@ -55,7 +55,7 @@ def run_of(folder: Path) -> Callable[[str], Path]:
             # Side by side, as many of the tokens of any real vocabulary are.
             side_by_side = sorted({near for token in written for near in (token, token + 1) if 0 < near < 259})
             shape = {"draft_vocabulary": torch.tensor(side_by_side)}
-        memorise(method, target, folder / method, **shape, **OF_MTP if method == "mtp" else {})
+        memorise(method, target, folder / method, num_steps=STEPS.get(method, 200), **shape)
         return folder / method
 
     return cache(learned)
@@ -135,7 +135,17 @@ QUICK = [
     ("eagle3", reads(2, 3, 4), "after layers [2, 3, 4]: it was trained on [1, 2, 3]"),
     ("eagle3", shifts_d2t(1), "d2t is too large"),
 ]
-LONG = [  # a grid, and heads of two more methods
+
+
+def says_of_blocks(**keys: Any) -> Change:
+    def change(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        config |= keys
+        config["dflash_config"] |= keys
+
+    return change
+
+
+LONG = [  # a grid, and drafts of three more methods
     ("eagle3", says(norm_before_residual=True), "norm_before_residual is True"),
     ("eagle3", reads(0, 1, 2), "after layers [0, 1, 2]: it was trained on [1, 2, 3]"),
     ("eagle3", swaps(NORMS["hidden_norm"], NORMS["input_layernorm"]), "input_layernorm and hidden_norm"),
@@ -149,6 +159,9 @@ LONG = [  # a grid, and heads of two more methods
     ("eagle3", shifts_d2t(-1), "d2t is too small"),
     ("eagle", swaps_halves("fc.weight"), "halves"),
     ("mtp", swaps_halves("mtp.fc.weight"), "halves"),
+    ("dspark", says_of_blocks(target_layer_ids=[2]), "after layers [3]: it was trained on"),
+    ("dspark", says_of_blocks(is_causal=True, causal=True), "its slots see those before them"),
+    ("dspark", says_of_blocks(sample_from_anchor=False), "sample_from_anchor is False"),
     ("mtp", swaps("mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight"), "norms"),
 ]
 
@@ -160,11 +173,13 @@ def test_the_cause_of_low_acceptance_is_named(
     method: str, change: Change, cause: str, folder: Path, run_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     made = diagnosed(folder, mutated(run_of(method), change, tmp_path / "run"))
-    _, why = (finding.what for finding in made.findings if finding.severity == "problem")
+    *_, why = (finding.what for finding in made.findings if finding.severity == "problem")
     assert not made.is_sound and cause in why, made.findings
 
 
-@pytest.mark.parametrize("method", ["eagle3", *(pytest.param(name, marks=pytest.mark.long) for name in ("eagle", "mtp"))])
+@pytest.mark.parametrize(
+    "method", ["eagle3", *(pytest.param(name, marks=pytest.mark.long) for name in ("eagle", "mtp", "dspark"))]
+)
 def test_a_good_draft_has_no_problem(method: str, folder: Path, run_of: Callable[[str], Path]) -> None:
     made = diagnosed(folder, run_of(method))
     assert made.is_sound and made.acceptance is not None and made.acceptance.length > 4.5, made.findings

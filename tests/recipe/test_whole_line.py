@@ -85,6 +85,7 @@ REPLACED: dict[str, tuple[Callable[["Line", Any], Any], str]] = {
     "data.cache_dir": (lambda line, folder: line.folder / "cache", "nothing that an earlier run kept"),
     "hidden_states.path": (lambda line, path: path and line.folder / "features", "of this test"),
     "train.output_dir": (lambda line, folder: line.run, "of this test"),
+    "train.torch_compile": (lambda line, compiled: compiled and "false", "a minute for two steps; tests/targets compiles"),
     "eval.suite": (lambda line, suite: line.suite, "short prompts in a file"),
     "eval.engine": (lambda line, engine: engine and "specdistill", "no engine is installed with the tests"),
     "eval.tensor_parallel": (lambda line, gpus: gpus and "null", "no engine is installed with the tests"),

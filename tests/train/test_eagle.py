@@ -73,7 +73,6 @@ def test_a_gguf_file_is_trained_for_measured_examined_and_judged(tmp_path: Path,
 
 
 @pytest.mark.long  # compiles
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo does it
 @pytest.mark.parametrize("keys", [["draft.ttt_steps=2"], ["method=draft_model"]])
 def test_compiled_layers_learn_the_same(folder: Path, tmp_path: Path, keys: list[str]) -> None:
     """By a backend that traces all and generates no code, which would take minutes."""

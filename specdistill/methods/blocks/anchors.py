@@ -27,7 +27,7 @@ def draw_blocks(batch: dict[str, Any], num_anchors: int, num_drafted: int, seed:
     has_loss_S = torch.zeros(num_tokens, dtype=torch.bool).index_fill(0, batch["loss_positions"], True)
     has_loss_S[0] = False  # padding of loss positions
     possible = (has_loss_S[:-1] & has_loss_S[1:] & (position_S[1:] > 1)).nonzero().flatten()
-    most = num_anchors * len(batch["position_ids"])
+    most = min(num_anchors * len(batch["position_ids"]), num_tokens)
     if len(possible) > most:
         evenly = [index * len(possible) // most for index in range(most)]
         chosen = evenly if seed is None else sorted(random.Random(seed).sample(range(len(possible)), most))

@@ -45,7 +45,8 @@ class BlockMemory:
 
     def append(self, layer: int, key_BGTd: Tensor, value_BGTd: Tensor) -> None:
         """Of all tokens of the batch."""
-        self._context[layer] = tuple(x.transpose(0, 1).flatten(1, 2).to(value_BGTd.dtype) for x in (key_BGTd, value_BGTd))  # type: ignore[assignment]
+        key_GSd, value_GSd = (x.transpose(0, 1).flatten(1, 2).to(value_BGTd.dtype) for x in (key_BGTd, value_BGTd))
+        self._context[layer] = key_GSd, value_GSd
 
     def attend(self, layer: int, query_NhPd: Tensor, key_NGPd: Tensor, value_NGPd: Tensor) -> Tensor:
         """[N, h, P, d]."""

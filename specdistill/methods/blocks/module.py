@@ -139,8 +139,6 @@ class BlockDraft(nn.Module):
     """
 
     d2t: Tensor
-    correction: Correction | None = None
-    confidence: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
@@ -154,6 +152,15 @@ class BlockDraft(nn.Module):
         self.rotary = Rotary(config)
         # d2t [W] int64: offset from draft id to target id.
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+
+    @property
+    def correction(self) -> Any:
+        """A `Correction`, or None."""
+        return None
+
+    @property
+    def confidence(self) -> Callable[[Tensor, Tensor], Tensor] | None:
+        return None
 
     @property
     def logits(self) -> LogitsHead:

@@ -68,7 +68,7 @@ class BlockObjective(nn.Module):
         return layers
 
     def activation_checkpointing_enable(self, **options: Any) -> None:
-        """Called by transformers' Trainer for `train.gradient_checkpointing`."""
+        """Called by transformers' Trainer for `train.activation_checkpointing`."""
         checkpoint_mlps(self.layers)
 
     def prepare(self, batch: dict[str, Any], number: int | None) -> dict[str, Any]:

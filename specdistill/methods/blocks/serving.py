@@ -1,7 +1,8 @@
 """How engines are given block drafters: the layouts of exports, and what vLLM's loader makes of a folder. No torch.
 
-Read in vLLM 0.32's qwen3_dflash.py and configs/speculators, and in the converter that llama-cpp-python 0.3.36 has. vLLM runs the anchor's
-slot and as many as it drafts tokens: slots that see each other are served as they were trained at the largest K alone.
+Read in vLLM 0.32's qwen3_dflash.py and configs/speculators, in the converter that llama-cpp-python 0.3.36 has, and of SGLang in dflash.py
+alone: what its DSpark takes is not known here, so only what DFlash's layers and the plain correction are is written for it. vLLM runs the
+anchor's slot and as many as it drafts tokens: slots that see each other are served as they were trained at the largest K alone.
 """
 
 from typing import Any
@@ -16,6 +17,11 @@ CAUSAL = Limit(
     "causal slots and no window",
     lambda draft: draft.is_causal and draft.sliding_window is None,
     "slots that see all of their block: speculators has no others without a window",
+)
+CAUSALITY = Limit(
+    "causal slots without a window, or a window without them",
+    lambda draft: draft.is_causal != (draft.sliding_window is not None),
+    "a window exactly where slots are causal: SGLang goes by that alone",
 )
 SLOTS = (
     Slot("fc.weight", "H A*D"),

@@ -80,7 +80,7 @@ class TrainingTimeTest(nn.Module):
         return layers
 
     def activation_checkpointing_enable(self, **options: Any) -> None:
-        """Called by transformers' Trainer for `train.gradient_checkpointing`. Not the attention, which would enter its keys and values
+        """Called by transformers' Trainer for `train.activation_checkpointing`. Not the attention, which would enter its keys and values
         into the cache a second time.
         """
         checkpoint_mlps(self.layers)

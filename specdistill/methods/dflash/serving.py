@@ -2,7 +2,7 @@
 
 from specdistill.engines.engine import Layout, Serving
 from specdistill.engines.loader import Setting
-from specdistill.methods.blocks.serving import NESTED, PRUNED, loader, of_speculators
+from specdistill.methods.blocks.serving import CAUSALITY, NESTED, PRUNED, loader, of_speculators
 
 VLLM = loader(
     architecture="DFlashDraftModel",
@@ -11,7 +11,7 @@ VLLM = loader(
 
 SERVING = {
     "vllm": Serving("dflash", Layout(), (VLLM,)),
-    "sglang": Serving("DFLASH", Layout(limits=(PRUNED,))),
+    "sglang": Serving("DFLASH", Layout(limits=(PRUNED, CAUSALITY))),
     "speculators": Serving("dflash", of_speculators("dflash", "DFlashSpeculator")),
     "gguf": Serving("draft-dflash", Layout(limits=(PRUNED,))),
 }

@@ -97,7 +97,7 @@ class Distillation(nn.Module):
     def activation_checkpointing_enable(
         self, activation_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
     ) -> None:
-        """Called by transformers' Trainer for `train.gradient_checkpointing`. Layers attend as at first when they are computed again."""
+        """Called by transformers' Trainer for `train.activation_checkpointing`. Layers attend as at first when they are computed again."""
         own = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), attending(self._draft.configs))}
         self.draft.activation_checkpointing_enable({**(activation_checkpointing_kwargs or {}), **own}, **options)
 

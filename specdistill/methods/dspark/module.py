@@ -101,9 +101,9 @@ class DSparkDraft(BlockDraft):
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
 
     @property
-    def correction(self) -> MarkovHead:  # type: ignore[override]
+    def correction(self) -> MarkovHead:
         return self.markov_head
 
     @property
-    def confidence(self) -> ConfidenceHead | None:  # type: ignore[override]
+    def confidence(self) -> ConfidenceHead | None:
         return self.confidence_head

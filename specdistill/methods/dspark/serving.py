@@ -2,7 +2,7 @@
 
 from specdistill.engines.engine import Layout, Serving
 from specdistill.engines.loader import Setting, Slot
-from specdistill.methods.blocks.serving import CORRECTION, loader, of_speculators
+from specdistill.methods.blocks.serving import CAUSALITY, CORRECTION, loader, of_speculators
 
 FIELDS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
 # vLLM's qwen3_dspark.py; its runner V2 alone runs it. The confidence head may be there or not.
@@ -23,7 +23,7 @@ LIMITED = Layout(limits=(CORRECTION,))
 
 SERVING = {
     "vllm": Serving("dspark", LIMITED, (VLLM,)),
-    "sglang": Serving("DSPARK", LIMITED),
+    "sglang": Serving("DSPARK", Layout(limits=(CORRECTION, CAUSALITY))),
     "speculators": Serving("dspark", of_speculators("dspark", "DSparkSpeculator", *FIELDS)),
     "gguf": Serving("draft-dspark", LIMITED),
 }

@@ -6,12 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.proposer import DecodingState
 from specdistill.decoding.sampling import Sampling
+from specdistill.engines.loader import check_loader
+from specdistill.export import export
 from specdistill.losses.divergence import build_divergence, forward_kl
+from specdistill.methods import METHODS
 from specdistill.methods.blocks.anchors import draw_blocks, spans
 from specdistill.methods.blocks.attention import BlockMemory
 from specdistill.methods.blocks.checkpoint import load, save
@@ -20,7 +24,9 @@ from specdistill.methods.blocks.objective import BlockObjective
 from specdistill.methods.blocks.proposer import BlockProposer
 from specdistill.methods.load import load_proposer, method_of
 from specdistill.rows.packing import indexed
+from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
+from tests.export import layouts
 from tests.heads import KINDS, build_block, document_rows
 from tests.refusals import refused
 
@@ -244,6 +250,63 @@ def test_more_tokens_than_a_block_has_are_refused(target: FrozenTarget) -> None:
 def test_what_the_target_does_not_have_is_refused(target: FrozenTarget, key: str, options: dict[str, Any]) -> None:
     with refused(key):
         build_block("dflash", target, **options)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> FrozenTarget:
+    return layouts.saved_target(tmp_path_factory.mktemp("target"))
+
+
+PRUNED = {"draft_vocabulary": torch.arange(5, 105, 4)}
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "gguf", "speculators"])
+@pytest.mark.parametrize(
+    ("method", "shape"), [("dflash", {}), ("dspark", PRUNED), ("dspark", {"is_causal": True, "sliding_window": 9})]
+)
+def test_an_export_is_read_back_as_what_it_was(
+    saved: FrozenTarget, tmp_path: Path, engine: str, method: str, shape: dict[str, Any]
+) -> None:
+    """And where vLLM's loader is known, it finds nothing wrong; a mask or layers that its file does not say, it tells."""
+    draft = build_block(method, saved, **shape)
+    save(draft, KINDS[method], tmp_path / "draft")
+    export(tmp_path / "draft", engine, tmp_path / engine, TargetFiles(saved.name))
+    assert load(KINDS[method], tmp_path / engine, saved).config == draft.config
+    for loader in METHODS[method].serving()[engine].loaders:
+        config = json.loads((tmp_path / engine / "config.json").read_text())
+        shapes = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / engine / "model.safetensors").items()}
+        found = check_loader(loader, config, shapes, draft.config, saved)
+        assert (found.refused, found.silent) == ([], [])
+        del (
+            config["is_causal"],
+            config["dflash_config"]["causal"],
+            config["dflash_config"]["mask_token_id"],
+            config["mask_token_id"],
+        )
+        config["dflash_config"]["target_layer_ids"] = [2, 3]
+        wrong = " ".join(check_loader(loader, config, shapes, draft.config, saved).silent)
+        assert "mask_token_id" in wrong and "after layers [3, 4]" in wrong and ("is_causal" in wrong) == draft.config.is_causal
+
+
+@pytest.mark.parametrize(
+    ("engine", "method", "shape", "holds"),
+    [
+        ("sglang", "dflash", {"is_causal": True}, "causal slots without a window"),
+        ("sglang", "dspark", {"sliding_window": 9}, "causal slots without a window"),
+        ("sglang", "dflash", PRUNED, "a pruned vocabulary"),
+        ("gguf", "dflash", PRUNED, "a pruned vocabulary"),
+        ("vllm", "dspark", {"markov_head_type": "rnn"}, "a correction by more"),
+        ("gguf", "dspark", {"markov_head_type": "gated"}, "a correction by more"),
+        ("speculators", "dflash", {"is_causal": True}, "causal slots and no window"),
+    ],
+)
+def test_what_an_engine_cannot_express_is_refused(
+    saved: FrozenTarget, tmp_path: Path, engine: str, method: str, shape: dict[str, Any], holds: str
+) -> None:
+    save(build_block(method, saved, **shape), KINDS[method], tmp_path / "draft")
+    with refused("engine", holds=holds):
+        export(tmp_path / "draft", engine, tmp_path / "out", TargetFiles(saved.name))
+    assert not (tmp_path / "out").exists()
 
 
 def test_layers_are_spread_as_the_authors_spread_them() -> None:

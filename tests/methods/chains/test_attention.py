@@ -133,7 +133,6 @@ def test_nothing_asks_for_data() -> None:
 
 
 @pytest.mark.long  # a compiler
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo does
 def test_it_is_one_graph_for_all_lengths() -> None:
     compiled = torch.compile(two_steps, backend="aot_eager", fullgraph=True)
     steps = noise(SHAPES["grouped"], steps=2)

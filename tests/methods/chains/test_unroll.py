@@ -137,7 +137,6 @@ def test_pruned_soft_targets_are_renormalised_and_keep_their_mass(target: Frozen
 
 
 @pytest.mark.long  # a compiler
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo does it
 @pytest.mark.parametrize(("method", "num_steps"), [("eagle3", 7), ("eagle", 2), ("mtp", 2)])
 def test_a_compiled_layer_is_one_graph_of_each_step(target: FrozenTarget, method: str, num_steps: int) -> None:
     options = {"draft_vocabulary": torch.arange(1, 200, 2)} if method == "eagle3" else {}
