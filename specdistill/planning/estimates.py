@@ -6,9 +6,9 @@ position; c a draft step and v a verification of K tokens, both in plain target 
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 from specdistill.errors import UserError
@@ -169,9 +169,17 @@ class Scenario:
 
     def _target(self, num_tokens: int, *, spread: bool) -> float:
         """Over this many tokens of each sequence."""
-        model, serving = self.target.model, self.serving
-        read = weights_read(model, serving.batch_size * (num_tokens if spread else 1), self.target.weigh(serving.dtype))
-        return self._pass(read, self.target.cache, weights_read(model), num_tokens)
+        read = self._read(self.serving.batch_size * (num_tokens if spread else 1))
+        return self._pass(read, self.target.cache, self._parameters, num_tokens)
+
+    @cached_property
+    def _parameters(self) -> float:
+        return weights_read(self.target.model)
+
+    @cached_property
+    def _read(self) -> Callable[[int], float]:
+        """Bytes of the target's weights that a pass over this many tokens reads."""
+        return cache(partial(weights_read, self.target.model, weigh=self.target.weigh(self.serving.dtype)))
 
     def _pass(self, weights: float, cache: CacheSize | None, parameters: float, num_tokens: int) -> float:
         """weights: bytes that it reads. parameters: that each token is multiplied with."""
@@ -274,7 +282,9 @@ def _training(
         rate = H100.tokens_per_second(step, rows * length, 2 * read * rows * length)
     launch, trained = _launch(target, memory, scenario.serving.memory), tokens
     if recipe:
-        launch = _launched(target, memory, *launch_of(str(name)), is_sharded=recipe["target"].get("shard") == "layers")
+        launch = _launched(
+            target, _layers(target), memory, *launch_of(str(name)), is_sharded=recipe["target"].get("shard") == "layers"
+        )
         trained = train["max_steps"] * train.get("gradient_accumulation_steps", 1) * rows * length * launch.num_processes
     return {
         "disk_bytes": None if tokens is None else cost.features * target.text.hidden_size * itemsize * tokens,
@@ -289,14 +299,21 @@ def _training(
 
 def _launch(target: Described, memory: Mapping[str, int], device_memory: float) -> Launch | None:
     """The fewest devices of a machine on which training fits, and the first configuration under which it does."""
+    layers = _layers(target)
     ways = ((name, number) for number in (1, 2, 4, GPUS_PER_MACHINE) for name in ("ddp", "zero2"))
-    launches = (_launched(target, memory, *way, is_sharded=way[1] > 1) for way in ways)
+    launches = (_launched(target, layers, memory, *way, is_sharded=way[1] > 1) for way in ways)
     return next((launch for launch in launches if launch.device_bytes <= USABLE * device_memory), None)
 
 
-def _launched(target: Described, memory: Mapping[str, int], name: str, number: int, *, is_sharded: bool) -> Launch:
+def _layers(target: Described) -> float:
+    """Bytes of the target's layers."""
+    return math.fsum(target.itemsize() * size.numel() for key, size in target.model.named_parameters() if ".layers." in key)
+
+
+def _launched(
+    target: Described, layers: float, memory: Mapping[str, int], name: str, number: int, *, is_sharded: bool
+) -> Launch:
     """With what each process holds: of the target's layers a part and a gathered one, of the draft what the configuration leaves."""
-    layers = target.itemsize() * sum(size.numel() for key, size in target.model.named_parameters() if ".layers." in key)
     spared = layers - (layers / number + layers / target.text.num_hidden_layers) if is_sharded else 0
     kept = {"zero2": 0.25 + 0.75 / number, "zero3": 0.25 + 1 / number}.get(name.partition("_")[0], 1.0)
     return Launch(name, number, is_sharded, int(sum(memory.values()) - spared - (1 - kept) * memory["draft"]))

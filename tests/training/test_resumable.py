@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from specdistill.training.history import read_history
 from specdistill.training.resumable import ResumableTrainer
 from tests.launches import tiny_files
-from tests.processes import run_processes
+from tests.processes import needs_gradients_in_forks, run_processes
 from tests.refusals import refused_key
 from tests.scripts import specdistill
 from tests.tiny import tiny_target_model
@@ -60,6 +60,7 @@ def record(run: Path) -> tuple[int, float, list[float], bytes]:
     return state["best_global_step"], state["best_metric"], evaluations, last
 
 
+@needs_gradients_in_forks
 @pytest.mark.distributed
 @pytest.mark.parametrize("processes", [1, 2])
 def test_every_epoch_has_an_order_of_its_own_also_when_it_is_resumed_in_mid_epoch(tmp_path: Path, processes: int) -> None:
@@ -209,6 +210,7 @@ def test_another_target_or_other_rows_under_the_same_recipe_are_refused(tmp_path
     assert refused.returncode == 2 and refused_key(refused.stderr) == "train.output_dir" and f" {fact} " in refused.stderr
 
 
+@needs_gradients_in_forks
 @pytest.mark.distributed
 def test_two_processes_stop_together_and_one_resumes(keys: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal reaches the second alone. One process that accumulates twice then takes the same steps, but for rounding."""
