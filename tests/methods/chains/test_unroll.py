@@ -141,6 +141,7 @@ def test_pruned_soft_targets_are_renormalised_and_keep_their_mass(target: Frozen
 def test_a_compiled_layer_is_one_graph_of_each_step(target: FrozenTarget, method: str, num_steps: int) -> None:
     options = {"draft_vocabulary": torch.arange(1, 200, 2)} if method == "eagle3" else {}
     model = TrainingTimeTest(build_head(method, target, **options), forward_kl, num_steps, feature_weight=0.1)
+    torch._dynamo.reset()
     counters.clear()
     gradients = []
     for compiled in (False, True):

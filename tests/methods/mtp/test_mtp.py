@@ -9,15 +9,28 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import Gemma2Config, Gemma2ForCausalLM, GptOssConfig, GptOssForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 from transformers.modeling_layers import MtpModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from specdistill.decoding.decoder import Decoder
+from specdistill.export import export
+from specdistill.methods.load import load_proposer
 from specdistill.methods.mtp.checkpoint import build_mtp, load_mtp, save_mtp
 from specdistill.methods.mtp.module import MtpDraft
 from specdistill.methods.mtp.tensor_names import split_experts
+from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from tests.heads import causal
+from tests.memorised import PROMPT, memorise
 from tests.mtp_targets import (
     COMMON,
     EXPERTS,
@@ -224,3 +237,22 @@ def test_transformers_own_layer_of_this_kind_agrees(tmp_path: Path, monkeypatch:
         expected = theirs.forward_layer(0, hidden, torch.arange(12).expand(2, 12), None, input_ids=ids)
         normed, _ = draft(ids, hidden, rotary, causal(ids))
     assert torch.allclose(normed, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
+def test_transformers_decodes_with_a_trained_layer_as_we_do(kind: str, tmp_path: Path) -> None:
+    """`generate(use_mtp=True)` reads it from an exported target: the same text in as many passes."""
+    target = write_checkpoint(kind, tmp_path / "target", with_mtp=False)
+    memorise("mtp", target, tmp_path / "run", num_steps=20)
+    export(tmp_path / "run" / "draft", "vllm", tmp_path / "merged", TargetFiles(target.name))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.2\."]  # where its class looks for the layer
+    passes: list[int] = []
+    model.model.register_forward_hook(lambda _, __, output: passes.append(output.last_hidden_state.shape[1]))
+    prompt = target.tokenizer(PROMPT)["input_ids"]
+    options: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    (theirs,) = model.generate(torch.tensor([prompt]), use_mtp=True, **options)
+    proposer = load_proposer("mtp", tmp_path / "run" / "draft", target)
+    ours = Decoder(target, proposer).generate(prompt, max_new_tokens=60, num_speculative_tokens=1)
+    assert theirs.tolist() == [*prompt, *ours.token_ids]
+    assert 30 < len(passes) == 1 + len(ours.rounds) < 58
