@@ -20,6 +20,8 @@ from tests.fuzz.sandbox import Sandbox, broken
 from tests.fuzz.surfaces import SURFACES, build
 from tests.processes import needs_gradients_in_forks
 
+pytestmark = needs_gradients_in_forks
+
 FEW = 200
 NUM_INPUTS = int(os.environ.get("SPECDISTILL_FUZZ", FEW))  # for all surfaces together
 
@@ -38,7 +40,6 @@ def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
     return Sandbox(folder / "box", folder / "valid")
 
 
-@needs_gradients_in_forks
 @pytest.mark.parametrize("name", SURFACES)
 def test_a_hostile_input_is_refused_or_read(name: str, sandbox: Sandbox) -> None:
     surface = SURFACES[name]

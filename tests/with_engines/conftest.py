@@ -23,7 +23,8 @@ TRAINED: dict[str, tuple[str, tuple[str, ...]]] = {
     "EAGLE": ("pico/eagle", FAST),
     "draft model": ("pico/draft", ()),
     # One layer: vLLM on a CPU normalises the keys of all layers by the first one's weights.
-    "DFlash": ("pico/dflash", (*FAST, "draft.num_layers=1")),
+    "DFlash": ("pico/dflash", (*FAST, "train.max_steps=200", "draft.num_layers=1")),
+    "DFlash, two layers": ("pico/dflash", (*FAST, "train.max_steps=200")),
     "DSpark": ("pico/dspark", (*FAST, "draft.markov_head_type=vanilla")),
 }
 
@@ -57,8 +58,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
                 "regenerate.prompt_tokens=32",
                 "regenerate.temperatures=[0.0]",
             )
-            arguments = [f"recipe={recipe}", f"train.output_dir={run}", f"data.cache_dir={folder / 'cache'}", *changes]
+            arguments = [f"recipe={recipe}", f"train.output_dir={run}", f"data.cache_dir={folder / 'cache'}"]
             arguments += [f"train.{change}" for change in small] + [f"data.{change}" for change in data]
+            arguments += changes
             done = specdistill("train", *arguments)
             assert done.returncode == 0, done.stderr[-3000:]
         return run / "draft"
