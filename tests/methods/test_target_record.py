@@ -14,8 +14,8 @@ from transformers import AutoConfig
 from specdistill.cli import main
 from specdistill.command import run
 from specdistill.errors import ExitCode
-from specdistill.methods.draft_model.create import create_draft_model
 from specdistill.methods.load import create_draft, implementation, load_proposer
+from specdistill.methods.models.create import create_draft_model
 from specdistill.methods.recipe import Recipe
 from specdistill.methods.target_record import SECTION, check_target, save_draft
 from specdistill.recipe.load import load_recipe

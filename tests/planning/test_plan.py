@@ -17,8 +17,8 @@ from transformers import CONFIG_MAPPING, GPT2Config, GPT2LMHeadModel, GPTNeoXCon
 
 from specdistill.cli import main
 from specdistill.errors import UserError
-from specdistill.methods.draft_model.create import propose_shape
 from specdistill.methods.eagle3.module import build_eagle3
+from specdistill.methods.models.create import propose_shape
 from specdistill.methods.recipe import Recipe
 from specdistill.methods.sizes import Described
 from specdistill.planning import estimates
