@@ -11,6 +11,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
+from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.sampling import Sampling
 from specdistill.export import export
 from specdistill.losses.divergence import forward_kl
@@ -22,6 +23,7 @@ from specdistill.methods.recipe import Recipe
 from specdistill.recipe.load import load_recipe
 from specdistill.rows.packing import indexed
 from specdistill.targets.frozen import FrozenTarget
+from tests.heads import document_rows
 from tests.proposers import state_of
 from tests.refusals import refused
 from tests.tiny import qwen, tiny_target_model
@@ -132,6 +134,25 @@ def test_the_target_as_its_own_draft_is_perfect_at_tokens_and_hard_labels_need_n
     loss, _ = hard(**batch, soft_targets=None)
     loss.backward()
     assert float(hard.draft.get_input_embeddings().weight.grad[MASK].abs().sum()) > 0
+
+
+def test_a_memorised_text_is_drafted_in_full(target: FrozenTarget) -> None:
+    """Proof of the shifts: overfit one text that the target wrote, then decode it."""
+    prompt = [5, 9, 20, 31]
+    text = [*prompt, *Decoder(target).generate(prompt, max_new_tokens=20).token_ids]
+    objective = objective_of("llama", retention=1.0, labels="hard").train()
+    batch = objective.prepare(indexed(document_rows(text)), 0)
+    optimizer = torch.optim.AdamW(objective.parameters(), lr=5e-3)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, 60)
+    for _ in range(60):
+        loss, _ = objective(**batch, soft_targets=None)
+        optimizer.zero_grad()
+        (loss / objective.num_loss_tokens(batch)).backward()
+        optimizer.step()
+        schedule.step()
+    proposer = DraftModelProposer(objective.draft, mask_token_id=MASK)
+    run = Decoder(target, proposer).generate(prompt, max_new_tokens=20, num_speculative_tokens=K - 1)
+    assert [*prompt, *run.token_ids] == text and [r.num_accepted for r in run.rounds[:-1]] == [K - 1] * (len(run.rounds) - 1)
 
 
 def test_a_model_that_takes_no_masks_is_refused() -> None:
