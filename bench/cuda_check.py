@@ -40,9 +40,9 @@ from specdistill.errors import ExitCode
 from specdistill.losses import chunked
 from specdistill.methods import METHODS
 from specdistill.methods.chains.unroll import objective
-from specdistill.methods.draft_model.objective import PackedModel
 from specdistill.methods.eagle3 import method as eagle3
 from specdistill.methods.eagle3.module import default_aux_layers
+from specdistill.methods.models.objective import PackedModel
 from specdistill.methods.sizes import PlannedDraft
 from specdistill.planning.accounting import UNWRITTEN, Ledger, WeightlessTarget, training_step
 from specdistill.recipe.fields import Section, option

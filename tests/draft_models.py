@@ -4,8 +4,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from specdistill.methods.draft_model.proposer import DraftModelProposer
-from specdistill.methods.draft_model.vocabulary import match_vocabularies
+from specdistill.methods.models.proposer import DraftModelProposer
+from specdistill.methods.models.vocabulary import match_vocabularies
 from specdistill.targets.frozen import FrozenTarget
 from tests.tiny import tiny_target_model
 

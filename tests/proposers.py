@@ -12,9 +12,9 @@ from specdistill.decoding.proposer import DecodingState, Proposal, Proposer
 from specdistill.decoding.sampling import Generators, Sampling, draw
 from specdistill.decoding.tree import DynamicTree, StaticTree, Tree, candidates_are_drawn
 from specdistill.methods.chains.proposer import HeadProposer
-from specdistill.methods.draft_model.proposer import DraftModelProposer
-from specdistill.methods.draft_model.vocabulary import SharedVocabulary
 from specdistill.methods.load import implementation
+from specdistill.methods.models.proposer import DraftModelProposer
+from specdistill.methods.models.vocabulary import SharedVocabulary
 from specdistill.methods.ngram.method import NgramProposer
 from specdistill.methods.suffix.method import SuffixProposer
 from specdistill.recipe.sections import LookupFirstConfig
@@ -136,6 +136,11 @@ OTHERS: dict[str, Callable[[FrozenTarget], Proposer]] = {
     "draft_model": lambda target: DraftModelProposer(half_right(target)),
     "draft_model, threshold": lambda target: DraftModelProposer(half_right(target), confidence_threshold=0.3),
     "draft_model, window": lambda target: DraftModelProposer(half_right(target, context=24), context="window"),
+    "pard": lambda target: DraftModelProposer(half_right(target), mask_token_id=2),
+    "pard, of transformers, threshold": lambda target: DraftModelProposer(
+        qwen(), mask_token_id=2, confidence_threshold=0.02, vocabulary=half_the_vocabulary(target)
+    ),
+    "pard, window": lambda target: DraftModelProposer(half_right(target, context=24), mask_token_id=2, context="window"),
     "draft_model, shared half": lambda target: DraftModelProposer(half_right(target), vocabulary=half_the_vocabulary(target)),
     "draft_model, other vocabulary": lambda target: translated(target, end="</s>"),
     "draft_model, of transformers": lambda target: DraftModelProposer(qwen()),

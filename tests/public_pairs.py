@@ -323,6 +323,18 @@ QWEN3_DFLASH = Repository(
     filled=True,
 )  # fmt: skip
 
+# As AMD writes small models that draft in one pass
+QWEN3_PARD = Repository(
+    "amd/PARD-Qwen3-0.6B",
+    QWEN3_8B.config | {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_hidden_layers": 28,
+        "pard_token": 151670, "spd_type": "pard", "tie_word_embeddings": True,
+    },
+    decoder(1024, 3072, 16, 8, 128, 151936, 28, tied=True, norms_of_qk=True),
+    tokenizer="qwen3",
+    filled=True,
+)  # fmt: skip
+
 # DeepSeek-V3, which has its draft as layer 61
 
 
@@ -534,13 +546,14 @@ PAIRS = {
     "llama-1b": Pair("draft_model", LLAMA_8B, LLAMA_1B),
     "qwen3-eagle3": Pair("eagle3", QWEN3_8B, QWEN3_EAGLE3),
     "qwen3-dflash": Pair("dflash", QWEN3_8B, QWEN3_DFLASH),
+    "qwen3-pard": Pair("pard", QWEN3_8B, QWEN3_PARD),
     "deepseek-mtp": Pair("mtp", DEEPSEEK_V3, None),
     "gpt-oss-20b-eagle3": Pair("eagle3", GPT_OSS_20B, GPT_OSS_20B_EAGLE3),
     "gpt-oss-120b-eagle3": Pair("eagle3", GPT_OSS_120B, GPT_OSS_120B_EAGLE3),
     "qwen3.5-mtp": Pair("mtp", QWEN35_9B, None),
 }
 
-QUICK = {"llama-eagle", "llama-eagle3", "llama-1b", "qwen3-dflash", "qwen3.5-mtp"}  # one of each method
+QUICK = {"llama-eagle", "llama-eagle3", "llama-1b", "qwen3-dflash", "qwen3-pard", "qwen3.5-mtp"}  # one of each method
 
 
 def one_a_method(names: Iterable[str], *, but: Iterable[str] = ()) -> list[Any]:
@@ -591,6 +604,8 @@ WRONG_PAIRS = {
     "eagle-as-eagle3": Pair("eagle3", LLAMA_8B, LLAMA_EAGLE),
     "eagle3-as-eagle": Pair("eagle", LLAMA_8B, LLAMA_EAGLE3),
     "model-as-eagle3": Pair("eagle3", LLAMA_8B, LLAMA_1B),
+    "pard-as-draft-model": Pair("draft_model", QWEN3_8B, QWEN3_PARD),
+    "pard-without-a-row": Pair("pard", QWEN3_8B, _with(QWEN3_PARD, pard_token=151936)),
     "dflash-as-eagle3": Pair("eagle3", QWEN3_8B, QWEN3_DFLASH),
     "other-depth": Pair("eagle3", LLAMA_8B, _with(LLAMA_EAGLE3, num_target_layers=80)),
     "aux-layers": Pair("eagle3", GPT_OSS_20B, _with(GPT_OSS_120B_EAGLE3, draft_vocab_size=None)),  # 2, 18 and 33 of 24

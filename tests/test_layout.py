@@ -15,6 +15,7 @@ MOST_MODULES = 15
 TESTED_ELSEWHERE = {
     "repositories": "hub/test_acquire.py",
     "methods/*/config": "recipe/test_recipe.py",
+    "methods/models/recipe": "recipe/test_recipe.py",
     "methods/untrained": "methods/suffix/test_proposer.py",
     "methods/*/serving": "engines/test_loader.py",
     "methods/chains/limits": "export/test_heads.py",

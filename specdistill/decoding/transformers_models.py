@@ -178,9 +178,15 @@ def last_of(x_BTH: Tensor, counts: Sequence[int]) -> Tensor:
     return x_BTH[torch.arange(len(counts), device=x_BTH.device), last_B]
 
 
-@torch.inference_mode()
 def check_batchable(model: Any, name: str) -> None:
-    """Raises UserError when a `BatchKVCache` cannot hold several sequences of the model called `name`, or the model mixes its rows.
+    """Raises UserError when a `BatchKVCache` cannot hold several sequences of the model called `name`, or the model mixes its rows."""
+    if reason := unmaskable(model):
+        raise UserError("eval.batch_size", got=f"more than 1 for {name}, a model with {reason}", expected="1")
+
+
+@torch.no_grad()
+def unmaskable(model: Any) -> str | None:
+    """What of a model keeps it from reading sequences under masks of ours; None for one that does.
 
     The latter is tested by a forward pass: some models ignore the mask or the positions that they are given.
     """
@@ -188,18 +194,16 @@ def check_batchable(model: Any, name: str) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     ropes = [entry for entry in rope.values() if isinstance(entry, dict)] or [rope]
     if is_recurrent(config):
-        reason = "recurrent layers, whose state cannot go back for one row alone"
-    elif not layer_kinds(config) <= KINDS:
-        reason = f"layers of kind {', '.join(sorted(layer_kinds(config)))}"
-    elif config._attn_implementation not in MASKED:
-        reason = f"attn {config._attn_implementation}, which takes no mask of ours"
-    elif any(entry.get("rope_type") in ("dynamic", "longrope") for entry in ropes):
-        reason = "rotary angles that depend on the longest sequence of a batch"
-    elif not _succeeds(lambda: _reads_rows_apart(model)):
-        reason = "layers that read a row of a batch differently from the same sequence alone"
-    else:
-        return
-    raise UserError("eval.batch_size", got=f"more than 1 for {name}, a model with {reason}", expected="1")
+        return "recurrent layers, whose state cannot go back for one row alone"
+    if not layer_kinds(config) <= KINDS:
+        return f"layers of kind {', '.join(sorted(layer_kinds(config)))}"
+    if config._attn_implementation not in MASKED:
+        return f"attn {config._attn_implementation}, which takes no mask of ours"
+    if any(entry.get("rope_type") in ("dynamic", "longrope") for entry in ropes):
+        return "rotary angles that depend on the longest sequence of a batch"
+    if not _succeeds(lambda: _reads_rows_apart(model)):
+        return "layers that read a row of a batch differently from the same sequence alone"
+    return None
 
 
 def _reads_rows_apart(model: Any) -> bool:

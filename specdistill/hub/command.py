@@ -41,7 +41,7 @@ class AcquireOptions(Section):
     heterogeneous_vocab: bool = option(
         False,
         "accept a draft model with a different tokenizer",
-        read_when=ReadWhen("by method draft_model", lambda it: it.method == "draft_model"),
+        read_when=ReadWhen("by methods pard and draft_model", lambda it: METHODS[it.method].standalone),
     )
     output: str | None = option(None, "folder for a cache of draft and target, which an offline machine reads as HF_HUB_CACHE")
     verify: bool = option(False, "verify cached files against the Hub's checksums, and fetch damaged ones again")

@@ -105,6 +105,13 @@ METHODS = {
         MethodCost("1", features=6, positions=2),
         "specdistill.methods.dspark",
     ),
+    "pard": Method(
+        "a smaller language model that fills masks in one pass (arXiv 2504.18583)",
+        "train/draft.py",
+        MethodCost("1", positions=3),
+        "specdistill.methods.pard",
+        standalone=True,
+    ),
     "draft_model": Method(
         "a smaller language model that drafts for the target (arXiv 2211.17192)",
         "train/draft.py",

@@ -28,9 +28,10 @@ METHOD_PATTERNS = OTHER_METHODS | {
     "eagle3": r"eagle[-_ ]?3",
     "eagle": r"eagle",
     "mtp": r"(?<![a-z])mtp(?![a-z])",
+    "pard": r"(?<![a-z])pard(?![a-z])",
     "draft_model": r"draft",
 }
-SEARCHES = ("eagle", "speculator", "draft", "dflash", "dspark", "mtp")
+SEARCHES = ("eagle", "speculator", "draft", "dflash", "dspark", "mtp", "pard")
 
 
 def read(name: str, *, key: str, revision: str | None = None, trust_remote_code: bool = False) -> Described:

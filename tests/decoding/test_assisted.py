@@ -12,7 +12,7 @@ from specdistill.decoding.assisted import Draft
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.proposer import DecodingState, Proposal, Proposer
 from specdistill.decoding.sampling import Generators, Sampling
-from specdistill.methods.draft_model.proposer import DraftModelProposer
+from specdistill.methods.models.proposer import DraftModelProposer
 from specdistill.targets.frozen import FrozenTarget
 from tests import mtp_targets
 from tests.proposers import OTHERS, SHAPES, ModelProposer, Oracle, proposer_of

@@ -12,8 +12,8 @@ from specdistill.decoding.decoder import Decoder, Generation
 from specdistill.decoding.proposer import Proposer
 from specdistill.decoding.sampling import Sampling
 from specdistill.methods.chains.proposer import HeadProposer
-from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.eagle.module import build_eagle
+from specdistill.methods.models.proposer import DraftModelProposer
 from specdistill.methods.ngram.method import NgramProposer
 from specdistill.targets.frozen import FrozenTarget
 from tests import mtp_targets
@@ -80,7 +80,16 @@ def test_greedy_text_of_each_row_is_its_text_alone(target: FrozenTarget, plain: 
 
 @pytest.mark.parametrize(
     "name",
-    ["draft_model, threshold", "draft_model, window", "eagle3, window", "ngram", "ngram+eagle3", "ngram+draft_model", "suffix"],
+    [
+        "draft_model, threshold",
+        "draft_model, window",
+        "pard, window",
+        "eagle3, window",
+        "ngram",
+        "ngram+eagle3",
+        "ngram+draft_model",
+        "suffix",
+    ],
 )
 def test_rounds_are_those_of_the_row_alone(target: FrozenTarget, name: str) -> None:
     """Not only the text: what is drafted and accepted in each round, though neighbours accept more or less, or stop."""

@@ -14,9 +14,9 @@ from specdistill.decoding.tree import tree_shape
 from specdistill.losses.divergence import forward_kl
 from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.chains.unroll import TrainingTimeTest
-from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.eagle3.checkpoint import save_eagle3
 from specdistill.methods.eagle3.module import build_eagle3
+from specdistill.methods.models.proposer import DraftModelProposer
 from specdistill.methods.ngram.method import NgramProposer
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.arguments import training_arguments

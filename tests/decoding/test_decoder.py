@@ -15,7 +15,7 @@ from specdistill.decoding.decoder import Decoder, Running
 from specdistill.decoding.proposer import Proposal
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import DynamicTree, StaticTree
-from specdistill.methods.draft_model.proposer import DraftModelProposer
+from specdistill.methods.models.proposer import DraftModelProposer
 from specdistill.methods.ngram.method import NgramProposer
 from specdistill.targets.frozen import FrozenTarget
 from tests import mtp_targets
@@ -31,6 +31,8 @@ NAMES = (
     "dflash, pruned, causal, window",
     "dspark",
     "dspark, rnn",
+    "pard",
+    "pard, of transformers, threshold",
     "ngram",
     "ngram+eagle3",
     "online eagle3",

@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from specdistill.decoding.kv_cache import FIRST_SIZE, BatchKVCache, RaggedKVCache
 from specdistill.decoding.transformers_models import masked_pass
-from specdistill.methods.draft_model.layers import LlamaLayers
+from specdistill.methods.models.layers import LlamaLayers
 from tests import mtp_targets
 from tests.tiny import qwen, tiny_target_model
 

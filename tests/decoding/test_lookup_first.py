@@ -13,8 +13,8 @@ from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.decoding.sampling import GREEDY, Generators, Sampling
 from specdistill.decoding.tree import DynamicTree
 from specdistill.methods.chains.proposer import HeadProposer
-from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.eagle3.module import build_eagle3
+from specdistill.methods.models.proposer import DraftModelProposer
 from specdistill.methods.ngram.method import NgramProposer
 from specdistill.recipe.sections import LookupFirstConfig
 from specdistill.targets.frozen import FrozenTarget

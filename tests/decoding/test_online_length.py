@@ -14,8 +14,8 @@ from specdistill.decoding.sampling import GREEDY, Generators, Sampling
 from specdistill.measurement.configurations import Settings
 from specdistill.measurement.measure import calibrate, cost_and_yield
 from specdistill.methods.chains.proposer import HeadProposer
-from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.eagle3.module import build_eagle3
+from specdistill.methods.models.proposer import DraftModelProposer
 from specdistill.methods.ngram.method import NgramProposer
 from specdistill.methods.suffix.method import SuffixProposer
 from specdistill.suites.suite import Prompt

@@ -14,8 +14,8 @@ from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.transformers_models import check_reads_trees, keep_path, read
 from specdistill.decoding.tree import ROOT, DynamicTree, StaticTree, Step, Tree, tree_shape
 from specdistill.methods.chains.proposer import HeadProposer
-from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.eagle3.module import build_eagle3
+from specdistill.methods.models.proposer import DraftModelProposer
 from specdistill.methods.ngram.method import NgramProposer
 from specdistill.targets.frozen import FrozenTarget
 from tests import mtp_targets
@@ -47,7 +47,7 @@ class Watched:
 
 
 NAMES = ("draft_model", "draft_model, of transformers", "draft_model, other vocabulary", *SHAPES)
-BLOCKS = ("dflash", "dspark", "dspark, rnn")
+BLOCKS = ("dflash", "dspark", "dspark, rnn", "pard")
 
 # --- Forms
 

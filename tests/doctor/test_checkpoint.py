@@ -15,8 +15,8 @@ from specdistill.cli import main
 from specdistill.doctor.diagnosis import Diagnosis, examine
 from specdistill.errors import ExitCode
 from specdistill.export import export
-from specdistill.methods.draft_model.checkpoint import save_draft_model
-from specdistill.methods.draft_model.create import create_draft_model
+from specdistill.methods.models.checkpoint import save_draft_model
+from specdistill.methods.models.create import create_draft_model
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from tests.finished_runs import edit

@@ -17,8 +17,8 @@ from specdistill.cli import main
 from specdistill.decoding.decoder import Decoder
 from specdistill.doctor.command import DoctorOptions
 from specdistill.doctor.diagnosis import Diagnosis, SimulatedAcceptance, _fit, diagnose, recorded
-from specdistill.methods.draft_model.checkpoint import save_draft_model
-from specdistill.methods.draft_model.create import create_draft_model
+from specdistill.methods.models.checkpoint import save_draft_model
+from specdistill.methods.models.create import create_draft_model
 from specdistill.recipe.load import validate
 from specdistill.rows.row_set import RowTarget
 from specdistill.targets.frozen import FrozenTarget

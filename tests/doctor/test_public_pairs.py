@@ -17,8 +17,8 @@ def examined(pair: Any, folder: Path, capsys: pytest.CaptureFixture[str]) -> tup
     return code, output.out + output.err
 
 
-# The weights of two are gigabytes, which it reads.
-@pytest.mark.parametrize("name", one_a_method(sorted(PAIRS), but=("llama-1b", "llama-eagle")))
+# The weights of three are gigabytes, which it reads.
+@pytest.mark.parametrize("name", one_a_method(sorted(PAIRS), but=("llama-1b", "llama-eagle", "qwen3-pard")))
 def test_a_public_draft_is_sound(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     code, said = examined(PAIRS[name], tmp_path / name, capsys)
     assert code == 0, said
@@ -34,6 +34,7 @@ SAID = {
     "other-depth": "num_target_layers 80",
     "aux-layers": "[2, 18, 33]",
     "missing-tensor": "layers.0.mlp.down_proj.weight",
+    "pard-without-a-row": "pard_token 151936",
     "no-d2t": "d2t of shape (32000,)",
     "d2t-range": "d2t",
     "lying-config": "layers.0.mlp.gate_proj.weight of shape (14336, 4096)",
@@ -50,6 +51,7 @@ NAMED = {
     "eagle3-as-eagle": "eagle3",
     "model-as-eagle3": "draft_model",
     "dflash-as-eagle3": "dflash",
+    "pard-as-draft-model": "pard",
 }
 
 

@@ -428,6 +428,7 @@ def test_the_verb(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
         ("eagle3", "speculators", "eagle3"),
         ("eagle", "vllm", "eagle"),
         ("draft", "vllm", "draft_model"),
+        ("pard", "vllm", "pard"),
     ],
 )
 def test_an_untrained_draft_of_a_recipe(recipe: str, engine: str, method: str, folder: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from specdistill.engines import start
 from specdistill.errors import ExitCode
 from specdistill.measurement.gguf_files import target_file
-from specdistill.methods.draft_model.gguf import write_gguf
+from specdistill.methods.models.gguf import write_gguf
 from specdistill.project import PICO, ROOT
 from specdistill.recipe.llama_cpp import LlamaCppConfig
 from specdistill.report.files import read_report

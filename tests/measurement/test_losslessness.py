@@ -18,7 +18,7 @@ from specdistill.measurement.losslessness import (
     summary,
     wrong_residual,
 )
-from specdistill.methods.draft_model.proposer import DraftModelProposer
+from specdistill.methods.models.proposer import DraftModelProposer
 from specdistill.methods.ngram.method import NgramProposer
 from specdistill.suites.suite import Prompt
 from specdistill.targets.frozen import FrozenTarget

@@ -22,7 +22,7 @@ from specdistill.measurement.measure import (
     spell,
 )
 from specdistill.measurement.timing import prompt_timing
-from specdistill.methods.draft_model.proposer import DraftModelProposer
+from specdistill.methods.models.proposer import DraftModelProposer
 from specdistill.methods.ngram.method import NgramProposer
 from specdistill.report.build import result_rows
 from specdistill.statistics.metrics import prompt_sums

@@ -8,11 +8,11 @@ from specdistill.decoding.proposer import Proposer
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import DynamicTree, StaticTree
 from specdistill.methods.chains.proposer import HeadProposer
-from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.eagle3.checkpoint import save_eagle3
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.feature_proposer import FeatureProposer
 from specdistill.methods.lookups import LookupProposer
+from specdistill.methods.models.proposer import DraftModelProposer
 from specdistill.methods.ngram.lookup import NgramLookup
 from tests.proposers import ModelProposer, tiny_target
 

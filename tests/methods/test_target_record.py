@@ -14,8 +14,8 @@ from transformers import AutoConfig
 from specdistill.cli import main
 from specdistill.command import run
 from specdistill.errors import ExitCode
-from specdistill.methods.draft_model.create import create_draft_model
 from specdistill.methods.load import create_draft, implementation, load_proposer
+from specdistill.methods.models.create import create_draft_model
 from specdistill.methods.recipe import Recipe
 from specdistill.methods.target_record import SECTION, check_target, save_draft
 from specdistill.recipe.load import load_recipe
@@ -28,13 +28,15 @@ from tests.refusals import refused, refused_key
 from tests.scripts import load_script
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
-METHODS = ("eagle3", "eagle", "mtp", "draft_model")
+METHODS = ("eagle3", "eagle", "mtp", "draft_model", "pard")
 eval_run = load_script("eval/run.py")
 
 
 def made(method: str, target: FrozenTarget) -> Any:
-    if method == "draft_model":
-        return create_draft_model(target, init="layers", num_layers=1)
+    if method in ("draft_model", "pard"):
+        draft = create_draft_model(target, init="layers", num_layers=1)
+        draft.config.update({"spd_type": "pard", "pard_token": 3} if method == "pard" else {})
+        return draft
     return build_head(method, target)
 
 
@@ -91,7 +93,14 @@ def test_every_command_names_both_targets(
 
 @pytest.mark.parametrize(
     ("method", "engine"),
-    [("eagle3", "vllm"), ("eagle3", "sglang"), ("eagle3", "speculators"), ("eagle", "vllm"), ("draft_model", "sglang")],
+    [
+        ("eagle3", "vllm"),
+        ("eagle3", "sglang"),
+        ("eagle3", "speculators"),
+        ("eagle", "vllm"),
+        ("draft_model", "sglang"),
+        ("pard", "vllm"),
+    ],
 )
 def test_an_export_keeps_the_record(method: str, engine: str, folder: Path, tmp_path: Path) -> None:
     keys = [f"draft={folder / method}", f"target={folder / 'target'}", f"engine={engine}", f"output_dir={tmp_path / 'out'}"]

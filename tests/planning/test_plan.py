@@ -17,8 +17,8 @@ from transformers import CONFIG_MAPPING, GPT2Config, GPT2LMHeadModel, GPTNeoXCon
 
 from specdistill.cli import main
 from specdistill.errors import UserError
-from specdistill.methods.draft_model.create import propose_shape
 from specdistill.methods.eagle3.module import build_eagle3
+from specdistill.methods.models.create import propose_shape
 from specdistill.methods.recipe import Recipe
 from specdistill.methods.sizes import Described
 from specdistill.planning import estimates
@@ -243,7 +243,7 @@ def test_what_cannot_be_tried_is_planned_with_a_warning(tmp_path: Path, monkeypa
     plan = make_plan(read(folder(tmp_path, LLAMA_1B), key="target.model"))
     (warning,) = plan.warnings
     assert "LlamaForCausalLM" in warning
-    assert [row.method for row in plan.methods if row.available] == ["draft_model", "ngram", "suffix"]
+    assert [row.method for row in plan.methods if row.available] == ["pard", "draft_model", "ngram", "suffix"]
 
 
 def test_quantised_weights_are_said_to_be_counted_otherwise(plan_for: Callable[..., Plan]):
@@ -258,6 +258,7 @@ def test_quantised_weights_are_said_to_be_counted_otherwise(plan_for: Callable[.
         (EAGLE3 | {"architectures": ["LlamaForCausalLMEagle3"]}, "eagle3"),
         ({key: value for key, value in EAGLE3.items() if key != "draft_vocab_size"}, "eagle"),
         (LLAMA_1B, "draft_model"),
+        (LLAMA_1B | {"spd_type": "pard", "pard_token": 128255}, "pard"),
     ],
 )
 def test_a_draft_that_is_given_takes_its_method_s_row(plan_for: Callable[..., Plan], config: dict[str, Any], method: str):
@@ -332,7 +333,7 @@ def test_a_plan_is_one_screen_that_answers_first(plan_for: Callable[..., Plan], 
     screen, detailed = screens
     lines = screen.splitlines()
     assert lines[0].startswith(f"Recommended: {plan.recommendation['method']}, ")
-    assert len(lines) <= (40 if width == 100 else 45) and max(map(len, lines)) <= width and "…" not in screen
+    assert len(lines) <= (40 if width == 100 else 46) and max(map(len, lines)) <= width and "…" not in screen
     unwrapped = " ".join(screen.replace("\\\n", " ").split())
     for command in f"{plan.recommendation['start']}\n{plan.recommendation['lookup']}".splitlines():
         assert command in unwrapped

@@ -11,7 +11,7 @@ from specdistill.engines.engine import Served
 from specdistill.errors import ExitCode
 from specdistill.measurement.servers import start_command
 from specdistill.methods import METHODS
-from specdistill.methods.draft_model.checkpoint import save_draft_model
+from specdistill.methods.models.checkpoint import save_draft_model
 from specdistill.methods.recipe import Recipe
 from specdistill.recipe.load import load_recipe
 from specdistill.targets.frozen import FrozenTarget

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from specdistill.errors import ResourceError, UserError
-from specdistill.methods.draft_model.create import create_draft_model
 from specdistill.methods.eagle3.module import build_eagle3
+from specdistill.methods.models.create import create_draft_model
 from specdistill.produce.make import open_rows
 from specdistill.recipe.sections import DataConfig, RegenerateConfig
 from specdistill.rows.row_set import RowTarget

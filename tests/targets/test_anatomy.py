@@ -10,9 +10,9 @@ from transformers import LlamaForCausalLM
 from specdistill.decoding.decoder import in_float64
 from specdistill.losses.divergence import DIVERGENCES
 from specdistill.methods.chains.unroll import TrainingTimeTest
-from specdistill.methods.draft_model.objective import Distillation
-from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.eagle3.module import build_eagle3
+from specdistill.methods.models.objective import Distillation
+from specdistill.methods.models.proposer import DraftModelProposer
 from specdistill.rows.packing import indexed
 from specdistill.targets.anatomy import examine
 from specdistill.targets.frozen import FrozenTarget

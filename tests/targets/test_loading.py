@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from specdistill.errors import ResourceError
-from specdistill.methods.draft_model.gguf import write_gguf
+from specdistill.methods.models.gguf import write_gguf
 from specdistill.planning.plan import make_plan
 from specdistill.planning.reading import read as read_plan
 from specdistill.project import PICO

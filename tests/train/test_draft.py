@@ -49,6 +49,15 @@ def test_a_run_leaves_a_model_that_any_tool_loads(folder: Path, tmp_path: Path, 
     assert (tmp_path / "run" / "training_curve.png").exists()
 
 
+def test_a_model_that_drafts_in_one_pass_is_trained_by_the_same_script(folder: Path, tmp_path: Path) -> None:
+    extra = ("draft.lora.rank=4", "train.activation_checkpointing=true", "draft.parallel_tokens=3")
+    assert train(folder, tmp_path / "run", *extra, "method=pard").returncode == 0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "draft").config.pard_token == 3
+    log = json.loads((tmp_path / "run" / "run" / "history.json").read_text())["log"]
+    of_positions = {f"eval_{name}_{k}" for name in ("loss", "accuracy", "acceptance") for k in (1, 2, 3)}
+    assert of_positions | {"eval_cumulative_acceptance_3"} <= {name for entry in log for name in entry}
+
+
 def test_what_is_measured_before_the_first_step_moves_nothing(folder: Path, tmp_path: Path) -> None:
     dropped = ("draft.lora.rank=4", "draft.lora.dropout=0.5")  # draws random numbers in every step
     weights, first = {}, {}

@@ -10,8 +10,8 @@ from torch._dynamo.utils import counters
 from transformers import AutoTokenizer
 
 from specdistill.cli import main
-from specdistill.methods.draft_model.gguf import write_gguf
 from specdistill.methods.eagle3.checkpoint import load_eagle3
+from specdistill.methods.models.gguf import write_gguf
 from specdistill.methods.recipe import Recipe
 from specdistill.project import PICO
 from specdistill.recipe.load import load_recipe

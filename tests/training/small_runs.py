@@ -9,9 +9,9 @@ from datasets import Dataset
 
 from specdistill.losses.divergence import forward_kl
 from specdistill.methods.chains.unroll import TrainingTimeTest
-from specdistill.methods.draft_model.checkpoint import save_draft_model
-from specdistill.methods.draft_model.create import create_draft_model
-from specdistill.methods.draft_model.objective import Distillation
+from specdistill.methods.models.checkpoint import save_draft_model
+from specdistill.methods.models.create import create_draft_model
+from specdistill.methods.models.objective import Distillation
 from specdistill.rows.store import FeatureStore
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.arguments import training_arguments

@@ -11,7 +11,7 @@ from datasets import Dataset
 from specdistill.decoding.decoder import Decoder
 from specdistill.errors import ResourceError
 from specdistill.methods.chains.proposer import HeadProposer
-from specdistill.methods.draft_model.proposer import DraftModelProposer
+from specdistill.methods.models.proposer import DraftModelProposer
 from specdistill.methods.recipe import DECODED, Recipe, TrainedRecipe
 from specdistill.recipe.load import load_recipe
 from specdistill.rows.packing import collate

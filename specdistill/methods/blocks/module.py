@@ -24,6 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_
 from specdistill.errors import UserError
 from specdistill.methods.chains.head import head_shape
 from specdistill.methods.layers import HeadShape, KVCache, RMSNorm, Rotary
+from specdistill.methods.mask_token import mask_token
 from specdistill.targets.anatomy import LogitsHead
 from specdistill.targets.frozen import Features, FrozenTarget
 
@@ -218,17 +219,12 @@ def block_config(
     if not layers or sorted(set(layers)) != layers or not 0 < layers[0] <= layers[-1] <= target.num_layers:
         expected = f"different layers in ascending order from 1 to {target.num_layers}, the target's depth"
         raise UserError("draft.aux_layers", got=layers, expected=expected)
-    mask = free_token(target) if mask_token_id is None else mask_token_id
-    if not 0 <= mask < target.vocab_size:
-        raise UserError(
-            "draft.mask_token_id", got=mask, expected=f"a token of the target's vocabulary, 0..{target.vocab_size - 1}"
-        )
     return {
         **head_shape(target, **options),
         "draft_vocab_size": draft_vocab_size,
         "aux_layers": tuple(layers),
         "target_num_layers": target.num_layers,
-        "mask_token_id": mask,
+        "mask_token_id": mask_token(target, mask_token_id),
     }
 
 
@@ -237,26 +233,3 @@ def default_layers(num_layers: int, count: int = 5) -> list[int]:
     last = max(num_layers - 2, 1)
     spread = (round(2 + index * (last - 2) / (count - 1)) for index in range(count))
     return sorted({min(max(layer, 1), num_layers) for layer in spread})
-
-
-def free_token(target: FrozenTarget) -> int:
-    """A token that no answer holds: the tokenizer's mask, a row of the embedding beyond the tokenizer, or a special token that neither
-    begins, ends nor pads a text. Raises UserError where there is none.
-    """
-    tokenizer = target.tokenizer
-    if tokenizer.mask_token_id is not None:
-        return int(tokenizer.mask_token_id)
-    if target.vocab_size > len(tokenizer):
-        return target.vocab_size - 1
-    taken = {
-        tokenizer.bos_token_id,
-        tokenizer.eos_token_id,
-        tokenizer.pad_token_id,
-        tokenizer.unk_token_id,
-        *target.eos_token_ids,
-    }
-    special = (id for id, token in tokenizer.added_tokens_decoder.items() if token.special and id not in taken)
-    if (free := max(special, default=None)) is None:
-        got = f"null with {target.name}, whose tokenizer has no token that is never generated"
-        raise UserError("draft.mask_token_id", got=got, expected="a token that texts do not hold")
-    return int(free)

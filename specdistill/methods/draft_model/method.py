@@ -1,34 +1,8 @@
-"""Draft models as a row of the table: how one is recognized, created, trained, examined, planned and exported."""
+"""Draft models as a row of the table (arXiv 2211.17192)."""
 
-from collections.abc import Mapping
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
-
-import torch
-from datasets import Dataset
-from torch import Tensor
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-from specdistill.decoding.proposer import Proposer
-from specdistill.losses.divergence import build_divergence
 from specdistill.methods import sizes
-from specdistill.methods.contract import Implementation
-from specdistill.methods.draft_model.checkpoint import check_outline, export, load_alike, load_draft_model, save_draft_model
-from specdistill.methods.draft_model.config import DraftModelRecipe
-from specdistill.methods.draft_model.create import check_decoder, create_draft_model, on_meta, propose_shape, with_lora
-from specdistill.methods.draft_model.objective import Distillation, OnPolicyGeneration
-from specdistill.methods.draft_model.proposer import DraftModelProposer
-from specdistill.methods.draft_model.vocabulary import match_vocabularies
-from specdistill.targets.cache_size import cache_size
-from specdistill.targets.files import TargetFiles
-from specdistill.targets.frozen import FrozenTarget
-from specdistill.targets.loading import read_tokenizer, read_without_weights
+from specdistill.methods.models.method import model_method
 
-CALIBRATION_ROWS = 16  # rows of training data whose activations say what a pruned width keeps
-TRANSLATION = ("heterogeneous_vocab", "token_replacements")  # keys of `eval:` that say what the draft may propose
-# Of the target's parameters; published draft models have 2 % (arXiv 2403.00858) to 10 % (arXiv 2402.01528).
-SHARE = 1 / 16
 PUBLISHED = sizes.PublishedFigures(
     (1 - 1 / 2.01, 0.76),
     "AL 2.01 (68M for Vicuna-33B, not distilled, Spec-Bench; K not stated, so alpha is at least 1 - 1/AL) to alpha 0.76 (160M for "
@@ -36,94 +10,4 @@ PUBLISHED = sizes.PublishedFigures(
     532_000 * sizes.TOKENS_PER_SAMPLE,
     "assumed, as for eagle3: no figure is published for this shape",
 )
-
-
-def create(recipe: DraftModelRecipe, target: FrozenTarget, rows: Dataset) -> Any:
-    calibration = torch.tensor(rows[:CALIBRATION_ROWS]["input_ids"], device=target.device)
-    model = create_draft_model(target, calibration=calibration, seed=recipe.seed, **recipe.draft.shape())
-    return with_lora(model, **vars(recipe.draft.lora))
-
-
-def objective(draft: Any, recipe: DraftModelRecipe, target: FrozenTarget) -> Distillation:
-    options, reference = recipe.loss.model_dump(exclude={"divergence", "reference"}), recipe.loss.reference
-    return Distillation(
-        draft,
-        build_divergence(recipe.loss.divergence),
-        num_positions=recipe.eval.num_speculative_tokens,
-        reference=load_alike(reference, target, key="loss.reference") if reference else None,
-        on_policy=OnPolicyGeneration(draft, **vars(recipe.on_policy), end_ids=tuple(target.eos_token_ids), seed=recipe.seed),
-        **options,
-    )
-
-
-def load_proposer(
-    folder: Path,
-    target: FrozenTarget,
-    *,
-    key: str,
-    draft_context: str = "refuse",
-    confidence_threshold: float | None = None,
-    **translation: Any,
-) -> Proposer:
-    model, tokenizer = load_draft_model(folder, key=key, device=target.device, dtype=target.dtype)
-    sides = target.tokenizer, len(target.lm_head.weight), tokenizer, _width(model)
-    vocabulary = match_vocabularies(*sides, key=key, **translation)
-    return DraftModelProposer(
-        model,
-        vocabulary=vocabulary,
-        confidence_threshold=confidence_threshold,
-        context=draft_context,
-        target_max_length=target.max_length,
-        key=key,
-    )
-
-
-def check(
-    folder: Path, tensors: Mapping[str, Tensor], target: TargetFiles | None, *, key: str, name: Path | str, **options: Any
-) -> None:
-    if any(tensor.is_meta for tensor in tensors.values()):
-        model, tokenizer = read_without_weights(folder, key=key, name=str(name))
-        check_outline(model, tensors, key=key, name=str(name))
-    else:
-        model, tokenizer = load_draft_model(folder, key=key)
-    if target is not None:
-        of_target, *_ = read_tokenizer(target.name, revision=target.revision, trust_remote_code=target.trust_remote_code)
-        translation = {option: value for option, value in options.items() if option in TRANSLATION}
-        match_vocabularies(of_target, target.vocab_size, tokenizer, _width(model), key=key, **translation)
-
-
-def _width(model: Any) -> int:
-    """Of the logits, which may be more than the tokenizer's tokens."""
-    return len(model.get_output_embeddings().weight)
-
-
-def planned(target: sizes.Described, given: sizes.Described | None, settings: dict[str, Any]) -> sizes.PlannedDraft:
-    """The model that is given, in the sizes of the target's own recipe, or in the shape proposed for SHARE."""
-    given_sizes = {name: settings[name] for name in sizes.ModelShape.__annotations__ if name in settings}
-    if given:
-        model = given.model
-    else:
-        check_decoder(target.model)
-        proposed = None if given_sizes else propose_shape(target.model, int(target.parameters * SHARE))
-        model = on_meta(target.model.config, proposed or replace(sizes.shape_of(target.text), **given_sizes))
-    shape = sizes.shape_of(model.config.get_text_config())
-    parts = sizes.ParameterCounts(int(model.num_parameters()), sizes.weights_read(model), shape.num_layers)
-    keys = ("draft.init=width", "draft.num_layers=null", f"draft.max_parameters={parts.parameters}")
-    note = "a smaller language model with a head of its own"
-    return sizes.PlannedDraft(parts, shape, target.text.vocab_size, note, PUBLISHED, cache_size(model), keys)
-
-
-METHOD = Implementation(
-    load_proposer=load_proposer,
-    is_named=lambda config, names: bool(
-        names and set(config.get("architectures") or []) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-    ),
-    create=create,
-    save=lambda draft, target, folder: save_draft_model(draft, target.tokenizer, folder),
-    objective=objective,
-    check=check,
-    planned=planned,
-    is_described=lambda draft, target: draft.is_causal_lm,
-    likely_causes=("its tokenizer gives tokens other numbers",),
-    export=export,
-)
+METHOD = model_method(PUBLISHED)

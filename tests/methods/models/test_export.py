@@ -14,8 +14,8 @@ from transformers import LlamaConfig, PreTrainedModel, Qwen3Config, Qwen3ForCaus
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdistill.export import export
-from specdistill.methods.draft_model.checkpoint import load_draft_model, save_draft_model, with_both_spellings
-from specdistill.methods.draft_model.gguf import WORDS_OF_LLAMA3, WORDS_OF_QWEN2
+from specdistill.methods.models.checkpoint import load_draft_model, save_draft_model, with_both_spellings
+from specdistill.methods.models.gguf import WORDS_OF_LLAMA3, WORDS_OF_QWEN2
 from specdistill.project import PICO
 from specdistill.targets.files import TargetFiles
 from tests.draft_models import LLAMA3

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specdistill.losses.divergence import forward_kl
-from specdistill.methods.draft_model.objective import Distillation
+from specdistill.methods.models.objective import Distillation
 from specdistill.rows.packing import indexed
 from specdistill.targets.frozen import FrozenTarget
 from tests.tiny import tiny_target_model

@@ -144,12 +144,22 @@ class Distillation(nn.Module):
         kept_R = loss_rows(position_ids, loss_positions, ahead=1)
         if reference_RH is not None and not measure:
             kept_R = self._select(rows_RH, reference_RH, soft_targets, kept_R)
+        weights_R = kept_R.float()
         next_R = input_ids.flatten()[loss_positions]
+        total, (losses_R, *measured) = self.losses(rows_RH, weights_R, next_R, soft_targets, measure)
+        sums = StepSums(loss=[losses_R.sum()], loss_tokens=[weights_R.sum()])
+        if measured:
+            self._measure(sums, input_ids.shape, loss_positions, weights_R, *measured)
+        return total, sums
+
+    def losses(
+        self, rows_RH: Tensor, weights_R: Tensor, next_R: Tensor, soft_targets: SoftTargets | None, measure: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The weighted sum of the rows' losses, next_R being the sequences' own tokens, and the weighted metrics [M, R]."""
 
         def targets_of(rows: slice) -> tuple[Tensor, TargetDistributions | None]:
             return next_R[rows], None if soft_targets is None else soft_targets.at(rows, measure=measure)
 
-        weights_R = kept_R.float()
         total, metrics_MKR = head_loss(
             rows_RH.unsqueeze(0),
             weights_R.unsqueeze(0),
@@ -157,11 +167,7 @@ class Distillation(nn.Module):
             targets_of,
             partial(self.row_losses, measure),
         )
-        losses_R, *measured = metrics_MKR.squeeze(1) * weights_R
-        sums = StepSums(loss=[losses_R.sum()], loss_tokens=[weights_R.sum()])
-        if measured:
-            self._measure(sums, input_ids.shape, loss_positions, weights_R, *measured)
-        return total, sums
+        return total, metrics_MKR.squeeze(1) * weights_R
 
     def row_losses(
         self, measure: bool, logits_rV: Tensor, targets: tuple[Tensor, TargetDistributions | None], k: int

@@ -14,10 +14,10 @@ from specdistill.decoding.decoder import Decoder, Generation
 from specdistill.decoding.proposer import Proposal
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import DynamicTree
-from specdistill.methods.draft_model.layers import LlamaLayers
-from specdistill.methods.draft_model.proposer import DraftModelProposer
-from specdistill.methods.draft_model.vocabulary import match_vocabularies
 from specdistill.methods.load import load_proposer
+from specdistill.methods.models.layers import LlamaLayers
+from specdistill.methods.models.proposer import DraftModelProposer
+from specdistill.methods.models.vocabulary import match_vocabularies
 from specdistill.targets.frozen import FrozenTarget
 from tests.draft_models import half_right, other_tokenizer, tiny_draft_model, translated, words
 from tests.enumeration import SAMPLING, Propose, distribution_of, output_distribution, plain_distribution
@@ -132,15 +132,16 @@ def fresh(proposer: DraftModelProposer, k: int) -> Propose:
 TARGET_WORDS, DRAFT_WORDS = "? a b c", "b ? d a"  # the draft knows no c, the target no d
 
 
-def unlike(threshold: float | None = None, **replacements: str) -> DraftModelProposer:
+def unlike(threshold: float | None = None, mask_token_id: int | None = None, **replacements: str) -> DraftModelProposer:
     vocabulary = match_vocabularies(
         words(TARGET_WORDS), 4, words(DRAFT_WORDS), 4, heterogeneous_vocab=True, token_replacements=replacements
     )
-    return DraftModelProposer(tiny_draft_model(4, seed=2), vocabulary=vocabulary, confidence_threshold=threshold)
+    options: dict[str, Any] = {"confidence_threshold": threshold, "mask_token_id": mask_token_id}
+    return DraftModelProposer(tiny_draft_model(4, seed=2), vocabulary=vocabulary, **options)
 
 
-def alike(threshold: float | None = None) -> DraftModelProposer:
-    return DraftModelProposer(tiny_draft_model(4, seed=2), confidence_threshold=threshold)
+def alike(threshold: float | None = None, mask_token_id: int | None = None) -> DraftModelProposer:
+    return DraftModelProposer(tiny_draft_model(4, seed=2), confidence_threshold=threshold, mask_token_id=mask_token_id)
 
 
 @torch.inference_mode()
@@ -159,6 +160,7 @@ def telling_threshold(make: Callable[..., DraftModelProposer]) -> float:
     [
         *((make, adaptive, SAMPLING) for make in (alike, unlike) for adaptive in (False, True)),
         (unlike, False, Sampling(1.0, top_k=3)),
+        *((partial(make, mask_token_id=0), adaptive, SAMPLING) for make in (alike, unlike) for adaptive in (False, True)),
         (partial(unlike, c="d"), False, SAMPLING),
         (partial(unlike, c="a"), False, SAMPLING),
     ],

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from specdistill.engines.engine import Layout
 from specdistill.errors import UserError, nearest
 from specdistill.methods.checkpoint import check_finite, check_tensors, link, read_config, read_tensors
-from specdistill.methods.draft_model.gguf import write_gguf
-from specdistill.methods.draft_model.vocabulary import describe_difference
+from specdistill.methods.models.gguf import write_gguf
+from specdistill.methods.models.vocabulary import describe_difference
 from specdistill.repositories import resolve, split_revision
 from specdistill.targets.cache import is_recurrent
 from specdistill.targets.files import TargetFiles

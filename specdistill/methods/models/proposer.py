@@ -4,6 +4,9 @@ What makes it fast is what it leaves out. Between rounds the draft keeps its cac
 tokens committed since go through it, usually one, two after a round accepted in full (the last draft token was never fed). A step
 is the decoder layers and one row of the head, and the draft token stays a tensor until the round ends.
 
+A model that knows a mask (PARD, arXiv 2504.18583) drafts all K tokens in one step: K - 1 masks follow the last token, and their keys and
+values are forgotten. A tree then costs no other step: the nodes of a level have one distribution of children.
+
 Shapes: B rows, T positions of one step, H hidden size, V the target's vocabulary, W tokens both vocabularies hold, K draft tokens.
 """
 
@@ -18,8 +21,8 @@ from specdistill.decoding.sampling import Generators, Sampling, draw, uniforms
 from specdistill.decoding.transformers_models import TransformersLayers, check_batchable, last_of, padded
 from specdistill.decoding.tree import DynamicTree, StaticTree, Step, Tree, candidates_are_drawn
 from specdistill.errors import UserError, sibling_key
-from specdistill.methods.draft_model.layers import LlamaLayers, is_plain_llama
-from specdistill.methods.draft_model.vocabulary import SharedVocabulary
+from specdistill.methods.models.layers import LlamaLayers, is_plain_llama
+from specdistill.methods.models.vocabulary import SharedVocabulary
 from specdistill.targets.anatomy import examine
 
 WINDOW_SHARE = 0.75  # of the context a window restarts with: rebuilding then costs one step in N/4 tokens
@@ -89,6 +92,8 @@ class DraftModelProposer:
     context: what happens to a sequence longer than the draft's own context of N positions. `refuse` raises UserError; `window` shows the
     draft between 3N/4 and N of the last tokens, at positions that start again at 0 each time the window moves.
 
+    mask_token_id: the draft's token in the place of what is not drafted yet; None for a model that drafts token by token.
+
     key: that the draft came from, which errors name.
     """
 
@@ -103,6 +108,7 @@ class DraftModelProposer:
         *,
         vocabulary: SharedVocabulary | None = None,
         confidence_threshold: float | None = None,
+        mask_token_id: int | None = None,
         context: str = "refuse",
         target_max_length: int | None = None,
         key: str = "eval.draft",
@@ -114,6 +120,7 @@ class DraftModelProposer:
         self.layers: Any = LlamaLayers(draft) if is_plain_llama(draft) else TransformersLayers(draft)
         self.shared_vocabulary = vocabulary
         self.confidence_threshold = confidence_threshold
+        self.mask_token_id = mask_token_id
         self.context = context
         text_config = draft.config.get_text_config()
         self.max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
@@ -136,7 +143,7 @@ class DraftModelProposer:
         return {**threshold, "draft_context": self.context, **shared, **replacements}
 
     def passes(self, k: int) -> int:
-        return k
+        return k if self.mask_token_id is None else min(k, 1)
 
     def begin(self, max_lengths: Sequence[int]) -> None:
         """Raises UserError, too, when the draft's context is too short for a sequence and is not to be a window."""
@@ -164,11 +171,14 @@ class DraftModelProposer:
         """
         threshold, (feeds, steps) = self.confidence_threshold, self._feed(state, k)
         counts, next_ids = [len(feed) for feed in feeds], padded(feeds, self.draft.device)
+        logits_BKW = self._in_one_pass(feeds, steps)
         chosen: list[Tensor] = []  # [B] each, indices into the W tokens
         distributions: list[Tensor] = []
         num_passes, num_drafted = [0] * len(feeds), [0] * len(feeds)
         for step in range(max(steps)):
-            logits_BW = self._logits(last_of(self.layers(next_ids, counts), counts))
+            logits_BW = (
+                self._logits(last_of(self.layers(next_ids, counts), counts)) if logits_BKW is None else logits_BKW[:, step]
+            )
             if uniforms_BK is None:
                 chosen.append(logits_BW.argmax(-1))
             else:
@@ -189,7 +199,8 @@ class DraftModelProposer:
                 index_K = torch.stack([index_B[b] for index_B in chosen[:drafted]])
                 probs_KW = torch.stack([probs_BW[b] for probs_BW in distributions[:drafted]]) if distributions else None
                 proposals[b] = self._proposal(index_K, probs_KW)
-                row.cached += self._draft_ids(index_K).tolist()[: passes - 1]
+                if logits_BKW is None:
+                    row.cached += self._draft_ids(index_K).tolist()[: passes - 1]
         return proposals
 
     def propose_tree(
@@ -203,15 +214,20 @@ class DraftModelProposer:
         if not feed:
             return Proposal([])
         held = len(self.rows[0].cached)
-        logits_1W = self._logits(self.layers(padded([feed], self.draft.device), [len(feed)])[:, -1])
-        step = Step.before(held, self.draft.device)
+        logits_1KW = self._in_one_pass([feed], [depth])
+        if logits_1KW is None:
+            logits_1KW = self._logits(self.layers(padded([feed], self.draft.device), [len(feed)])[:, -1:])
+        level, step = 0, Step.before(held, self.draft.device)
 
         def expand(index_T: Tensor, rows_T: Tensor) -> Tensor:
-            nonlocal step
+            nonlocal level, step
+            if self.mask_token_id is not None:
+                level += 1
+                return logits_1KW[:, level].expand(len(index_T), -1)
             step = step.descend(rows_T)
             return self._logits(self.layers(self._draft_ids(index_T).unsqueeze(0), [len(index_T)], step)[0])
 
-        index_N, tree, probs_NW = shape.cut(depth).grow(logits_1W, expand, sampling, generator)
+        index_N, tree, probs_NW = shape.cut(depth).grow(logits_1KW[:, 0], expand, sampling, generator)
         self.layers.truncate([held])
         return self._proposal(index_N, probs_NW, tree)
 
@@ -231,6 +247,17 @@ class DraftModelProposer:
         self.layers.truncate([len(row.cached) - len(feed) for row, feed in zip(self.rows, feeds, strict=True)])
         return feeds, steps
 
+    def _in_one_pass(self, feeds: Sequence[list[int]], steps: Sequence[int]) -> Tensor | None:
+        """Logits [B, K, W], of row b after its last token and each of steps[b] - 1 masks; None for a model that drafts token by token."""
+        if self.mask_token_id is None:
+            return None
+        rows = [feed + [self.mask_token_id] * (count - 1) for feed, count in zip(feeds, steps, strict=True)]
+        hidden_BTH = self.layers(padded(rows, self.draft.device), [len(row) for row in rows])
+        self.layers.truncate([len(row.cached) for row in self.rows])
+        last_B1 = torch.tensor([[max(len(feed) - 1, 0)] for feed in feeds], device=hidden_BTH.device)
+        index_BK = (last_B1 + torch.arange(max(steps), device=last_B1.device)).clamp_max(hidden_BTH.shape[1] - 1)
+        return self._logits(hidden_BTH.gather(1, index_BK.unsqueeze(2).expand(-1, -1, hidden_BTH.shape[2])))
+
     def _make_room(self, row: DraftText, k: int) -> int:
         """How many tokens can be drafted within the draft's context, after moving the window if there is one."""
         limit, length = self.max_positions, len(row.ids) - row.start
@@ -246,9 +273,9 @@ class DraftModelProposer:
         return steps
 
     def _logits(self, hidden_BH: Tensor) -> Tensor:
-        """[B, W]"""
+        """[B, W], or [B, K, W] of hidden states [B, K, H]."""
         logits_BV: Tensor = self.head(hidden_BH)
-        return logits_BV if self.shared_vocabulary is None else logits_BV[:, self._draft_ids_W]
+        return logits_BV if self.shared_vocabulary is None else logits_BV[..., self._draft_ids_W]
 
     def _draft_ids(self, index: Tensor) -> Tensor:
         """The draft's ids of tokens among the W."""

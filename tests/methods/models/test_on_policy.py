@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specdistill.methods.draft_model.objective import OnPolicyGeneration
+from specdistill.methods.models.objective import OnPolicyGeneration
 from tests.refusals import refused
 from tests.tiny import tiny_target_model
 

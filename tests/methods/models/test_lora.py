@@ -3,8 +3,8 @@
 import torch
 from transformers import LlamaForCausalLM
 
-from specdistill.methods.draft_model.checkpoint import merged
-from specdistill.methods.draft_model.create import with_lora
+from specdistill.methods.models.checkpoint import merged
+from specdistill.methods.models.create import with_lora
 from tests.refusals import refused
 from tests.tiny import tiny_target_model
 

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from specdistill.errors import UserError, refusing
 from specdistill.files.documents import read_json
 from specdistill.methods.checkpoint import check_tensors, read_tensors
-from specdistill.methods.draft_model.layers import is_plain_llama
+from specdistill.methods.models.layers import is_plain_llama
 from specdistill.methods.target_record import as_keys, recorded_target
 from specdistill.targets.loading import read_without_weights
 

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specdistill.errors import UserError, logger, refusing
-from specdistill.methods.draft_model.checkpoint import INITIALIZATIONS, check_attention, load_alike
+from specdistill.methods.models.checkpoint import INITIALIZATIONS, check_attention, load_alike
 from specdistill.methods.sizes import ModelShape, shape_of, weights_read
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.sharding import whole

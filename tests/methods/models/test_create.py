@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM, MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
-from specdistill.methods.draft_model import checkpoint
-from specdistill.methods.draft_model.checkpoint import load_draft_model, save_draft_model
-from specdistill.methods.draft_model.create import (
+from specdistill.methods.models import checkpoint
+from specdistill.methods.models.checkpoint import load_draft_model, save_draft_model
+from specdistill.methods.models.create import (
     create_draft_model,
     evenly_spaced,
     from_layers,

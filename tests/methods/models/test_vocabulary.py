@@ -2,7 +2,7 @@
 
 import pytest
 
-from specdistill.methods.draft_model.vocabulary import describe_difference, match_vocabularies
+from specdistill.methods.models.vocabulary import describe_difference, match_vocabularies
 from tests.draft_models import words
 from tests.refusals import refused
 from tests.tiny import tiny_tokenizer
