@@ -22,7 +22,8 @@ TRAINED: dict[str, tuple[str, tuple[str, ...]]] = {
     "EAGLE-3, chosen layers": ("pico/eagle3", (*FAST, *CHOSEN)),
     "EAGLE": ("pico/eagle", FAST),
     "draft model": ("pico/draft", ()),
-    # One layer: vLLM on a CPU normalises the keys of all layers by the first one's weights.
+    "PARD": ("pico/pard", FAST),
+    # One layer, since vLLM on a CPU normalises the keys of all layers by the first one's weights.
     "DFlash": ("pico/dflash", (*FAST, "train.max_steps=200", "draft.num_layers=1")),
     "DFlash, two layers": ("pico/dflash", (*FAST, "train.max_steps=200")),
     "DSpark": ("pico/dspark", (*FAST, "draft.markov_head_type=vanilla")),

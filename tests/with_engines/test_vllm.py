@@ -42,6 +42,7 @@ DRAFTS: dict[str, tuple[str, str, str | None]] = {
     "DFlash, engine=vllm": ("dflash", "DFlash", "vllm"),
     "DFlash, engine=speculators": ("dflash", "DFlash", "speculators"),
     "draft model, engine=vllm": ("draft_model", "draft model", "vllm"),
+    "PARD, engine=vllm": ("pard", "PARD", "vllm"),
 }
 LAYERS = "DFlash, two layers"
 ONE_OFF = "EAGLE-3, layers one off"
@@ -73,7 +74,8 @@ def plain_options(target: str) -> dict[str, Any]:
 
 def draft_options(method: str, folder: str, num_tokens: int) -> dict[str, Any]:
     """What a draft adds to those, or replaces."""
-    options = {"speculative_config": {"method": method, "model": folder, "num_speculative_tokens": num_tokens}}
+    named = {"method": "draft_model", "parallel_drafting": True} if method == "pard" else {"method": method}
+    options = {"speculative_config": {**named, "model": folder, "num_speculative_tokens": num_tokens}}
     return options | ({"model": folder} if method == "mtp" else {})
 
 
@@ -245,8 +247,7 @@ def test_a_draft_that_reads_the_next_layers_is_told_from_its_counts_alone(cases:
 
 
 def test_vllm_normalises_the_keys_of_all_layers_as_those_of_the_first(cases: dict[str, Case]) -> None:
-    """A fault of its DFlash on a CPU: what drafts with several layers is worse there. A release in which this fails has mended it."""
+    """A fault of its DFlash on a CPU: with several layers it drafts other tokens. A release in which this fails has mended it."""
     case = cases[LAYERS]
     assert num_same(case.there, case.plain) == len(case.plain)
-    there, here = total(case.there), total(case.here)
-    assert there.num_drafts > here.num_drafts and there.accepted_per_position[0] < here.accepted_per_position[0]
+    assert [text.counts for text in case.there] != [text.counts for text in case.here]
