@@ -323,7 +323,7 @@ QWEN3_DFLASH = Repository(
     filled=True,
 )  # fmt: skip
 
-# As AMD writes small models that draft in one pass
+# In the layout of AMD's models that draft in one pass; sizes and the mask's id were not read in a published file.
 QWEN3_PARD = Repository(
     "amd/PARD-Qwen3-0.6B",
     QWEN3_8B.config | {

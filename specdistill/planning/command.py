@@ -108,7 +108,7 @@ def print_plan(plan: "Plan", drafts: Sequence["KnownDraft"], not_asked: str | No
     if advice["start"] == advice["lookup"]:
         console.print("What it gains depends on the text: this measures it.")
     else:
-        console.print("N-gram lookup needs no training, alone or in front of a draft (eval.lookup_first={}):")
+        console.print("N-gram lookup needs no training (in front of a draft: eval.lookup_first={}):")
         _print_commands(advice["lookup"] or "", console)
     grid = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for name in COLUMNS:

@@ -333,7 +333,7 @@ def test_a_plan_is_one_screen_that_answers_first(plan_for: Callable[..., Plan], 
     screen, detailed = screens
     lines = screen.splitlines()
     assert lines[0].startswith(f"Recommended: {plan.recommendation['method']}, ")
-    assert len(lines) <= (40 if width == 100 else 46) and max(map(len, lines)) <= width and "…" not in screen
+    assert len(lines) <= (40 if width == 100 else 45) and max(map(len, lines)) <= width and "…" not in screen
     unwrapped = " ".join(screen.replace("\\\n", " ").split())
     for command in f"{plan.recommendation['start']}\n{plan.recommendation['lookup']}".splitlines():
         assert command in unwrapped
