@@ -123,8 +123,8 @@ def print_plan(plan: "Plan", drafts: Sequence["KnownDraft"], not_asked: str | No
         console.print(line)
     for warning in plan.warnings:
         console.print(Text(f"note: {warning}", style="yellow"))
-    rest = "" if details else " details=true says more,"
-    console.print(Text(f"All estimates; GPU memory is of training.{rest} --json all.", style="dim"))
+    rest = "--json has all numbers." if details else "details=true says more, --json all."
+    console.print(Text(f"All estimates; GPU memory is of training. {rest}", style="dim"))
 
 
 def _print_commands(commands: str, console: Console) -> None:

@@ -307,7 +307,8 @@ def _launch(target: Described, memory: Mapping[str, int], device_memory: float) 
 
 def _layers(target: Described) -> float:
     """Bytes of the target's layers."""
-    return math.fsum(target.itemsize() * size.numel() for key, size in target.model.named_parameters() if ".layers." in key)
+    num_parameters: int = sum(size.numel() for key, size in target.model.named_parameters() if ".layers." in key)
+    return target.itemsize() * num_parameters
 
 
 def _launched(

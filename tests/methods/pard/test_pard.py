@@ -195,7 +195,8 @@ def folder(target: FrozenTarget, tmp_path: Path) -> Path:
     )
     method = implementation("pard")
     draft = create_draft(recipe, target, ROWS)
-    method.save(draft, target, tmp_path / "draft")  # type: ignore[misc]
+    assert method.save
+    method.save(draft, target, tmp_path / "draft")
     return tmp_path / "draft"
 
 
