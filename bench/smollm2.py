@@ -156,7 +156,8 @@ def main(options: Options) -> ExitCode:
     alone = [shapes[best], *(Shape(tree["depth"], tree) for tree in TREES)]
     k = shapes["ngram"].k
     # A copied answer is long: what the lookup's own curve gives up at K can pay where a draft takes over what it misses
-    chains = [Shape(max(n, tokens), lookup_first={"draft_tokens": n}) for tokens in sorted({k, largest.k}) for n in CHAINS]
+    pairs = sorted({(max(n, tokens), n) for tokens in (k, largest.k) for n in CHAINS})
+    chains = [Shape(tokens, lookup_first={"draft_tokens": n}) for tokens, n in pairs]
     trees = [Shape(max(tree["depth"], k), lookup_first={"draft_tree": tree}) for tree in TREES]
     tried = [*alone, *chains, *trees]
     choice = compare(place / "shapes", [(best, shape) for shape in tried], phases["choice"])
