@@ -27,7 +27,7 @@ from specdistill.next_step import next_step
 from specdistill.planning.command import plan
 from specdistill.produce.command import data
 from specdistill.project import PICO
-from specdistill.recipe.fields import Section, describe
+from specdistill.recipe.fields import Section
 from specdistill.recipe.load import load_own_keys, load_recipe, merged
 from specdistill.terminal import JSON, QUIET, result
 
@@ -158,32 +158,6 @@ def path(arguments: list[str]) -> int:
     return ExitCode.DONE
 
 
-COMPLETION = """_specdistill() {{
-  local words=""
-  case "$COMP_CWORD ${{COMP_WORDS[1]}}" in
-{cases}  esac
-  [ "$COMP_CWORD" = 1 ] || compopt -o nospace 2>/dev/null
-  COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
-}}
-complete {options}-o default -F _specdistill specdistill"""
-
-
-def completion(arguments: list[str]) -> int:
-    """print shell completion: source <(specdistill completion bash), or zsh"""
-    if arguments not in (["bash"], ["zsh"]):
-        raise UserError("specdistill completion", got=" ".join(arguments) or "no shell", expected="bash or zsh")
-    cases = f"    1*) words='{' '.join([*VERBS, 'help'])}' ;;\n"
-    for name, row in VERBS.items():
-        keys = ["recipe", *row.shorthands, *(key for schema in row.sections() for key, *_ in describe(schema))]
-        cases += f"    *' {name}') words='{' '.join(f'{key}=' for key in dict.fromkeys(keys) if '*' not in key)}' ;;\n"
-    options = ""
-    if arguments == ["zsh"]:
-        print("autoload -U compinit bashcompinit && compinit && bashcompinit")
-        options = "-o nospace "  # zsh has no compopt
-    print(COMPLETION.format(cases=cases, options=options))
-    return ExitCode.DONE
-
-
 class Verb(NamedTuple):
     """Of the docstring of `run`, the first line says what the verb does, the others are examples.
 
@@ -237,5 +211,4 @@ VERBS = {
     "publish": Verb(publish, "hub.command:PublishOptions"),
     "monitor": Verb(monitor, "monitor.command:MonitorOptions"),
     "path": Verb(path),
-    "completion": Verb(completion),
 }

@@ -181,20 +181,6 @@ def test_quiet_leaves_the_error_of_what_else_shows_progress(in_empty_folder: Pat
     assert [line.partition(":")[0] for line in quiet] == ["error"] and "all alike" in quiet[0]
 
 
-def test_a_shell_completes_verbs_and_keys(tmp_path: Path):
-    (tmp_path / "completion").write_text(specdistill("completion", "bash").stdout, encoding="utf-8")
-    typed = "COMP_WORDS=(specdistill {}); COMP_CWORD={}; _specdistill; echo ${{COMPREPLY[@]}}"
-    line = f"source {tmp_path}/completion; {typed.format('mon', 1)}; {typed.format('train data.regenerate.t', 2)}"
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [
-        "monitor",
-        "data.regenerate.temperatures=",
-        "data.regenerate.timeout=",
-        "data.regenerate.template=",
-    ]
-    assert "complete -o nospace " in specdistill("completion", "zsh").stdout  # so that a value follows its key
-
-
 def test_plan_for_pico_names_its_own_recipe_and_writes_its_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["plan", "target=pico", f"output={tmp_path / 'plan.json'}"]) == 0
     plan = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))
