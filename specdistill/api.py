@@ -29,7 +29,6 @@ from specdistill.gate.decide import FIRST_RELEASE, Evidence, GateOptions, is_dec
 from specdistill.gate.decide import judge as decide
 from specdistill.gate.rules import load_gate
 from specdistill.hub.acquire import acquire
-from specdistill.hub.checkpoints import PushCheckpoints
 from specdistill.hub.command import PublishOptions
 from specdistill.hub.publish import Publication, publish_run
 from specdistill.measurement import evaluate as measurement
@@ -162,7 +161,6 @@ def train_draft(recipe: TrainedRecipe, callbacks: Sequence[TrainerCallback] = ()
     if recipe.selection is not None:
         check_suite(recipe.selection.suite, key="selection.suite")
     load_gate(recipe.gate)
-    push = PushCheckpoints.of(recipe)
     hidden_states = getattr(recipe, "hidden_states", HiddenStatesConfig())  # which heads have
     readers = STORE_READERS if hidden_states.path and torch.cuda.is_available() else 0
     defaults = {"eval_on_start": recipe.evaluates_first, "dataloader_num_workers": readers}
@@ -197,7 +195,7 @@ def train_draft(recipe: TrainedRecipe, callbacks: Sequence[TrainerCallback] = ()
     save, decode = partial(save_draft, method, target), decoded_acceptance_length(recipe, target)
     options: dict[str, Any] = {"save": save, "decode": decode, "optimizer": optimizer, "store": store}
     trainer = training.DraftTrainer(objective, target, run.arguments, train_set, eval_set, **options)
-    for callback in [*callbacks, *([push] if push else [])]:
+    for callback in callbacks:
         trainer.add_callback(callback)
     run.train(trainer)
     if run.arguments.process_index == 0:

@@ -197,14 +197,14 @@ def restore(repository: Repository, tag: str, changes: Sequence[FileChange]) -> 
 
 
 @contextmanager
-def hub_failures(repository: str, key: str = "repo") -> Iterator[None]:
+def hub_failures(repository: str) -> Iterator[None]:
     """Raises ResourceError, in one line that says what to do, for whatever the Hub answers to who writes; UserError for a wrong name."""
     try:
         yield
     except HFValidationError as error:
-        raise UserError(key, got=repository, expected=NAMES) from error
+        raise UserError("repo", got=repository, expected=NAMES) from error
     except (HTTP_ERROR, ValueError, RuntimeError, OSError) as error:
         # No answer, or a refusal; no token; a card that the Hub refuses; and whatever hf_xet meets: it knows no other class.
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
-        what = f"{key}: {repository} at {constants.ENDPOINT}: {one_line(str(error))[:300] or type(error).__name__}"
+        what = f"repo: {repository} at {constants.ENDPOINT}: {one_line(str(error))[:300] or type(error).__name__}"
         raise ResourceError(what, next_step=LOGIN if status in (401, 403, 404) else AGAIN) from error

@@ -26,10 +26,12 @@ READ_BY_ADAMW = ("optim", "optim_args", "optim_target_modules", "adam_beta1", "a
 UNREAD = {
     "label_smoothing_factor": "a draft's loss has no labels to smooth",
     "neftune_noise_alpha": "a draft reads the target's features or tokens as they are",
-    "hub_token": "the token is HF_TOKEN, or that of `hf auth login`",
-    "hub_private_repo": "a repository of checkpoints is private",
     **dict.fromkeys(
-        ("hub_strategy", "hub_always_push", "hub_revision"), "each checkpoint is committed to the branch `checkpoints`"
+        (
+            "push_to_hub",
+            *(f"hub_{name}" for name in ("model_id", "token", "private_repo", "strategy", "always_push", "revision")),
+        ),
+        "`specdistill publish` releases a draft that passed its gate, with the evidence",
     ),
     **dict.fromkeys(("use_liger_kernel", "liger_kernel_config"), "its kernels are for whole models of transformers"),
     **dict.fromkeys(("fp16_full_eval", "bf16_full_eval"), "a draft is evaluated as it is trained"),

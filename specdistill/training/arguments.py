@@ -55,10 +55,8 @@ READ_WITH = {
     **dict.fromkeys(("dataloader_persistent_workers", "dataloader_multiprocessing_context"), "dataloader_num_workers"),
     "activation_checkpointing_kwargs": "activation_checkpointing",
     "gradient_checkpointing_kwargs": "gradient_checkpointing",
-    "hub_model_id": "push_to_hub",
     **dict.fromkeys(("torch_compile_backend", "torch_compile_mode"), "torch_compile"),
 }
-PUSH = ("push_to_hub", "hub_model_id")  # read by specdistill.hub.checkpoints
 COMPILE = ("torch_compile", "torch_compile_backend", "torch_compile_mode")  # read by specdistill.targets.compiled
 
 
@@ -92,8 +90,8 @@ def training_arguments(train: Mapping[str, Any], **defaults: Any) -> TrainingArg
         raise UserError("train.torch_compile", got="true with sharded weights", expected=expected)
     if fields.get("torch_compile") and (fields.get("activation_checkpointing") or fields.get("gradient_checkpointing")):
         raise UserError("train.torch_compile", got="true with activation checkpointing", expected="one of the two")
-    for own in (*PUSH, *COMPILE):
-        fields.pop(own, None)  # the Trainer would push its own files, and compile the step as a whole
+    for own in COMPILE:
+        fields.pop(own, None)  # the Trainer would compile the step as a whole
     precision = _take_precision(fields)
     try:
         arguments = TrainingArguments(**{**_launch_defaults(), **fields})

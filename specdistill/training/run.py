@@ -33,7 +33,7 @@ from specdistill.recipe import data_sources
 from specdistill.recipe.load import recipe_yaml, save_recipe
 from specdistill.recipe.sections import FROM_HUB
 from specdistill.terminal import result
-from specdistill.training.arguments import PUSH, check_precision, training_arguments
+from specdistill.training.arguments import check_precision, training_arguments
 from specdistill.training.checkpoints import ASIDE, MANIFEST, check_launch, checkpoint, launch, saving, whole_steps
 from specdistill.training.history import Bar, ProgressLines, save_history
 from specdistill.training.resumable import ResumableTrainer, Stopping
@@ -229,7 +229,7 @@ def _obstacle(path: Path, recipe: Any, whole: list[int]) -> str | None:
 
 
 def _same_steps(recipe: dict[str, Any], is_finished: bool) -> Any:
-    """A recipe without the keys that share out the rows of its steps, those of the Hub, and of a finished one its length."""
-    train, others = recipe.get("train"), SHARE_OUT + PUSH + LENGTHS * is_finished
+    """A recipe without the keys that share out the rows of its steps, and of a finished one its length."""
+    train, others = recipe.get("train"), SHARE_OUT + LENGTHS * is_finished
     steps = {name: value for name, value in train.items() if name not in others} if isinstance(train, dict) else train
     return {**recipe, "train": steps, "publish": None}

@@ -109,7 +109,6 @@ ROUTES = [
     route("xet-token", "GET", MODEL + "/xet-{access}-token/{revision}", writing.xet_token),
     route("commit", "POST", MODEL + "/commit/{revision}", writing.commit),
     route("tag", "POST", MODEL + "/tag/{revision}", writing.tag),
-    route("branch", "POST", MODEL + "/branch/{branch}", writing.branch),
     route("resolve", "GET HEAD", "/{id}/resolve/{revision}/{path}", reading.resolve),
     # A data set is a repository like any other, under another path.
     route("dataset", "GET", DATASET, reading.info),

@@ -1,4 +1,4 @@
-"""Endpoints that write: repositories, large files, commits, tags and branches."""
+"""Endpoints that write: repositories, large files, commits and tags."""
 
 import base64
 import hashlib
@@ -125,14 +125,4 @@ def tag(hub: "Hub", request: Request) -> Answer:
             raise RefusedError(409, "Tag reference exists already")
         repository.git_tags[asked["tag"]] = target.id
         repository.tag_messages[asked["tag"]] = asked.get("message", "")
-    return Answer({})
-
-
-def branch(hub: "Hub", request: Request) -> Answer:
-    repository, name = repository_of(hub, request, writes=True), request.values["branch"]
-    start = commit_of(repository, request.json().get("startingPoint", "main"))
-    with repository.lock:
-        if name in repository.branches:
-            raise RefusedError(409, "Reference already exists")
-        repository.branches[name] = start.id
     return Answer({})

@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("eagle3", "data.cache_dir=pyproject.toml/cache", "data.cache_dir"),
         ("eagle3", "train.neftune_noise_alpha=5", "train.neftune_noise_alpha"),
         ("eagle3", "train.fp16=true", "train.fp16"),
-        ("eagle3", "train.push_to_hub=true", "train.hub_model_id"),
+        ("eagle3", "train.push_to_hub=true", "train.push_to_hub"),
         ("eagle3", "train.hub_token=hf_x", "train.hub_token"),
         ("eagle3", "train.resume_from_checkpoint=nowhere", "train.resume_from_checkpoint"),
         ("eagle3", "train.save_only_model=true", "train.save_only_model"),
