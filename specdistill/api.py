@@ -25,7 +25,7 @@ from specdistill.comparison.pages import FILES, write_comparison
 from specdistill.decoding.assisted import Draft
 from specdistill.decoding.decoder import Decoder, Generation
 from specdistill.errors import UserError, nearest
-from specdistill.gate.decide import FIRST_RELEASE, Evidence, GateOptions, is_decided, judge_again, read_baseline
+from specdistill.gate.decide import FIRST_RELEASE, Evidence, GateOptions, judge_again, read_baseline
 from specdistill.gate.decide import judge as decide
 from specdistill.gate.rules import load_gate
 from specdistill.hub.acquire import acquire
@@ -302,9 +302,7 @@ def evaluate(recipe: Recipe) -> tuple[dict[str, Any], Path]:
     baseline = read_baseline(config.baseline, rules, "eval.baseline")
     known, place = ((baseline.report, baseline.records), config.baseline) if baseline else (previous_report(folder), folder)
     prior = PriorRun(*known, str(place)) if known else None
-    report, records = measurement.measure(
-        recipe, folder, prior=prior, is_decided=lambda *measured: is_decided(rules, baseline, Evidence(*measured))
-    )
+    report, records = measurement.measure(recipe, folder, prior=prior)
     report["digest"] = digest(report, records)
     report = decide(rules, Evidence(report, records), baseline, first_release=config.baseline == FIRST_RELEASE)
     if is_first():

@@ -26,11 +26,11 @@ from specdistill.repositories import fetch, split_revision
 from specdistill.statistics.intervals import Interval, interval, relative_change
 from specdistill.statistics.metrics import METRICS, prompt_sums
 from specdistill.statistics.records import ALL, PromptRecord, records_of
-from specdistill.statistics.sample_size import corrected_confidence
 
 # Settings that change what is accepted or timed: two measurements share them and the row's configuration, or are not compared.
 SHARED_SETTINGS = ("top_p", "top_k", "max_new_tokens", "compile")
 NUM_IDS_SHOWN = 3
+NUM_INTERIM_ANALYSES = 5  # at most, of the reports of versions before 0.2.0 that have any
 BASELINE = "a report.json, its folder, or a Hub id with its revision, as org/name@v1.2"
 FIRST_RELEASE = "none"  # in place of a baseline: there is no earlier report to compare with
 
@@ -153,12 +153,6 @@ def decide(
     return {"verdict": verdict, "passed": verdict == "passed", "first_release": first_release, "rules": results}
 
 
-def is_decided(rules: Sequence[Rule], baseline: Evidence | None, evidence: Evidence) -> bool:
-    """Whether no rule that decides is inconclusive: more prompts would change nothing."""
-    results = decide([rule for rule in rules if rule.severity != "warn"], evidence, baseline)["rules"]
-    return all(result["verdict"] != "inconclusive" for result in results)
-
-
 def _decide(rule: Rule, found: Estimate) -> dict[str, Any]:
     verdict, reason, needed = ("failed", f"no evidence: {found.reason}", None) if found.reason else holds(rule, found)
     return {
@@ -223,9 +217,9 @@ def _document_metric(rule: Rule, report: Mapping[str, Any]) -> Estimate:
 
 
 def _confidence(rule: Rule, *sides: Evidence) -> float:
-    """The rule's, corrected where a run had interim analyses."""
+    """The rule's, stricter where a run could stop at any of NUM_INTERIM_ANALYSES: by Bonferroni all of them miss no more often than one."""
     with_interim_analyses = any(side.report["settings"].get("interim_analyses") for side in sides)
-    return corrected_confidence(rule.confidence) if with_interim_analyses else rule.confidence
+    return 1 - (1 - rule.confidence) / NUM_INTERIM_ANALYSES if with_interim_analyses else rule.confidence
 
 
 def regression(rule: Rule, evidence: Evidence, baseline: Evidence | None) -> Estimate:

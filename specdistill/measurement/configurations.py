@@ -78,20 +78,11 @@ class Settings:
 class MeasurementPlan:
     """A configuration to measure: its settings, and its prompts.
 
-    target_precision: stop once the acceptance length and the speedup are known to this share, either way; None measures every
-    prompt. further: prompts that are measured as well while a rule of the gate is inconclusive. Raises UserError when there are fewer
-    prompts than a batch holds.
+    Raises UserError when there are fewer prompts than a batch holds.
     """
 
     settings: Settings
     prompts: Sequence[Prompt]
-    target_precision: float | None = None
-    further: Sequence[Prompt] = ()
-
-    @property
-    def has_interim_analyses(self) -> bool:
-        """Whether the run may stop at several numbers of prompts: its intervals are then corrected for that."""
-        return bool(self.target_precision or self.further)
 
     def __post_init__(self) -> None:
         if len(self.prompts) < self.settings.batch_size:
@@ -117,5 +108,5 @@ def plan_configurations(
     plans = [main]
     for other, prompts in others:
         if other.configuration not in [plan.settings.configuration for plan in plans]:
-            plans.append(MeasurementPlan(other, prompts, main.target_precision))
+            plans.append(MeasurementPlan(other, prompts))
     return plans

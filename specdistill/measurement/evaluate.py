@@ -2,10 +2,8 @@
 each prompt with the draft and without.
 """
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from specdistill.measurement.configurations import MeasurementPlan, Settings, pl
 from specdistill.measurement.hardware import fit_threads, resources_used
 from specdistill.measurement.in_engine import measure_in_engine
 from specdistill.measurement.losslessness import greedy_check, sampling_test
-from specdistill.measurement.measure import calibrate, measure_plan, prompt_records, round_costs
+from specdistill.measurement.measure import calibrate, measure_together, prompt_records, round_costs
 from specdistill.measurement.measured import (
     FinishedConfigurations,
     MeasuredConfiguration,
@@ -43,13 +41,11 @@ def measure(
     folder: Path,
     *,
     prior: PriorRun | None = None,
-    is_decided: Callable[[dict[str, Any], Sequence[PromptRecord]], bool] = lambda report, records: True,
 ) -> tuple[dict[str, Any], list[PromptRecord]]:
     """The report and its records, measured as `eval.engine` says.
 
     folder: of the report. A measurement in this process keeps its finished configurations in FINISHED, so that an interrupted run resumes;
     one in an engine leaves in ENGINE what its servers load and print. prior: an earlier run, which says what this one can detect.
-    is_decided: whether a report and its records leave no rule of the gate inconclusive; until then eval.max_minutes adds prompts.
     """
     config, suite = recipe.eval, load_suite(recipe.eval.suite, recipe.target.model)
     rank, num_processes = join()
@@ -57,7 +53,6 @@ def measure(
         check_shares(recipe)
     if config.engine != "specdistill":
         return measure_in_engine(recipe, suite, prior, folder / ENGINE)
-    start = time.monotonic()
     target, proposer, draft = load_pair(recipe)
     plans = plan_all(config, suite, target)
     if is_first():
@@ -65,19 +60,10 @@ def measure(
     if any(plan.settings.batch_size > 1 for plan in plans):
         BatchDecoder(target, proposer)  # refuses what cannot be batched, before anything is measured
 
-    report_of = partial(draft_report, target, proposer, suite, draft=describe_draft(draft, recipe.method))
-
-    def is_enough(records: Sequence[PromptRecord]) -> bool:
-        """Of the main configuration: its gate is decided, or its time is over."""
-        used = {"seconds": time.monotonic() - start}
-        known = [MeasuredConfiguration(list(records), [], used)]
-        report = report_of(plans[:1], known, sampling_test="not tested yet", costs=(), took=used)
-        return used["seconds"] > 60 * (config.max_minutes or 0) or is_decided(report, records)
-
     identity = measurement_identity(target, proposer, suite, method=recipe.method, draft=draft)
     finished = FinishedConfigurations(folder / FINISHED, identity)
     own = [share_of(plan, rank, num_processes) for plan in plans]
-    measured = together(plans, of_all(list(measure_each(target, proposer, suite, own, finished, is_enough))))
+    measured = together(plans, of_all(list(measure_each(target, proposer, suite, own, finished))))
     result: tuple[dict[str, Any], list[PromptRecord]]
     if not is_first():
         result, *_ = of_all(None)
@@ -95,7 +81,9 @@ def measure(
         "seconds": sum(part["seconds"] for part in parts),
         "peak_memory_bytes": max(part["peak_memory_bytes"] for part in parts),
     }
-    report = report_of(plans, measured, sampling_test=tested, costs=costs, took=used)
+    described = describe_draft(draft, recipe.method)
+    shown = {"draft": described, "sampling_test": tested, "costs": costs, "took": used}
+    report = draft_report(target, proposer, suite, plans, measured, **shown)
     records = [record for entry in measured for record in entry.records]
     add_quality(report, records, suite, special_tokens=target.tokenizer.all_special_tokens, run_code=config.run_code)
     if target.device.type == "cuda":
@@ -105,14 +93,12 @@ def measure(
 
 
 def check_shares(recipe: Recipe) -> None:
-    """Raises UserError for a measurement that processes cannot share: in an engine, one that may end early, by a target that is shared
-    itself, or with a draft that looks earlier outputs up, of which each process has its own alone.
+    """Raises UserError for a measurement that processes cannot share: in an engine, by a target that is shared itself, or with a draft
+    that looks earlier outputs up, of which each process has its own alone.
     """
     config, lookup = recipe.eval, recipe.eval.lookup_first
     refused = {
         "eval.engine": config.engine if config.engine != "specdistill" else None,
-        "eval.target_precision": config.target_precision,
-        "eval.max_minutes": config.max_minutes,
         "target.shard": recipe.target.shard if recipe.target.shard != "none" else None,
         "method": recipe.method if recipe.method == "suffix" else None,
         "eval.lookup_first.method": lookup.method if lookup and lookup.method == "suffix" else None,
@@ -163,12 +149,11 @@ def measure_each(
     suite: Suite,
     plans: Sequence[MeasurementPlan],
     finished: FinishedConfigurations,
-    is_enough: Callable[[Sequence[PromptRecord]], bool],
 ) -> Iterator[MeasuredConfiguration]:
     """Each configuration: as an earlier run has finished it, or measured now and kept.
 
     Measured is every prompt with and without the draft, and whether greedy decoding is lossless; for that, prompts of a main configuration
-    that samples are decoded greedily as well. is_enough: whether the records of a plan's prompts leave its further ones unmeasured.
+    that samples are decoded greedily as well.
     """
     for number, plan in enumerate(plans, start=1):
         if (known := finished.read(plan)) is None:
@@ -176,8 +161,8 @@ def measure_each(
                 logger.info(f"Configuration {number} of {len(plans)}")
             settings, journal = plan.settings, finished.journal(plan)
             with resources_used(target.device) as took:
-                calibrate(target, proposer, [*plan.prompts, *plan.further], settings)
-                runs = measure_plan(target, proposer, suite.name, plan, is_enough, journal)
+                calibrate(target, proposer, plan.prompts, settings)
+                (runs,) = measure_together(target, [proposer], plan.prompts, settings, journal=journal)
                 checked = number == 1 or settings.sampling.is_greedy
                 compared = greedy_check(target, proposer, runs, settings) if checked else []
                 records = prompt_records(suite.name, settings.configuration, target, proposer, runs)
@@ -205,17 +190,10 @@ def plan_all(config: EvalConfig, suite: Suite, target: FrozenTarget) -> list[Mea
     """The configurations to measure, the one that the report is about first."""
     axes = suite.sweep.model_copy(update={name: values for name, values in vars(config.sweep).items() if values})
     room = {"max_new_tokens": config.max_new_tokens, "max_length": target.max_length}
-    tokens = partial(tokenize, suite, target.tokenizer, vocab_size=target.vocab_size, **room)
     num_prompts = num_measured(suite, config.num_prompts)
-    prompts = tokens(num_prompts=num_prompts)
-    further = []
-    if config.max_minutes:
-        further = [prompt for prompt in tokens() if prompt not in prompts]
-        if not further:
-            expected = f"eval.num_prompts below the {len(prompts)} of {suite.name}, so that there are more to measure"
-            raise UserError("eval.max_minutes", got=config.max_minutes, expected=expected)
+    prompts = tokenize(suite, target.tokenizer, vocab_size=target.vocab_size, num_prompts=num_prompts, **room)
     return plan_configurations(
-        MeasurementPlan(Settings.of(config), prompts, config.target_precision, further),
+        MeasurementPlan(Settings.of(config), prompts),
         axes,
         cut_prompts(suite, target.tokenizer, axes.context, num_prompts=num_prompts, **room),
     )

@@ -15,9 +15,8 @@ none.
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,14 +26,13 @@ from specdistill.decoding.decoder import Decoder, Generation, Round
 from specdistill.decoding.lookup_first import LookupFirstProposer
 from specdistill.decoding.online_length import OnlineLengthProposer
 from specdistill.decoding.proposer import Proposer, Remembering
-from specdistill.measurement.configurations import MeasurementPlan, Settings
+from specdistill.measurement.configurations import Settings
 from specdistill.measurement.hardware import frozen_garbage_collector
 from specdistill.measurement.journal import Journal, Ways
 from specdistill.measurement.reference import timed_generate
 from specdistill.measurement.timing import disturbed_rounds, prompt_timing
 from specdistill.progress import progress
 from specdistill.statistics.records import Configuration, HFGenerate, PromptRecord, RoundRecord
-from specdistill.statistics.sample_size import interim_sizes, reached_precision, spread_out
 from specdistill.statistics.theory import RoundCost
 from specdistill.suites.suite import Prompt, evenly
 from specdistill.targets.frozen import FrozenTarget
@@ -63,55 +61,16 @@ class PromptRuns:
     hf_generate: list[Generation] = field(default_factory=list)
 
 
-def measure_plan(
-    target: FrozenTarget,
-    proposer: Proposer,
-    suite: str,
-    plan: MeasurementPlan,
-    is_decided: Callable[[Sequence[PromptRecord]], bool] = lambda records: True,
-    journal: Journal | None = None,
-) -> list[PromptRuns]:
-    """The runs of a plan's prompts: all of them, or as many as its target precision takes; its further ones until `is_decided`.
-
-    Prompts keep the suite's order, or in batches the order in which they were decoded.
-    """
-    settings, everything = plan.settings, [*plan.prompts, *plan.further]
-    categories, first = [prompt.category for prompt in everything], len(plan.prompts)
-    if plan.target_precision is not None:
-        is_decided = partial(reached_precision, target_precision=plan.target_precision, seed=settings.seed)
-        order, sizes = spread_out(categories, settings.seed), interim_sizes(first)
-    elif plan.further:
-        order = [*range(first), *(first + index for index in spread_out(categories[first:], settings.seed))]
-        sizes = interim_sizes(len(everything), first)
-    else:
-        return measure_together(target, [proposer], plan.prompts, settings, journal=journal)[0]
-    runs: list[PromptRuns] = []
-    for num_prompts in sizes:
-        end = math.ceil(num_prompts / settings.batch_size) * settings.batch_size  # whole batches
-        prompts = [everything[index] for index in order[len(runs) : end]]
-        # The seed continues, so that no two prompts are sampled with the same one.
-        part = replace(settings, seed=settings.seed + len(runs), warmup=0 if runs else settings.warmup)
-        runs += measure_together(target, [proposer], prompts, part, before=runs, journal=journal)[0]
-        records = prompt_records(suite, settings.configuration, target, proposer, runs)
-        if is_decided(records):
-            break
-    if settings.batch_size > 1:
-        return runs
-    return [run for _, run in sorted(zip(order, runs, strict=False), key=lambda pair: pair[0])]
-
-
 def measure_together(
     target: FrozenTarget,
     proposers: Sequence[Proposer],
     prompts: Sequence[Prompt],
     *each: Settings,
-    before: Sequence[PromptRuns] = (),
     journal: Journal | None = None,
 ) -> list[list[PromptRuns]]:
     """The runs of each proposer: every prompt is decoded `repeats` times without a draft and with each of them.
 
-    each: settings of all proposers, or of each of them, which differ in K alone. before: of the prompts that came before these.
-    journal: keeps what is decoded.
+    each: settings of all proposers, or of each of them, which differ in K alone. journal: keeps what is decoded.
 
     The proposers share one baseline, and their times are paired with each other. Sampled tokens are the same in each repetition:
     a prompt has its own seed.
@@ -139,7 +98,7 @@ def measure_together(
                 proposer.remember([run.baseline[0].token_ids for run in earlier])
 
     def decode_all_ways(batch: PromptBatch, first: int) -> Ways:
-        remember([*before, *baselines[: batch.start]])
+        remember(baselines[: batch.start])
         made: Ways = [[] for _ in ways]
         for way in [*range(first, len(ways)), *range(first)]:  # 0 is plain decoding
             made[way] = decode(ways[way][0], batch, ways[way][1])

@@ -25,7 +25,6 @@ from specdistill.project import git_revision
 from specdistill.report.build import build_report, context_rows, headline, result_rows, theory
 from specdistill.report.files import staged
 from specdistill.statistics.records import PromptRecord, records_of
-from specdistill.statistics.sample_size import corrected_confidence
 from specdistill.statistics.theory import RoundCost
 from specdistill.suites.suite import Suite
 from specdistill.targets.frozen import FrozenTarget
@@ -100,8 +99,8 @@ def measurement_identity(
 
 def fingerprint(plan: MeasurementPlan, identity: Mapping[str, Any]) -> str:
     """A hash of all that the plan's records depend on."""
-    prompts = [(prompt.id, prompt.category, prompt.token_ids) for prompt in (*plan.prompts, *plan.further)]
-    content = json.dumps([identity, asdict(plan.settings), plan.target_precision, len(plan.prompts), prompts], sort_keys=True)
+    prompts = [(prompt.id, prompt.category, prompt.token_ids) for prompt in plan.prompts]
+    content = json.dumps([identity, asdict(plan.settings), prompts], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:FINGERPRINT_DIGITS]
 
 
@@ -123,9 +122,8 @@ def draft_report(
     result, or the reason why there is none. costs: of rounds at every K' up to K. took: see `resources_used`.
     """
     settings = plans[0].settings
-    confidence = corrected_confidence(0.95) if plans[0].has_interim_analyses else 0.95
     rows = [
-        result_rows(entry.records, suite, plan.settings.configuration, seed=settings.seed, confidence=confidence)
+        result_rows(entry.records, suite, plan.settings.configuration, seed=settings.seed)
         for plan, entry in zip(plans, measured, strict=True)
     ]
     if "draft_length" in proposer.settings:
@@ -147,13 +145,11 @@ def draft_report(
             "compile": settings.compile,
             "draft_sampling": "probabilistic" if proposer.draws(settings.sampling, settings.tree) else "greedy",
             "drafting": dict(proposer.settings),
-            "target_precision": plans[0].target_precision,
-            "interim_analyses": plans[0].has_interim_analyses,
         },
         suite=suite,
         results=[row for of_configuration in rows for row in of_configuration],
         context=context_rows(measured[0].records),
-        headline=headline(rows[0], measured[0].records, confidence=confidence),
+        headline=headline(rows[0], measured[0].records),
         theory=theory(rows[0][0], costs, proposer.passes, depends_on_width=proposer.depends_on_width),
         lossless={
             **summary([found for entry in measured for found in entry.compared]),

@@ -62,10 +62,6 @@ ALL_CHAINS = ReadWhen(
         and not (it.lookup_first and it.lookup_first.draft_tree)
     ),
 )
-SOME_PROMPTS = ReadWhen(
-    "with eval.num_prompts, eval.engine=specdistill and without eval.target_precision",
-    lambda it: it.num_prompts is not None and it.target_precision is None and it.engine == "specdistill",
-)
 FROM_HUB = ReadWhen(
     "of a model on the Hub: pico and folders have no revisions",
     lambda it: it.model is not None and it.model != "pico" and not Path(it.model).exists(),
@@ -391,19 +387,6 @@ class EvalConfig(MeasurementConfig):
     )
     sweep: SweepConfig = option(
         SweepConfig(), "additional settings to measure, one axis at a time; with an engine, every K at every concurrency"
-    )
-    target_precision: float | None = option(
-        None,
-        "stop once acceptance length and speedup are known to this relative precision, e.g. 0.01 for ±1%; null: measure every prompt",
-        ge=0.0001,
-        le=1,
-        read_when=IN_PROCESS,
-    )
-    max_minutes: float | None = option(
-        None,
-        "while a gate rule is inconclusive, measure more prompts than num_prompts, for at most this many minutes",
-        gt=0,
-        read_when=SOME_PROMPTS,
     )
 
     @property

@@ -18,7 +18,6 @@ from specdistill.engines import ENGINES
 from specdistill.statistics.intervals import estimates, macro_interval
 from specdistill.statistics.metrics import METRICS, acceptance, accepted_by_bucket, long_context_start, prompt_sums, value
 from specdistill.statistics.records import ALL, Configuration, PromptRecord
-from specdistill.statistics.sample_size import ANALYZED_METRICS, half_width
 from specdistill.statistics.theory import BETTER_K_GAIN, RoundCost, alpha_from_acceptance_length, best_point, speedup_curve
 from specdistill.suites.suite import Suite
 
@@ -83,19 +82,18 @@ def result_rows(
     configuration: Configuration,
     *,
     seed: int,
-    confidence: float = 0.95,
     reasons: Mapping[str, str] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
     """A configuration's rows, from its records: the suite's (`category: all`) and one for each category, in the suite's order.
 
-    confidence: of each interval (see `estimates`). reasons: why this way of measuring cannot give some numbers.
+    reasons: why this way of measuring cannot give some numbers.
     """
     groups = {ALL: list(records)}
     for record in records:
         groups.setdefault(record.category, []).append(record)
     scope = {"suite": suite.name, "suite_version": suite.version}
     return [
-        {**scope, "category": category, **asdict(configuration), **_numbers(group, configuration, seed, confidence, reasons)}
+        {**scope, "category": category, **asdict(configuration), **_numbers(group, configuration, seed, reasons)}
         for category, group in groups.items()
     ]
 
@@ -136,7 +134,7 @@ def theory(
     }
 
 
-def headline(rows: Sequence[dict[str, Any]], records: Sequence[PromptRecord], *, confidence: float = 0.95) -> dict[str, Any]:
+def headline(rows: Sequence[dict[str, Any]], records: Sequence[PromptRecord]) -> dict[str, Any]:
     """The numbers to quote of a configuration, from its rows and records: acceptance length and speedup, as macro-averages over the
     categories, and as the micro-averages of the whole suite, in which a category counts by its drafts or its time.
     """
@@ -148,7 +146,7 @@ def headline(rows: Sequence[dict[str, Any]], records: Sequence[PromptRecord], *,
     macro: dict[str, Any] = {}
     for name in quoted:
         macro[name] = sum(row[name] for row in by_category) / len(by_category)
-        if bounds := macro_interval(METRICS[name], sums, categories, confidence=confidence):
+        if bounds := macro_interval(METRICS[name], sums, categories):
             macro[f"{name}_ci95"] = list(bounds)
     return {
         **macro,
@@ -161,7 +159,7 @@ def headline(rows: Sequence[dict[str, Any]], records: Sequence[PromptRecord], *,
 
 
 def _numbers(
-    records: Sequence[PromptRecord], configuration: Configuration, seed: int, confidence: float, reasons: Mapping[str, str]
+    records: Sequence[PromptRecord], configuration: Configuration, seed: int, reasons: Mapping[str, str]
 ) -> dict[str, Any]:
     sums, drafts = prompt_sums(records), [draft for record in records for draft in record.drafts()]
     timed = sum(record.hf_generate is not None for record in records)
@@ -182,7 +180,7 @@ def _numbers(
             timing.num_disturbed_rounds for record in records for timing in (record.speculative, record.baseline) if timing
         ),
         **acceptance(drafts, configuration.num_speculative_tokens),
-        **estimates(with_interval, sums, seed, confidence),
+        **estimates(with_interval, sums, seed),
         **{name: number for name in WITHOUT_INTERVAL if (number := value(METRICS[name], sums)) is not None},
     }
     absent = {**_reasons(row, records), **reasons}
@@ -223,7 +221,7 @@ def findings(report: Mapping[str, Any]) -> dict[str, str]:
 
 def _of_times(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """How far the times are to be trusted."""
-    row, settings = report["results"][0], report["settings"]
+    row = report["results"][0]
     if report.get("incomplete"):
         reason = report["not_measured"]["incomplete"]
         yield "incomplete", f"The measurement was cut short: {reason}. Its numbers are those of a part."
@@ -243,12 +241,9 @@ def _of_times(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if count := row.get("num_disturbed_rounds"):
         which = f"{count} rounds took far longer than in other repetitions, probably by other work on the machine"
         yield "disturbed", f"Dropped as outliers: {which}; their prompts were timed again."
-    if (half := half_width(row, "speedup")) > WIDE_INTERVAL and "speedup_ci95" in row:
+    low, high = row.get("speedup_ci95", (0.0, 0.0))
+    if (half := (high - low) / 2 / row.get("speedup", 1.0)) > WIDE_INTERVAL:
         yield "wide_interval", f"{row['num_prompts']} prompts: the speedup is only known to ±{half:.0%}."
-    precision = settings.get("target_precision")
-    if precision and not all(half_width(row, name) <= precision for name in ANALYZED_METRICS):
-        asked = f"the target precision of ±{precision:.1%} was not reached"
-        yield "precision_not_reached", f"All {row['num_prompts']} prompts were measured and {asked}."
 
 
 def _of_losslessness(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -26,18 +26,15 @@ def interval(metric: Metric, sums: PromptSums, *, confidence: float = 0.95, seed
     return _bootstrap(metric, measured(metric, sums), confidence, seed)
 
 
-def estimates(names: Sequence[str], sums: PromptSums, seed: int = 0, confidence: float = 0.95) -> dict[str, Any]:
-    """`name` and `name_ci95` of each metric that was measured; without the interval where it is undefined.
-
-    `confidence` above 0.95 is for a run with interim analyses: each of its intervals is stricter than `ci95` says.
-    """
+def estimates(names: Sequence[str], sums: PromptSums, seed: int = 0) -> dict[str, Any]:
+    """`name` and `name_ci95` of each metric that was measured; without the interval where it is undefined."""
     numbers: dict[str, Any] = {}
     for name in names:
         point = value(METRICS[name], sums)
         if point is None:
             continue
         numbers[name] = point
-        if bounds := interval(METRICS[name], sums, confidence=confidence, seed=seed):
+        if bounds := interval(METRICS[name], sums, seed=seed):
             numbers[f"{name}_ci95"] = list(bounds)
     return numbers
 

@@ -1,30 +1,22 @@
-"""How many prompts: what a run of n prompts can detect, stated before it runs, and when a run has measured enough of them.
+"""What a run of n prompts can detect, stated before it runs.
 
-Power analysis. A change is detected when the interval of metric / baseline's metric - 1 excludes 0. By the normal approximation, n
+A change is detected when the interval of metric / baseline's metric - 1 excludes 0. By the normal approximation, n
 prompts detect a change of
 
     (z(1 - significance / 2) + z(power)) · spread / √n
 
 with that power, two-sided, where `spread` is the standard deviation over prompts of their influence on the relative change. It is taken
 from a prior run of the same suite, or else assumed.
-
-Interim analyses: measuring more prompts until the intervals reach a target precision. A run that may stop at any of several analyses
-has an interval that misses more often than its confidence says. So a run has at most NUM_INTERIM_ANALYSES, after numbers of prompts fixed
-beforehand, and makes every interval at confidence 1 - (1 - c) / NUM_INTERIM_ANALYSES: by Bonferroni's inequality all of them together
-miss with probability 1 - c at most, whatever made the run stop. Conservative, and about a third wider than without interim analyses;
-`tests/statistics/test_sample_size.py` simulates the coverage.
 """
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from scipy import stats
 
-from specdistill.statistics.intervals import estimates, standard_error
+from specdistill.statistics.intervals import standard_error
 from specdistill.statistics.metrics import METRICS, Metric, PromptSums, measured, prompt_sums, value
 from specdistill.statistics.records import PromptRecord, records_of
 
@@ -33,8 +25,6 @@ POWER, SIGNIFICANCE = 0.8, 0.05
 # acceptance test.
 ASSUMED_SPREAD = 0.16
 ANALYZED_METRICS = {"mean_acceptance_length": "acceptance length", "speedup": "speedup"}
-NUM_INTERIM_ANALYSES = 5
-FIRST_ANALYSIS = 24  # prompts; a bootstrap over fewer says little
 
 
 @dataclass(frozen=True)
@@ -82,33 +72,3 @@ def power_analysis(num_prompts: int, suite: str, prior: PriorRun | None) -> str:
         f"{num_prompts} prompts can detect a change of {' and of '.join(changes)}: power {POWER:.0%}, two-sided {SIGNIFICANCE:.0%}, "
         f"by {source}."
     )
-
-
-def corrected_confidence(confidence: float) -> float:
-    """The confidence of each interim analysis's interval, so that the run's has `confidence`."""
-    return 1 - (1 - confidence) / NUM_INTERIM_ANALYSES
-
-
-def interim_sizes(num_prompts: int, first: int = FIRST_ANALYSIS) -> list[int]:
-    """Numbers of prompts at the interim analyses, growing from `first` by a constant factor up to all of them."""
-    sizes = np.geomspace(min(first, num_prompts), num_prompts, NUM_INTERIM_ANALYSES)
-    return [int(size) for size in np.unique(sizes.round())]
-
-
-def spread_out(categories: Sequence[str], seed: int) -> list[int]:
-    """A shuffled order of prompts of which every prefix is as even over the categories as possible."""
-    shuffled: list[int] = np.random.default_rng(seed).permutation(len(categories)).tolist()
-    places = {category: itertools.count() for category in categories}  # of a category's prompts among themselves
-    return sorted(shuffled, key=lambda index: next(places[categories[index]]))
-
-
-def half_width(numbers: Mapping[str, Any], name: str) -> float:
-    """Half the width of a metric's interval, as a share of the metric, from `estimates` or a report's row; infinite without one."""
-    low, high = numbers.get(f"{name}_ci95", (-math.inf, math.inf))
-    return float((high - low) / 2 / numbers.get(name, 1.0))
-
-
-def reached_precision(records: Sequence[PromptRecord], target_precision: float, seed: int) -> bool:
-    """Whether acceptance length and speedup are known to ± `target_precision`, a share of them."""
-    found = estimates([*ANALYZED_METRICS], prompt_sums(records), seed, corrected_confidence(0.95))
-    return all(half_width(found, name) <= target_precision for name in ANALYZED_METRICS)

@@ -47,8 +47,8 @@ def test_two_processes_measure_what_one_does(keys: list[str], tmp_path: Path) ->
     assert [record.baseline is None for record in two] == [False, False, True, True, False, False, True]  # a, b, a, …
 
 
-def test_what_ends_when_enough_is_known_is_not_shared(keys: list[str], tmp_path: Path) -> None:
-    arguments = [*keys, "eval.target_precision=0.1", f"output_dir={tmp_path}"]
+def test_what_looks_earlier_outputs_up_is_not_shared(keys: list[str], tmp_path: Path) -> None:
+    arguments = [*keys, "method=suffix", f"output_dir={tmp_path}"]
     process = start(ROOT / "eval/run.py", *arguments, config="cpu_processes", options=TWO_PROCESSES)
     errors = [line for line in finish(process).splitlines() if line.startswith("error: ")]
-    assert process.returncode and refused_key(errors[0]) == "eval.target_precision"
+    assert process.returncode and refused_key(errors[0]) == "method"

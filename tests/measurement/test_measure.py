@@ -10,7 +10,7 @@ from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import DynamicTree, StaticTree
 from specdistill.measurement import losslessness, reference
 from specdistill.measurement import measure as measuring
-from specdistill.measurement.configurations import MeasurementPlan, Settings
+from specdistill.measurement.configurations import Settings
 from specdistill.measurement.losslessness import generate_greedily, greedy_check, greedy_pairs, summary
 from specdistill.measurement.measure import (
     generate_as_long,
@@ -203,28 +203,6 @@ def test_records_of_trees_count_every_node_and_show_one_path(target, tree):
     assert all(entry.num_off_path for _, with_draft, _ in pairs for entry in with_draft.rounds)
 
 
-@pytest.mark.usefixtures("simulated_clock")
-def test_a_run_stops_when_it_is_precise_and_keeps_the_suites_order(target, proposer, monkeypatch):
-    prompts = [Prompt(f"p{number}", "ab"[number % 2], "x", (20 + number, 30, 40)) for number in range(60)]
-    parts = []
-    together = measuring.measure_together
-    monkeypatch.setattr(
-        measuring, "measure_together", lambda *arguments, **keys: parts.append(arguments[2:]) or together(*arguments, **keys)
-    )
-    settings = replace(SETTINGS, sampling=Sampling(1.0), repeats=1, max_new_tokens=3)
-    ids = [run.prompt.id for run in measuring.measure_plan(target, proposer, "suite", MeasurementPlan(settings, prompts, 0.9))]
-    assert [len(part) for part, _ in parts] == [24] == [len(ids)]
-    assert ids == sorted(ids, key=lambda id: int(id[1:]))
-    assert sum(int(id[1:]) % 2 for id in ids) == 12
-
-    parts.clear()
-    whole = measuring.measure_plan(target, proposer, "suite", MeasurementPlan(settings, prompts, 0.001))
-    assert [run.prompt for run in whole] == prompts
-    assert [(len(part), options.seed, options.warmup) for part, options in parts] == [
-        (24, 0, 1), (6, 24, 0), (8, 30, 0), (10, 38, 0), (12, 48, 0),
-    ]  # fmt: skip
-
-
 def test_spelling_adds_up_to_the_text():
     tokenizer = tiny_tokenizer()
     context, text = tokenizer("def f():")["input_ids"], tokenizer(" return 'a b'\n")["input_ids"]
@@ -332,12 +310,3 @@ def test_rows_say_how_many_batches_their_times_come_from(target, proposer, paire
     assert whole["tokens_per_second"] == pytest.approx(60 / seconds)
     alone = measure(target, proposer, FIVE[:1], SETTINGS)
     assert "batch" not in prompt_sums(prompt_records("suite", SETTINGS.configuration, target, proposer, alone))
-
-
-def test_a_run_that_stops_early_does_so_after_whole_batches(target, monkeypatch):
-    monkeypatch.setattr(measuring, "interim_sizes", lambda number: [3, number])
-    monkeypatch.setattr(measuring, "reached_precision", lambda records, target_precision, seed: False)
-    plan = MeasurementPlan(replace(IN_PAIRS, repeats=1, warmup=0), FIVE, target_precision=0.01)
-    runs = measuring.measure_plan(target, NgramProposer(), "suite", plan)
-    assert sorted(run.prompt.id for run in runs) == ["p0", "p1", "p2", "p3", "p4"]
-    assert [run.batch for run in runs] == [0, 0, 2, 2, 4]  # batches stay as they were decoded

@@ -225,8 +225,8 @@ def test_a_file_that_is_no_recipe(text: str, tmp_path: Path):
 
 
 def test_a_number_may_lie_at_its_bound():
-    recipe = load("eval.num_speculative_tokens=1", "eval.temperature=1e-9", "eval.top_p=1", "eval.target_precision=0.0001")
-    assert (recipe.eval.num_speculative_tokens, recipe.eval.top_p, recipe.eval.target_precision) == (1, 1.0, 0.0001)
+    recipe = load("eval.num_speculative_tokens=1", "eval.temperature=1e-9", "eval.top_p=1", "eval.repeats=1")
+    assert (recipe.eval.num_speculative_tokens, recipe.eval.top_p, recipe.eval.repeats) == (1, 1.0, 1)
 
 
 def test_a_divergence_is_a_name_or_a_weighted_sum(tmp_path: Path):
@@ -336,7 +336,6 @@ def test_help_lists_every_key_with_type_default_and_meaning(
         ("eval.batch_size=8 eval.engine=vllm", "eval.batch_size", "eval.engine"),
         ("eval.tree={branching: [2]} eval.engine=sglang", "eval.tree", "eval.engine"),
         ("eval.sweep.temperature=[1] eval.engine=sglang", "eval.sweep.temperature", "eval.engine"),
-        ("eval.target_precision=0.1 eval.engine=vllm", "eval.target_precision", "eval.engine"),
         ("eval.compile=true eval.engine=vllm", "eval.compile", "eval.engine"),
         ("eval.compile=true eval.batch_size=2", "eval.compile", "batch_size"),
         ("eval.compile=true eval.tree={branching: [2]}", "eval.compile", "tree"),

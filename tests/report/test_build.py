@@ -36,19 +36,6 @@ def test_the_public_identities_hold():
         assert low <= row[name] <= high
 
 
-def test_every_interval_has_the_confidence_that_is_asked_for():
-    """Half of a nearly normal distribution lies within 0.344 of what 95 % of it do."""
-    records = simulate(24, noise=0.1)
-    rows = {share: rows_of(records, confidence=share) for share in (0.95, 0.5)}
-    (row, part_row), (quoted, part_quoted) = zip(
-        *((of[0], headline(of, records, confidence=share)) for share, of in rows.items()), strict=True
-    )
-    for wide, narrow in ((row, part_row), (quoted, part_quoted)):
-        for name in ("mean_acceptance_length_ci95", "speedup_ci95", *(name for name in wide if name.endswith("_ci95"))):
-            low, high = wide[name]
-            assert narrow[name][1] - narrow[name][0] == pytest.approx(0.344 * (high - low), rel=0.15), name
-
-
 def test_prompts_that_share_the_times_of_one_batch_have_no_interval_of_times():
     records = simulate(8, noise=0.2)
     alone, *_ = rows_of(records)

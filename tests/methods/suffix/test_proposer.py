@@ -13,7 +13,7 @@ from specdistill.decoding.lookup_first import LookupFirstProposer
 from specdistill.decoding.proposer import Proposal
 from specdistill.decoding.sampling import Sampling
 from specdistill.measurement import measure
-from specdistill.measurement.configurations import MeasurementPlan, Settings
+from specdistill.measurement.configurations import Settings
 from specdistill.methods.load import load_proposer
 from specdistill.methods.recipe import Recipe
 from specdistill.methods.suffix.config import SuffixConfig
@@ -179,21 +179,11 @@ def test_a_prompt_knows_the_outputs_before_it_and_never_its_own(
     settings = Settings(2, 6, repeats=2, warmup=1, batch_size=batch_size)
     monkeypatch.setattr(measure, "disturbed_rounds", lambda generations: [1] * len(generations))
     monkeypatch.setattr(measure, "MOST_AGAIN", 1)
-    runs = measure.measure_plan(target, proposer, "suite", MeasurementPlan(settings, prompts))
+    (runs,) = measure.measure_together(target, [proposer], prompts, settings)
     outputs = [run.baseline[0].token_ids for run in runs]
     repetition = [tuple(outputs[: n - n % batch_size]) for n in range(4)]
     assert recording.seen == [()] * batch_size + 3 * repetition
     assert recording.lookup._outputs == []
-
-
-def test_prompts_that_are_added_know_those_before_them() -> None:
-    target, recording = tiny_target(), Recording()
-    recording.seen = []
-    prompts = [Prompt(str(n), "a", f"{n}", tuple(range(n + 1, n + 5))) for n in range(4)]
-    plan = MeasurementPlan(Settings(2, 6, repeats=1, warmup=0), prompts[:2], further=prompts[2:])
-    runs = measure.measure_plan(target, recording, "suite", plan, lambda records: len(records) == 4)
-    assert [len(seen) for seen in recording.seen] == [0, 1, 2, 3]
-    assert set(recording.seen[-1]) <= {run.baseline[0].token_ids for run in runs}
 
 
 # --- Settings
