@@ -45,9 +45,8 @@ from specdistill.produce.features import feature_store
 from specdistill.produce.make import open_rows
 from specdistill.recipe.load import flattened, load_recipe, merged, validate
 from specdistill.recipe.sections import HiddenStatesConfig, MeasurementConfig, TargetConfig
-from specdistill.report.files import check_replaceable, digest, previous_report, write_report
+from specdistill.report.files import check_replaceable, digest, write_report
 from specdistill.rows.row_set import RowTarget
-from specdistill.statistics.sample_size import PriorRun
 from specdistill.suites.suite import check_suite
 from specdistill.targets.compiled import compile_layers
 from specdistill.targets.files import TargetFiles
@@ -300,9 +299,7 @@ def evaluate(recipe: Recipe) -> tuple[dict[str, Any], Path]:
     check_replaceable(folder, "eval.output_dir")
     rules = load_gate(recipe.gate)
     baseline = read_baseline(config.baseline, rules, "eval.baseline")
-    known, place = ((baseline.report, baseline.records), config.baseline) if baseline else (previous_report(folder), folder)
-    prior = PriorRun(*known, str(place)) if known else None
-    report, records = measurement.measure(recipe, folder, prior=prior)
+    report, records = measurement.measure(recipe, folder)
     report["digest"] = digest(report, records)
     report = decide(rules, Evidence(report, records), baseline, first_release=config.baseline == FIRST_RELEASE)
     if is_first():

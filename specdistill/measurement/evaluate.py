@@ -29,34 +29,29 @@ from specdistill.processes import is_first, join, of_all
 from specdistill.recipe.sections import EvalConfig
 from specdistill.report.text import print_power_analysis
 from specdistill.statistics.records import PromptRecord
-from specdistill.statistics.sample_size import PriorRun, power_analysis
+from specdistill.statistics.sample_size import power_analysis
 from specdistill.suites.suite import Suite, cut_prompts, load_suite, num_measured, tokenize
 from specdistill.targets.frozen import FrozenTarget
 
 FINISHED, ENGINE = "configurations", "engine"  # folders next to the report's files
 
 
-def measure(
-    recipe: Recipe,
-    folder: Path,
-    *,
-    prior: PriorRun | None = None,
-) -> tuple[dict[str, Any], list[PromptRecord]]:
+def measure(recipe: Recipe, folder: Path) -> tuple[dict[str, Any], list[PromptRecord]]:
     """The report and its records, measured as `eval.engine` says.
 
     folder: of the report. A measurement in this process keeps its finished configurations in FINISHED, so that an interrupted run resumes;
-    one in an engine leaves in ENGINE what its servers load and print. prior: an earlier run, which says what this one can detect.
+    one in an engine leaves in ENGINE what its servers load and print.
     """
     config, suite = recipe.eval, load_suite(recipe.eval.suite, recipe.target.model)
     rank, num_processes = join()
     if num_processes > 1:
         check_shares(recipe)
     if config.engine != "specdistill":
-        return measure_in_engine(recipe, suite, prior, folder / ENGINE)
+        return measure_in_engine(recipe, suite, folder / ENGINE)
     target, proposer, draft = load_pair(recipe)
     plans = plan_all(config, suite, target)
     if is_first():
-        print_power_analysis(power_analysis(len(plans[0].prompts), suite.name, prior))
+        print_power_analysis(power_analysis(len(plans[0].prompts)))
     if any(plan.settings.batch_size > 1 for plan in plans):
         BatchDecoder(target, proposer)  # refuses what cannot be batched, before anything is measured
 

@@ -40,7 +40,7 @@ from specdistill.project import git_revision
 from specdistill.report.build import build_report, headline, result_rows
 from specdistill.report.text import print_power_analysis
 from specdistill.statistics.records import PromptRecord, Timing
-from specdistill.statistics.sample_size import PriorRun, power_analysis
+from specdistill.statistics.sample_size import power_analysis
 from specdistill.suites.suite import Prompt, Suite
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.loading import read_tokenizer
@@ -72,9 +72,7 @@ DOCUMENT_REASONS = {
 OF_RUNNING = {"hardware": "a server does not say what it runs on", "target.dtype": UNSAID}
 
 
-def measure_in_engine(
-    recipe: Recipe, suite: Suite, prior: PriorRun | None, folder: Path
-) -> tuple[dict[str, Any], list[PromptRecord]]:
+def measure_in_engine(recipe: Recipe, suite: Suite, folder: Path) -> tuple[dict[str, Any], list[PromptRecord]]:
     """The suite sent to an engine's servers: running ones, or those that are started here with the draft as it is exported for them."""
     config, target, draft = recipe.eval, recipe.target, recipe.eval.draft
     if target.adapter:
@@ -98,7 +96,7 @@ def measure_in_engine(
             draft = draft or str(Path(recipe.train["output_dir"]) / "draft")
             check_target(locate(draft), files, "eval.draft")
     task = ServerTask.of(config, suite, tokenizer, max_length)
-    print_power_analysis(power_analysis(len(task.prompts), suite.name, prior))
+    print_power_analysis(power_analysis(len(task.prompts)))
 
     # Measure
     of_target: dict[str, Any] = {"model": target.model, "revision": target.revision}

@@ -89,14 +89,6 @@ def digest(report: Mapping[str, Any], records: Sequence[PromptRecord]) -> str:
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def previous_report(folder: Path) -> tuple[dict[str, Any], list[PromptRecord]] | None:
-    """The report that a new one in this folder will replace; None without one of this schema version."""
-    try:
-        return read_report(folder) if (folder / REPORT).is_file() else None
-    except UserError:
-        return None
-
-
 def read_report(path: Path, key: str = "report") -> tuple[dict[str, Any], list[PromptRecord]]:
     """report.json (or its folder) and the records next to it. Raises UserError when either is missing or invalid."""
     path = path / REPORT if path.is_dir() else path

@@ -19,7 +19,6 @@ from specdistill.project import ROOT
 from specdistill.report import charts, phrases, tables
 from specdistill.report.build import findings, result_rows
 from specdistill.report.files import (
-    previous_report,
     read_report,
     render,
     samples,
@@ -137,7 +136,6 @@ def test_reports_that_are_not_there(tmp_path, report, records):
     (tmp_path / "report.json").write_text("{}")
     with refused("report", f"{tmp_path / 'report.json'} with schema_version"):
         read_report(tmp_path)
-    assert previous_report(tmp_path) is None  # a new measurement replaces it
     (tmp_path / "file").touch()
     with pytest.raises(ResourceError, match=str(tmp_path / "file")):
         write_report(tmp_path / "file" / "report", report, records)
