@@ -26,7 +26,7 @@ STROKES = ("good", "bonus", "mine", "muted")  # of one curve after the other, th
 NamedRows = Sequence[tuple[str, ResultRow]]
 Ticks = Sequence[tuple[float, str]]  # (value, label)
 Format = Callable[[float], str]
-Curve = tuple[str, str | None, Sequence[tuple[float, float, str, str]]]  # (colour, dashes, [(x, y, title, name)])
+Curve = tuple[str, str | None, Sequence[tuple[float, float, str]]]  # (colour, dashes, [(x, y, title)])
 Segments = Sequence[tuple[str, float]]  # (kind, amount) of a bar, from left to right
 
 
@@ -126,52 +126,24 @@ def acceptance_by_step(draft: Mapping[str, Any]) -> Markup | None:
     curves: list[Curve] = []
     for index in range(max(len(each["rates"]) for each in evaluations)):
         reached = [(each["step"], each["rates"][index]) for each in evaluations if index < len(each["rates"])]
-        points = [(step, rate, f"position {index + 1}: {percent(rate)} after {step:,} steps", "") for step, rate in reached]
+        points = [(step, rate, f"position {index + 1}: {percent(rate)} after {step:,} steps") for step, rate in reached]
         curves.append((*stroke(index), points))
     label = f"Cumulative acceptance by position during training (simulated at K = {len(curves)}, held-out rows)"
-    return _curves(curves, label, "optimizer steps", (0, 1))
-
-
-def _curves(curves: Sequence[Curve], label: str, axis: str, bounds: tuple[float, float]) -> Markup:
-    """The names of a curve's points stand above it, those of the others below."""
     points = [point for *_, curve in curves for point in curve]
-    x = Scale(0, max(along for along, *_ in points) * 1.05 or 1, LEFT, WIDTH - RIGHT)
-    y = Scale(*bounds, 240 - BOTTOM - 14, TOP)
+    x = Scale(0, max(step for step, *_ in points) * 1.05 or 1, LEFT, WIDTH - RIGHT)
+    y = Scale(0, 1, 240 - BOTTOM - 14, TOP)
     drawn = _y_axis(y, [(value, f"{value:g}") for value in _ticks(y.low, y.high)], x.end)
     drawn += _x_axis(x, [(value, f"{value:,.10g}") for value in _ticks(0, x.high)], y.start, y.start + 4, y.start)
-    drawn.append(_text(x.end, 240 - 6, axis, anchor="end"))
-    for index, (colour, dashes, curve) in enumerate(curves):
-        drawn.append(_path([(x(along), y(up)) for along, up, *_ in curve], colour, stroke_width=2, stroke_dasharray=dashes))
-        for along, up, title, name in curve:
-            drawn.append(_dot(x(along), y(up), 3, colour, title=title))
-            drawn += [_text(x(along), y(up) + (17 if index else -9), name, anchor="middle")] if name else []
-    return _svg(240, label, drawn, (title for _, _, title, _ in points))
+    drawn.append(_text(x.end, 240 - 6, "optimizer steps", anchor="end"))
+    for colour, dashes, curve in curves:
+        drawn.append(_path([(x(step), y(rate)) for step, rate, _ in curve], colour, stroke_width=2, stroke_dasharray=dashes))
+        drawn += [_dot(x(step), y(rate), 3, colour, title=title) for step, rate, title in curve]
+    return _svg(240, label, drawn, (title for *_, title in points))
 
 
 def stroke(index: int) -> tuple[str, str | None]:
     """Colour and dashes of a curve among others."""
     return STROKES[index % len(STROKES)], "6 3" if index >= len(STROKES) else None
-
-
-def throughput_against_latency(rows: Sequence[ResultRow]) -> Markup | None:
-    """A curve with the draft and one without over a sweep of the requests in flight: tokens per second of all against milliseconds that a
-    request waits for a token. Left and up is better. None without a sweep.
-    """
-    if len(rows) < 2 or any("speedup" not in row for row in rows):
-        return None
-    curves: list[Curve] = []
-    for side, metric, colour in (
-        ("with the draft", "tokens_per_second", "good"),
-        ("plain", "baseline_tokens_per_second", "muted"),
-    ):
-        points = []
-        for size, speed in ((row["batch_size"], row[metric]) for row in rows):
-            ms = 1000 * size / speed
-            title = f"{side}, {size} at once: {speed:,.0f} tokens per second, {ms:,.1f} ms per token"
-            points.append((ms, speed, title, str(size)))
-        curves.append((colour, None, points))
-    top = 1.1 * max(up for *_, curve in curves for _, up, *_ in curve)
-    return _curves(curves, "Throughput against latency, by requests at once", "milliseconds per token of a request", (0, top))
 
 
 def speedup_by_k(theory: Mapping[str, Any] | None, rows: Sequence[ResultRow]) -> Markup | None:
@@ -186,11 +158,9 @@ def speedup_by_k(theory: Mapping[str, Any] | None, rows: Sequence[ResultRow]) ->
     ceiling |= {row["num_speculative_tokens"]: row["mean_acceptance_length"] for row in rows if "mean_acceptance_length" in row}
     intervals = [_interval(row, "speedup") for row in measured]
     height = 260
-    beyond = one_more(curve)
-    longest = max(1, int(max(ceiling)), *(row["num_speculative_tokens"] for row in measured), *(k for k, _ in beyond))
+    longest = max(1, int(max(ceiling)), *(row["num_speculative_tokens"] for row in measured))
     x = Scale(0, longest, LEFT + 8, WIDTH - RIGHT - 14)
-    guesses = [*((point["k"], point["predicted_speedup"]) for point in curve), *beyond]
-    ends = [1.0, *ceiling.values(), *(speedup for _, speedup in guesses), *itertools.chain(*intervals)]
+    ends = [1.0, *ceiling.values(), *(point["predicted_speedup"] for point in curve), *itertools.chain(*intervals)]
     y = Scale(*_round_bounds(ends), height - BOTTOM - AXIS, TOP)
     drawn = _y_axis(y, [(value, f"{value:g}×") for value in _ticks(y.low, y.high)], WIDTH - RIGHT)
     drawn += [_text(x(k), y.start + 17, k, anchor="middle") for k in range(0, longest + 1, 1 + longest // 13)]
@@ -199,11 +169,6 @@ def speedup_by_k(theory: Mapping[str, Any] | None, rows: Sequence[ResultRow]) ->
     predicted = [(x(point["k"]), y(point["predicted_speedup"])) for point in curve]
     drawn.append(_path(highest, "muted", stroke_width=1.5, stroke_dasharray="6 3"))
     drawn.append(_path(predicted, "bar", stroke_width=2.5))
-    for k, speedup in beyond:
-        drawn += [
-            _path([predicted[-1], (x(k), y(speedup))], "bar", stroke_width=2, stroke_dasharray="1 4", stroke_linecap="round"),
-            _dot(x(k), y(speedup), 3.5, "paper", "bar"),
-        ]
     for point, place in zip(curve, predicted, strict=True):
         best = theory is not None and point["k"] == theory["best_k"]
         drawn.append(_dot(*place, 5 if best else 3.5, "good" if best else "bar"))
@@ -213,19 +178,9 @@ def speedup_by_k(theory: Mapping[str, Any] | None, rows: Sequence[ResultRow]) ->
         drawn.append(_dot(along, y(row["speedup"]), 4.5, "paper", "mine", at_k(row)))
     drawn.append(_text((LEFT + WIDTH - RIGHT) / 2, height - 6, "K, tokens drafted per round", anchor="middle"))
     values = [f"measured at {at_k(row)}" for row in measured] + [
-        f"predicted at K = {k}: {times(guess)}" for k, guess in guesses
+        f"predicted at K = {point['k']}: {times(point['predicted_speedup'])}" for point in curve
     ]
     return _svg(height, "Speedup against K: predicted, its ceiling, and measured", drawn, values)
-
-
-def one_more(curve: Sequence[Mapping[str, float]]) -> list[tuple[int, float]]:
-    """(K + 1, predicted speedup): the last position's acceptance and cost once more. Empty where the curve lacks the K just below."""
-    if [point["k"] for point in curve[-3:]] != [len(curve) - 3, len(curve) - 2, len(curve) - 1] or len(curve) < 3:
-        return []
-    before, last = (curve[-n]["mean_acceptance_length"] - curve[-n - 1]["mean_acceptance_length"] for n in (2, 1))
-    length = curve[-1]["mean_acceptance_length"] + (last * last / before if before > 0 else 0.0)
-    cost = sum(2 * curve[-1][name] - curve[-2][name] for name in ("verify_ms", "draft_ms"))
-    return [(int(curve[-1]["k"]) + 1, length / cost * curve[0]["verify_ms"])]
 
 
 def at_k(row: ResultRow) -> str:
