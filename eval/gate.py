@@ -7,14 +7,13 @@ python eval/gate.py report=runs/demo/report gates=release baseline=org/name@v1.2
 python eval/gate.py report=runs/demo/report gates=release baseline=none                # a first release
 """
 
-import os
 import sys
 from pathlib import Path
 
 from specdistill.command import run
 from specdistill.errors import ExitCode
 from specdistill.gate.decide import EXIT_CODES, GateOptions, judge_again
-from specdistill.report.text import annotations, print_gate
+from specdistill.report.text import print_gate
 from specdistill.terminal import result
 
 
@@ -22,9 +21,6 @@ def main(options: GateOptions) -> ExitCode:
     folder = Path(options.output_dir) if options.output_dir else None
     report = judge_again(Path(options.report), options.gates, baseline=options.baseline, output_dir=folder)
     print_gate(report)
-    if os.environ.get("GITHUB_ACTIONS") == "true":
-        for line in annotations(report):  # GitHub reads both streams, and with --json stdout holds the result alone
-            print(line, file=sys.stderr)
     result(report)
     return EXIT_CODES[report["gate"]["verdict"]]
 

@@ -1,4 +1,4 @@
-"""The report without a browser: report.md, annotations of a CI job, and a few lines on stdout.
+"""The report without a browser: report.md, and a few lines on stdout.
 
 report.md fits a CI job's summary, which may hold 1 MiB on GitHub: the verdict, what changed, and a line for each rule, category,
 configuration and change.
@@ -87,19 +87,6 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def plain(text: str) -> str:
     """Text in which nothing is markup, and of which GitHub makes neither mentions nor links: names come from outside."""
     return REFERS.sub("\\g<0>\N{ZERO WIDTH SPACE}", MARKUP.sub(r"\\\g<0>", printable(" ".join(text.split()))))
-
-
-def annotations(report: Mapping[str, Any]) -> Iterator[str]:
-    """Workflow commands for GitHub, which shows a rule that failed, is inconclusive or warns next to the job."""
-    for rule in report["gate"]["rules"]:
-        if (outcome := phrases.outcome(rule)) != "passed":
-            kind, name = "warning" if outcome == "warning" else "error", f"{outcome}: {phrases.rule_name(rule)}"
-            title = _for_github(name).replace(":", "%3A").replace(",", "%2C")
-            yield f"::{kind} title={title}::{_for_github(phrases.evidence(rule))}"
-
-
-def _for_github(text: str) -> str:
-    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
 def print_report(report: Mapping[str, Any], folder: Path) -> None:

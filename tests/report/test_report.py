@@ -30,7 +30,7 @@ from specdistill.report.files import (
 )
 from specdistill.report.phrases import procedure, settings_line
 from specdistill.report.tables import sweep
-from specdistill.report.text import annotations, print_gate, print_report, to_markdown
+from specdistill.report.text import print_gate, print_report, to_markdown
 from specdistill.statistics.records import Configuration
 from tests.refusals import refused
 from tests.rendered import HOSTILE as HOSTILE_MARKDOWN
@@ -314,16 +314,6 @@ def test_a_rule_says_each_value_once_with_its_unit(report, records):
     assert phrases.measured({**budget, "value": 678_000_000}) == "0.678 GB"
     unsure = {**budget, "passed": False, "verdict": "inconclusive", "confidence": 0.8, "prompts_needed": 45_634}
     assert phrases.note(unsure) == "at 80% confidence, more than 10,000 prompts could decide"
-
-
-def test_annotations_are_workflow_commands(report):
-    assert [line.partition(" ")[0] for line in annotations(report)] == ["::warning"]
-    report["gate"]["rules"][0].update(verdict="failed", passed=False, value=None, reason="no evidence: 100%\n::error::it")
-    first, second = annotations(report)
-    assert first == (
-        "::error title=failed%3A greedy completions that are not the target's = 0::no evidence; 100%25%0A::error::it"
-    )
-    assert second.startswith("::warning title=warning%3A acceptance rate ≥ 50%25::44.8%25 (")
 
 
 def test_a_page_changes_between_its_marks_alone(tmp_path):

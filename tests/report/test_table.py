@@ -1,4 +1,4 @@
-"""`specdistill table` as a user runs it, and the annotations of `specdistill gate`."""
+"""`specdistill table` as a user runs it."""
 
 import csv
 import json
@@ -65,14 +65,3 @@ def test_what_is_no_report(arguments: list[str], key: str, tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     refused = specdistill("table", *arguments)
     assert (refused.returncode, refused.stdout) == (ExitCode.USER_ERROR, "") and key in refused_key(refused.stderr)
-
-
-def test_the_gate_annotates_a_job_of_github_alone(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = ("gate", f"report={runs / 'a/report'}", "gates=release", "baseline=none", "--json")
-    monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
-    assert "::" not in specdistill(*command).stderr
-    monkeypatch.setenv("GITHUB_ACTIONS", "true")
-    judged = specdistill(*command)
-    assert judged.returncode == ExitCode.CHECK_FAILED and json.loads(judged.stdout)["gate"]["verdict"] == "failed"
-    assert "::error title=failed%3A peak memory ≤ 80 GB::no evidence; it was not measured\n" in judged.stderr
-    assert "::warning title=warning%3A acceptance rate ≥ 50%25::4" in judged.stderr
