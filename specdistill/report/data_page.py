@@ -3,7 +3,6 @@
 One self-contained file. Every value is escaped: documents come from outside.
 """
 
-import re
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,8 +12,6 @@ from specdistill.errors import refusing
 from specdistill.report.files import template
 from specdistill.report.phrases import percent
 from specdistill.report.tables import Table
-
-LOOP = re.compile(r"(.{4,160}?)\1{7,}", re.DOTALL)  # the same eight times or more
 
 
 def write_page(path: Path, key: str, *content: Any) -> None:
@@ -43,13 +40,7 @@ def to_html(target: str, data: Any, manifest: Any, lengths: Any, documents: Sequ
         of_sources=_table(("source", "documents", "tokens", "loss tokens", "share of them"), sources),
         lengths=lengths,
         documents=documents,
-        collapsed=collapsed,
     )
-
-
-def collapsed(text: str) -> str:
-    """A text in which a loop, but for white space, stands once, with how often it is there."""
-    return LOOP.sub(lambda it: f"{it[1]}⟲{len(it[0]) // len(it[1])}× " if it[1].strip() else it[0], text)
 
 
 def _table(head: tuple[str, ...], rows: Iterable[Sequence[int | str]]) -> Table:

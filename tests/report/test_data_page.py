@@ -10,7 +10,6 @@ import pytest
 from recipes.pico.corpus import CHAT_TEMPLATE
 from specdistill.errors import ExitCode
 from specdistill.report import charts
-from specdistill.report.data_page import collapsed
 from tests.browser import look
 from tests.refusals import refused_key
 from tests.scripts import specdistill
@@ -103,9 +102,3 @@ def test_lengths_are_counted_on_a_scale_that_doubles() -> None:
         assert max(ends) <= dashed
     assert charts.lengths([0], "tokens") is None
     assert "stroke-dasharray" not in str(charts.lengths([4, 5], "tokens", limit=4096))
-
-
-def test_a_loop_stands_once_with_how_often() -> None:
-    code = f"def f():{chr(10)}{' ' * 40}return 1{chr(10)}"
-    assert collapsed(code + "again " * 12 + "end") == f"{code}again ⟲12× end"
-    assert collapsed("no no no " + "-" * 20) == "no no no " + "-" * 20
