@@ -36,7 +36,7 @@ class Release:
     draft: its files, which are published as they are. report, records: judged again; to be written by `write_report`, so that its pages
     are rendered from them. provenance: of the training. made_for: the target that the draft records, or else the recipe's.
     refusals: none for a release; with `force` they are listed on the card. notes: sentences that a reader should know, and no reason to
-    refuse. is_comparable: whether the last release was measured as this one was.
+    refuse.
     """
 
     run: Path
@@ -48,7 +48,6 @@ class Release:
     made_for: TargetIdentity
     refusals: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    is_comparable: bool = True
 
     @property
     def method(self) -> str:
@@ -73,7 +72,7 @@ def read_release(run: Path, recipe: Recipe, last: Evidence | None = None) -> Rel
     recorded, named = recorded_target(run / DRAFT, "run"), recipe.target
     revision = named.revision or (recorded.revision if recorded and not Path(named.model).is_dir() else None)
     target = TargetFiles.of(named.model, revision, named.adapter).identity
-    judged, refused, is_comparable = _judged(recipe, Evidence(report, records), last)
+    judged, refused = _judged(recipe, Evidence(report, records), last)
     return Release(
         run=run,
         recipe=recipe,
@@ -84,7 +83,6 @@ def read_release(run: Path, recipe: Recipe, last: Evidence | None = None) -> Rel
         made_for=recorded or target,
         refusals=(*_other_files(run, report, records, target), *refused),
         notes=tuple(_notes(report)),
-        is_comparable=is_comparable,
     )
 
 
@@ -102,24 +100,24 @@ def _other_files(
         yield f"another target: {file}the hash of the measured one's weights is {stated}, and the recipe's is {target}"
 
 
-def _judged(recipe: Recipe, measured: Evidence, last: Evidence | None) -> tuple[dict[str, Any], list[str], bool]:
-    """The report with its gate decided again, the rules that it does not pass, and whether the last release could be compared with it."""
+def _judged(recipe: Recipe, measured: Evidence, last: Evidence | None) -> tuple[dict[str, Any], list[str]]:
+    """The report with its gate decided again, and the rules that it does not pass."""
     rules = load_gate(recipe.gate)
     try:
         judged = judge(rules, measured, last, first_release=last is None)
-        decided, refusals, is_comparable = judged, [], True
+        decided, refusals = judged, []
     except UserError as error:  # the two measured different things
         assert last is not None
         judged = {**judge(rules, measured), "baseline": changes(measured, last)}  # which says why there are none
         decided = judge([rule for rule in rules if rule.requirement != "max_regression"], measured)
-        refusals, is_comparable = [f"not compared: {error}"], False
+        refusals = [f"not compared: {error}"]
     for rule in decided["gate"]["rules"]:
         if rule["verdict"] != "passed" and rule["severity"] != "warn":
             elsewhere = last is not None and "max_regression" in rule["requirement"] and rule["value"] is None
-            is_comparable = is_comparable and not elsewhere  # e.g. on another machine: nobody has measured both alike
+            # e.g. on another machine: nobody has measured both alike
             name = "not compared" if elsewhere else f"gate {rule['verdict']}"
             refusals.append(f"{name}: {rule_name(rule)}: {evidence(rule)}")
-    return judged, refusals, is_comparable
+    return judged, refusals
 
 
 def _notes(report: Mapping[str, Any]) -> Iterator[str]:

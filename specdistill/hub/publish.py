@@ -22,7 +22,7 @@ from specdistill.hub.card import PICTURE, CardContents, model_card
 from specdistill.hub.command import PublishOptions
 from specdistill.hub.evidence import DRAFT, FINISHED, PROVENANCE, RECIPE, Release, check_finished, read_release
 from specdistill.hub.licenses import CARD, TEXTS, Licensed, forbidden, license_of_draft, licensed_data, licensed_model
-from specdistill.hub.releases import last_release, tag_message, to_measure_again, what_changed
+from specdistill.hub.releases import last_release, tag_message, what_changed
 from specdistill.hub.repository import (
     LICENSES,
     NOTICE,
@@ -63,8 +63,7 @@ OF_A_SUITE = (SAMPLES, "report.html", Path(PICTURE).name)
 class Publication:
     """What became of a run. commit: None where nothing was published: it was refused (refusals that no reason overrode), or a dry run.
 
-    folder: what was or would be published; None where that was not written, as it was refused or is there already. advice: what to do
-    about a refusal.
+    folder: what was or would be published; None where that was not written, as it was refused or is there already.
     """
 
     repository: str
@@ -73,7 +72,6 @@ class Publication:
     folder: Path | None = None
     changes: Sequence[FileChange] = ()
     commit: str | None = None
-    advice: str | None = None
 
 
 def publish_run(options: PublishOptions) -> Publication:
@@ -110,7 +108,7 @@ def publish_run(options: PublishOptions) -> Publication:
     parts = made_from(release.recipe, target, base_model)
     refusals = [*release.refusals, *(f"licence: {why}" for why in forbidden(parts, name))]
     if refusals and reason is None:
-        return Publication(name, tag, refusals, advice=to_measure_again(release, last) if last else None)
+        return Publication(name, tag, refusals)
     if reason is not None and not refusals:
         raise UserError("force", got=reason, expected="no such key: nothing speaks against this release")
 
@@ -125,7 +123,7 @@ def publish_run(options: PublishOptions) -> Publication:
         overridden=refusals,
         reason=reason,
         since=last.tag if last else None,
-        changes=what_changed(release, last) if last else "",
+        changes=what_changed(release.report) if last else "",
     )
     folder = Path(options.output_dir or run / STAGED)
     if options.output_dir is None and folder.exists() and not (folder / Path(PROVENANCE).name).is_file():
@@ -311,8 +309,6 @@ def print_outcome(made: Publication) -> None:
     elif made.refusals:
         for refusal in made.refusals:
             logger.error(f"refused: {refusal}")
-        if made.advice:
-            logger.error(f"to compare it with the last release: {made.advice}")
         logger.error("nothing was published; force=REASON publishes it anyway, with the reason on the card")
     else:
         print(f"{name} is this release already: {url}")
