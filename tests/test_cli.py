@@ -140,7 +140,7 @@ def test_light_verbs_do_not_import_torch():
         ("gate", "baseline"),
         ("acquire", "verify"),
         ("export", "output_dir"),
-        ("publish", "restore"),
+        ("publish", "force"),
     ],
 )
 def test_help_of_a_verb_lists_its_keys(arguments: str, key: str):

@@ -65,43 +65,17 @@ class ExportOptions(Section):
     dry_run: bool = option(False, "export an untrained draft of recipe=…, to try its layout in an engine")
 
 
-NEW_RELEASE = ReadWhen("without restore=…", lambda it: it.restore is None)
-
-
 class PublishOptions(PublishConfig):
     """The keys of a recipe's section `publish`, whose values are the defaults here, and those of one release."""
 
-    run: str | None = option(None, "folder of a finished run: draft/, run/ and report/", read_when=NEW_RELEASE)
-    tag: str | None = option(None, "tag of the release; null: the next of v1, v2, …", read_when=NEW_RELEASE)
+    run: str = option(..., "folder of a finished run: draft/, run/ and report/")
+    tag: str | None = option(None, "tag of the release; null: the next of v1, v2, …")
     baseline: str | None = option(
-        None,
-        "none for a first release; or a new report of the last release; null: the last release as published",
-        read_when=NEW_RELEASE,
+        None, "none for a first release; or a new report of the last release; null: the last release as published"
     )
-    force: str | None = option(
-        None,
-        "publish a refused draft, for this reason, which the card states",
-        min_length=1,
-        read_when=NEW_RELEASE,
-    )
-    restore: str | None = option(None, "tag of an earlier release to restore on the main branch")
+    force: str | None = option(None, "publish a refused draft, for this reason, which the card states", min_length=1)
     dry_run: bool = option(False, "write the folder and list its differences from the Hub; publish nothing")
-    output_dir: str | None = option(
-        None, "new folder for the release; null: <run>/release, which is replaced", read_when=NEW_RELEASE
-    )
-
-    @model_validator(mode="after")
-    def _a_run_or_a_release(self) -> "PublishOptions":
-        if self.run is None and self.restore is None:
-            raise UserError("run", got="nothing", expected="the folder of a finished run, or restore=TAG")
-        given = self.model_fields_set & PublishConfig.model_fields.keys() - {"repo"}
-        if self.restore is not None and given:
-            raise UserError(
-                min(given),
-                got=f"a value with restore={self.restore}",
-                expected="no such key: an earlier release is restored as it is",
-            )
-        return self
+    output_dir: str | None = option(None, "new folder for the release; null: <run>/release, which is replaced")
 
 
 def acquire(arguments: list[str]) -> int:
@@ -178,14 +152,10 @@ def _what_to_export(given: list[str]) -> tuple[ExportOptions, Recipe | None]:
 def publish(arguments: list[str]) -> int:
     """publish a draft that passed its gate: weights, report and card in one tagged commit
 
-    specdistill publish run=runs/mine repo=org/name baseline=none dry_run=true
-    specdistill publish repo=org/name restore=v1"""
+    specdistill publish run=runs/mine repo=org/name baseline=none dry_run=true"""
     options = load_recipe(PublishOptions, keys_of(arguments))
-    from specdistill.hub.publish import print_outcome, publish_run, restore_release  # not above: these import torch
+    from specdistill.hub.publish import print_outcome, publish_run  # not above: these import torch
 
-    if options.restore is not None:
-        restore_release(options.repo, options.restore, dry_run=options.dry_run)
-        return ExitCode.DONE
     outcome = publish_run(options)
     print_outcome(outcome)
     result(outcome)

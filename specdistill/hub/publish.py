@@ -33,8 +33,6 @@ from specdistill.hub.repository import (
     difference,
     hub_failures,
     is_same,
-    restore,
-    restored,
     upload,
 )
 from specdistill.methods import METHODS
@@ -49,7 +47,6 @@ from specdistill.report.phrases import size
 from specdistill.repositories import fetch, hub_errors, split_gguf, split_revision
 from specdistill.targets.files import Shards, TargetFiles
 from specdistill.targets.identity import SHOWN
-from specdistill.terminal import result
 from specdistill.training.history import read_history
 
 STAGED = "release"  # in a run's folder
@@ -79,7 +76,7 @@ def publish_run(options: PublishOptions) -> Publication:
 
     Raises UserError for what the user got wrong, ResourceError when the Hub or the disk fails.
     """
-    run, tag, reason = Path(str(options.run)), options.tag, options.force
+    run, tag, reason = Path(options.run), options.tag, options.force
     check_finished(run)
     given = options.model_dump(include=options.model_fields_set & PublishConfig.model_fields.keys())
     recipe = load_recipe(Recipe, [f"recipe={run / RECIPE}", *RUNS_NOTHING])
@@ -281,22 +278,6 @@ def serving_lines(
             yield engine.title, f"{fetch}\n{engine.serve_command(exported)}"
         elif loads_as_is(engine, served.method, draft):
             yield engine.title, engine.serve_command(replace(started, serving=serving, draft_revision=tag))
-
-
-def restore_release(repository: str | None, tag: str, *, dry_run: bool = False) -> None:
-    """Put an earlier release on the main branch again, and say what became of each file. Raises as `restored` and `restore`."""
-    name = check_names(repository, tag)
-    there = Repository.read(name)
-    changes = restored(there, tag)
-    print_changes(f"{name}@{tag}", changes)
-    if all(change.what == "same" for change in changes):
-        print(f"{name} holds {tag} already")
-    elif dry_run:
-        print(DRY_RUN)
-    else:
-        commit = restore(there, tag, changes)
-        print(f"restored: {constants.ENDPOINT}/{name} holds {tag} again (commit {commit[:SHOWN]}); tags are unchanged")
-    result({"repository": name, "restored": tag, "changes": changes})
 
 
 def print_outcome(made: Publication) -> None:

@@ -5,20 +5,20 @@ command that was interrupted is repeated: files that the Hub has are not sent ag
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Literal
 
-from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete, HfApi, constants
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils.sha import git_hash
 
 from specdistill.engines import ENGINES
-from specdistill.errors import ResourceError, UserError, nearest, one_line
+from specdistill.errors import ResourceError, UserError, one_line
 from specdistill.methods.load import WHOLE_DRAFT
 from specdistill.report.files import REPORT as REPORT_FILE
 from specdistill.repositories import HTTP_ERROR
@@ -124,34 +124,14 @@ def is_of_a_release(path: str) -> bool:
     return of_draft or path.partition("/")[0] in {REPORT, LICENSES, *ENGINES}
 
 
-def difference(folder: Path, files: Mapping[str, RepoFile]) -> list[FileChange]:
+def difference(folder: Path, there: Mapping[str, RepoFile]) -> list[FileChange]:
     """Every file of a release in a folder, compared with those of the Hub, and what is there of another release and has no place in it."""
-    here = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
-    sizes = {name: path.stat().st_size for name, path in here.items()}
-    return _changes(sizes, files, lambda name: is_same(here[name], files[name]))
-
-
-def restored(repository: Repository, tag: str) -> list[FileChange]:
-    """What becomes of the main branch's files when it is to hold a release again.
-
-    Raises UserError for a tag that is not there and for one that is no release, ResourceError when the Hub fails.
-    """
-    earlier, files = repository.at(tag), repository.files
-    if f"{REPORT}/{REPORT_FILE}" not in earlier:
-        known = list(repository.tags)
-        got = f"{tag}, which holds no report" if tag in repository.tags else tag
-        expected = f"a release of {repository.name}: {', '.join(known) or 'it has none'}"
-        raise UserError("restore", got=got, expected=expected, nearest=nearest(tag, known))
-    sizes = {name: file.size for name, file in earlier.items()}
-    return _changes(sizes, files, lambda name: earlier[name].blob_id == files[name].blob_id)
-
-
-def _changes(sizes: Mapping[str, int], there: Mapping[str, RepoFile], is_same: Callable[[str], bool]) -> list[FileChange]:
-    """sizes: of the files that a release is to have."""
     changes = []
-    for name, size in sorted(sizes.items()):
-        changes.append(FileChange(name, "new" if name not in there else "same" if is_same(name) else "changed", size))
-    removed = sorted(name for name in there.keys() - sizes.keys() if is_of_a_release(name))
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = path.relative_to(folder).as_posix()
+        what = "new" if name not in there else "same" if is_same(path, there[name]) else "changed"
+        changes.append(FileChange(name, what, path.stat().st_size))
+    removed = sorted(name for name in there.keys() - {it.path for it in changes} if is_of_a_release(name))
     return changes + [FileChange(name, "removed", there[name].size) for name in removed]
 
 
@@ -178,22 +158,6 @@ def upload(
         if {entry.name: entry.target_commit for entry in api.list_repo_refs(name).tags}[tag] != head:
             raise ResourceError(f"repo: somebody else set {tag} of {name} meanwhile", next_step="choose another tag")
     return head
-
-
-def restore(repository: Repository, tag: str, changes: Sequence[FileChange]) -> str:
-    """Commit a release's files to the main branch again, copied on the Hub; returns the commit. Nothing is new, so nothing is tagged.
-
-    Raises ResourceError when the Hub fails or was changed meanwhile.
-    """
-    operations: list[CommitOperationCopy | CommitOperationDelete] = []
-    for it in changes:
-        if it.what == "removed":
-            operations.append(CommitOperationDelete(it.path))
-        elif it.what != "same":
-            operations.append(CommitOperationCopy(it.path, it.path, src_revision=repository.tags[tag]))
-    title, parent = f"Restore {tag}", repository.commits[0]
-    with hub_failures(repository.name):
-        return HfApi().create_commit(repository.name, operations, commit_message=title, parent_commit=parent).oid
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A second release after the first, and the way back, on a Hub on loopback that the real client asks."""
+"""A second release after the first, on a Hub on loopback that the real client asks."""
 
 import json
 import shutil
@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from specdistill.cli import main
-from specdistill.hub.repository import Repository
 from tests.finished_runs import again, remake, slower, timed
 from tests.hub.conftest import NAME, contents
-from tests.loopback_hub import Fault, Hub
+from tests.loopback_hub import Hub
 from tests.refusals import refused_key
 from tests.scripts import evaluate
 
@@ -116,55 +115,3 @@ def test_a_last_release_that_was_edited(lfs: Hub, first: Path, second: Path, cap
     lfs.tag(NAME, "v1")
     assert publish(second) == 2
     assert refused_key(said(capsys)) == "repo"
-
-
-# The way back
-
-
-def restore(tag: str, *arguments: str) -> int:
-    return main(["publish", f"repo={NAME}", f"restore={tag}", *arguments])
-
-
-@pytest.fixture
-def two_releases(lfs: Hub, first: Path, second: Path) -> Hub:
-    """Of which the second has a file that the first has not; and somebody added another one."""
-    assert publish(first, "baseline=none") == 0
-    assert publish(second, "exports=[sglang]") == 0
-    lfs.commit(NAME, {"notes.txt": b"by hand"})
-    return lfs
-
-
-def test_an_earlier_release_is_restored(two_releases: Hub, second: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lfs, tags, sent = two_releases, two_releases.tags(NAME), len(two_releases.asked("upload"))
-    commits = lfs.commits(NAME)
-    assert restore("v1", "dry_run=true") == 0
-    shown = capsys.readouterr().out
-    assert "changed     712.2 KiB  model.safetensors" in shown and "removed" in shown
-    assert lfs.commits(NAME) == commits
-    assert restore("v1") == 0
-    assert contents(lfs, "main") == {**contents(lfs, "v1"), "notes.txt": b"by hand"}
-    assert len(lfs.asked("upload")) == sent and lfs.tags(NAME) == tags
-    assert lfs.commits(NAME)[1:] == commits
-    assert Repository.read(NAME).last_release() == "v1"  # what the next release is compared with
-    capsys.readouterr()
-    assert restore("v1") == 0
-    assert f"{NAME} holds v1 already" in capsys.readouterr().out and len(lfs.commits(NAME)) == len(commits) + 1
-    assert restore("v2") == 0
-    assert contents(lfs, "main") == {**contents(lfs, "v2"), "notes.txt": b"by hand"}
-
-
-def test_what_cannot_be_restored(two_releases: Hub, second: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    two_releases.commit(NAME, {"report/report.json": None})
-    two_releases.tag(NAME, "draft")
-    capsys.readouterr()
-    for tag in ("v7", "draft"):
-        assert restore(tag) == 2
-        assert refused_key(said(capsys)) == "restore"
-    for key in ("tag=v3", f"run={second}", "force=because", "baseline=none", "private=false"):
-        assert restore("v1", key) == 2
-        assert refused_key(said(capsys)) == key.partition("=")[0]
-    two_releases.inject(Fault("conflict", "commit"))
-    before = contents(two_releases, "main")
-    assert restore("v1") == 3
-    assert contents(two_releases, "main").items() >= before.items()
-    assert restore("v1") == 0
