@@ -21,12 +21,10 @@ ABOVE, LONGEST = 14, int(WIDTH / LETTER)  # the height of a name above what it n
 
 KINDS = {"prefill": "muted", "draft": "bonus", "target": "bar", "rest": "mine"}  # what time goes into, and its colour
 A_DOUBLING = 2  # bars of a histogram of lengths while they double
-STROKES = ("good", "bonus", "mine", "muted")  # of one curve after the other, then again in dashes
 
 NamedRows = Sequence[tuple[str, ResultRow]]
 Ticks = Sequence[tuple[float, str]]  # (value, label)
 Format = Callable[[float], str]
-Curve = tuple[str, str | None, Sequence[tuple[float, float, str]]]  # (colour, dashes, [(x, y, title)])
 Segments = Sequence[tuple[str, float]]  # (kind, amount) of a bar, from left to right
 
 
@@ -97,7 +95,7 @@ def _lines(named: NamedRows, metric: str, formatted: Format, x: Scale, ticks: Ti
         return None
     step, top = 30 + ABOVE, 12
     bottom = top + step * len(named)
-    drawn = _x_axis(x, ticks, top, bottom, bottom)
+    drawn = _x_axis(x, ticks, top, bottom)
     if metric == "speedup":
         drawn.append(_line(x(1.0), top, x(1.0), bottom, "muted", stroke_dasharray="3 4"))
     for index, (name, row) in enumerate(named):
@@ -113,37 +111,6 @@ def _lines(named: NamedRows, metric: str, formatted: Format, x: Scale, ticks: Ti
     drawn.append(_text((x(ticks[0][0]) + x(ticks[-1][0])) / 2, bottom + 34, axis, anchor="middle"))
     values = (f"{name}: {formatted(row[metric])}{between(row, metric)}" for name, row in named)
     return _svg(bottom + 40, label, drawn, values)
-
-
-def acceptance_by_step(draft: Mapping[str, Any]) -> Markup | None:
-    """A line for each position in the draft, in the colours of `stroke`: cumulative acceptance at each evaluation of the draft's training.
-
-    None for a draft whose report has no such curve.
-    """
-    evaluations: Sequence[Mapping[str, Any]] = draft.get("acceptance_curve", [])
-    if not evaluations:
-        return None
-    curves: list[Curve] = []
-    for index in range(max(len(each["rates"]) for each in evaluations)):
-        reached = [(each["step"], each["rates"][index]) for each in evaluations if index < len(each["rates"])]
-        points = [(step, rate, f"position {index + 1}: {percent(rate)} after {step:,} steps") for step, rate in reached]
-        curves.append((*stroke(index), points))
-    label = f"Cumulative acceptance by position during training (simulated at K = {len(curves)}, held-out rows)"
-    points = [point for *_, curve in curves for point in curve]
-    x = Scale(0, max(step for step, *_ in points) * 1.05 or 1, LEFT, WIDTH - RIGHT)
-    y = Scale(0, 1, 240 - BOTTOM - 14, TOP)
-    drawn = _y_axis(y, [(value, f"{value:g}") for value in _ticks(y.low, y.high)], x.end)
-    drawn += _x_axis(x, [(value, f"{value:,.10g}") for value in _ticks(0, x.high)], y.start, y.start + 4, y.start)
-    drawn.append(_text(x.end, 240 - 6, "optimizer steps", anchor="end"))
-    for colour, dashes, curve in curves:
-        drawn.append(_path([(x(step), y(rate)) for step, rate, _ in curve], colour, stroke_width=2, stroke_dasharray=dashes))
-        drawn += [_dot(x(step), y(rate), 3, colour, title=title) for step, rate, title in curve]
-    return _svg(240, label, drawn, (title for *_, title in points))
-
-
-def stroke(index: int) -> tuple[str, str | None]:
-    """Colour and dashes of a curve among others."""
-    return STROKES[index % len(STROKES)], "6 3" if index >= len(STROKES) else None
 
 
 def speedup_by_k(theory: Mapping[str, Any] | None, rows: Sequence[ResultRow]) -> Markup | None:
@@ -270,10 +237,10 @@ def _dot(x: float, y: float, radius: float, fill: str, stroke: str = "", title: 
     return _tag("circle", _tag("title", title) if title else "", cx=x, cy=y, r=radius, fill=f"var(--{fill})", **edge)
 
 
-def _x_axis(x: Scale, ticks: Ticks, top: float, end: float, bottom: float) -> list[Markup]:
-    """Lines from `top` to `end`, and labels below `bottom`."""
+def _x_axis(x: Scale, ticks: Ticks, top: float, bottom: float) -> list[Markup]:
+    """Lines from `top` to `bottom`, and labels below."""
     marks = [(x(value), label) for value, label in ticks]
-    lines = [_line(place, top, place, end, "line") for place, _ in marks]
+    lines = [_line(place, top, place, bottom, "line") for place, _ in marks]
     return lines + [_text(place, bottom + 17, label, anchor="middle") for place, label in marks]
 
 

@@ -456,25 +456,7 @@ def test_the_ceiling_is_the_acceptance_length(report):
     assert [text.text for text in plot.iter("text") if text.get("text-anchor") == "middle"][:5] == [*"01234"]
 
 
-def test_a_trained_draft_shows_how_its_acceptance_rose(report, records):
-    title = "Cumulative acceptance by position during training (simulated at K = 5, held-out rows)"
-    assert charts.acceptance_by_step(report["draft"]) is None and title not in to_html(report, records)
-    rates = [0.5, 0.25, 0.1, 0.05, 0.02]
-    report["draft"]["acceptance_curve"] = [
-        {"step": step, "rates": [step / 400 * rate for rate in rates]} for step in (200, 400)
-    ]
-    validate(report)
-    page = ElementTree.fromstring(charts.acceptance_by_step(report["draft"]))
-    assert page.get("aria-label") == title and page.findtext("desc").startswith(
-        "position 1: 25% after 200 steps; position 1: 50%"
-    )
-    lines = [line for line in page.iter("polyline") if line.get("fill") == "none"]
-    assert len({(line.get("stroke"), line.get("stroke-dasharray")) for line in lines}) == len(lines) == 5
-    assert f"<h3>{title}</h3>" in to_html(report, records)
-
-
 def test_a_page_can_be_heard(report, records):
-    report["draft"]["acceptance_curve"] = [{"step": 0, "rates": [0.5]}]
     page = to_html(simulated_sweep(report, num_prompts=8), records)
     figures = re.findall(r"<svg .*?</svg>", page, re.DOTALL)
     assert len(figures) >= 8
@@ -498,7 +480,7 @@ def test_bars_stand_out_from_the_page(number):
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
     paper = luminance(colours["paper"])
-    for name in {"bar", "low", *charts.KINDS.values(), *charts.STROKES}:
+    for name in {"bar", "low", "good", *charts.KINDS.values()}:
         darker, lighter = sorted((luminance(colours[name]), paper))
         assert (lighter + 0.05) / (darker + 0.05) >= 3, name
 
