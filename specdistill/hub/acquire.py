@@ -14,7 +14,7 @@ from rich.filesize import decimal
 
 from specdistill.errors import ResourceError, UserError, logger
 from specdistill.files.documents import head_of
-from specdistill.hub.model_files import HASHES, MODEL, SMALL, ModelFiles, check_hashes, write_hashes
+from specdistill.hub.model_files import MODEL, SMALL, ModelFiles
 from specdistill.methods import METHODS, method_named
 from specdistill.methods.checkpoint import read_config
 from specdistill.methods.load import TOKENIZER, implementation, recognized
@@ -37,7 +37,6 @@ def acquire(
     target_revision: str | None = None,
     adapter: str | None = None,
     revision: str | None = None,
-    output: Path | None = None,
     verify: bool = False,
     dry_run: bool = False,
     **options: Any,
@@ -45,7 +44,6 @@ def acquire(
     """The folder of a draft for a target; with `dry_run` the one that it would have.
 
     draft: a folder or a Hub id, `org/name@revision` too; None for a layer of the target's own checkpoint, whose folder it then is.
-    output: a cache to fill with draft and target, for a machine without the Hub; what the target is checked by is in the Hub's own, too.
     verify: compare what is in the cache already with its checksums. options: of decoding, as far as they say what fits.
 
     Raises UserError for a draft that is none for this target, before its weights are fetched, and for a draft that was not chosen;
@@ -53,52 +51,37 @@ def acquire(
     """
     if not method_named(method).is_trained:
         raise UserError("method", got=f"{method}, which has no weights", expected="a method with something to acquire")
-    if output and output.exists() and any(output.iterdir()) and not any(output.glob("models--*")):
-        raise UserError(
-            "output", got=f"{output}, which holds other files", expected="a new folder, or a cache of the Hub's files"
-        )
-    if constants.is_offline_mode() and (Path(constants.HF_HUB_CACHE) / HASHES).is_file():
-        check_hashes(Path(constants.HF_HUB_CACHE))
     folder, gguf = split_gguf(target)
-    of_target = ModelFiles.of(folder, target_revision, output, key="target.model", expected=TARGET)
+    of_target = ModelFiles.of(folder, target_revision, key="target.model", expected=TARGET)
     if verify and of_target.repository:
         of_target.verify()
     commit = of_target.folder.name if of_target.repository else target_revision
     files = TargetFiles(f"{of_target.repository or of_target.folder}{f'/{gguf}' if gguf else ''}", commit, adapter)
-    needed = []
     if draft is not None:
-        of_draft = _find_draft(draft, revision, output)
+        of_draft = _find_draft(draft, revision)
         if verify:
             of_draft.verify()
-        needed = [(of_draft, _checked(of_draft, method, files, of_target, options))]
+        wanted, names = of_draft, _checked(of_draft, method, files, of_target, options)
     elif (check_native := implementation(method).check_native) is not None:
         check_native({name: tensor.shape for name, tensor in of_target.tensors().items()}, files)
         logger.info(f"{of_target.name}: its own checkpoint holds the layer that drafts, so the whole of it is needed")
+        wanted, names = of_target, [gguf] if gguf else [*of_target.matching(*MODEL), *of_target.weights()]
     else:
         raise _not_chosen(method, target, of_target.repository)
-    if output or not needed:
-        # What decoding with it as a target reads.
-        needed.append((of_target, [gguf] if gguf else [*of_target.matching(*MODEL), *of_target.weights()]))
-    if output and (local := next((each for each, _ in needed if each.repository is None), None)):
-        raise UserError("output", got=output, expected=f"no such key: {local.name} is a folder, which no Hub lists")
-    _announce(needed, output or Path(constants.HF_HUB_CACHE))
+    _announce(wanted, names)
     if not dry_run:
-        for each, names in needed:
-            each.fetch(names, verify=output is not None)
-        if output:
-            write_hashes(output)
-            logger.info(f"for a machine without the Hub: {output}, read there with HF_HUB_CACHE={output.name} HF_HUB_OFFLINE=1")
-    return needed[0][0].folder
+        wanted.fetch(names)
+    return wanted.folder
 
 
-def _find_draft(draft: str, revision: str | None, cache: Path | None) -> ModelFiles:
+def _find_draft(draft: str, revision: str | None) -> ModelFiles:
     """Where a draft is. Raises UserError for a revision that is named twice, and for what holds no draft in safetensors."""
     name, named = split_revision(draft)
     if named and revision:
         raise UserError("revision", got=revision, expected=f"none with {draft}, which names one")
     if split_gguf(name)[1]:
         raise UserError("draft", got=f"{draft}, a GGUF file", expected=f"{DRAFT}, with config.json and safetensors")
-    found = ModelFiles.of(name, named or revision, cache, key="draft", expected=DRAFT)
+    found = ModelFiles.of(name, named or revision, key="draft", expected=DRAFT)
     if "config.json" not in found.sizes:
         others = ", ".join(sorted(found.sizes)[:5]) or "nothing"
         raise UserError("draft", got=f"{found.name} without a config.json, with {others}", expected="a draft")
@@ -135,16 +118,14 @@ def _compare_card(draft: ModelFiles, target: ModelFiles) -> None:
         logger.info(f"warning: the card of {draft.name} names {others}, not {target.repository}; only sizes say that it fits")
 
 
-def _announce(needed: Sequence[tuple[ModelFiles, Sequence[str]]], cache: Path) -> None:
+def _announce(wanted: ModelFiles, names: Sequence[str]) -> None:
     """Say what will be fetched, and what the disk has free. Raises ResourceError where it has too little."""
-    total = 0
-    for each, names in needed:
-        sizes = {file: each.sizes[file] for file in each.missing(names)}
-        listed = "".join(f"\n  {decimal(size):>10}  {file}" for file, size in sizes.items())
-        at = f" (commit {each.folder.name})" if each.repository else ""
-        logger.info(f"{each.key}: {each.name}{at}, {len(names)} files, {len(sizes)} of them to fetch{listed}")
-        total += sum(sizes.values())
-    if total:
+    sizes = {file: wanted.sizes[file] for file in wanted.missing(names)}
+    listed = "".join(f"\n  {decimal(size):>10}  {file}" for file, size in sizes.items())
+    at = f" (commit {wanted.folder.name})" if wanted.repository else ""
+    logger.info(f"{wanted.key}: {wanted.name}{at}, {len(names)} files, {len(sizes)} of them to fetch{listed}")
+    if total := sum(sizes.values()):
+        cache = Path(constants.HF_HUB_CACHE)
         what = f"{decimal(total)} into {cache}, whose disk has {decimal(free := free_bytes(cache))} free"
         if total > free:
             raise ResourceError(f"to fetch: {what}", next_step="free disk space, or set HF_HOME to a larger disk")

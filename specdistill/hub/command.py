@@ -43,7 +43,6 @@ class AcquireOptions(Section):
         "accept a draft model with a different tokenizer",
         read_when=ReadWhen("by methods pard and draft_model", lambda it: METHODS[it.method].standalone),
     )
-    output: str | None = option(None, "folder for a cache of draft and target, which an offline machine reads as HF_HUB_CACHE")
     verify: bool = option(False, "verify cached files against the Hub's checksums, and fetch damaged ones again")
     dry_run: bool = option(False, "list what would be fetched; only configs and headers are fetched")
 
@@ -93,7 +92,6 @@ def acquire(arguments: list[str]) -> int:
         target_revision=options.target.revision,
         adapter=options.target.adapter,
         revision=options.revision,
-        output=Path(options.output) if options.output else None,
         verify=options.verify,
         dry_run=options.dry_run,
         **of_method,

@@ -1,7 +1,6 @@
 """The files of a draft or a target: a folder's, or those of one commit of a repository on the Hub, of which some, all or none are here.
 
-What is fetched is compared with the checksums that the Hub lists. A cache for a machine without the Hub has a list of its files' SHA-256,
-which is compared there.
+What is fetched is compared with the checksums that the Hub lists.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,14 +19,12 @@ from specdistill.errors import ResourceError, UserError, logger, one_line, refus
 from specdistill.methods.load import TOKENIZER
 from specdistill.repositories import hub_errors, resolve
 from specdistill.targets.files import INDEX, SINGLE, Shards
-from specdistill.targets.identity import file_hashes
 
 SMALL = ("config.json", "generation_config.json", INDEX, "README.md")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 MODEL = (*SMALL, *TOKENIZER, "*processor_config.json")
 # What reading a header raises that holds other JSON; the last of negative sizes, and of what is too deep.
 OTHER_HEADERS = (SafetensorsParsingError, ValueError, KeyError, TypeError, AttributeError, RuntimeError)
-HASHES = "SHA256SUMS"  # of a cache's files; `sha256sum -c` reads it
 
 
 @dataclass(frozen=True)
@@ -45,8 +42,8 @@ class ModelFiles:
     repository: str | None = None
 
     @classmethod
-    def of(cls, name: str, revision: str | None, cache: Path | None, *, key: str, expected: str) -> "ModelFiles":
-        """The folder `name`, or a revision of a repository, with its small files fetched into `cache`; None: the Hub's own.
+    def of(cls, name: str, revision: str | None, *, key: str, expected: str) -> "ModelFiles":
+        """The folder `name`, or a revision of a repository, with its small files fetched.
 
         Raises UserError for what is neither, ResourceError when the Hub fails, and without it for a repository that is not in its cache.
         """
@@ -57,19 +54,12 @@ class ModelFiles:
             return cls(key, name, Path(place), _sizes(Path(place)))
         shown = f"{name}@{revision}" if revision else name
         with hub_errors(key, shown, expected=expected):
-            if cache and (cache / f"models--{place.replace('/', '--')}" / "refs" / (revision or "main")).exists():
-                revision = HfApi().model_info(place, revision=revision).sha  # by its commit: a ref is never moved
-            folder = Path(snapshot_download(place, revision=revision, cache_dir=cache, allow_patterns=list(SMALL)))
+            folder = Path(snapshot_download(place, revision=revision, allow_patterns=list(SMALL)))
             if constants.is_offline_mode():
                 return cls(key, shown, folder, _sizes(folder))
             patterns = [*MODEL, "*.safetensors", "*.gguf", *PICKLES]
             files = snapshot_download(place, revision=folder.name, allow_patterns=patterns, dry_run=True)
         return cls(key, shown, folder, {it.filename: it.file_size or 0 for it in files if "/" not in it.filename}, place)
-
-    @property
-    def cache(self) -> Path:
-        """Of the Hub's files, which has a commit in <cache>/<repository>/snapshots/<commit>."""
-        return self.folder.parents[2]
 
     def matching(self, *patterns: str) -> list[str]:
         """The files whose names match."""
@@ -94,14 +84,13 @@ class ModelFiles:
     def missing(self, files: Sequence[str]) -> list[str]:
         return [file for file in files if not (self.folder / file).is_file()]
 
-    def fetch(self, files: Sequence[str], *, verify: bool = False) -> Path:
-        """The folder, once these files are in it; when one was missing, or to `verify`, compared with the checksums that the Hub lists.
+    def fetch(self, files: Sequence[str]) -> Path:
+        """The folder, once these files are in it; when one was missing, compared with the checksums that the Hub lists.
 
         Raises ResourceError where they stay damaged, and when the Hub or its cache fails.
         """
         if missing := self.missing(files):
             self._download(missing)
-        if missing or verify:
             self.verify()
         return self.folder
 
@@ -116,8 +105,7 @@ class ModelFiles:
             raise UserError("verify", got="true", expected=expected)
         for is_last in (False, True):
             with hub_errors(self.key, self.name, expected="a Hub id"):
-                commit, cache = self.folder.name, self.cache
-                found = HfApi().verify_repo_checksums(self.repository, revision=commit, cache_dir=cache).mismatches
+                found = HfApi().verify_repo_checksums(self.repository, revision=self.folder.name).mismatches
             damaged = sorted(it["path"] for it in found)
             if not damaged:
                 return
@@ -160,32 +148,12 @@ class ModelFiles:
                 snapshot_download(
                     self.repository,
                     revision=self.folder.name,
-                    cache_dir=self.cache,
                     allow_patterns=[escape(file) for file in files],
                     force_download=again,
                 )
         except (OSError, XetDownloadError, RuntimeError) as error:  # the last is hf_xet's
             what = f"{self.key}: {self.name} was not fetched whole ({one_line(str(error))[:200]})"
             raise ResourceError(what, next_step="run it again: what is whole is kept") from error
-
-
-def write_hashes(cache: Path) -> None:
-    """Write the SHA-256 of every file of a cache into the cache."""
-    files = sorted(path for path in cache.glob("models--*/snapshots/**/*") if path.is_file())
-    hashes = file_hashes(path.resolve() for path in files)  # resolved: a link's name is not what it leads to
-    lines = (f"{sha256}  {path.relative_to(cache).as_posix()}\n" for sha256, path in zip(hashes, files, strict=True))
-    (cache / HASHES).write_text("".join(lines), encoding="utf-8")
-
-
-def check_hashes(cache: Path) -> None:
-    """Raises ResourceError for the files of a cache that are not what its list says, and where they are missing."""
-    lines = (cache / HASHES).read_text(encoding="utf-8", errors="replace").splitlines()
-    listed = {name: sha256 for sha256, _, name in (line.partition("  ") for line in lines)}
-    here = [name for name in listed if (cache / name).is_file()]
-    found = dict(zip(here, file_hashes((cache / name).resolve() for name in here), strict=True))
-    if wrong := [name for name, sha256 in listed.items() if found.get(name) != sha256]:
-        what = f"{cache} does not hold what its {HASHES} lists: {', '.join(wrong[:3])}"
-        raise ResourceError(what, next_step="copy the folder again, whole")
 
 
 def _sizes(folder: Path) -> dict[str, int]:

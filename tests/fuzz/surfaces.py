@@ -206,7 +206,7 @@ WITH_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "doctor draft=trained/draft decode=false": (DoctorOptions,),
     "gate report=run/report output_dir=out": (GateOptions, "output_dir"),
     "export draft=run/draft engine=vllm output_dir=out": (ExportOptions, "output_dir"),
-    "acquire method=eagle3 target=target draft=trained/draft": (AcquireOptions, "output"),
+    "acquire method=eagle3 target=target draft=trained/draft": (AcquireOptions,),
     PUBLISH: (PublishOptions, "output_dir", "dry_run", "force"),
     f"monitor server=http://127.0.0.1:{PORT}": (MonitorOptions, "output"),
     f"train {TRAINED} target.model=nothere": (TrainedRecipe, "target.model", "train.output_dir"),

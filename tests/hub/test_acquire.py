@@ -1,9 +1,7 @@
 """`specdistill acquire`: what it fetches, what it refuses before it fetches weights, and what it says when the Hub does not give them."""
 
-import contextlib
 import json
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,12 +107,11 @@ def test_a_draft_is_acquired_and_used(hub: Hub, acquire: Acquire) -> None:
 
 
 def test_a_dry_run_fetches_no_weights(hub: Hub, acquire: Acquire) -> None:
-    said = acquire.head("dry_run=true", f"output={acquire.home / 'hub'}")
+    said = acquire.head("dry_run=true")
     assert said.code == 0, said.err
     assert "model.safetensors" not in acquire.cached() and weights_asked(hub) == []
     size = hub.files(DRAFT)["model.safetensors"].stat().st_size
     assert f"{size / 1000:.1f} kB  model.safetensors" in said.err
-    assert "kB  model-00001-of-" in said.err
     assert acquire.head().out == said.out
 
 
@@ -127,79 +124,19 @@ def test_a_header_of_endless_depth_is_refused(hub: Hub, acquire: Acquire) -> Non
 @pytest.fixture
 def carried(acquire: Acquire, hub: Hub, tmp_path: Path) -> Path:
     """A cache of draft and target, as a machine without the Hub gets it."""
-    said = acquire.head("revision=v1", f"output={tmp_path / 'pair'}")
+    with hub.client(acquire.home):
+        snapshot_download(TARGET)
+    said = acquire.head("revision=v1")
     assert said.code == 0, said.err
-    assert said.out.startswith(str(tmp_path / "pair")) and "HF_HUB_CACHE=pair HF_HUB_OFFLINE=1" in said.err
     hub.requests.clear()
-    return (tmp_path / "pair").rename(tmp_path / "carried")
+    return (acquire.home / "hub").rename(tmp_path / "carried")
 
 
 def test_a_cache_is_filled_and_read_without_the_hub(carried: Path, acquire: Acquire, hub: Hub) -> None:
-    files = {path.name: path for path in carried.rglob("*") if path.is_file() and "snapshots" in path.parts}
-    assert files.keys() == {name for name in hub.files(TARGET) if name != "pytorch_model.bin"} | NEEDED
-    assert acquire.cached() == {"config.json", "model.safetensors.index.json", "tokenizer.json"}  # the Hub's own, of the target
-    listed = (carried / "SHA256SUMS").read_text()
-    assert hub.token not in listed and len(listed.splitlines()) == len(files) + 1  # both have a config.json
-    with contextlib.chdir(carried):
-        subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], check=True)
     said = acquire.head("revision=v1", cache=carried)
     assert (said.code, hub.requests) == (0, []), said.err
     folder = Path(said.out.strip())
     assert folder == carried / f"models--someone--Tiny-4L-EAGLE3/snapshots/{hub.tags(DRAFT)['v1']}"
-
-
-def test_a_cache_that_others_fill_keeps_its_refs_and_its_blobs(hub: Hub, acquire: Acquire, tmp_path: Path) -> None:
-    """As huggingface_hub fills it. A later commit is found in it by its hash."""
-    pair = tmp_path / "pair"
-    with hub.client(tmp_path / "other"):
-        for name in (TARGET, DRAFT):
-            snapshot_download(name, cache_dir=pair)
-    before = {path: path.read_bytes() for path in pair.rglob("*") if path.is_file()}
-    times = {path: path.stat().st_mtime_ns for path in before}
-    config = json.loads(hub.files(DRAFT)["config.json"].read_text())
-    commit = hub.commit(DRAFT, {"config.json": json.dumps({**config, "_another": 1}).encode()})
-    said = acquire.head(f"output={pair}")
-    assert said.code == 0 and said.out.endswith(f"/{commit}\n"), said.err
-    assert {path: path.stat().st_mtime_ns for path in before} == times
-    assert {path: path.read_bytes() for path in before} == before
-    assert acquire.head(f"revision={commit}", cache=pair).out == said.out
-
-
-def test_a_damaged_blob_of_a_cache_is_told_and_does_not_become_what_its_list_says(
-    hub: Hub, acquire: Acquire, carried: Path
-) -> None:
-    (weights,) = carried.glob("models--*EAGLE3/snapshots/*/model.safetensors")
-    content = weights.read_bytes()
-    weights.resolve().write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    said = acquire.head("revision=v1", f"output={carried}")
-    assert said.code == 0 and "not what the Hub lists, so fetched again: model.safetensors" in said.err
-    assert weights.read_bytes() == content
-    assert acquire.head("revision=v1", cache=carried).code == 0
-
-
-def test_a_cache_that_is_not_what_its_list_says_is_refused(carried: Path, acquire: Acquire) -> None:
-    (weights,) = carried.glob("models--*EAGLE3/snapshots/*/model.safetensors")
-    content = weights.read_bytes()
-    weights.resolve().write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    for _ in range(2):  # another byte, then no file at all
-        said = acquire.head("revision=v1", cache=carried)
-        assert (said.code, said.out) == (3, "")
-        assert f"does not hold what its SHA256SUMS lists: {weights.relative_to(carried)}; copy the folder" in said.error
-        weights.unlink(missing_ok=True)
-    (carried / "SHA256SUMS").write_bytes(b"\xff")
-    assert acquire.head("revision=v1", cache=carried).code == 3
-
-
-def test_a_folder_of_other_files_is_not_filled(acquire: Acquire, hub: Hub, tmp_path: Path) -> None:
-    (tmp_path / "SHA256SUMS").write_text("mine")
-    said = acquire.head(f"output={tmp_path}")
-    assert (said.code, said.key) == (2, "output") and hub.requests == []
-    assert (tmp_path / "SHA256SUMS").read_text() == "mine"
-
-
-def test_a_folder_is_not_put_into_a_cache(saved: dict[str, Path], acquire: Acquire, tmp_path: Path) -> None:
-    said = acquire("method=eagle3", f"target={saved['target']}", f"draft={DRAFT}", f"output={tmp_path / 'pair'}")
-    assert said.code == 2 and said.error.endswith(f"expected no such key: {saved['target']} is a folder, which no Hub lists")
 
 
 def test_a_folder_is_taken_where_it_is(saved: dict[str, Path], acquire: Acquire) -> None:
@@ -376,7 +313,6 @@ def test_what_stays_damaged_is_not_left_in_the_cache(hub: Hub, acquire: Acquire)
 
 def test_what_is_missing_without_the_hub_is_named(carried: Path, acquire: Acquire, hub: Hub, tmp_path: Path) -> None:
     assert f"target.model: {TARGET} is no folder here" in acquire.head(cache=tmp_path / "empty").error
-    (carried / "SHA256SUMS").unlink()
     (weights,) = carried.glob("models--*EAGLE3/snapshots/*/model.safetensors")
     weights.unlink()
     said = acquire.head("revision=v1", cache=carried)
