@@ -138,7 +138,7 @@ def test_light_verbs_do_not_import_torch():
         ("data", "data.max_length"),
         ("data", "output"),
         ("gate", "baseline"),
-        ("acquire", "verify"),
+        ("acquire", "dry_run"),
         ("export", "output_dir"),
         ("publish", "force"),
     ],

@@ -37,14 +37,13 @@ def acquire(
     target_revision: str | None = None,
     adapter: str | None = None,
     revision: str | None = None,
-    verify: bool = False,
     dry_run: bool = False,
     **options: Any,
 ) -> Path:
     """The folder of a draft for a target; with `dry_run` the one that it would have.
 
     draft: a folder or a Hub id, `org/name@revision` too; None for a layer of the target's own checkpoint, whose folder it then is.
-    verify: compare what is in the cache already with its checksums. options: of decoding, as far as they say what fits.
+    options: of decoding, as far as they say what fits.
 
     Raises UserError for a draft that is none for this target, before its weights are fetched, and for a draft that was not chosen;
     ResourceError when the Hub, the disk or the cache fails, and without the Hub for what is missing or is not what its hash says.
@@ -53,14 +52,10 @@ def acquire(
         raise UserError("method", got=f"{method}, which has no weights", expected="a method with something to acquire")
     folder, gguf = split_gguf(target)
     of_target = ModelFiles.of(folder, target_revision, key="target.model", expected=TARGET)
-    if verify and of_target.repository:
-        of_target.verify()
     commit = of_target.folder.name if of_target.repository else target_revision
     files = TargetFiles(f"{of_target.repository or of_target.folder}{f'/{gguf}' if gguf else ''}", commit, adapter)
     if draft is not None:
         of_draft = _find_draft(draft, revision)
-        if verify:
-            of_draft.verify()
         wanted, names = of_draft, _checked(of_draft, method, files, of_target, options)
     elif (check_native := implementation(method).check_native) is not None:
         check_native({name: tensor.shape for name, tensor in of_target.tensors().items()}, files)

@@ -207,12 +207,10 @@ def _placeholders(of: CardContents) -> str:
 
 def _limits(release: Release) -> Iterator[str]:
     """What the numbers are about; outside of it nothing is known."""
-    report, rows, data = release.report, release.report["results"], getattr(release.recipe, "data", None)
+    report, rows = release.report, release.report["results"]
     lengths = [record.num_prompt_tokens for record in release.records]
     most = report["settings"]["max_new_tokens"]
     yield f"Contexts: prompts of {min(lengths):,} to {max(lengths):,} tokens, and {most:,} tokens generated at most."
-    if data:
-        yield f"It was trained on rows of {data.max_length:,} tokens."
     temperatures = ", ".join(f"{value:g}" for value in sorted({row["temperature"] for row in rows}))
     sizes = ", ".join(map(str, sorted({row["batch_size"] for row in rows})))
     yield f"Temperatures: {temperatures} (0 is greedy). Prompts at once: {sizes}. Speed at other loads differs, and may be a loss."
@@ -235,20 +233,12 @@ def _training(of: CardContents) -> Iterator[str]:
     recipe, provenance, history = of.release.recipe, of.release.provenance, of.history
     yield "[recipe.yaml](recipe.yaml) holds every setting, [provenance.json](provenance.json) versions, commit, command and data."
     data, rows = getattr(recipe, "data", None), provenance.get("rows")
-    epochs = max((entry.get("epoch", 0) for entry in history.log), default=0) if history else 0
     if data and rows:
-        seen = f", {epochs:.2f} times: at most {round(rows * data.max_length * epochs):,} tokens" if epochs else ""
-        yield f"Data: {rows:,} packed rows of {data.max_length:,} tokens{seen}."
-    if data and data.regenerate.num_tokens:
-        temperatures = ", ".join(f"{value:g}" for value in data.regenerate.temperatures)
-        yield f"The target generated {data.regenerate.num_tokens:,} tokens of them, at temperatures {temperatures}."
+        yield f"Data: {rows:,} packed rows of {data.max_length:,} tokens."
     if history:
         resumed = "in a time that is not known, as it was resumed"
         time = resumed if history.seconds is None else f"in {phrases.duration(history.seconds)}"
         yield f"Training: {history.steps:,} steps {time}."
-    packages = provenance.get("packages", {})
-    if packages:
-        yield plain(f"With {', '.join(f'{name} {version}' for name, version in packages.items())}.")
 
 
 def _identity(target: TargetIdentity) -> str:

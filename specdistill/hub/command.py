@@ -43,7 +43,6 @@ class AcquireOptions(Section):
         "accept a draft model with a different tokenizer",
         read_when=ReadWhen("by methods pard and draft_model", lambda it: METHODS[it.method].standalone),
     )
-    verify: bool = option(False, "verify cached files against the Hub's checksums, and fetch damaged ones again")
     dry_run: bool = option(False, "list what would be fetched; only configs and headers are fetched")
 
     @model_validator(mode="after")
@@ -92,7 +91,6 @@ def acquire(arguments: list[str]) -> int:
         target_revision=options.target.revision,
         adapter=options.target.adapter,
         revision=options.revision,
-        verify=options.verify,
         dry_run=options.dry_run,
         **of_method,
     )

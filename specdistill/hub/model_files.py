@@ -97,12 +97,9 @@ class ModelFiles:
     def verify(self) -> None:
         """Compare what is here with the checksums that the Hub lists, and fetch what differs again, once.
 
-        Raises as `fetch`, after what stays damaged was taken out of the cache, where whoever reads it next would take it; UserError for a
-        folder.
+        Raises as `fetch`, after what stays damaged was taken out of the cache, where whoever reads it next would take it.
         """
-        if self.repository is None:
-            expected = f"no such key: {self.name} is a folder, of which no checksums are stated"
-            raise UserError("verify", got="true", expected=expected)
+        assert self.repository is not None  # `_download` refuses a folder that lacks files
         for is_last in (False, True):
             with hub_errors(self.key, self.name, expected="a Hub id"):
                 found = HfApi().verify_repo_checksums(self.repository, revision=self.folder.name).mismatches

@@ -67,8 +67,8 @@ def test_what_a_reader_is_told(published: CardContents) -> None:
     for fact in (
         *("https://huggingface.co/Qwen/Qwen3-8B", "arXiv 2503.01840", "Release v3", "```bash\nvllm serve Qwen/Qwen3-8B\n```"),
         *("Temperatures: 0, 0.8, 1 ", "1, 2, 4, 8", "60 to 310", "128 tokens", "AMD EPYC 9B45", "[recipe.yaml](recipe.yaml)"),
-        *("1,000 packed rows of 256 tokens", "640,000 tokens", "420,000 tokens", "0, 0.5, 0.8", "500 steps in 1 h 6 min"),
-        *("torch 2.13.0", "| training data | org/chats | unknown |", f"| commit | {'b' * 40} |", f"`{'a' * 64}` |"),
+        *("1,000 packed rows of 256 tokens", "500 steps in 1 h 6 min"),
+        *("| training data | org/chats | unknown |", f"| commit | {'b' * 40} |", f"`{'a' * 64}` |"),
     ):
         assert fact in text
     assert "TARGET" not in text
@@ -102,7 +102,7 @@ def test_nothing_from_outside_is_markup(published: CardContents) -> None:
     pages = []
     for name in ("name", HOSTILE):
         bad = with_report(published, **renamed(published.release.report, name))
-        bad = replace(bad, release=replace(bad.release, provenance={"packages": {name: name}}), since=name)
+        bad = replace(bad, since=name)
         bad = replace(bad, reason=name, overridden=[name], parts=[Licensed("training data", name, name)], license=name)
         card = model_card(of_target(bad, name_or_path=name, adapter=name, revision=name, weights=name))
         pages.append(Page(card.text))

@@ -28,7 +28,7 @@ def test_what_is_acquired_drafts_as_it_did_before_it_was_published(
             assert main(["publish", f"run={run}", f"repo={NAME}", "baseline=none", "private=false"]) == 0
         with hub.client(tmp_path / "reader", token=None):
             capsys.readouterr()
-            assert main(["acquire", "method=draft_model", f"target={target}", f"draft={NAME}@v1", "verify=true"]) == 0
+            assert main(["acquire", "method=draft_model", f"target={target}", f"draft={NAME}@v1"]) == 0
             folder = Path(capsys.readouterr().out.strip())
             assert main(["doctor", f"draft={folder}", f"target={target}", f"suite={measured.parent / 'suite.jsonl'}"]) == 0
 

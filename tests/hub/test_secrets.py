@@ -62,7 +62,7 @@ def test_a_planted_token_is_found_nowhere_else(
         acquired = ["acquire", "method=draft_model", f"target={target}", f"draft={NAME}@v1"]
         hub.inject(Fault("status", "tree", status=403))
         assert run(*acquired) == 3
-        assert run(*acquired, "verify=true") == 0
+        assert run(*acquired) == 0
         assert run("gate", f"report={finished / 'report'}", "gates=release", f"baseline={NAME}@v1") in (0, 1, 4)
         assert run("doctor", f"draft={NAME}", f"target={target}", "decode=false") in (0, 1)
         keys = [f"target.model={target}", f"data.source={tmp_path / 'texts.jsonl'}", f"train.output_dir={tmp_path / 'trained'}"]
