@@ -19,14 +19,12 @@ from specdistill.methods import METHODS, method_named
 from specdistill.methods.checkpoint import read_config
 from specdistill.methods.load import TOKENIZER, implementation, recognized
 from specdistill.methods.target_record import check_target, recorded_target
-from specdistill.planning.reading import known_drafts
 from specdistill.progress import free_bytes
 from specdistill.repositories import split_gguf, split_revision
 from specdistill.targets.files import INDEX, TargetFiles
 
 CARD = "README.md"
 DRAFT, TARGET = "the folder of a draft, or org/name or org/name@revision on the Hub", "pico, a folder, a GGUF file or a Hub id"
-SHOWN = 10  # drafts of a list
 
 
 def acquire(
@@ -62,7 +60,8 @@ def acquire(
         logger.info(f"{of_target.name}: its own checkpoint holds the layer that drafts, so the whole of it is needed")
         wanted, names = of_target, [gguf] if gguf else [*of_target.matching(*MODEL), *of_target.weights()]
     else:
-        raise _not_chosen(method, target, of_target.repository)
+        listed = f"`specdistill plan target={shlex.quote(target)}` lists those that the Hub has"
+        raise UserError("draft", got="nothing", expected=f"{DRAFT}; {listed}")
     _announce(wanted, names)
     if not dry_run:
         wanted.fetch(names)
@@ -125,19 +124,3 @@ def _announce(wanted: ModelFiles, names: Sequence[str]) -> None:
         if total > free:
             raise ResourceError(f"to fetch: {what}", next_step="free disk space, or set HF_HOME to a larger disk")
         logger.info(f"to fetch: {what}")
-
-
-def _not_chosen(method: str, target: str, repository: str | None) -> UserError | ResourceError:
-    """Show the drafts that are known for a target, those whose card names it first, and leave the choice."""
-    found, not_asked = known_drafts(target, repository)
-    if not_asked:
-        return ResourceError(f"draft: none is given, and the Hub was {not_asked}", next_step="name one with draft=")
-    drafts = sorted((draft for draft in found if draft.method == method), key=lambda draft: draft.found_by != "card")
-    if not drafts:
-        return UserError("draft", got="nothing", expected=f"a draft: the Hub lists none of method {method} for {target}")
-    command = f"specdistill acquire method={method} target={shlex.quote(target)} draft="
-    logger.info(f"drafts of method {method} for {target}, those whose card names it first, the most downloaded first:")
-    for draft in drafts[:SHOWN]:
-        why = "" if draft.found_by == "card" else "; its card does not name the target, only its name is alike"
-        logger.info(f"  {command}{draft.repository}    {draft.downloads:,} downloads{why}")
-    return UserError("draft", got="nothing", expected=f"a choice, e.g. {command}{drafts[0].repository}")

@@ -33,7 +33,7 @@ class AcquireOptions(Section):
     method: Annotated[str, one_of(lambda: list(METHODS))] = option(..., "method of the draft (docs/methods.md)")
     target: AcquiredTarget = section(AcquiredTarget)
     draft: str | None = option(
-        None, "draft: org/name, org/name@revision or a folder; null: list drafts on the Hub; method mtp: the target's own layer"
+        None, "draft: org/name, org/name@revision or a folder; null: of method mtp, the target's own layer"
     )
     revision: str | None = option(
         None, "branch, tag or commit of the draft", read_when=ReadWhen("with draft=…", lambda it: it.draft is not None)
