@@ -185,7 +185,7 @@ VERBS = {
         data,
         "methods.recipe:Recipe produce.command:ShowOptions launch:LaunchOptions",
         "target.model data.source data.split data.columns data.max_length data.loss_mask data.regenerate.num_tokens "
-        "data.regenerate.server data.shard data.cache_dir documents output",
+        "data.regenerate.server data.shard data.cache_dir documents",
     ),
     "train": Verb(
         train,

@@ -1,11 +1,9 @@
 """`specdistill data`: make a recipe's row set, or a shard of what it is generated from; merge shards; show it."""
 
-from pathlib import Path
 from typing import Any
 
 from specdistill.command import keys_of
 from specdistill.errors import ExitCode, UserError, nearest
-from specdistill.files.folders import check_writable
 from specdistill.launch import LaunchOptions, run_script
 from specdistill.methods.recipe import Recipe, TrainedRecipe
 from specdistill.recipe.fields import Section, option
@@ -13,20 +11,16 @@ from specdistill.recipe.load import load_own_keys, load_recipe
 from specdistill.terminal import result
 
 VERBS = ("make", "merge", "show", "features")
-IN_TERMINAL, ON_PAGE = 3, 24
 
 
 class ShowOptions(Section):
-    documents: int | None = option(
-        None, f"documents to show as text; null: {IN_TERMINAL} in the terminal, {ON_PAGE} on a page", ge=1
-    )
-    output: str | None = option(None, "HTML page with the same and plots; null: none")
+    documents: int = option(3, "documents to show as text", ge=1)
 
 
 def data(arguments: list[str]) -> int:
     """make, merge or show training data, or store hidden states (data make, merge, show, features)
 
-    specdistill data show recipe=mine.yaml output=data.html
+    specdistill data show recipe=mine.yaml documents=20
     specdistill data make recipe=mine.yaml data.shard=0/4
     specdistill data merge recipe=mine.yaml"""
     verb, *others = arguments if arguments and "=" not in arguments[0] else ["show", *arguments]
@@ -87,14 +81,10 @@ def _make(recipe: TrainedRecipe, *, merges_only: bool) -> ExitCode:
 
 
 def _show(recipe: TrainedRecipe, options: ShowOptions) -> ExitCode:
-    """Training data in the terminal and, where one is asked for, on a page."""
     from specdistill.produce import show
     from specdistill.produce.make import open_rows
-    from specdistill.report.data_page import write_page
     from specdistill.rows.row_set import is_whole, place_of, read_rows
 
-    if options.output is not None:
-        check_writable(Path(options.output).parent, "output")
     target = row_target(recipe, generates=False)
     folder = place_of(recipe.data, target, recipe.measured_on)
     if not is_whole(folder):
@@ -102,10 +92,6 @@ def _show(recipe: TrainedRecipe, options: ShowOptions) -> ExitCode:
     rows, _ = open_rows(recipe.data, target, recipe.measured_on)
     *_, manifest = read_rows(folder)
     of = show.lengths(rows)
-    show.print_data(manifest, show.shown(rows, of, options.documents or IN_TERMINAL, target.tokenizer))
-    if options.output is not None:
-        on_page = show.shown(rows, of, options.documents or ON_PAGE, target.tokenizer)
-        write_page(Path(options.output), "output", target.name, recipe.data, manifest, of, on_page)
-        print(f"\npage: {options.output}")
+    show.print_data(manifest, of, show.shown(rows, of, options.documents, target.tokenizer))
     result({"folder": folder, **manifest.model_dump(mode="json")})
     return ExitCode.DONE

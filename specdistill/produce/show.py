@@ -85,14 +85,15 @@ def table_of_sources(parts: Sequence[Any]) -> Table:
     return made
 
 
-def print_data(manifest: Manifest, documents: Sequence[DocumentText]) -> None:
+def print_data(manifest: Manifest, of: Lengths, documents: Sequence[DocumentText]) -> None:
     """To stdout."""
-    console = Console()
+    console, (half, most, longest) = Console(), np.quantile(of.tokens, (0.5, 0.9, 1))
     console.print(table_of_splits(manifest))
     if len(manifest.sources) > 1:
         console.print(table_of_sources(manifest.sources))
     if manifest.filtered:
         console.print(f"filtered: {', '.join(f'{count:,} {rule}' for rule, count in manifest.filtered.items())}")
+    console.print(f"tokens of a document: median {half:,.0f}, nine in ten at most {most:,.0f}, longest {longest:,.0f}")
     console.print("\nDocuments to train on; tokens that carry loss are green:")
     for it in documents:
         console.print(Text(f"\n{it.name} ({it.tokens:,} tokens, {it.loss_tokens:,} with loss)", style="italic"))

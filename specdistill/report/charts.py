@@ -1,11 +1,10 @@
-"""The plots of the report, of a comparison and of training data, as SVG.
+"""The plots of the report and of a comparison, as SVG.
 
 Every plot is 420 units wide: two fit side by side on a desktop and one on a phone, with readable labels on both.
 """
 
 import html
 import itertools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,6 @@ LETTER = 7.6  # the width that a character of a label takes, generously
 ABOVE, LONGEST = 14, int(WIDTH / LETTER)  # the height of a name above what it names, and the characters that fit there
 
 KINDS = {"prefill": "muted", "draft": "bonus", "target": "bar", "rest": "mine"}  # what time goes into, and its colour
-A_DOUBLING = 2  # bars of a histogram of lengths while they double
 
 NamedRows = Sequence[tuple[str, ResultRow]]
 Ticks = Sequence[tuple[float, str]]  # (value, label)
@@ -171,33 +169,6 @@ def time_per_token(bars: Sequence[tuple[str, Segments]]) -> Markup | None:
             start = end
         drawn.append(_text(x(start) + 6, y + 24, f"{number(sum(ms for _, ms in segments))} ms", kind="strong"))
     return _svg(top + len(bars) * step, "Milliseconds that a token costs", drawn, values)
-
-
-def lengths(tokens: Sequence[int], axis: str, limit: int | None = None) -> Markup | None:
-    """Bars: how many documents have a number of tokens, on a scale that doubles. limit: dashed; no bar is drawn beyond it."""
-    places = [math.ceil(A_DOUBLING * math.log2(count)) for count in tokens if count > 0]  # a bar ends where its place is
-    if not places:
-        return None
-    first, last = min(places) - 1, max(places)
-    counts = [places.count(place) for place in range(first + 1, last + 1)]
-    height = 230
-    x = Scale(first, last, LEFT, WIDTH - RIGHT)
-    y = Scale(0, max(counts), height - BOTTOM - AXIS, TOP)
-    dashed = A_DOUBLING * math.log2(limit) if limit else last
-    ticks = [(value, f"{value:,.0f}") for value in _ticks(0, y.high) if value == int(value)]
-    drawn, titles = _y_axis(y, ticks, WIDTH - RIGHT), []
-    for place, count in enumerate(counts, first):
-        ends = math.floor(2 ** (place / A_DOUBLING)) + 1, min(math.floor(2 ** ((place + 1) / A_DOUBLING)), max(tokens))
-        titles.append(f"{ends[0]:,} to {ends[1]:,}: {count:,} documents")
-        right = x(min(place + 1, max(dashed, place)))
-        drawn.append(_bar(x(place) + 1, y(count), max(right - x(place) - 2, 1), y.start - y(count), "bar", titles[-1]))
-    every = 1 + (last - first) // (9 * A_DOUBLING)
-    for power in range(-(-first // A_DOUBLING), last // A_DOUBLING + 1, every):
-        drawn.append(_text(x(power * A_DOUBLING), y.start + 17, f"{2**power:,}", anchor="middle"))
-    if limit is not None and first <= dashed <= last:
-        drawn.append(_line(x(dashed), TOP, x(dashed), y.start, "muted", stroke_dasharray="3 4"))
-    drawn.append(_text((LEFT + WIDTH - RIGHT) / 2, height - 6, axis, anchor="middle"))
-    return _svg(height, f"Documents by {axis}", drawn, titles)
 
 
 def _tag(name: str, content: object = "", **attributes: object) -> Markup:
