@@ -129,8 +129,8 @@ def difference(folder: Path, there: Mapping[str, RepoFile]) -> list[FileChange]:
     changes = []
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(folder).as_posix()
-        what = "new" if name not in there else "same" if is_same(path, there[name]) else "changed"
-        changes.append(FileChange(name, what, path.stat().st_size))
+        same = is_same(path, there.get(name))
+        changes.append(FileChange(name, "new" if name not in there else "same" if same else "changed", path.stat().st_size))
     removed = sorted(name for name in there.keys() - {it.path for it in changes} if is_of_a_release(name))
     return changes + [FileChange(name, "removed", there[name].size) for name in removed]
 

@@ -77,8 +77,8 @@ def measure(recipe: Recipe, folder: Path) -> tuple[dict[str, Any], list[PromptRe
         "peak_memory_bytes": max(part["peak_memory_bytes"] for part in parts),
     }
     described = describe_draft(draft, recipe.method)
-    shown = {"draft": described, "sampling_test": tested, "costs": costs, "took": used}
-    report = draft_report(target, proposer, suite, plans, measured, **shown)
+    options: dict[str, Any] = {"draft": described, "sampling_test": tested, "costs": costs, "took": used}
+    report = draft_report(target, proposer, suite, plans, measured, **options)
     records = [record for entry in measured for record in entry.records]
     add_quality(report, records, suite, special_tokens=target.tokenizer.all_special_tokens, run_code=config.run_code)
     if target.device.type == "cuda":
