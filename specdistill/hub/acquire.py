@@ -44,7 +44,7 @@ def acquire(
     options: of decoding, as far as they say what fits.
 
     Raises UserError for a draft that is none for this target, before its weights are fetched, and for a draft that was not chosen;
-    ResourceError when the Hub, the disk or the cache fails, and without the Hub for what is missing or is not what its hash says.
+    ResourceError when the Hub, the disk or the cache fails, and without the Hub for what is missing.
     """
     if not method_named(method).is_trained:
         raise UserError("method", got=f"{method}, which has no weights", expected="a method with something to acquire")

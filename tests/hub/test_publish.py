@@ -439,6 +439,6 @@ def test_a_last_release_that_does_not_read_is_one_line(
     content: bytes, lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert publish(run) == 0
-    lfs.commit(NAME, {"recipe.yaml": content})
+    lfs.commit(NAME, {"report/report.json": content})
     lfs.tag(NAME, "v2")
-    assert "recipe.yaml" in refused(capsys, 2, run, "tag=v3", first=False)
+    assert "report.json" in refused(capsys, 2, run, "tag=v3", first=False)
