@@ -160,6 +160,10 @@ def test_anchors_have_something_before_them_and_something_to_predict() -> None:
     counted = anchors[has_loss[:, 0]].tolist()
     assert counted == [3, 4, 5, 14, 15, 16, 17, 18, 19, 20, 21]  # a document's last token has no next one, its prompt no loss
     assert has_loss[: len(counted)].sum(1).tolist() == [3, 2, 1, 4, 4, 4, 4, 4, 3, 2, 1]
+    # The prompt of a second turn: what comes after it cannot be reached from an anchor before it.
+    turns = indexed({**batch, "loss_mask": batch["loss_mask"].index_fill(1, torch.tensor([16]), 0)})
+    anchors, has_loss = draw_blocks(turns, 64, 4, None)
+    assert has_loss[anchors == 14].tolist() == [[True, False, False, False]]
     drawn = [draw_blocks(batch, 4, 4, seed)[0].tolist() for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2] and all(set(anchors) <= set(counted) and len(anchors) == 4 for anchors in drawn)
     none = draw_blocks(indexed({**batch, "loss_mask": torch.zeros_like(batch["loss_mask"])}), 64, 4, None)
