@@ -14,6 +14,7 @@ from rich import box
 from rich.text import Text
 
 from specdistill.report import phrases, tables
+from specdistill.report.draft_lengths import by_length, draft_lengths
 from specdistill.report.phrases import between, number, times
 from specdistill.terminal import Console, printable
 
@@ -54,6 +55,8 @@ def _sections(report: Mapping[str, Any]) -> Iterator[str]:
         yield "## Configurations"
         yield cells(tables.by_configuration(report))
         yield cells(tables.by_load(report)) if tables.sweep(report, "batch_size") else ""
+        lengths = draft_lengths(report)
+        yield cells(by_length(lengths)) if not all(length.is_measured for length in lengths) else ""
     if "training" in report["draft"]:
         yield "## Before and after training"
         yield cells(tables.training(report))
