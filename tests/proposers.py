@@ -101,12 +101,12 @@ class Oracle:
         return [Proposal(self.sequence[len(text) : len(text) + k]) for text in state.token_ids]
 
     def propose_tree(
-        self, state: DecodingState, shape: StaticTree | DynamicTree, sampling: Sampling, generator: torch.Generator | None
-    ) -> Proposal:
-        right = self.propose(state, shape.depth, sampling, [generator])[0].tokens
-        tokens = [token for pair in right for token in ((pair + 1) % 200, pair)]
-        parents = tuple(node for level in range(len(right)) for node in [2 * level - 1] * 2)
-        return Proposal(tokens, None, Tree(parents)) if tokens else Proposal([])
+        self, state: DecodingState, shape: StaticTree | DynamicTree, sampling: Sampling, generators: Generators
+    ) -> list[Proposal]:
+        (right,) = self.propose(state, shape.depth, sampling, generators)
+        tokens = [token for pair in right.tokens for token in ((pair + 1) % 200, pair)]
+        parents = tuple(node for level in range(len(right.tokens)) for node in [2 * level - 1] * 2)
+        return [Proposal(tokens, None, Tree(parents)) if tokens else Proposal([])]
 
 
 def half_the_vocabulary(target: FrozenTarget) -> SharedVocabulary:

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from specdistill.decoding import verify
-from specdistill.decoding.decoder import Generation, Running, break_ties, now
+from specdistill.decoding.decoder import Decoder, Generation, Running, break_ties, kept_features, now, propose
 from specdistill.decoding.kv_cache import BatchKVCache
 from specdistill.decoding.proposer import DecodingState, Proposal, Proposer
 from specdistill.decoding.sampling import GREEDY, Generators, Sampling, uniforms
 from specdistill.decoding.transformers_models import check_batchable, last_of, masked_pass, padded
+from specdistill.decoding.tree import ROOT, Step, Tree, TreeShape
 from specdistill.targets.frozen import Features, FrozenTarget
 
 
@@ -34,6 +35,7 @@ class BatchDecoder:
         check_batchable(target.model, target.name)
         self.target = target
         self.proposer = proposer
+        self._alone = Decoder(target, proposer)
         self.aux_layers = proposer.aux_layers if proposer else ()
         if proposer:
             proposer.begin([1, 1])  # which may refuse
@@ -45,6 +47,7 @@ class BatchDecoder:
         *,
         max_new_tokens: int,
         num_speculative_tokens: int = 0,
+        tree: TreeShape | None = None,
         sampling: Sampling = GREEDY,
         generators: Generators | None = None,
     ) -> list[Generation]:
@@ -55,6 +58,9 @@ class BatchDecoder:
         Times are shares: a round's seconds are divided equally among the rows that took part in it, the prefill's among all, so that they
         add up to those of the batch. Raises UserError as `Decoder.generate` does.
         """
+        if tree:
+            self._alone.check_tree()
+            num_speculative_tokens = tree.depth
         all_rows = [
             Running.begin(self, prompt_ids, max_new_tokens, num_speculative_tokens, generator)
             for prompt_ids, generator in zip(prompts, generators or [None] * len(prompts), strict=True)
@@ -75,29 +81,34 @@ class BatchDecoder:
 
         while rows:
             taking_part, start = rows, lap
-            self._round(rows, state, cache, num_speculative_tokens, sampling)
+            self._round(rows, state, cache, tree or num_speculative_tokens, sampling)
             rows, lap = self._drop_done(rows, state, cache), now(self.target.device)
             for row in taking_part:
                 row.seconds += (lap - start) / len(taking_part)
         return [row.generation() for row in all_rows]
 
-    def _round(self, rows: Sequence[Running], state: DecodingState, cache: BatchKVCache, k: int, sampling: Sampling) -> None:
-        """Propose, verify, commit."""
+    def _round(
+        self, rows: Sequence[Running], state: DecodingState, cache: BatchKVCache, ahead: int | TreeShape, sampling: Sampling
+    ) -> None:
+        """Propose `ahead` (a chain of that many tokens, or a tree), verify, commit."""
         start = now(self.target.device)
-        if self.proposer:
-            proposals = self.proposer.propose(state, k, sampling, [row.generator for row in rows])
-        else:
-            proposals = [Proposal([])] * len(rows)
+        proposals = propose(self.proposer, state, ahead, sampling, [row.generator for row in rows])
         drafted = now(self.target.device)
         fed = [[row.token_ids[-1], *proposal.tokens] for row, proposal in zip(rows, proposals, strict=True)]
-        logits_BTV, state.fresh = self._forward(fed, cache)
+        step = None
+        if any(proposal.tree for proposal in proposals):
+            trees = [proposal.tree or Tree(tuple(range(ROOT, len(proposal.tokens) - 1))) for proposal in proposals]
+            step = Step.whole(trees, cache.lengths, self.target.device)
+        logits_BTV, features = self._forward(fed, cache, step)
         verdicts = self._verify(rows, proposals, logits_BTV, sampling)
-        state.num_fresh = [1 + num_accepted for num_accepted, _ in verdicts]
-        cache.truncate([len(row.token_ids) + num_accepted for row, (num_accepted, _) in zip(rows, verdicts, strict=True)])
+        paths = [path for path, _ in verdicts]
+        state.fresh = kept_features(features, paths) if step else features
+        state.num_fresh = [1 + len(path) for path in paths]
+        cache.keep_paths([len(row.token_ids) for row in rows], paths)
         verified = now(self.target.device)
         draft_s, verify_s = (drafted - start) / len(rows), (verified - drafted) / len(rows)
-        for row, proposal, (num_accepted, next_token) in zip(rows, proposals, verdicts, strict=True):
-            row.commit(proposal.tokens, proposal.tokens[:num_accepted], next_token, draft_s, verify_s)
+        for row, proposal, (path, next_token) in zip(rows, proposals, verdicts, strict=True):
+            row.commit(proposal, path, next_token, draft_s, verify_s)
 
     def _drop_done(self, rows: list[Running], state: DecodingState, cache: BatchKVCache) -> list[Running]:
         """The rows that are not done; the others leave the caches and the state."""
@@ -112,11 +123,11 @@ class BatchDecoder:
         return [rows[index] for index in remaining]
 
     def _forward(
-        self, token_ids: Sequence[Sequence[int]], cache: BatchKVCache, only_last: bool = False
+        self, token_ids: Sequence[Sequence[int]], cache: BatchKVCache, step: Step | None = None, only_last: bool = False
     ) -> tuple[Tensor, Features]:
         """The target over each row's new tokens: logits [B, T, V], or [B, 1, V] after each last if `only_last`, and features [B, T, D]."""
         counts = [len(row) for row in token_ids]
-        position_BT, mask = masked_pass(cache, counts, self.target.config, self.target.lm_head.weight.dtype)
+        position_BT, mask = masked_pass(cache, counts, self.target.config, self.target.lm_head.weight.dtype, step)
         features = self.target.features(
             padded(token_ids, self.target.device),
             self.aux_layers,
@@ -131,13 +142,18 @@ class BatchDecoder:
 
     def _verify(
         self, rows: Sequence[Running], proposals: Sequence[Proposal], logits_BTV: Tensor, sampling: Sampling
-    ) -> list[tuple[int, int]]:
-        """(number of accepted tokens, the token after them) of each row. Rows with equally many draft tokens, all of them drawn or
-        all certain, are verified together."""
-        verdicts = [(0, 0)] * len(rows)
-        kinds = [(len(proposal.tokens), proposal.probabilities is None) for proposal in proposals]
-        for width, are_certain in set(kinds):
-            chosen = [index for index, kind in enumerate(kinds) if kind == (width, are_certain)]
+    ) -> list[tuple[Sequence[int], int]]:
+        """(indices of the accepted draft tokens, the token after them) of each row. Rows with chains of equally many draft tokens, all of
+        them drawn or all certain, are verified together."""
+        verdicts: dict[int, tuple[Sequence[int], int]] = {}
+        kinds: dict[tuple[int, bool], list[int]] = {}
+        for index, (row, proposal) in enumerate(zip(rows, proposals, strict=True)):
+            if proposal.tree:
+                logits_1KV = logits_BTV[index : index + 1, : len(proposal.tokens) + 1]
+                verdicts[index] = self._alone.verify(row.token_ids, proposal, logits_1KV, sampling, row.generator)
+            else:
+                kinds.setdefault((len(proposal.tokens), proposal.probabilities is None), []).append(index)
+        for (width, _), chosen in kinds.items():
             drafted, logits_RKV = [proposals[index].tokens for index in chosen], logits_BTV[chosen, : width + 1]
             if sampling.is_greedy:
                 texts = [rows[index].token_ids for index in chosen]
@@ -153,6 +169,5 @@ class BatchDecoder:
                     uniforms_RK,
                 )
                 found = [*zip(num_accepted.tolist(), next_token.tolist(), strict=True)]
-            for index, verdict in zip(chosen, found, strict=True):
-                verdicts[index] = verdict
-        return verdicts
+            verdicts |= {index: (range(count), token) for index, (count, token) in zip(chosen, found, strict=True)}
+        return [verdicts[index] for index in range(len(rows))]

@@ -22,11 +22,11 @@ from torch import Tensor
 from specdistill.decoding import verify
 from specdistill.decoding.proposer import DecodingState, Proposal, Proposer, TreeProposer
 from specdistill.decoding.readers import CachedTarget, CompiledTarget, SequenceReader, cache_size
-from specdistill.decoding.sampling import GREEDY, Random, Sampling, uniforms
-from specdistill.decoding.transformers_models import check_reads_trees
+from specdistill.decoding.sampling import GREEDY, Generators, Random, Sampling, uniforms
+from specdistill.decoding.transformers_models import check_reads_trees, padded
 from specdistill.decoding.tree import Tree, TreeShape
 from specdistill.errors import UserError
-from specdistill.targets.frozen import FrozenTarget
+from specdistill.targets.frozen import Features, FrozenTarget
 
 NEAR_TIE = 2.0**-14  # of the best logit: 512 roundings of float32, where a 16-layer target was seen to err by 5
 
@@ -109,15 +109,15 @@ class Running:
     def is_done(self) -> bool:
         return self.stopped or len(self.token_ids) == self.limit
 
-    def commit(
-        self, drafted: list[int], accepted: list[int], next_token: int, draft_s: float, verify_s: float, num_off_path: int = 0
-    ) -> None:
-        """Emit a round's tokens up to the limit or the first stop token."""
-        emitted = [*accepted, next_token][: self.limit - len(self.token_ids)]
+    def commit(self, proposal: Proposal, path: Sequence[int], next_token: int, draft_s: float, verify_s: float) -> None:
+        """Emit a round's tokens, those of the accepted path and the next, up to the limit or the first stop token."""
+        tokens, tree = proposal.tokens, proposal.tree
+        emitted = [*(tokens[node] for node in path), next_token][: self.limit - len(self.token_ids)]
         end = next((index for index, token in enumerate(emitted, start=1) if token in self.stop_ids), len(emitted))
         self.token_ids += emitted[:end]
-        kept = min(len(accepted), end)
-        self.rounds.append(Round(tuple(drafted), kept, tuple(emitted[:end]), draft_s, verify_s, num_off_path))
+        drafted = tuple(tokens[node] for node in tree.prolonged(path)) if tree else tuple(tokens)
+        num_off_path = len(tokens) - len(drafted)
+        self.rounds.append(Round(drafted, min(len(path), end), tuple(emitted[:end]), draft_s, verify_s, num_off_path))
 
     def generation(self) -> Generation:
         new = tuple(self.token_ids[len(self.prompt_ids) :])
@@ -158,7 +158,7 @@ class Decoder:
         and continuation exceed the target's context, or when target or proposer cannot handle trees.
         """
         if tree:
-            self._check_tree()
+            self.check_tree()
             num_speculative_tokens = tree.depth
         row = Running.begin(self, prompt_ids, max_new_tokens, num_speculative_tokens, generator)
         if self.proposer:
@@ -167,7 +167,7 @@ class Decoder:
 
         start = self._now()
         logits, features = reader.begin(row.token_ids)
-        _, first = self._verify(row.token_ids, Proposal([]), logits, sampling, generator)
+        _, first = self.verify(row.token_ids, Proposal([]), logits, sampling, generator)
         row.token_ids.append(first)
         state = DecodingState([row.token_ids], features, [len(prompt_ids)])
         row.prefill_seconds = self._now() - start
@@ -191,27 +191,17 @@ class Decoder:
     ) -> None:
         """Propose `ahead` (a chain of that many tokens, or a tree), verify, commit."""
         start = self._now()
-        proposal = self._propose(state, ahead, sampling, row.generator)
+        (proposal,) = propose(self.proposer, state, ahead, sampling, [row.generator])
         drafted = self._now()
         tokens, tree = proposal.tokens, proposal.tree
         logits, features = reader.read([row.token_ids[-1], *tokens], tree)
-        path, next_token = self._verify(row.token_ids, proposal, logits, sampling, row.generator)
+        path, next_token = self.verify(row.token_ids, proposal, logits, sampling, row.generator)
         reader.keep(path)
-        state.fresh = features.at([0, *(node + 1 for node in path)]) if tree else features
+        state.fresh = kept_features(features, [path]) if tree else features
         state.num_fresh = [1 + len(path)]
-        accepted, shown = [tokens[node] for node in path], [tokens[node] for node in tree.prolonged(path)] if tree else tokens
-        row.commit(shown, accepted, next_token, drafted - start, self._now() - drafted, len(tokens) - len(shown))
+        row.commit(proposal, path, next_token, drafted - start, self._now() - drafted)
 
-    def _propose(self, state: DecodingState, ahead: int | TreeShape, sampling: Sampling, generator: Random) -> Proposal:
-        if self.proposer is None:
-            return Proposal([])
-        if isinstance(ahead, int):
-            (proposal,) = self.proposer.propose(state, ahead, sampling, [generator])
-            return proposal
-        assert isinstance(self.proposer, TreeProposer)
-        return self.proposer.propose_tree(state, ahead, sampling, generator)
-
-    def _verify(
+    def verify(
         self, token_ids: list[int], proposal: Proposal, logits_1KV: Tensor, sampling: Sampling, generator: Random
     ) -> tuple[Sequence[int], int]:
         """(indices of the accepted draft tokens, the token after them). The logits follow the sequence and each draft token."""
@@ -237,7 +227,8 @@ class Decoder:
                 choices[row] = choice
             broken.update(rows)
 
-    def _check_tree(self) -> None:
+    def check_tree(self) -> None:
+        """Raises UserError when target or proposer cannot handle trees."""
         if not isinstance(self.proposer, TreeProposer):
             got = f"a tree for {type(self.proposer).__name__}, which drafts chains only"
             raise UserError("eval.tree", got=got, expected="null, or a method that drafts trees")
@@ -247,6 +238,23 @@ class Decoder:
 
     def _now(self) -> float:
         return now(self.target.device)
+
+
+def propose(
+    proposer: Proposer | None, state: DecodingState, ahead: int | TreeShape, sampling: Sampling, generators: Generators
+) -> list[Proposal]:
+    """For each row a chain of `ahead` tokens, or a tree; without a proposer nothing."""
+    if proposer is None:
+        return [Proposal([]) for _ in generators]
+    if isinstance(ahead, int):
+        return proposer.propose(state, ahead, sampling, generators)
+    assert isinstance(proposer, TreeProposer)
+    return proposer.propose_tree(state, ahead, sampling, generators)
+
+
+def kept_features(features: Features, paths: Sequence[Sequence[int]]) -> Features:
+    """Those of each row's root and accepted path, of a pass over the root and what was drafted."""
+    return features.at(padded([[0, *(node + 1 for node in path)] for path in paths], features.last_hidden.device))
 
 
 def now(device: torch.device) -> float:

@@ -6,6 +6,7 @@ Slot s holds position s. What was rejected is forgotten by setting a length, and
 Shapes: B rows, N query heads, G key/value heads, S allocated positions, d head size, T positions of one step.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -86,10 +87,11 @@ class DraftKVCache:
 
     def level(self, step: Step) -> tuple[Tensor, Tensor]:
         """(cos, sin) [1, T, d] of the next step, a level of a tree: all at one position, with its branches kept apart."""
-        position, count = step.positions_T[0], len(step.positions_T)
-        assert position == step.positions_T[-1] and self.length == step.num_text + len(step.positions) - count, step.positions
+        (start,), (positions,), count = step.num_text, step.positions, step.seen_BTF.shape[1]
+        position = positions[-1]
+        assert position == positions[-count] and self.length == start + len(positions) - count, positions
         self._tables.reserve(self.length + count)
-        self._first, self._mask_TS = 0, step.visible(self.window)
+        self._first, self._mask_TS = 0, step.visible(self.window)[0]
         cos, sin = (table[:, position : position + 1].expand(-1, count, -1) for table in (self._tables.cos, self._tables.sin))
         return cos, sin
 
@@ -162,24 +164,29 @@ class BatchKVCache(DynamicCache):
         super().__init__()
         self.lengths = [0] * num_rows
         self._buffers: dict[int, tuple[Tensor, Tensor]] = {}  # by layer
-        self._position_BT: Tensor = torch.empty(num_rows, 0, dtype=torch.long, device=device)  # of the current pass
+        self._slot_BT: Tensor = torch.empty(num_rows, 0, dtype=torch.long, device=device)  # of the current pass
         self._held = self._end = 0  # positions before and after it
         self._size = 0  # positions allocated
 
-    def extend(self, counts: Sequence[int], *, is_causal: bool = True) -> Tensor:
-        """Positions [B, T] of the next pass, in which row b gets counts[b] new tokens, each of which sees those up to itself, or all."""
-        self._is_causal = is_causal
-        device = self._position_BT.device
+    def extend(self, counts: Sequence[int], *, is_causal: bool = True, step: Step | None = None) -> Tensor:
+        """Positions [B, T] of the next pass, in which row b gets counts[b] new tokens, each of which sees those up to itself, or all.
+
+        step: of trees, if the tokens are nodes: a slot is then not its node's position until `keep_paths`.
+        """
+        self._is_causal, self._step = is_causal, step
+        device = self._slot_BT.device
         self._held, self._end = max(self.lengths), max(self.lengths) + max(counts)
         if self._end > self._size:
             self._size = self._end + max(LEAST_SPARE, self._end // 4)
-        self._position_BT = torch.tensor(self.lengths, device=device).unsqueeze(1) + torch.arange(max(counts), device=device)
+        self._slot_BT = torch.tensor(self.lengths, device=device).unsqueeze(1) + torch.arange(max(counts), device=device)
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-        return self._position_BT
+        return self._slot_BT if step is None else torch.tensor(step.new_positions, device=device)
 
     def visible(self, window: int | None) -> Tensor:
         """[B, 1, T, S] bool: what each query of the pass attends to, within the last `window` positions, its own included."""
-        key, query = torch.arange(self._end, device=self._position_BT.device), self._position_BT[:, None, :, None]
+        if self._step:
+            return self._step.visible(window).unsqueeze(1)
+        key, query = torch.arange(self._end, device=self._slot_BT.device), self._slot_BT[:, None, :, None]
         last = query if self._is_causal else torch.tensor(self.lengths, device=key.device).view(-1, 1, 1, 1) - 1
         return key <= last if window is None else (key <= last) & (key > query - window)
 
@@ -195,16 +202,27 @@ class BatchKVCache(DynamicCache):
         keys, values = grown(keys, key_states, self._size), grown(values, value_states, self._size)
         self._buffers[layer_idx] = keys, values
         for buffer, new_BGTd in ((keys, key_states), (values, value_states)):
-            buffer[row_B1, :, self._position_BT] = new_BGTd.transpose(1, 2)
+            buffer[row_B1, :, self._slot_BT] = new_BGTd.transpose(1, 2)
         return keys[:, :, : self._end], values[:, :, : self._end]
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Drop all but the first lengths[b] tokens of each row."""
         self.lengths = list(lengths)
 
+    def keep_paths(self, lengths: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Drop all but the first lengths[b] tokens of each row and, of those after them, the path's, which are moved together."""
+        width = max(map(len, paths))
+        if any([*path] != [*range(len(path))] for path in paths):
+            row_B1 = torch.arange(len(paths), device=self._slot_BT.device).unsqueeze(1)
+            first_B1 = torch.tensor(lengths, device=row_B1.device).unsqueeze(1)
+            path_BN = torch.tensor([[*path, *[0] * (width - len(path))] for path in paths], device=row_B1.device)
+            for kept in itertools.chain(*self._buffers.values()):
+                kept[row_B1, :, first_B1 + torch.arange(width, device=row_B1.device)] = kept[row_B1, :, first_B1 + path_BN]
+        self.truncate([length + len(path) for length, path in zip(lengths, paths, strict=True)])
+
     def keep(self, rows: Sequence[int]) -> None:
         """Drop all rows but these."""
-        index = torch.tensor(rows, device=self._position_BT.device)
+        index = torch.tensor(rows, device=self._slot_BT.device)
         self.lengths = [self.lengths[row] for row in rows]
         self._buffers = {layer: (keys[index], values[index]) for layer, (keys, values) in self._buffers.items()}
 
@@ -223,12 +241,16 @@ class RaggedKVCache:
     def lengths(self) -> list[int]:
         return self._rows.lengths
 
-    def extend(self, counts: Sequence[int], *, is_causal: bool = True) -> tuple[Tensor, Tensor]:
+    def extend(self, counts: Sequence[int], *, is_causal: bool = True, step: Step | None = None) -> tuple[Tensor, Tensor]:
         """(cos, sin) [B, T, d] of the next step, as `BatchKVCache`'s; its layers then call `attend`."""
-        position_BT = self._rows.extend(counts, is_causal=is_causal)
+        position_BT = self._rows.extend(counts, is_causal=is_causal, step=step)
         self._mask_B1TS = self._rows.visible(self._window)
         self._tables.reserve(self._mask_B1TS.shape[-1])
         return self._tables.cos[0, position_BT], self._tables.sin[0, position_BT]
+
+    def level(self, step: Step) -> tuple[Tensor, Tensor]:
+        """As `DraftKVCache`'s, of each row's tree."""
+        return self.extend([step.seen_BTF.shape[1]] * len(self.lengths), step=step)
 
     def append(self, layer: int, key_BGTd: Tensor, value_BGTd: Tensor) -> None:
         self._rows.update(key_BGTd, value_BGTd, layer)

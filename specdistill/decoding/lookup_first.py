@@ -53,8 +53,6 @@ class LookupFirstProposer:
             self.lookup.remember(outputs)
 
     def begin(self, max_lengths: Sequence[int]) -> None:
-        if self.tree and len(max_lengths) > 1:
-            raise UserError("eval.batch_size", got="more than 1 with eval.lookup_first.draft_tree", expected="1")
         self.draft.begin(max_lengths)
         self.lookup.begin(max_lengths)
         self._unread = Unread(len(max_lengths))
@@ -65,14 +63,15 @@ class LookupFirstProposer:
             self._unread.add(state)
             return found
         read, levels = self._unread.read_by(state), min(k, self.levels)
-        if self.tree:
-            assert isinstance(self.draft, TreeProposer)
-            return [self.draft.propose_tree(read, self.tree.cut(levels), sampling, *generators)]
         # A row whose tokens were looked up draws none of its own numbers for the draft's.
         drawn = [
             torch.Generator() if proposal.tokens else generator for proposal, generator in zip(found, generators, strict=True)
         ]
-        drafted = self.draft.propose(read, levels, sampling, drawn)
+        if self.tree:
+            assert isinstance(self.draft, TreeProposer)
+            drafted = self.draft.propose_tree(read, self.tree.cut(levels), sampling, drawn)
+        else:
+            drafted = self.draft.propose(read, levels, sampling, drawn)
         return [looked_up if looked_up.tokens else own for looked_up, own in zip(found, drafted, strict=True)]
 
     def keep(self, rows: Sequence[int]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from specdistill.decoding.sampling import Generators, Random, Sampling
+from specdistill.decoding.sampling import Generators, Sampling
 from specdistill.decoding.tree import Tree, TreeShape
 from specdistill.targets.frozen import Features
 
@@ -84,8 +84,11 @@ class Proposer(Protocol):
 class TreeProposer(Protocol):
     """A proposer that can also draft trees."""
 
-    def propose_tree(self, state: DecodingState, shape: TreeShape, sampling: Sampling, generator: Random) -> Proposal:
-        """Draft a tree of tokens that follow the only row. Its levels cost as many draft steps as `passes` says, a block's none."""
+    def propose_tree(
+        self, state: DecodingState, shape: TreeShape, sampling: Sampling, generators: Generators
+    ) -> list[Proposal]:
+        """Draft a tree of tokens that follow each row, as `propose` a chain. Its levels cost as many draft steps as `passes` says, a
+        block's none."""
 
 
 @runtime_checkable

@@ -51,7 +51,7 @@ class CachedTarget:
         """
         self._last, self._tree = token_ids, tree
         self._before = snapshot(self.cache) if self.target.is_recurrent and len(token_ids) > 1 else None
-        step = Step.whole(tree, self.cache.get_seq_length(), self.target.device) if tree else None
+        step = Step.whole([tree], [self.cache.get_seq_length()], self.target.device) if tree else None
         features = read(self.target, token_ids, self.cache, self.aux_layers, step)
         return self.target.logits(features.last_hidden), features
 

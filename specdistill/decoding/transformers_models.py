@@ -51,7 +51,7 @@ def attention_masks(step: Step, config: Any, dtype: torch.dtype) -> Tensor | dic
     if unknown := layer_kinds(config) - KINDS:
         expected = "null: a tree needs full attention or a sliding window"
         raise UserError("eval.tree", got=f"layers with {', '.join(sorted(unknown))}", expected=expected)
-    return masks(config, dtype, lambda window: step.visible(window)[None, None])
+    return masks(config, dtype, lambda window: step.visible(window).unsqueeze(1))
 
 
 def read(
@@ -65,7 +65,7 @@ def read(
     ids = torch.tensor([token_ids], device=target.device)
     if step is None:
         return target.features(ids, aux_layers, past_key_values=cache)
-    positions = torch.tensor([step.positions_T], device=target.device)
+    positions = torch.tensor(step.new_positions, device=target.device)
     mask = attention_masks(step, target.config, target.model.dtype)
     return target.features(ids, aux_layers, position_ids_BT=positions, attention_mask=mask, past_key_values=cache)
 
@@ -102,7 +102,7 @@ def _reads_branches_apart(target: FrozenTarget) -> bool:
     text, nodes = [1, 2, 3], [4, 5, 6, 7]
     cache = new_cache(target.config)
     read(target, text[:-1], cache)
-    step = Step.whole(PROBE, len(text) - 1, target.device)
+    step = Step.whole([PROBE], [len(text) - 1], target.device)
     together_TH = read(target, [text[-1], *nodes], cache, step=step).last_hidden[0]
     for path in ([0, 2], [1, 3]):
         alone_TH = read(target, [*text, *(nodes[node] for node in path)], new_cache(target.config)).last_hidden[0, -2:]
@@ -123,10 +123,10 @@ def _succeeds(attempt: Callable[[], bool]) -> bool:
 
 
 def masked_pass(
-    cache: BatchKVCache, counts: Sequence[int], config: Any, dtype: torch.dtype
+    cache: BatchKVCache, counts: Sequence[int], config: Any, dtype: torch.dtype, step: Step | None = None
 ) -> tuple[Tensor, Tensor | dict[str, Tensor]]:
-    """Position ids [B, T] and `masks` of the next pass over a batch, in which row b gets counts[b] new tokens."""
-    position_BT = cache.extend(counts)
+    """Position ids [B, T] and `masks` of the next pass over a batch, in which row b gets counts[b] new tokens, or nodes of its tree."""
+    position_BT = cache.extend(counts, step=step)
     end_B1 = torch.tensor(cache.lengths, device=position_BT.device).unsqueeze(1)
     return position_BT.where(position_BT < end_B1, 0), masks(config, dtype, cache.visible)  # padding needs some valid position
 
@@ -151,13 +151,13 @@ class TransformersLayers:
             self.cache.crop(-surplus)
 
     def __call__(self, ids_BT: Tensor, counts: Sequence[int], level: Step | None = None) -> Tensor:
-        """level: of a tree, if the ids are one; what the cache holds with it."""
+        """level: of each row's tree, if the ids are one; what the cache holds with it."""
         options: dict[str, Any] = {}
         if isinstance(self.cache, BatchKVCache):
-            positions, mask = masked_pass(self.cache, counts, self.config, self.backbone.dtype)
+            positions, mask = masked_pass(self.cache, counts, self.config, self.backbone.dtype, level)
             options = {"position_ids": positions, "attention_mask": mask}
         elif level:
-            positions = torch.tensor([level.positions_T], device=self.device)
+            positions = torch.tensor(level.new_positions, device=self.device)
             options = {"position_ids": positions, "attention_mask": attention_masks(level, self.config, self.backbone.dtype)}
         output = self.backbone(input_ids=ids_BT, past_key_values=self.cache, use_cache=True, **options)
         hidden: Tensor = output.last_hidden_state

@@ -15,7 +15,8 @@ tokens, and their probabilities decide which are proposed. If they were drawn, c
 rule that knows only q could correct that. So they are not drawn: the whole tree is a function of the sequence, each candidate is certain
 (one-hot), and certain candidates leave the output's distribution unchanged however they were chosen.
 
-Shapes: T nodes of one level, B children of a node, N nodes of a tree, F nodes in the KV cache, S positions in it, W draft vocabulary.
+Shapes: B rows, T nodes of one level, C children of a node, N nodes of a tree, F nodes in the KV cache, S positions in it, W draft
+vocabulary.
 """
 
 import math
@@ -26,14 +27,16 @@ from functools import cached_property
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from specdistill.decoding.sampling import Random, Sampling, draw
+from specdistill.decoding.sampling import Generators, Random, Sampling, draw
 from specdistill.errors import UserError
 
 ROOT = -1
 MOST_NODES = 1024
 
-# (draft tokens [T] of a level's nodes, indices [T] of their parents in the level before) -> logits [T, W] after each node
+# (draft tokens [B, T] of a level's nodes, indices [B, T] of their parents in the level before), shorter rows padded on the right
+# -> logits [B, T, W] after each node
 Expand = Callable[[Tensor, Tensor], Tensor]
 # Draft tokens [N], their tree and, where they were drawn, their distributions [N, W], the same for siblings
 TreeDraft = tuple[Tensor, "Tree", Tensor | None]
@@ -71,49 +74,95 @@ class Tree:
 
 @dataclass(frozen=True)
 class Step:
-    """A pass over T nodes: what the KV cache holds before and with them. All tensors on the model's device.
+    """A pass over T nodes of each row: what the KV cache holds before and with them. All tensors on the model's device.
 
-    num_text: cached positions of the sequence. seen_TF: which of the F cached nodes, the T new ones last, are a node's ancestors or the
-    node itself. positions: of the F nodes.
+    num_text: cached positions of each sequence; its nodes are in the slots after them. seen_BTF: which of the F cached nodes, the T new
+    ones last, are a node's ancestors or the node itself. positions: of each row's F nodes. Padding is a node that no other sees.
     """
 
-    num_text: int
-    seen_TF: Tensor
-    positions: tuple[int, ...] = ()
+    num_text: Sequence[int]
+    seen_BTF: Tensor
+    positions: Sequence[Sequence[int]]
 
     @classmethod
-    def before(cls, num_text: int, device: torch.device) -> "Step":
-        """The sequence alone, the root at its end: `descend` leads to the first level."""
-        return cls(num_text, torch.zeros(1, 0, dtype=torch.bool, device=device))
+    def before(cls, num_text: Sequence[int], device: torch.device) -> "Step":
+        """The sequences alone, the root at the end of each: `descend` leads to the first level."""
+        return cls(num_text, torch.zeros(len(num_text), 1, 0, dtype=torch.bool, device=device), [()] * len(num_text))
 
     @classmethod
-    def whole(cls, tree: Tree, num_text: int, device: torch.device) -> "Step":
-        """The root and all nodes of a tree in one pass; the root is not cached yet."""
-        seen = np.eye(len(tree.parents) + 1, dtype=bool)
-        for node, parent in enumerate(tree.parents):
-            seen[node + 1] |= seen[parent + 1]
-        positions = (num_text, *(num_text + depth for depth in tree.depths))
+    def whole(cls, trees: Sequence[Tree], num_text: Sequence[int], device: torch.device) -> "Step":
+        """The root and all nodes of each row's tree in one pass; the root is not cached yet."""
+        width = 1 + max(len(tree.parents) for tree in trees)
+        seen, positions = np.tile(np.eye(width, dtype=bool), (len(trees), 1, 1)), []
+        for seen_NF, tree, start in zip(seen, trees, num_text, strict=True):
+            for node, parent in enumerate(tree.parents):
+                seen_NF[node + 1] |= seen_NF[parent + 1]
+            depths = (0, *tree.depths, *[0] * (width - 1 - len(tree.parents)))
+            positions.append([start + depth for depth in depths])
         return cls(num_text, torch.from_numpy(seen).to(device), positions)
 
-    def descend(self, rows_T: Tensor) -> "Step":
-        """A level below the last one; rows_T [T]: indices of the new nodes' parents in the last level."""
-        position = self.positions[-1] + 1 if self.positions else self.num_text
-        own = torch.eye(len(rows_T), dtype=torch.bool, device=rows_T.device)
-        return Step(self.num_text, torch.cat((self.seen_TF[rows_T], own), 1), (*self.positions, *[position] * len(rows_T)))
+    def descend(self, rows_BT: Tensor) -> "Step":
+        """A level below the last one; rows_BT [B, T]: indices of the new nodes' parents in the last level."""
+        num_rows, count = rows_BT.shape
+        own = torch.eye(count, dtype=torch.bool, device=rows_BT.device).expand(num_rows, -1, -1)
+        positions = [
+            (*held, *[held[-1] + 1 if held else start] * count)
+            for held, start in zip(self.positions, self.num_text, strict=True)
+        ]
+        return Step(self.num_text, torch.cat((at_nodes(self.seen_BTF, rows_BT), own), 2), positions)
 
     @property
-    def positions_T(self) -> tuple[int, ...]:
-        return self.positions[len(self.positions) - len(self.seen_TF) :]
+    def new_positions(self) -> list[Sequence[int]]:
+        """Of each row's T nodes."""
+        return [held[-self.seen_BTF.shape[1] :] for held in self.positions]
 
     def visible(self, window: int | None) -> Tensor:
-        """[T, S] bool: what each node attends to, within the last `window` positions, its own included."""
-        seen_TS = torch.nn.functional.pad(self.seen_TF, (self.num_text, 0), value=True)
+        """[B, T, S] bool: what each node attends to, within the last `window` positions, its own included."""
+        device, (_, num_nodes, num_cached) = self.seen_BTF.device, self.seen_BTF.shape
+        start_B1 = torch.tensor(self.num_text, device=device).unsqueeze(1)
+        slot_BF = start_B1 + torch.arange(num_cached, device=device)
+        slot_S = torch.arange(max(self.num_text) + num_cached, device=device)
+        seen_BTS = (slot_S < start_B1).unsqueeze(1).repeat(1, num_nodes, 1)
+        seen_BTS.scatter_(2, slot_BF.unsqueeze(1).expand(-1, num_nodes, -1), self.seen_BTF)
         if window is None:
-            return seen_TS
-        queries = torch.tensor(self.positions_T, device=seen_TS.device)
-        cached = torch.tensor(self.positions, dtype=torch.long, device=seen_TS.device)
-        keys = torch.cat((torch.arange(self.num_text, device=seen_TS.device), cached))
-        return seen_TS & (queries[:, None] - keys < window)
+            return seen_BTS
+        query_BT = torch.tensor(self.new_positions, device=device)
+        key_BS = slot_S.repeat(len(start_B1), 1).scatter_(1, slot_BF, torch.tensor(self.positions, device=device))
+        return seen_BTS & (query_BT.unsqueeze(2) - key_BS.unsqueeze(1) < window)
+
+
+class Family:
+    """A static tree of one row as it grows. logits_TW: after the nodes of its last level, at first the root."""
+
+    def __init__(self, logits_1W: Tensor, sampling: Sampling, generator: Random) -> None:
+        self.logits_TW, self.sampling, self.generator = logits_1W, sampling, generator
+        self._last: Sequence[int] = [ROOT]
+        self._index: list[Tensor] = []
+        self._parents: list[int] = []
+        self._distributions: list[Tensor] = []
+
+    def descend(self, width: int) -> tuple[Tensor, Tensor]:
+        """`width` children of each node: draft tokens [T] of the next level, and indices [T] of their parents in the last one."""
+        if self.sampling.is_greedy:
+            chosen_TC = self.logits_TW.topk(min(width, self.logits_TW.shape[-1])).indices
+            drawn_TC = torch.ones_like(chosen_TC, dtype=torch.bool)
+        else:
+            probs_TW = self.sampling.probabilities(self.logits_TW)
+            uniforms_TC = torch.rand(len(probs_TW), width, generator=self.generator, dtype=torch.float64).to(probs_TW.device)
+            chosen_TC, drawn_TC = draw_distinct(probs_TW, uniforms_TC)
+        rows_T = drawn_TC.nonzero()[:, 0]
+        self._index.append(chosen_TC[drawn_TC])
+        if not self.sampling.is_greedy:
+            self._distributions.append(probs_TW[rows_T])
+        first, above = len(self._parents), self._last
+        self._parents += [above[row] for row in rows_T.tolist()]
+        self._last = range(first, len(self._parents))
+        return self._index[-1], rows_T
+
+    @property
+    def draft(self) -> TreeDraft:
+        distributions = torch.cat(self._distributions) if self._distributions else None
+        return torch.cat(self._index), Tree(tuple(self._parents)), distributions
 
 
 @dataclass(frozen=True)
@@ -145,29 +194,18 @@ class StaticTree:
         """Its first levels, at most `depth`."""
         return StaticTree(self.branching[:depth])
 
-    def grow(self, logits_1W: Tensor, expand: Expand, sampling: Sampling, generator: Random) -> TreeDraft:
-        """From the logits after the root. Under sampling a node has fewer children where q has too few tokens."""
-        logits_TW, nodes = logits_1W, [ROOT]
-        index: list[Tensor] = []
-        parents: list[int] = []
-        distributions: list[Tensor] = []
+    def grow(self, logits_BW: Tensor, expand: Expand, sampling: Sampling, generators: Generators) -> list[TreeDraft]:
+        """From the logits after each row's root. Under sampling a node has fewer children where q has too few tokens."""
+        families = [
+            Family(logits_1W, sampling, generator) for logits_1W, generator in zip(logits_BW.split(1), generators, strict=True)
+        ]
         for level, width in enumerate(self.branching):
-            if sampling.is_greedy:
-                chosen_TB = logits_TW.topk(min(width, logits_TW.shape[-1])).indices
-                drawn_TB = torch.ones_like(chosen_TB, dtype=torch.bool)
-            else:
-                probs_TW = sampling.probabilities(logits_TW)
-                uniforms = torch.rand(len(nodes), width, generator=generator, dtype=torch.float64).to(probs_TW.device)
-                chosen_TB, drawn_TB = draw_distinct(probs_TW, uniforms)
-            rows_T = drawn_TB.nonzero()[:, 0]
-            index.append(chosen_TB[drawn_TB])
-            if not sampling.is_greedy:
-                distributions.append(probs_TW[rows_T])
-            nodes, above = list(range(len(parents), len(parents) + len(rows_T))), nodes
-            parents += [above[row] for row in rows_T.tolist()]
+            levels = [family.descend(width) for family in families]
             if level + 1 < self.depth:
-                logits_TW = expand(index[-1], rows_T)
-        return torch.cat(index), Tree(tuple(parents)), torch.cat(distributions) if distributions else None
+                index_BT, rows_BT = (pad_sequence([*part], batch_first=True) for part in zip(*levels, strict=True))
+                for family, (index_T, _), logits_TW in zip(families, levels, expand(index_BT, rows_BT), strict=True):
+                    family.logits_TW = logits_TW[: len(index_T)]
+        return [family.draft for family in families]
 
 
 @dataclass(frozen=True)
@@ -196,28 +234,31 @@ class DynamicTree:
         shallower = min(depth, self.depth)
         return replace(self, depth=shallower, budget=min(self.budget, self.num_candidates(shallower)))
 
-    def grow(self, logits_1W: Tensor, expand: Expand, sampling: Sampling, generator: Random) -> TreeDraft:
-        """From the logits after the root. Probabilities are those at the sampling temperature, at 1 when greedy, before top-k and top-p."""
-        temperature, width = sampling.temperature or 1.0, min(self.top_k, logits_1W.shape[-1])
-        logits_TW, score_T = logits_1W, logits_1W.new_zeros(1, dtype=torch.float32)
-        nodes_T = torch.full((1,), ROOT, device=logits_1W.device)
+    def grow(self, logits_BW: Tensor, expand: Expand, sampling: Sampling, generators: Generators) -> list[TreeDraft]:
+        """From the logits after each row's root. Probabilities: at the sampling temperature, at 1 when greedy, before top-k and top-p."""
+        temperature, width = sampling.temperature or 1.0, min(self.top_k, logits_BW.shape[-1])
+        logits_BTW, score_BT = logits_BW.unsqueeze(1), logits_BW.new_zeros(len(logits_BW), 1, dtype=torch.float32)
+        nodes_BT = torch.full_like(score_BT, ROOT, dtype=torch.long)
         index, scores, parents, count = [], [], [], 0
         for level in range(self.depth):
-            chances_TW = (logits_TW.float() / temperature).log_softmax(-1)
-            chance_TB, index_TB = chances_TW.topk(width)
-            score_TB = score_T.unsqueeze(1) + chance_TB
-            index.append(index_TB.flatten())
-            scores.append(score_TB.flatten())
-            parents.append(nodes_T.repeat_interleave(width))
+            chance_BTC, index_BTC = (logits_BTW.float() / temperature).log_softmax(-1).topk(width)
+            index.append(index_BTC.flatten(1))
+            scores.append((score_BT.unsqueeze(2) + chance_BTC).flatten(1))
+            parents.append(nodes_BT.repeat_interleave(width, 1))
             if level + 1 < self.depth:
-                score_T, best_T = scores[-1].topk(min(self.top_k, len(scores[-1])))
-                nodes_T = count + best_T
-                logits_TW = expand(index[-1][best_T], best_T // width)
-            count += len(index[-1])
+                score_BT, best_BT = scores[-1].topk(min(self.top_k, scores[-1].shape[1]))
+                nodes_BT = count + best_BT
+                logits_BTW = expand(index[-1].gather(1, best_BT), best_BT // width)
+            count += index[-1].shape[1]
         # A child's score is at most its parent's, and the parent comes first: in a stable order no node is kept without its parent.
-        kept_N = torch.cat(scores).sort(descending=True, stable=True).indices[: self.budget].sort().values
-        place = {ROOT: ROOT} | {node: place for place, node in enumerate(kept_N.tolist())}
-        return torch.cat(index)[kept_N], Tree(tuple(place[node] for node in torch.cat(parents)[kept_N].tolist())), None
+        kept_BN = torch.cat(scores, 1).sort(descending=True, stable=True).indices[:, : self.budget].sort().values
+        drafts = []
+        for kept, *of_row in zip(
+            kept_BN.tolist(), *(torch.cat(part, 1).gather(1, kept_BN) for part in (index, parents)), strict=True
+        ):
+            place = {ROOT: ROOT} | {node: place for place, node in enumerate(kept)}
+            drafts.append((of_row[0], Tree(tuple(place[node] for node in of_row[1].tolist())), None))
+        return drafts
 
 
 TreeShape = StaticTree | DynamicTree
@@ -246,13 +287,18 @@ def candidates_are_drawn(sampling: Sampling, tree: TreeShape | None) -> bool:
     return not sampling.is_greedy and not isinstance(tree, DynamicTree)
 
 
-def draw_distinct(probs_TW: Tensor, uniforms_TB: Tensor) -> tuple[Tensor, Tensor]:
-    """B tokens of each row without replacement, by one uniform in [0, 1) each: tokens [T, B], and which of them exist [T, B].
+def at_nodes(x_BTH: Tensor, rows_BN: Tensor) -> Tensor:
+    """[B, N, H]: of each row of a batch, at some of its T nodes."""
+    return x_BTH.gather(1, rows_BN.unsqueeze(2).expand(-1, -1, x_BTH.shape[2]))
 
-    Each is drawn from the distribution without the earlier ones; a distribution with fewer than B tokens runs out.
+
+def draw_distinct(probs_TW: Tensor, uniforms_TC: Tensor) -> tuple[Tensor, Tensor]:
+    """C tokens of each distribution without replacement, by one uniform in [0, 1) each: tokens [T, C], and which of them exist [T, C].
+
+    Each is drawn from the distribution without the earlier ones; a distribution with fewer than C tokens runs out.
     """
     left_TW, tokens, exist = probs_TW.clone(), [], []
-    for uniform_T in uniforms_TB.unbind(1):
+    for uniform_T in uniforms_TC.unbind(1):
         exist.append(left_TW.sum(-1) > 0)
         tokens.append(draw(left_TW, uniform_T))
         left_TW.scatter_(1, tokens[-1].unsqueeze(1), 0.0)

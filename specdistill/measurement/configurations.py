@@ -40,8 +40,6 @@ class Settings:
         if self.tree and self.tree.depth != self.num_speculative_tokens:
             expected = f"{self.tree.depth}, the depth of the tree, or eval.tree=null"
             raise UserError("eval.num_speculative_tokens", got=self.num_speculative_tokens, expected=expected)
-        if self.tree and self.batch_size > 1:
-            raise UserError("eval.batch_size", got=f"{self.batch_size} with a tree", expected="1, or eval.tree=null")
         if self.compile and (self.tree or self.batch_size > 1):
             got = f"true with {'a tree' if self.tree else f'{self.batch_size} prompts at a time'}"
             raise UserError("eval.compile", got=got, expected="false: one shape is compiled, that of a chain")

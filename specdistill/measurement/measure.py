@@ -239,12 +239,13 @@ def decode(decoder: AnyDecoder, batch: PromptBatch, settings: Settings) -> list[
     options: dict[str, Any] = {
         "max_new_tokens": settings.max_new_tokens,
         "num_speculative_tokens": settings.num_speculative_tokens if decoder.proposer else 0,
+        "tree": settings.tree if decoder.proposer else None,
         "sampling": settings.sampling,
     }
     if isinstance(decoder, BatchDecoder):
         return decoder.generate([prompt.token_ids for prompt in batch.prompts], generators=generators, **options)
-    (prompt,), (generator,), tree = batch.prompts, generators, settings.tree if decoder.proposer else None
-    return [decoder.generate(prompt.token_ids, generator=generator, tree=tree, **options)]
+    (prompt,), (generator,) = batch.prompts, generators
+    return [decoder.generate(prompt.token_ids, generator=generator, **options)]
 
 
 def generate_as_long(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specdistill.decoding.kv_cache import DraftKVCache, RaggedKVCache, kv_cache_of
 from specdistill.decoding.proposer import DecodingState, Proposal, Proposer
-from specdistill.decoding.tree import candidates_are_drawn
+from specdistill.decoding.tree import TreeDraft, candidates_are_drawn
 from specdistill.targets.frozen import FrozenTarget
 
 
@@ -62,6 +62,15 @@ class FeatureProposer:
         """From each step's tokens [B] and distributions [B, V], none where they are certain."""
         probs_BKV = torch.stack([*distributions], dim=1) if distributions else [None] * len(tokens[0])
         return [Proposal(row, probs) for row, probs in zip(torch.stack([*tokens], dim=1).tolist(), probs_BKV, strict=True)]
+
+    def trees(self, drafts: Sequence[TreeDraft]) -> list[Proposal]:
+        """In the target's ids."""
+        return [
+            Proposal(
+                self.target_ids_W[index_N].tolist(), None if probs_NW is None else self.over_target_vocabulary(probs_NW), tree
+            )
+            for index_N, tree, probs_NW in drafts
+        ]
 
     def over_target_vocabulary(self, probs_TW: Tensor) -> Tensor:
         probs_TV = probs_TW.new_zeros(len(probs_TW), self.config.vocab_size)

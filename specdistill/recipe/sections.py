@@ -280,10 +280,9 @@ class LookupFirstConfig(Section):
                 f"{key}.{name}", got=f"{shape}{self.levels} with K = {k}", expected="at most K, which a lookup gives"
             )
         self.check_engine(key, getattr(settings, "engine", "specdistill"), getattr(settings, "smallest_k", k))
-        if self.draft_tree and (settings.batch_size > 1 or settings.compile):
-            name, value, only = ("compile", "true", "false") if settings.compile else ("batch_size", settings.batch_size, "1")
+        if self.draft_tree and settings.compile:
             raise UserError(
-                f"{settings.SECTION}{name}", got=f"{value} with {key}.draft_tree", expected=f"{only}, or {key}.draft_tokens"
+                f"{settings.SECTION}compile", got=f"true with {key}.draft_tree", expected=f"false, or {key}.draft_tokens"
             )
 
 
@@ -393,12 +392,6 @@ class EvalConfig(MeasurementConfig):
     def smallest_k(self) -> int:
         """Of all that are measured."""
         return min([self.num_speculative_tokens, *self.sweep.num_speculative_tokens])
-
-    @model_validator(mode="after")
-    def _trees_are_decoded_alone(self) -> "EvalConfig":
-        if self.tree and self.batch_size > 1:
-            raise UserError("eval.batch_size", got=f"{self.batch_size} with a tree", expected="1, or eval.tree=null")
-        return self
 
     @model_validator(mode="after")
     def _sweeps_are_of_what_decodes(self) -> "EvalConfig":

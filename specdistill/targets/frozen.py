@@ -83,19 +83,15 @@ class Features:
         """Of the first `count` positions."""
         return Features(tuple(feature[:, :count] for feature in self.aux), self.last_hidden[:, :count])
 
-    def at(self, positions: list[int]) -> "Features":
-        """Of some positions, in the order given."""
-        return self._indexed(1, positions)
+    def at(self, position_BF: Tensor) -> "Features":
+        """Of some positions of each row, in the order given."""
+        row_B1 = torch.arange(len(position_BF), device=position_BF.device).unsqueeze(1)
+        return Features(tuple(feature[row_B1, position_BF] for feature in self.aux), self.last_hidden[row_B1, position_BF])
 
     def rows(self, index: Sequence[int]) -> "Features":
         """Of some rows of the batch."""
-        return self._indexed(0, index)
-
-    def _indexed(self, dim: int, numbers: Sequence[int]) -> "Features":
-        index = torch.tensor(numbers, device=self.last_hidden.device)  # copied to the device once
-        return Features(
-            tuple(feature.index_select(dim, index) for feature in self.aux), self.last_hidden.index_select(dim, index)
-        )
+        index_B = torch.tensor(index, device=self.last_hidden.device)  # copied to the device once
+        return Features(tuple(feature[index_B] for feature in self.aux), self.last_hidden[index_B])
 
 
 class FrozenTarget:

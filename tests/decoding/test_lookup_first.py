@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specdistill.decoding.batch_decoder import BatchDecoder
-from specdistill.decoding.decoder import Decoder
+from specdistill.decoding.decoder import Decoder, propose
 from specdistill.decoding.lookup_first import LookupFirstProposer
 from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.decoding.sampling import GREEDY, Generators, Sampling
@@ -59,11 +59,7 @@ def test_the_draft_drafts_where_nothing_is_found_as_if_it_had_read_every_round(
             head.begin([100])
             fresh = target.features(torch.tensor([text[:-1]]), head.aux_layers)
             state = state_of(text, fresh)
-            own = (
-                head.propose_tree(state, DynamicTree(5, 2, 3), GREEDY, None)
-                if config.draft_tree
-                else head.propose(state, 2, GREEDY, [None])[0]
-            )
+            (own,) = propose(head, state, DynamicTree(5, 2, 3) if config.draft_tree else 2, GREEDY, [None])
             assert tokens == own.tokens and len(tokens) == (5 if config.draft_tree else 2)
             followed[looked_up] += 1
         looked_up = bool(found)
@@ -109,5 +105,3 @@ def test_it_says_what_it_is(target: FrozenTarget) -> None:
     assert not grown.draws(Sampling(1.0), None)  # the best tokens
     with refused("eval.lookup_first.draft_tree", "a tree of a draft that drafts chains only"):
         behind_lookup(NgramProposer(), draft_tree={"branching": [2]})
-    with refused("eval.batch_size"):
-        grown.begin([9, 9])

@@ -41,9 +41,10 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.proposer, name)
 
-    def propose_tree(self, *arguments: Any) -> Proposal:
-        self.proposals.append(self.proposer.propose_tree(*arguments))
-        return self.proposals[-1]
+    def propose_tree(self, *arguments: Any) -> list[Proposal]:
+        proposals = self.proposer.propose_tree(*arguments)
+        self.proposals += proposals
+        return proposals
 
 
 NAMES = ("draft_model", "draft_model, of transformers", "draft_model, other vocabulary", *SHAPES)
@@ -56,21 +57,21 @@ def test_the_tree_of_the_diagram() -> None:
     assert DIAGRAM.depths == (1, 1, 2, 2, 2)
     assert DIAGRAM.children == {ROOT: [0, 1], 0: [2, 3], 1: [4], 2: [], 3: [], 4: []}
     assert DIAGRAM.prolonged([]) == [0, 2] and DIAGRAM.prolonged([1]) == [1, 4] and DIAGRAM.prolonged([0, 3]) == [0, 3]
-    step = Step.whole(DIAGRAM, 3, torch.device("cpu"))
-    assert step.positions == (3, 4, 4, 5, 5, 5)
+    step = Step.whole([DIAGRAM], [3], torch.device("cpu"))
+    assert step.positions == [[3, 4, 4, 5, 5, 5]]
     rows = ["111 100000", "111 110000", "111 101000", "111 110100", "111 110010", "111 101001"]
-    assert step.visible(None).int().tolist() == [[int(bit) for bit in row if bit != " "] for row in rows]
+    assert step.visible(None)[0].int().tolist() == [[int(bit) for bit in row if bit != " "] for row in rows]
     rows = ["011 100000", "001 110000", "001 101000", "000 110100", "000 110010", "000 101001"]
-    assert step.visible(3).int().tolist() == [[int(bit) for bit in row if bit != " "] for row in rows]
+    assert step.visible(3)[0].int().tolist() == [[int(bit) for bit in row if bit != " "] for row in rows]
 
 
 def test_levels_see_what_the_whole_tree_lets_them_see() -> None:
-    first = Step.before(4, torch.device("cpu")).descend(torch.tensor([0, 0]))
-    second = first.descend(torch.tensor([0, 0, 1]))
-    whole = Step.whole(DIAGRAM, 3, torch.device("cpu"))
+    first = Step.before([4, 7], torch.device("cpu")).descend(torch.tensor([[0, 0]] * 2))
+    second = first.descend(torch.tensor([[0, 0, 1]] * 2))
+    whole = Step.whole([DIAGRAM] * 2, [3, 6], torch.device("cpu"))
     for window in (None, 2, 3, 5):
-        both = torch.cat((torch.nn.functional.pad(first.visible(window), (0, 3)), second.visible(window)))
-        assert torch.equal(both, whole.visible(window)[1:])
+        both = torch.cat((torch.nn.functional.pad(first.visible(window), (0, 3)), second.visible(window)), 1)
+        assert torch.equal(both, whole.visible(window)[:, 1:])
 
 
 TABLE = {
@@ -87,30 +88,30 @@ def from_table() -> Any:
     """A draft given by a table of probabilities: the logits after the root, and the function that expands its levels."""
     texts: list[tuple[int, ...]] = [()]
 
-    def expand(index_T: Tensor, rows_T: Tensor) -> Tensor:
+    def expand(index_1T: Tensor, rows_1T: Tensor) -> Tensor:
         nonlocal texts
-        texts = [(*texts[row], token) for token, row in zip(index_T.tolist(), rows_T.tolist(), strict=True)]
-        return torch.tensor([TABLE[text] for text in texts]).log()
+        texts = [(*texts[row], token) for token, row in zip(index_1T[0].tolist(), rows_1T[0].tolist(), strict=True)]
+        return torch.tensor([[TABLE[text] for text in texts]]).log()
 
     return torch.tensor([TABLE[()]]).log(), expand
 
 
 def test_a_dynamic_tree_keeps_the_most_probable_paths() -> None:
     # Of the second level 00 (0.30) and 12 (0.27) are expanded, not 01 (0.24).
-    index_N, tree, probs_NW = DynamicTree(budget=6, depth=3, top_k=2).grow(*from_table(), GREEDY, None)
+    ((index_N, tree, probs_NW),) = DynamicTree(budget=6, depth=3, top_k=2).grow(*from_table(), GREEDY, [None])
     assert index_N.tolist() == [0, 1, 0, 1, 2, 0]
     assert tree.parents == (ROOT, ROOT, 0, 0, 1, 2)
     assert probs_NW is None
-    index_N, _, _ = DynamicTree(budget=4, depth=3, top_k=2).grow(*from_table(), GREEDY, None)
+    ((index_N, _, _),) = DynamicTree(budget=4, depth=3, top_k=2).grow(*from_table(), GREEDY, [None])
     assert index_N.tolist() in ([0, 1, 0, 2], [0, 1, 0, 0])  # two of 0.27
     # At T = 1/4 probabilities go by their fourth powers: 0.94 of 0, 0.67 of 00 and 0.27 of 01, before 0.06 of 1.
-    index_N, tree, _ = DynamicTree(budget=3, depth=2, top_k=2).grow(*from_table(), Sampling(0.25), None)
+    ((index_N, tree, _),) = DynamicTree(budget=3, depth=2, top_k=2).grow(*from_table(), Sampling(0.25), [None])
     assert (index_N.tolist(), tree.parents) == ([0, 0, 1], (ROOT, 0, 0))
 
 
 def test_a_static_tree_has_the_distribution_that_each_node_was_drawn_from() -> None:
     generator = torch.Generator().manual_seed(0)
-    index_N, tree, probs_NW = StaticTree((2, 1)).grow(*from_table(), Sampling(1.0), generator)
+    ((index_N, tree, probs_NW),) = StaticTree((2, 1)).grow(*from_table(), Sampling(1.0), [generator])
     paths: dict[int, tuple[int, ...]] = {ROOT: ()}
     for node, parent in enumerate(tree.parents):
         assert probs_NW is not None and probs_NW[node].tolist() == pytest.approx(TABLE[paths[parent]], abs=1e-6)
@@ -143,12 +144,12 @@ def test_a_pass_over_a_tree_reads_each_branch_as_it_reads_it_alone(kind: str) ->
         for path in ([0, 2], [0, 3], [1, 4], [1], []):
             cache, alone_cache = DynamicCache(), DynamicCache()
             read(target, text[:-1], cache)
-            step = Step.whole(DIAGRAM, len(text) - 1, target.device)
+            step = Step.whole([DIAGRAM], [len(text) - 1], target.device)
             together = read(target, [text[-1], *tokens], cache, layers, step)
             branch = [tokens[node] for node in path]
             alone = read(target, [*text, *branch], alone_cache, layers)
             rows = [0, *(node + 1 for node in path)]
-            kept = together.at(rows)
+            kept = together.at(torch.tensor([rows]))
             last = target.logits(alone.last_hidden)[:, len(text) - 1 :]
             assert_same(target.logits(kept.last_hidden), last)
             for ours, theirs in zip(kept.aux, alone.aux, strict=True):
@@ -228,7 +229,7 @@ class Guided(Watched):
         self.oracle = oracle
         self.texts: list[list[int]] = []
 
-    def propose_tree(self, state: DecodingState, *arguments: Any) -> Proposal:
+    def propose_tree(self, state: DecodingState, *arguments: Any) -> list[Proposal]:
         self.texts.append(list(state.token_ids[0]))
         super().propose_tree(state, *arguments)
         return self.oracle.propose_tree(state, *arguments)

@@ -344,7 +344,6 @@ def test_help_lists_every_key_with_type_default_and_meaning(
         ("train.optim=sgd", "train.optim", "adamw"),
         ("train.label_smoothing_factor=0.1", "train.label_smoothing_factor", "labels"),
         ("on_policy.fraction=0.5 loss.labels=hard method=draft_model", "on_policy.fraction", "hard"),
-        ("eval.tree={branching: [2]} eval.batch_size=2", "eval.batch_size", "tree"),
         ("eval.tree={branching: [2]} method=ngram", "eval.tree", "chains"),
         ("eval.tree={branching: [2]} eval.num_speculative_tokens=3", "eval.num_speculative_tokens", "depth"),
         ("eval.ngram.min=5 eval.ngram.max=2 method=ngram", "eval.ngram.min", "eval.ngram.max"),

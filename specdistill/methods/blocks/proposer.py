@@ -1,4 +1,4 @@
-"""A block drafter drafts: one pass over a block of masks, for chains of one sequence or several, or for a tree.
+"""A block drafter drafts: one pass over a block of masks, for chains or trees of one sequence or several.
 
 Shapes: B rows, F freshly committed positions, H hidden size, K draft tokens, T nodes of a level, V target vocabulary, W draft vocabulary, E
 width of a correction.
@@ -7,12 +7,14 @@ A tree costs no other pass. Without a correction the nodes of a level have one d
 one each node its own (PCTree, arXiv 2608.02123).
 """
 
+import itertools
+
 import torch
 from torch import Tensor
 
 from specdistill.decoding.proposer import DecodingState, Proposal
-from specdistill.decoding.sampling import Generators, Random, Sampling, draw, uniforms
-from specdistill.decoding.tree import TreeShape
+from specdistill.decoding.sampling import Generators, Sampling, draw, uniforms
+from specdistill.decoding.tree import TreeShape, at_nodes
 from specdistill.errors import UserError
 from specdistill.methods.blocks.module import BlockDraft
 from specdistill.methods.feature_proposer import FeatureProposer
@@ -36,31 +38,30 @@ class BlockProposer(FeatureProposer):
         tokens: list[Tensor] = []
         distributions: list[Tensor] = []
         for step in range(k):
-            logits_BW, confidence_B = slots.next(step, tokens[-1] if tokens else None, sampling)
+            logits_B1W, confidence_B1 = slots.next(step, tokens[-1].unsqueeze(1) if tokens else None, sampling)
+            logits_BW = logits_B1W[:, 0]
             if uniforms_BK is None:
                 token_B = self.target_ids_W[logits_BW.argmax(-1)]
             else:
                 distributions.append(self.over_target_vocabulary(sampling.probabilities(logits_BW)))
                 token_B = draw(distributions[-1], uniforms_BK[:, step])
             tokens.append(token_B)
-            if self.is_enough and self.is_enough(confidence_B):
+            if self.is_enough and self.is_enough(confidence_B1[:, 0]):
                 break
         return self.chains(tokens, distributions)
 
-    def propose_tree(self, state: DecodingState, shape: TreeShape, sampling: Sampling, generator: Random) -> Proposal:
+    def propose_tree(
+        self, state: DecodingState, shape: TreeShape, sampling: Sampling, generators: Generators
+    ) -> list[Proposal]:
         slots = self._block(state, shape.depth, key="eval.tree.depth")
-        logits_1W, _ = slots.next(0, None, sampling)
-        level = 0
+        levels = itertools.count(1)
 
-        def expand(index_T: Tensor, rows_T: Tensor) -> Tensor:
-            nonlocal level
-            level += 1
-            slots.follow(rows_T)
-            return slots.next(level, self.target_ids_W[index_T], sampling)[0]
+        def expand(index_BT: Tensor, rows_BT: Tensor) -> Tensor:
+            slots.follow(rows_BT)
+            return slots.next(next(levels), self.target_ids_W[index_BT], sampling)[0]
 
-        index_N, tree, probs_NW = shape.grow(logits_1W, expand, sampling, generator)
-        probs_NV = None if probs_NW is None else self.over_target_vocabulary(probs_NW)
-        return Proposal(self.target_ids_W[index_N].tolist(), probs_NV, tree)
+        logits_B1W, _ = slots.next(0, None, sampling)
+        return self.trees(shape.grow(logits_B1W[:, 0], expand, sampling, generators))
 
     def _block(self, state: DecodingState, k: int, *, key: str) -> "_Slots":
         """The pass over the block of each row, after what was committed since the last one entered the cache."""
@@ -78,28 +79,28 @@ class BlockProposer(FeatureProposer):
 
 
 class _Slots:
-    """A block after its pass: slot by slot the logits, corrected by the tokens before, of each row, or of each node of a tree."""
+    """A block after its pass: slot by slot the logits, corrected by the tokens before, of one node of each row, or of T of its tree."""
 
     def __init__(self, draft: BlockDraft, hidden_BKH: Tensor, anchor_ids_B: Tensor) -> None:
-        self.draft, self.hidden_BKH, self.previous_B = draft, hidden_BKH, anchor_ids_B
+        self.draft, self.hidden_BKH, self.previous_B1 = draft, hidden_BKH, anchor_ids_B.unsqueeze(1)
         self.logits_BKW = draft.logits(hidden_BKH)
-        self.state_BE = draft.correction.start(hidden_BKH) if draft.correction else None
+        self.state_BTE = draft.correction.start(hidden_BKH).unsqueeze(1) if draft.correction else None
 
-    def follow(self, rows_T: Tensor) -> None:
-        """From now on the nodes of a level, rows_T being each one's parent in the level before."""
-        self.state_BE = None if self.state_BE is None else self.state_BE[rows_T]
+    def follow(self, rows_BT: Tensor) -> None:
+        """From now on the nodes of a level, rows_BT being each one's parent in the level before."""
+        self.state_BTE = None if self.state_BTE is None else at_nodes(self.state_BTE, rows_BT)
 
-    def next(self, slot: int, token_B: Tensor | None, sampling: Sampling) -> tuple[Tensor, Tensor]:
-        """Logits [B, W] of a slot after the tokens drafted in the one before it, and the confidence [B] in its best token."""
-        draft = self.draft
-        previous_B = self.previous_B if token_B is None else token_B
-        logits_BW = self.logits_BKW[:, slot].expand(len(previous_B), -1)
+    def next(self, slot: int, token_BT: Tensor | None, sampling: Sampling) -> tuple[Tensor, Tensor]:
+        """Logits [B, T, W] of a slot after the tokens drafted in the one before it, and the confidence [B, T] in its best token."""
+        draft, previous_BT = self.draft, self.previous_B1 if token_BT is None else token_BT
+        logits_BTW, hidden_BTH = (
+            of_slots[:, slot : slot + 1].expand(-1, previous_BT.shape[1], -1) for of_slots in (self.logits_BKW, self.hidden_BKH)
+        )
         if draft.correction is None:
-            return logits_BW, sampling.confidence(logits_BW)
-        hidden_BH = self.hidden_BKH[:, slot].expand(len(previous_B), -1)
-        assert self.state_BE is not None
-        correction_BE, embedded_BE, self.state_BE = draft.correction.step(hidden_BH, previous_B, self.state_BE)
-        logits_BW = logits_BW + correction_BE @ draft.correction.weight.T
+            return logits_BTW, sampling.confidence(logits_BTW)
+        assert self.state_BTE is not None
+        correction_BTE, embedded_BTE, self.state_BTE = draft.correction.step(hidden_BTH, previous_BT, self.state_BTE)
+        logits_BTW = logits_BTW + correction_BTE @ draft.correction.weight.T
         if draft.confidence is None:
-            return logits_BW, sampling.confidence(logits_BW)
-        return logits_BW, draft.confidence(hidden_BH, embedded_BE).float().sigmoid()
+            return logits_BTW, sampling.confidence(logits_BTW)
+        return logits_BTW, draft.confidence(hidden_BTH, embedded_BTE).float().sigmoid()

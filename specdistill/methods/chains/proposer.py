@@ -1,11 +1,10 @@
-"""A head drafts: chains for one sequence or several, or a tree, from the target's features and its own hidden states.
+"""A head drafts: chains or trees, for one sequence or several, from the target's features and its own hidden states.
 
 Shapes: B rows, F freshly committed positions, H draft hidden size, K draft tokens, V target vocabulary, W draft vocabulary.
 """
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from specdistill.decoding.kv_cache import DraftKVCache
@@ -13,7 +12,7 @@ from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.decoding.readers import cache_size
 from specdistill.decoding.sampling import Generators, Sampling, draw, uniforms
 from specdistill.decoding.transformers_models import last_of, padded
-from specdistill.decoding.tree import DynamicTree, StaticTree, Step
+from specdistill.decoding.tree import Step, TreeShape, at_nodes
 from specdistill.methods.chains.compiled import CompiledSteps
 from specdistill.methods.chains.head import Head
 from specdistill.methods.feature_proposer import FeatureProposer
@@ -21,7 +20,7 @@ from specdistill.methods.layers import check_window
 
 
 class HeadProposer(FeatureProposer):
-    """Chains, or a tree of one row: true features for committed positions, the head's own hidden state for the drafted ones."""
+    """Chains or trees: true features for committed positions, the head's own hidden state for the drafted ones."""
 
     depends_on_width = False
 
@@ -71,26 +70,24 @@ class HeadProposer(FeatureProposer):
         return self.chains(tokens, distributions)
 
     def propose_tree(
-        self, state: DecodingState, shape: StaticTree | DynamicTree, sampling: Sampling, generator: torch.Generator | None
-    ) -> Proposal:
-        assert isinstance(self.cache, DraftKVCache)
+        self, state: DecodingState, shape: TreeShape, sampling: Sampling, generators: Generators
+    ) -> list[Proposal]:
         check_window(self.head.config, shape.depth, key="eval.tree.depth")
         next_ids, hidden, committed = self._fresh(state)
-        normed, next_hidden = self.head(next_ids, hidden, self.cache.extend(state.num_fresh), self.cache)
-        next_hidden, step, cache = next_hidden[:, -1:], Step.before(committed[0], self.device), self.cache
+        logits_BW, hidden_BH = self._step(next_ids, hidden, state.num_fresh, 0)
+        hidden_BTH, step = hidden_BH.unsqueeze(1), Step.before(committed, self.device)
 
-        def expand(index_T: Tensor, rows_T: Tensor) -> Tensor:
-            nonlocal next_hidden, step
-            step = step.descend(rows_T)
-            next_ids, rotary = self.target_ids_W[index_T].unsqueeze(0), cache.level(step)
-            normed, next_hidden = self.head(next_ids, next_hidden[:, rows_T], rotary, cache)
-            logits_TW: Tensor = self.head.logits(normed[0])
-            return logits_TW
+        def expand(index_BT: Tensor, rows_BT: Tensor) -> Tensor:
+            nonlocal hidden_BTH, step
+            step = step.descend(rows_BT)
+            rotary, above_BTH = self.cache.level(step), at_nodes(hidden_BTH, rows_BT)
+            normed, hidden_BTH = self.head(self.target_ids_W[index_BT], above_BTH, rotary, self.cache)
+            logits_BTW: Tensor = self.head.logits(normed)
+            return logits_BTW
 
-        index_N, tree, probs_NW = shape.grow(self.head.logits(normed[:, -1]), expand, sampling, generator)
-        cache.truncate(committed)
-        probs_NV = None if probs_NW is None else self.over_target_vocabulary(probs_NW)
-        return Proposal(self.target_ids_W[index_N].tolist(), probs_NV, tree)
+        drafts = shape.grow(logits_BW, expand, sampling, generators)
+        self.cache.truncate(committed)
+        return self.trees(drafts)
 
     def _step(self, next_ids_BT: Tensor, hidden_BTH: Tensor, counts: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
         """Logits [B, W] and the next hidden state [B, H] at each row's last position. width: of the wider graph; a prompt has none."""

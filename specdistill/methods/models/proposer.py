@@ -10,6 +10,7 @@ values are forgotten. A tree then costs no other step: the nodes of a level have
 Shapes: B rows, T positions of one step, H hidden size, V the target's vocabulary, W tokens both vocabularies hold, K draft tokens.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.decoding.sampling import Generators, Sampling, draw, uniforms
 from specdistill.decoding.transformers_models import TransformersLayers, check_batchable, last_of, padded
-from specdistill.decoding.tree import DynamicTree, StaticTree, Step, Tree, candidates_are_drawn
+from specdistill.decoding.tree import Step, Tree, TreeShape, candidates_are_drawn
 from specdistill.errors import UserError, sibling_key
 from specdistill.methods.models.layers import LlamaLayers, is_plain_llama
 from specdistill.methods.models.vocabulary import SharedVocabulary
@@ -78,7 +79,7 @@ class DraftText:
 
 
 class DraftModelProposer:
-    """Chains, or a tree of one row, drafted by a model of its own: its best tokens where the target is greedy, else draws from its
+    """Chains or trees drafted by a model of its own: its best tokens where the target is greedy, else draws from its
     distribution.
 
     vocabulary: where the ids of draft and target differ, the tokens they share; the distribution is then restricted to those.
@@ -204,32 +205,37 @@ class DraftModelProposer:
         return proposals
 
     def propose_tree(
-        self, state: DecodingState, shape: StaticTree | DynamicTree, sampling: Sampling, generator: torch.Generator | None
-    ) -> Proposal:
-        """A tree, which stops at the draft's own context; what of it is accepted is read again in the next round."""
+        self, state: DecodingState, shape: TreeShape, sampling: Sampling, generators: Generators
+    ) -> list[Proposal]:
+        """Trees, all of which stop where one has no more room in the draft's context; what of them is accepted is read again in the next
+        round.
+        """
         if self.confidence_threshold is not None:
             got = f"{self.confidence_threshold} with a tree"
             raise UserError("eval.confidence_threshold", got=got, expected="null: eval.tree.budget bounds a tree")
-        (feed,), (depth,) = self._feed(state, shape.depth)
-        if not feed:
-            return Proposal([])
-        held = len(self.rows[0].cached)
-        logits_1KW = self._in_one_pass([feed], [depth])
-        if logits_1KW is None:
-            logits_1KW = self._logits(self.layers(padded([feed], self.draft.device), [len(feed)])[:, -1:])
-        level, step = 0, Step.before(held, self.draft.device)
+        feeds, depths = self._feed(state, shape.depth)
+        if not any(feeds):
+            return [Proposal([])] * len(feeds)
+        counts, held = [len(feed) for feed in feeds], [len(row.cached) for row in self.rows]
+        logits_BKW = self._in_one_pass(feeds, depths)
+        if logits_BKW is None:
+            logits_BKW = self._logits(last_of(self.layers(padded(feeds, self.draft.device), counts), counts)).unsqueeze(1)
+        levels, step = itertools.count(1), Step.before(held, self.draft.device)
 
-        def expand(index_T: Tensor, rows_T: Tensor) -> Tensor:
-            nonlocal level, step
+        def expand(index_BT: Tensor, rows_BT: Tensor) -> Tensor:
+            nonlocal step
             if self.mask_token_id is not None:
-                level += 1
-                return logits_1KW[:, level].expand(len(index_T), -1)
-            step = step.descend(rows_T)
-            return self._logits(self.layers(self._draft_ids(index_T).unsqueeze(0), [len(index_T)], step)[0])
+                return logits_BKW[:, next(levels), None].expand(-1, rows_BT.shape[1], -1)
+            step = step.descend(rows_BT)
+            return self._logits(self.layers(self._draft_ids(index_BT), [rows_BT.shape[1]] * len(rows_BT), step))
 
-        index_N, tree, probs_NW = shape.cut(depth).grow(logits_1KW[:, 0], expand, sampling, generator)
-        self.layers.truncate([held])
-        return self._proposal(index_N, probs_NW, tree)
+        drawn = [generator if feed else torch.Generator() for generator, feed in zip(generators, feeds, strict=True)]
+        drafts = shape.cut(min(filter(None, depths))).grow(logits_BKW[:, 0], expand, sampling, drawn)
+        self.layers.truncate(held)
+        return [
+            self._proposal(index_N, probs_NW, tree) if feed else Proposal([])
+            for feed, (index_N, tree, probs_NW) in zip(feeds, drafts, strict=True)
+        ]
 
     def keep(self, rows: Sequence[int]) -> None:
         self.rows = [self.rows[row] for row in rows]

@@ -128,12 +128,16 @@ class BlockProposer:
         pairs = zip(probs_BkV, uniforms(probs_BkV.shape[1], generators), strict=True)
         return [Proposal(draw(probs_kV, uniforms_k).tolist(), probs_kV) for probs_kV, uniforms_k in pairs]
 
-    def propose_tree(self, state: DecodingState, shape: Any, sampling: Sampling, generator: torch.Generator | None) -> Proposal:
-        levels = iter(self.logits(state, shape.depth)[0].unsqueeze(1))
-        index_N, tree, probs_NV = shape.grow(
-            next(levels), lambda index_T, rows_T: next(levels).expand(len(index_T), -1), sampling, generator
+    def propose_tree(self, state: DecodingState, shape: Any, sampling: Sampling, generators: Generators) -> list[Proposal]:
+        first_BV, *levels_BV = self.logits(state, shape.depth).unbind(1)
+        levels = iter(levels_BV)
+        drafts = shape.grow(
+            first_BV,
+            lambda index_BT, rows_BT: next(levels).unsqueeze(1).expand(-1, rows_BT.shape[1], -1),
+            sampling,
+            generators,
         )
-        return Proposal(index_N.tolist(), probs_NV, tree)
+        return [Proposal(index_N.tolist(), probs_NV, tree) for index_N, tree, probs_NV in drafts]
 
     def logits(self, state: DecodingState, k: int) -> Tensor:
         width = min(k, self.draft.slots.num_embeddings)
