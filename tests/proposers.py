@@ -86,27 +86,30 @@ class FirstTokens(ModelProposer):
 
 
 class Oracle:
-    """Drafts what a sequence says, and in a tree among wrong tokens: at each node the right child is the last of two."""
+    """Drafts what the sequence says that begins so, and in a tree among wrong tokens: at each node the right child is the last of two."""
 
     aux_layers: tuple[int, ...] = ()
     num_parameters = num_bytes = 0
 
-    def __init__(self, sequence: list[int]) -> None:
-        self.sequence = sequence
+    def __init__(self, *sequences: list[int]) -> None:
+        self.sequences = sequences
 
     def begin(self, max_lengths: Sequence[int]) -> None:
         pass
 
     def propose(self, state: DecodingState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
-        return [Proposal(self.sequence[len(text) : len(text) + k]) for text in state.token_ids]
+        right = [next(whole for whole in self.sequences if whole[: len(text)] == text) for text in state.token_ids]
+        return [Proposal(whole[len(text) : len(text) + k]) for whole, text in zip(right, state.token_ids, strict=True)]
 
     def propose_tree(
         self, state: DecodingState, shape: StaticTree | DynamicTree, sampling: Sampling, generators: Generators
     ) -> list[Proposal]:
-        (right,) = self.propose(state, shape.depth, sampling, generators)
-        tokens = [token for pair in right.tokens for token in ((pair + 1) % 200, pair)]
-        parents = tuple(node for level in range(len(right.tokens)) for node in [2 * level - 1] * 2)
-        return [Proposal(tokens, None, Tree(parents)) if tokens else Proposal([])]
+        return [self.among_wrong(right.tokens) for right in self.propose(state, shape.depth, sampling, generators)]
+
+    def among_wrong(self, right: list[int]) -> Proposal:
+        tokens = [token for pair in right for token in ((pair + 1) % 200, pair)]
+        parents = tuple(node for level in range(len(right)) for node in [2 * level - 1] * 2)
+        return Proposal(tokens, None, Tree(parents)) if tokens else Proposal([])
 
 
 def half_the_vocabulary(target: FrozenTarget) -> SharedVocabulary:

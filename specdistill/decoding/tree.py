@@ -118,7 +118,9 @@ class Step:
 
     def visible(self, window: int | None) -> Tensor:
         """[B, T, S] bool: what each node attends to, within the last `window` positions, its own included."""
-        device, (_, num_nodes, num_cached) = self.seen_BTF.device, self.seen_BTF.shape
+        device, (num_rows, num_nodes, num_cached) = self.seen_BTF.device, self.seen_BTF.shape
+        if num_rows == 1 and window is None:  # a seventh of the time
+            return torch.nn.functional.pad(self.seen_BTF, (self.num_text[0], 0), value=True)
         start_B1 = torch.tensor(self.num_text, device=device).unsqueeze(1)
         slot_BF = start_B1 + torch.arange(num_cached, device=device)
         slot_S = torch.arange(max(self.num_text) + num_cached, device=device)
@@ -127,7 +129,7 @@ class Step:
         if window is None:
             return seen_BTS
         query_BT = torch.tensor(self.new_positions, device=device)
-        key_BS = slot_S.repeat(len(start_B1), 1).scatter_(1, slot_BF, torch.tensor(self.positions, device=device))
+        key_BS = slot_S.repeat(num_rows, 1).scatter_(1, slot_BF, torch.tensor(self.positions, device=device))
         return seen_BTS & (query_BT.unsqueeze(2) - key_BS.unsqueeze(1) < window)
 
 
@@ -252,12 +254,11 @@ class DynamicTree:
             count += index[-1].shape[1]
         # A child's score is at most its parent's, and the parent comes first: in a stable order no node is kept without its parent.
         kept_BN = torch.cat(scores, 1).sort(descending=True, stable=True).indices[:, : self.budget].sort().values
-        drafts = []
-        for kept, *of_row in zip(
-            kept_BN.tolist(), *(torch.cat(part, 1).gather(1, kept_BN) for part in (index, parents)), strict=True
-        ):
+        index_BN, parents_BN = (torch.cat(part, 1).gather(1, kept_BN) for part in (index, parents))
+        drafts: list[TreeDraft] = []
+        for index_N, kept, above in zip(index_BN, kept_BN.tolist(), parents_BN.tolist(), strict=True):
             place = {ROOT: ROOT} | {node: place for place, node in enumerate(kept)}
-            drafts.append((of_row[0], Tree(tuple(place[node] for node in of_row[1].tolist())), None))
+            drafts.append((index_N, Tree(tuple(place[node] for node in above)), None))
         return drafts
 
 

@@ -1,5 +1,6 @@
 """Texts decoded together are those decoded alone, row by row: greedy to the token, sampled by the same draws and in distribution."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,8 @@ from specdistill.decoding import batch_decoder as batch
 from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.decoder import Decoder, Generation
 from specdistill.decoding.proposer import Proposer
-from specdistill.decoding.sampling import Sampling
+from specdistill.decoding.sampling import GREEDY, Sampling
+from specdistill.decoding.tree import DynamicTree, StaticTree, TreeShape
 from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.eagle.module import build_eagle
 from specdistill.methods.models.proposer import DraftModelProposer
@@ -49,7 +51,7 @@ def plain(target: FrozenTarget) -> list[Generation]:
     return [decoder.generate(prompt, max_new_tokens=NEW_TOKENS) for prompt in PROMPTS]
 
 
-NAMES = ("plain", *SHAPES, *(name for name in OTHERS if "tree" not in name))
+NAMES = ("plain", *SHAPES, *OTHERS)
 
 
 def drafting(name: str, target: FrozenTarget) -> Proposer | None:
@@ -103,6 +105,36 @@ def test_rounds_are_those_of_the_row_alone(target: FrozenTarget, name: str) -> N
     assert len({r.num_accepted for generation in together for r in generation.rounds}) > 1 or name == "eagle3, window"
 
 
+DYNAMIC, STATIC = DynamicTree(budget=9, depth=4, top_k=3), StaticTree((3, 2, 1))
+TREES: list[tuple[str, TreeShape | None]] = [
+    *itertools.product(["eagle3", "dspark, rnn", "dflash", "draft_model", "pard, window"], [DYNAMIC, STATIC]),
+    ("draft_model, of transformers", DYNAMIC),
+    ("draft_model, other vocabulary", STATIC),
+    ("ngram+tree of eagle3", None),  # the lookup's chains beside it
+]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.5, top_p=0.4)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("name", "tree"), TREES)
+def test_trees_are_those_of_the_row_alone(target: FrozenTarget, name: str, tree: TreeShape | None, sampling: Sampling) -> None:
+    """Each round's tokens, whichever neighbours it has; the greedy text is transformers'. With top-p rows differ in their nodes."""
+    proposer = proposer_of(name, target)
+    options: dict[str, Any] = {"max_new_tokens": 14, "num_speculative_tokens": 3, "tree": tree, "sampling": sampling}
+
+    def seeded(row: int) -> torch.Generator:
+        return torch.Generator().manual_seed(row)
+
+    together = BatchDecoder(target, proposer).generate(PROMPTS[:3], generators=[*map(seeded, range(3))], **options)
+    for row, (prompt, generation) in enumerate(zip(PROMPTS, together, strict=False)):
+        alone = Decoder(target, proposer).generate(prompt, generator=seeded(row), **options)
+        assert [(r.drafted, r.num_accepted, r.emitted, r.num_off_path) for r in generation.rounds] == [
+            (r.drafted, r.num_accepted, r.emitted, r.num_off_path) for r in alone.rounds
+        ]
+        if sampling.is_greedy:
+            theirs = target.model.generate(torch.tensor([prompt]), max_new_tokens=14, do_sample=False)[0, len(prompt) :]
+            assert list(generation.token_ids) == theirs.tolist()
+
+
 @pytest.mark.parametrize("kind", ["sliding windows", "latent attention"])
 def test_targets_of_other_kinds_keep_their_text(kind: str) -> None:
     target = (
@@ -114,6 +146,7 @@ def test_targets_of_other_kinds_keep_their_text(kind: str) -> None:
     alone = [Decoder(target).generate(prompt, max_new_tokens=NEW_TOKENS) for prompt in PROMPTS[:5]]
     for proposer in (HeadProposer(build_eagle(target)), NgramProposer(), DraftModelProposer(target.model)):
         assert texts(decode(target, proposer, PROMPTS[:5])) == texts(alone)
+    assert texts(decode(target, DraftModelProposer(target.model), PROMPTS[:5], tree=DYNAMIC)) == texts(alone)
 
 
 @pytest.mark.parametrize("name", ["plain", "eagle3", "ngram"])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
+from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.decoding.sampling import Sampling
@@ -230,17 +231,23 @@ class Guided(Watched):
         self.texts: list[list[int]] = []
 
     def propose_tree(self, state: DecodingState, *arguments: Any) -> list[Proposal]:
-        self.texts.append(list(state.token_ids[0]))
+        self.texts += map(list, state.token_ids)
         super().propose_tree(state, *arguments)
         return self.oracle.propose_tree(state, *arguments)
 
 
+@pytest.mark.parametrize("prompts", [[PROMPT], [PROMPT, [7], list(range(40, 60))]])
 @pytest.mark.parametrize("name", ["eagle3", "eagle"])
-def test_a_head_gets_the_features_of_the_accepted_path(target: FrozenTarget, name: str) -> None:
-    plain = Decoder(target).generate(PROMPT, max_new_tokens=17).token_ids
-    guided = Guided(proposer_of(name, target), Oracle([*PROMPT, *plain]))
-    run = Decoder(target, guided).generate(PROMPT, max_new_tokens=17, tree=StaticTree((2, 2, 2)))
-    assert [r.num_accepted for r in run.rounds] == [3] * 4
+def test_a_head_gets_the_features_of_the_accepted_path(target: FrozenTarget, name: str, prompts: list[list[int]]) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 17, "tree": StaticTree((2, 2, 2))}
+    plain = [Decoder(target).generate(prompt, max_new_tokens=17).token_ids for prompt in prompts]
+    oracle = Oracle(*([*prompt, *text] for prompt, text in zip(prompts, plain, strict=True)))
+    guided = Guided(proposer_of(name, target), oracle)
+    if len(prompts) == 1:
+        runs = [Decoder(target, guided).generate(PROMPT, **options)]
+    else:
+        runs = BatchDecoder(target, guided).generate(prompts, **options)
+    assert [[r.num_accepted for r in run.rounds] for run in runs] == [[3] * 4] * len(prompts)
     fresh: Any = proposer_of(name, target)
     for text, proposal in zip(guided.texts, guided.proposals, strict=True):
         with torch.inference_mode():

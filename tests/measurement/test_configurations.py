@@ -34,14 +34,14 @@ def test_one_axis_at_a_time_around_the_main_configuration():
 def test_trees_are_swept_with_their_own_depth_and_other_k_are_chains():
     tree, other = DynamicTree(8, 3, 2), StaticTree((2, 1))
     main = MeasurementPlan(replace(MAIN.settings, num_speculative_tokens=3, tree=tree), PROMPTS)
-    axes = SweepConfig(num_speculative_tokens=[3], tree=[TreeConfig(**tree.settings), TreeConfig(**other.settings)])
+    trees = [TreeConfig(**tree.settings), TreeConfig(**other.settings)]
+    axes = SweepConfig(num_speculative_tokens=[3], batch_size=[2], tree=trees)
     assert configurations(plan_configurations(main, axes, {})) == [
         Configuration(3, tree=tree.settings),
         Configuration(3),
+        Configuration(3, batch_size=2, tree=tree.settings),
         Configuration(2, tree=other.settings),
     ]
-    with refused("eval.batch_size", "2 with a tree"):
-        plan_configurations(main, SweepConfig(batch_size=[2]), {})
 
 
 def test_the_settings_beside_the_axis_stay():
