@@ -1,6 +1,5 @@
 """Texts decoded together are those decoded alone, row by row: greedy to the token, sampled by the same draws and in distribution."""
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -107,7 +106,12 @@ def test_rounds_are_those_of_the_row_alone(target: FrozenTarget, name: str) -> N
 
 DYNAMIC, STATIC = DynamicTree(budget=9, depth=4, top_k=3), StaticTree((3, 2, 1))
 TREES: list[tuple[str, TreeShape | None]] = [
-    *itertools.product(["eagle3", "dspark, rnn", "dflash", "draft_model", "pard, window"], [DYNAMIC, STATIC]),
+    ("eagle3", DYNAMIC),
+    ("eagle3", STATIC),
+    ("dspark, rnn", STATIC),
+    ("dflash", DYNAMIC),
+    ("draft_model", DYNAMIC),
+    ("pard, window", STATIC),
     ("draft_model, of transformers", DYNAMIC),
     ("draft_model, other vocabulary", STATIC),
     ("ngram+tree of eagle3", None),  # the lookup's chains beside it
