@@ -17,8 +17,6 @@ from importlib.util import find_spec
 from typing import Literal
 from urllib.parse import urlsplit
 
-from pydantic import model_validator
-
 from specdistill.engines.completions import LOOPBACK
 from specdistill.errors import ResourceError, UserError
 from specdistill.progress import progress
@@ -37,20 +35,10 @@ class FleetOptions(Section):
         "cluster whose nodes `data make` divides shards among: ray: they are made; slurm, kubernetes: the array job's script or the "
         "JobSet's manifest is printed; null: this process",
     )
-    shards: int | None = option(None, "number of shards, at least one per node", ge=1, read_when=ON_CLUSTER)
+    shards: int = option(1, "number of shards, at least one per node", ge=1, read_when=ON_CLUSTER)
     gpus: int = option(1, "GPUs of a node per shard", ge=0, read_when=ON_CLUSTER)
     cpus: int = option(1, "CPU cores of a node per shard", ge=1, read_when=ON_CLUSTER)
     image: str = option("specdistill:cuda", "container image with specdistill", read_when=ON_KUBERNETES)
-
-    @model_validator(mode="after")
-    def _a_cluster_has_shards(self) -> "FleetOptions":
-        if self.on is not None and self.shards is None:
-            raise UserError("shards", got="nothing", expected="how many, at least one per node")
-        return self
-
-    @property
-    def count(self) -> int:
-        return self.shards or 1
 
     def check(self, config: DataConfig) -> None:
         """Raises UserError for data that these shards cannot divide."""
@@ -59,10 +47,8 @@ class FleetOptions(Section):
         if config.shard is not None:
             raise UserError("data.shard", got=config.shard, expected=f"null with on={self.on}, which makes all shards")
         num_tokens = config.regenerate.num_tokens
-        if self.count > (most := len(blocks(num_tokens)) if num_tokens else 0):
-            raise UserError(
-                "shards", got=self.shards, expected=f"at most {most}, the blocks of {num_tokens:,} generated tokens"
-            )
+        if self.shards > (most := len(blocks(num_tokens)) if num_tokens else 0):
+            raise UserError("shards", got=self.shards, expected=f"at most {most}, the blocks of {num_tokens:,} tokens")
 
 
 def make_on_ray(make: Callable[[list[str]], int], keys: Sequence[str], options: FleetOptions) -> None:
@@ -87,7 +73,7 @@ def make_on_ray(make: Callable[[list[str]], int], keys: Sequence[str], options: 
             raise UserError("gpus", got=got, expected=f"what a node of the Ray cluster has: at most {most} GPUs")
         placed = {"num_cpus": options.cpus, "num_gpus": options.gpus, "scheduling_strategy": "SPREAD"}
         shard = ray.remote(_make_shard).options(max_retries=REPEATS, retry_exceptions=[ResourceError], **placed)
-        arguments = [["make", *keys, f"data.shard={index}/{options.count}"] for index in range(options.count)]
+        arguments = [["make", *keys, f"data.shard={index}/{options.shards}"] for index in range(options.shards)]
         waiting = [shard.remote(make, os.getcwd(), words) for words in arguments]
         with progress("Making shards", len(waiting), "shards") as advance:
             while waiting:
@@ -119,7 +105,7 @@ def _make_shard(make: Callable[[list[str]], int], folder: str, arguments: list[s
 def slurm_script(keys: Sequence[str], options: FleetOptions, target: TargetConfig, config: DataConfig) -> str:
     """For `sbatch`. With `--array=3,17` on its command line it repeats shards 3 and 17."""
     gpus = f" --gpus-per-node={options.gpus}" * bool(options.gpus)
-    shard = f'"data.shard=$SLURM_ARRAY_TASK_ID/{options.count}"'
+    shard = f'"data.shard=$SLURM_ARRAY_TASK_ID/{options.shards}"'
     served = ""
     if server := _server(target, config, options):
         command, port = server
@@ -128,7 +114,7 @@ trap "kill $!" EXIT
 until curl --silent --fail http://127.0.0.1:{port}/health; do kill -0 $!; sleep 5; done
 """
     return f"""#!/bin/bash
-#SBATCH --job-name=specdistill-data --array=0-{options.count - 1} --requeue
+#SBATCH --job-name=specdistill-data --array=0-{options.shards - 1} --requeue
 #SBATCH --nodes=1 --ntasks=1 --cpus-per-task={options.cpus}{gpus}
 # When all tasks have ended: {shlex.join(["specdistill", "data", "merge", *keys])}
 set -euo pipefail
@@ -198,12 +184,12 @@ def job_set(keys: Sequence[str], options: FleetOptions, target: TargetConfig, co
             "",
         )
     return JOB_SET.format(
-        count=options.count,
+        count=options.shards,
         repeats=REPEATS,
         cpus=options.cpus,
         gpus=gpus and f", {gpus}",
         server=served,
-        make=json.dumps(["specdistill", "data", "make", *keys, f"data.shard=auto/{options.count}"]),
+        make=json.dumps(["specdistill", "data", "make", *keys, f"data.shard=auto/{options.shards}"]),
         merge=json.dumps(["specdistill", "data", "merge", *keys]),
         container=f"image: {options.image}\n{18 * ' '}{mounts}\n{18 * ' '}{cache}",
         volumes="volumes: [{name: work, persistentVolumeClaim: {claimName: specdistill}}, {name: memory, emptyDir: {medium: Memory}}]",

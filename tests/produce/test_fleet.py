@@ -127,11 +127,10 @@ def test_a_job_set_makes_every_shard_and_then_merges(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("keys", "key"),
     [
-        (["on=slurm"], "shards"),
+        (["on=slurm", "data.regenerate=null"], "shards"),
         (["shards=4"], "shards"),
         (["on=slurm", "shards=4", "image=x"], "image"),
         (["on=slurm", "shards=383"], "shards"),  # 382 blocks
-        (["on=slurm", "shards=2", "data.regenerate=null"], "shards"),
         (["on=slurm", "shards=2", "data.shard=0/2"], "data.shard"),
         (["on=sge", "shards=2"], "on"),
     ],
