@@ -2,10 +2,11 @@
 
 import os
 import random
+import signal
 import subprocess
-import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -15,7 +16,7 @@ from specdistill.errors import ResourceError
 from specdistill.files.folders import alone
 from specdistill.produce import blocks as blocks_module
 from specdistill.produce import fleet, merge
-from specdistill.produce.blocks import blocks
+from specdistill.produce.blocks import AnswerFile
 from specdistill.produce.job import Job
 from specdistill.produce.make import make_blocks, shard_of
 from specdistill.recipe.sections import RegenerateConfig
@@ -30,39 +31,50 @@ OWN_SERVER = "data.regenerate.server=[http://127.0.0.1:8123]"
 AT_ONCE = 4  # nodes that run
 
 
-@pytest.mark.parametrize("shards", [6, pytest.param(100, marks=pytest.mark.long)])  # a process for each, some several times
+def node(job: Job, shard: int, shards: int, lives: int) -> None:
+    """A process that makes a shard, and kills itself before it keeps one answer more than `lives`; -1: it does not."""
+    add, left = AnswerFile.add, [lives]
+
+    def dying(self: AnswerFile, answers: Any) -> None:
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left[0] -= 1
+        add(self, answers)
+
+    AnswerFile.add = dying  # type: ignore[method-assign]
+    make_blocks(job, shard, shards)
+
+
+@pytest.mark.parametrize(
+    "shards", [6, pytest.param(100, marks=pytest.mark.long)]
+)  # a process for each, and for some a second one
 def test_slow_and_killed_nodes_make_the_same_bytes(shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every node is a process with one of three servers: one is slow, one fails now and then. A third of the processes are killed."""
+    """Every node has one of three servers: one is slow, one fails now and then. Of a third of the shards the first process is killed."""
     monkeypatch.setattr(blocks_module, "TOKENS", 60)
-    moments, kills = random.Random(0), 0
+    chance, shards = random.Random(0), 6
+    lives = {shard: chance.randrange(3) for shard in chance.sample(range(shards), shards // 3)}
     with ExitStack() as stack:
         faults = [Behaviour(), Behaviour(seconds=0.02), Behaviour(fault=lambda number, body: 503 if number % 7 == 3 else None)]
-        servers = [stack.enter_context(running(behaviour)) for behaviour in faults]
-        regenerate = RegenerateConfig(num_tokens=60 * shards, prompt_tokens=4, batch_size=2, server=[servers[0].address])
+        servers = [stack.enter_context(running(behaviour)).address for behaviour in faults]
+        regenerate = RegenerateConfig(num_tokens=60 * shards, prompt_tokens=4, batch_size=2, server=servers[:1])
         config = config_for(tmp_path, numbered(40), max_length=64, regenerate=regenerate)
-        job = Job(tmp_path / "whole" / "set", config, row_target())
-        make_blocks(job)
+        whole, cut = (Job(tmp_path / name / "set", config, row_target()) for name in ("whole", "cut"))
+        make_blocks(whole)
+        assert len(list(whole.blocks.glob("*.arrow"))) == shards
+        waiting, nodes, codes = list(range(shards)), [], []
+        while waiting or nodes:
+            while waiting and len(nodes) < AT_ONCE:
+                shard = waiting.pop(0)
+                own = replace(config, regenerate=replace(regenerate, server=[chance.choice(servers)]))
+                nodes.append((shard, fork(node, Job(cut.folder, own, cut.target), shard, shards, lives.pop(shard, -1))))
+            shard, process = nodes.pop(0)
+            process.join()
+            codes.append(process.exitcode)
+            waiting += [shard] * (process.exitcode != 0)
+    assert codes.count(-signal.SIGKILL) == shards // 3 and codes.count(0) == shards
+    for job in (whole, cut):
         merge.merge(job)
-        expected, waiting, running_nodes = contents(job.folder), list(range(shards)), []
-        while waiting or running_nodes:
-            while waiting and len(running_nodes) < AT_ONCE:
-                shard, node = waiting.pop(0), moments.choice(servers)
-                own = replace(config, regenerate=replace(regenerate, server=[node.address]))
-                process = fork(make_blocks, Job(tmp_path / "cut" / "set", own, row_target()), shard, shards)
-                running_nodes.append((shard, process, time.monotonic() + moments.choice([moments.uniform(0, 0.3), 60, 60])))
-            for shard, process, killed_at in list(running_nodes):
-                process.join(0.005)
-                if process.exitcode is None and time.monotonic() > killed_at:
-                    process.kill()
-                    process.join()
-                if process.exitcode is not None:
-                    running_nodes.remove((shard, process, killed_at))
-                    kills += process.exitcode != 0
-                    waiting += [shard] * (process.exitcode != 0)
-    merged = Job(tmp_path / "cut" / "set", config, row_target())
-    assert len(blocks(regenerate.num_tokens)) == shards and kills
-    merge.merge(merged)
-    assert contents(merged.folder) == expected
+    assert contents(cut.folder) == contents(whole.folder)
 
 
 STAND_IN = """#!/bin/bash
