@@ -183,9 +183,9 @@ VERBS = {
     ),
     "data": Verb(
         data,
-        "methods.recipe:Recipe produce.command:ShowOptions launch:LaunchOptions",
+        "methods.recipe:Recipe produce.command:ShowOptions produce.fleet:FleetOptions launch:LaunchOptions",
         "target.model data.source data.split data.columns data.max_length data.loss_mask data.regenerate.num_tokens "
-        "data.regenerate.server data.shard data.cache_dir documents",
+        "data.regenerate.server data.shard data.cache_dir on shards documents",
     ),
     "train": Verb(
         train,

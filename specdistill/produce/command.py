@@ -1,14 +1,18 @@
 """`specdistill data`: make a recipe's row set, or a shard of what it is generated from; merge shards; show it."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specdistill.command import keys_of
 from specdistill.errors import ExitCode, UserError, nearest
 from specdistill.launch import LaunchOptions, run_script
 from specdistill.methods.recipe import Recipe, TrainedRecipe
+from specdistill.produce.fleet import FleetOptions, job_set, make_on_ray, slurm_script
 from specdistill.recipe.fields import Section, option
 from specdistill.recipe.load import load_own_keys, load_recipe
 from specdistill.terminal import result
+
+if TYPE_CHECKING:  # it imports torch
+    from specdistill.produce.job import Job
 
 VERBS = ("make", "merge", "show", "features")
 
@@ -22,6 +26,7 @@ def data(arguments: list[str]) -> int:
 
     specdistill data show recipe=mine.yaml documents=20
     specdistill data make recipe=mine.yaml data.shard=0/4
+    specdistill data make recipe=mine.yaml on=ray shards=100
     specdistill data merge recipe=mine.yaml"""
     verb, *others = arguments if arguments and "=" not in arguments[0] else ["show", *arguments]
     if verb == "features":
@@ -29,13 +34,17 @@ def data(arguments: list[str]) -> int:
         return run_script("train/features.py", [*others, "train.output_dir=runs"], options)  # features have no run
     if verb not in VERBS:
         raise UserError("specdistill data", got=verb, expected=f"one of {', '.join(VERBS)}", nearest=nearest(verb, VERBS))
-    keys, show_options = keys_of(others), ShowOptions()
+    keys, show_options, fleet = keys_of(others), ShowOptions(), FleetOptions()
     if verb == "show":
         show_options, keys = load_own_keys(ShowOptions, keys)
+    if verb == "make":
+        fleet, keys = load_own_keys(FleetOptions, keys)
     recipe = load_recipe(Recipe, [*keys, "train.output_dir=runs"])  # a recipe needs it, the rows do not
     if not isinstance(recipe, TrainedRecipe):
         raise UserError("method", got=f"{recipe.method}, which needs no training", expected="a method that is trained")
-    return _show(recipe, show_options) if verb == "show" else _make(recipe, merges_only=verb == "merge")
+    if verb == "show":
+        return _show(recipe, show_options)
+    return _make_on(fleet, recipe, keys) if fleet.on else _make(recipe, merges_only=verb == "merge")
 
 
 def row_target(recipe: TrainedRecipe, *, generates: bool) -> Any:
@@ -53,19 +62,42 @@ def row_target(recipe: TrainedRecipe, *, generates: bool) -> Any:
     return RowTarget(target.model, identity.weights, tokenizer, end_ids)
 
 
-def _make(recipe: TrainedRecipe, *, merges_only: bool) -> ExitCode:
+def _job(recipe: TrainedRecipe, *, generates: bool) -> "Job":
     from specdistill.produce.job import Job
+    from specdistill.rows.row_set import check, place_of
+
+    target = row_target(recipe, generates=generates)
+    job = Job(place_of(recipe.data, target, recipe.measured_on), recipe.data, target, recipe.measured_on)
+    check(job.config, job.target)
+    job.check()
+    return job
+
+
+def _make_on(options: FleetOptions, recipe: TrainedRecipe, keys: list[str]) -> ExitCode:
+    """The shards by Ray, or what another cluster is given to make them."""
+    options.check(recipe.data)
+    if options.on != "ray":
+        text = (slurm_script if options.on == "slurm" else job_set)(keys, options, recipe.target, recipe.data)
+        print(text, end="")
+        result({options.on: text})
+        return ExitCode.DONE
+    job = _job(recipe, generates=False)
+    _ = job.sources  # the nodes find them prepared
+    make_on_ray(data, keys, options)
+    print(f"{job.blocks}: {options.shards} shards are made; next: specdistill data merge")
+    result({"blocks": job.blocks, "shards": options.shards})
+    return ExitCode.DONE
+
+
+def _make(recipe: TrainedRecipe, *, merges_only: bool) -> ExitCode:
     from specdistill.produce.make import make_blocks, shard_of
     from specdistill.produce.merge import merge
-    from specdistill.rows.row_set import check, place_of, read_rows
+    from specdistill.rows.row_set import read_rows
 
     if merges_only and recipe.data.shard is not None:
         raise UserError("data.shard", got=recipe.data.shard, expected="null: `specdistill data merge` takes all shards")
     index, count = shard_of(recipe.data.shard)
-    target = row_target(recipe, generates=not merges_only)
-    job = Job(place_of(recipe.data, target, recipe.measured_on), recipe.data, target, recipe.measured_on)
-    check(job.config, job.target)
-    job.check()
+    job = _job(recipe, generates=not merges_only)
     if not merges_only:
         make_blocks(job, index, count)
     if recipe.data.shard is not None and not merges_only:

@@ -3,10 +3,12 @@
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 from datasets import Dataset
 
@@ -84,6 +86,44 @@ def test_shards_are_made_apart_and_merged(by_server: bool, folder: Path, tmp_pat
     named = f"data.rows={next((tmp_path / 'cut').glob(f'rows/*/{MANIFEST}')).parent}"
     shown = specdistill(*line(folder, tmp_path / "none", way, named, verb="show"))
     assert shown.returncode == 0 and "Documents to train on" in shown.stdout, shown.stderr
+
+
+@pytest.mark.long  # Ray takes seconds to start, and a minute on a busy machine
+def test_ray_repeats_the_shard_of_a_killed_worker(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="needs the extra [ray]")
+    with running(Behaviour(seconds=0.03)) as made:
+        way = [f"data.regenerate.server=[{made.address}]", "data.regenerate.batch_size=2"]
+        expected, asked = whole(folder, tmp_path / "whole", way), made.num_requests
+        words = line(folder, tmp_path / "cut", way, "on=ray", "shards=4", "gpus=0")
+        alone_here = {**environment(), "RAY_ADDRESS": "local", "RAY_USAGE_STATS_ENABLED": "0"}
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        process = subprocess.Popen([sys.executable, "-m", "specdistill", *words], env=alone_here, **output)  # type: ignore[call-overload]
+        while made.num_requests < asked + 20 and process.poll() is None:
+            time.sleep(0.01)
+        workers = [it for it in psutil.Process(process.pid).children(recursive=True) if "ray::_make_shard" in it.cmdline()[0]]
+        workers[0].kill()
+        said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0 and "4 shards are made; next: specdistill data merge" in said, said
+    merged = specdistill(*line(folder, tmp_path / "cut", way, verb="merge"))
+    assert merged.returncode == 0 and row_set(tmp_path / "cut") == expected, merged.stderr
+
+
+@pytest.mark.long  # several processes
+def test_tasks_of_the_printed_array_make_their_shards(folder: Path, tmp_path: Path) -> None:
+    with server(by_server=False) as way:
+        expected = whole(folder, tmp_path / "whole", way)
+        script = specdistill(*line(folder, tmp_path / "cut", way, "on=slurm", "shards=2")).stdout
+        for task in ("1", "0"):
+            slurm = {**environment(), "SLURM_ARRAY_TASK_ID": task}
+            subprocess.run(["bash", "-s"], input=script, env=slurm, check=True, capture_output=True, text=True, timeout=300)
+        merged = specdistill(*line(folder, tmp_path / "cut", way, verb="merge"))
+    assert merged.returncode == 0 and row_set(tmp_path / "cut") == expected, merged.stderr
+
+
+def test_without_ray_the_extra_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    done = specdistill(*line(folder, tmp_path, [], "on=ray", "shards=4"))
+    assert done.returncode == 2 and done.stderr.splitlines()[-1].endswith("Run: pip install 'specdistill[ray]'"), done.stderr
 
 
 @pytest.mark.long
