@@ -1,7 +1,9 @@
 """Export a draft for an engine: its folder in the engine's layout, and SERVE.md: how to serve it, and which acceptance to expect."""
 
 import re
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,7 @@ def export(
     dtype: str | None = None,
     num_speculative_tokens: int | None = None,
     finds_report: bool = True,
+    merges: bool = True,
 ) -> Served:
     """Write the draft of a folder, in any layout that is read, into a new folder in the layout of an engine, with SERVE.md next to it.
 
@@ -53,6 +56,7 @@ def export(
         report: report.json of the draft; None looks for `../report/report.json` next to it, if finds_report.
         dtype: of a GGUF file: f32, f16 (also None) or q8_0.
         num_speculative_tokens: drafted per round, for the commands; None takes the report's.
+        merges: an adapter of the target into a copy of it, `<output_dir>-target`, which is then what is served.
 
     Returns what a command that serves it is made of. Raises UserError, before anything is written, for what is no whole draft and for what
     the engine cannot express; ResourceError when the Hub or the disk fails.
@@ -78,7 +82,13 @@ def export(
     drafting = as_measured(measured, target, lengths, num_speculative_tokens or num_tokens)
     write, options = implementation(method).export, {"dtype": dtype} if dtype else {}
     assert write is not None, method
-    with new_folder(output_dir) as folder:
+    with ExitStack() as undone, new_folder(output_dir) as folder:
+        if target is not None and target.adapter and merges:
+            target = merge_adapter(
+                target, output_dir.with_name(f"{output_dir.name}-target"), drafting.get("dtype", Served.dtype)
+            )
+            undone.callback(shutil.rmtree, target.name)
+            drafting["revision"] = None  # of a folder
         write(draft, engine, layout, folder, target, drafting["num_tokens"], **options)
         if not types:  # a GGUF file was written with it
             copy_record(draft, folder)
@@ -94,7 +104,26 @@ def export(
             **drafting,
         )
         (folder / "SERVE.md").write_text(serve_md(to, served, measured, lengths), encoding="utf-8")
+        undone.pop_all()
     return served
+
+
+def merge_adapter(target: TargetFiles, output: Path, dtype: str) -> TargetFiles:
+    """Write a copy of a target with its adapter merged into the weights, which engines load as any model. Raises UserError as
+    `FrozenTarget.load`, and for a folder that exists.
+    """
+    check_new(output)
+    adapted = FrozenTarget.load(
+        target.name,
+        revision=target.revision,
+        adapter=target.adapter,
+        dtype=dtype,
+        trust_remote_code=target.trust_remote_code,
+    )
+    with new_folder(output) as folder:
+        adapted.model.save_pretrained(folder)
+        adapted.tokenizer.save_pretrained(folder)
+    return TargetFiles(str(output))
 
 
 def serving_of(engine: str, method: str, draft: Path | str) -> tuple[Serving, Layout]:

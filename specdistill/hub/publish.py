@@ -191,7 +191,7 @@ def stage(of: CardContents, target: TargetFiles, exports: Sequence[str], output:
         (folder / PICTURE).write_text(to_picture(release.report, release.records), encoding="utf-8")
         exported = {}
         for engine in exports:
-            exported[engine] = export(draft, engine, folder / engine, target)
+            exported[engine] = export(draft, engine, folder / engine, target, merges=False)
             (folder / engine / "SERVE.md").unlink()  # with names of this machine; the card says how to serve it
             if (config := folder / engine / "config.json").is_file():
                 config.write_text(json.dumps(without_places(read_json(config)), indent=2) + "\n", encoding="utf-8")
