@@ -25,6 +25,7 @@ from specdistill.comparison.pages import FILES, write_comparison
 from specdistill.decoding.assisted import Draft
 from specdistill.decoding.decoder import Decoder, Generation
 from specdistill.errors import UserError, nearest
+from specdistill.export import check_engines
 from specdistill.gate.decide import FIRST_RELEASE, Evidence, GateOptions, judge_again, read_baseline
 from specdistill.gate.decide import judge as decide
 from specdistill.gate.rules import load_gate
@@ -170,6 +171,7 @@ def train_draft(recipe: TrainedRecipe, callbacks: Sequence[TrainerCallback] = ()
     # Target and data
     runs_layers = hidden_states.runs_layers or recipe.selection is not None
     target = FrozenTarget.load(**vars(recipe.target), layers_on_disk=not runs_layers)
+    check_engines(recipe, target)
     train_set, eval_set = open_rows(recipe.data, RowTarget.of(target), recipe.measured_on)
 
     # Draft, what it learns, and the run's record before its first step

@@ -111,9 +111,14 @@ def gate(arguments: list[str]) -> int:
 
 
 def compare(arguments: list[str]) -> int:
-    """measure several drafts for one target in one interleaved run, and rank them
+    """measure several drafts for one target in one interleaved run, and rank them; or compare a report with published figures
 
-    specdistill compare target=pico drafts=runs/demo/draft,ngram suite=pico output_dir=runs/comparison"""
+    specdistill compare target=pico drafts=runs/demo/draft,ngram suite=pico output_dir=runs/comparison
+    specdistill compare published=vllm-ci-qwen3-8b-eagle3 report=runs/mine/report"""
+    if any(argument.startswith("published=") for argument in arguments):
+        from specdistill.comparison.published import compare_published  # here, and not above, because it imports scipy
+
+        return compare_published(arguments)
     return run_script("eval/compare.py", arguments)
 
 
@@ -202,8 +207,9 @@ VERBS = {
     ),
     "compare": Verb(
         compare,
-        "comparison.options:CompareOptions",
-        "target.model drafts suite num_prompts max_new_tokens num_speculative_tokens temperature batch_size repeats output_dir",
+        "comparison.options:CompareOptions comparison.published:PublishedOptions",
+        "target.model drafts suite num_prompts max_new_tokens num_speculative_tokens temperature batch_size repeats output_dir published "
+        "report",
         COMPARE,
     ),
     "gate": Verb(gate, "gate.decide:GateOptions"),

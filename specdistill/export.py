@@ -1,20 +1,24 @@
 """Export a draft for an engine: its folder in the engine's layout, and SERVE.md: how to serve it, and which acceptance to expect."""
 
 import re
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset
 
 import specdistill
 from specdistill.engines import ENGINES
-from specdistill.engines.engine import Engine, Served
+from specdistill.engines.engine import Engine, Layout, Served, Serving
 from specdistill.errors import UserError, nearest
 from specdistill.files.folders import check_new, new_folder
 from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import read_config
+from specdistill.methods.contract import Draft
 from specdistill.methods.load import create_draft, implementation, method_of
 from specdistill.methods.recipe import Recipe, TrainedRecipe
 from specdistill.methods.target_record import check_target, copy_record, save_draft
@@ -28,6 +32,7 @@ from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 
 DRAFT_ALONE = "The commands for {} start the draft alone, which accepts less."
+THE_DRAFT = "the recipe's draft"
 DEFAULT_NUM_TOKENS = 3  # drafted per round, where no report says how many were measured
 
 
@@ -41,6 +46,7 @@ def export(
     dtype: str | None = None,
     num_speculative_tokens: int | None = None,
     finds_report: bool = True,
+    merges: bool = True,
 ) -> Served:
     """Write the draft of a folder, in any layout that is read, into a new folder in the layout of an engine, with SERVE.md next to it.
 
@@ -50,20 +56,15 @@ def export(
         report: report.json of the draft; None looks for `../report/report.json` next to it, if finds_report.
         dtype: of a GGUF file: f32, f16 (also None) or q8_0.
         num_speculative_tokens: drafted per round, for the commands; None takes the report's.
+        merges: an adapter of the target into a copy of it, `<output_dir>-target`, which is then what is served.
 
     Returns what a command that serves it is made of. Raises UserError, before anything is written, for what is no whole draft and for what
     the engine cannot express; ResourceError when the Hub or the disk fails.
     """
     check_new(output_dir)
     method, to = method_of(draft, key="draft"), ENGINES[engine]
-    serving = METHODS[method].serving()
-    able = [name for name, other in serving.items() if other.layout]
-    if engine not in able:
-        got = f"{engine} for {draft}, which holds a draft of method {method}"
-        raise UserError("engine", got=got, expected=" or ".join(able) or "a draft that some engine loads")
-    given = serving[engine]
-    assert given.layout is not None
-    types = given.layout.gguf_types
+    given, layout = serving_of(engine, method, draft)
+    types = layout.gguf_types
     if dtype is not None and dtype not in types:
         got = dtype if types else f"{dtype} with engine {engine} and method {method}"
         expected = f"one of {', '.join(types)}" if types else "null: weights keep their own"
@@ -81,8 +82,14 @@ def export(
     drafting = as_measured(measured, target, lengths, num_speculative_tokens or num_tokens)
     write, options = implementation(method).export, {"dtype": dtype} if dtype else {}
     assert write is not None, method
-    with new_folder(output_dir) as folder:
-        write(draft, engine, given.layout, folder, target, drafting["num_tokens"], **options)
+    with ExitStack() as undone, new_folder(output_dir) as folder:
+        if target is not None and target.adapter and merges:
+            target = merge_adapter(
+                target, output_dir.with_name(f"{output_dir.name}-target"), drafting.get("dtype", Served.dtype)
+            )
+            undone.callback(shutil.rmtree, target.name)
+            drafting["revision"] = None  # of a folder
+        write(draft, engine, layout, folder, target, drafting["num_tokens"], **options)
         if not types:  # a GGUF file was written with it
             copy_record(draft, folder)
         served = Served(
@@ -97,7 +104,63 @@ def export(
             **drafting,
         )
         (folder / "SERVE.md").write_text(serve_md(to, served, measured, lengths), encoding="utf-8")
+        undone.pop_all()
     return served
+
+
+def merge_adapter(target: TargetFiles, output: Path, dtype: str) -> TargetFiles:
+    """Write a copy of a target with its adapter merged into the weights, which engines load as any model. Raises UserError as
+    `FrozenTarget.load`, and for a folder that exists.
+    """
+    check_new(output)
+    adapted = FrozenTarget.load(
+        target.name,
+        revision=target.revision,
+        adapter=target.adapter,
+        dtype=dtype,
+        trust_remote_code=target.trust_remote_code,
+    )
+    with new_folder(output) as folder:
+        adapted.model.save_pretrained(folder)
+        adapted.tokenizer.save_pretrained(folder)
+    return TargetFiles(str(output))
+
+
+def serving_of(engine: str, method: str, draft: Path | str) -> tuple[Serving, Layout]:
+    """How an engine is given drafts of a method, and in which layout. Raises UserError, calling the draft so, where none is exported."""
+    serving = METHODS[method].serving()
+    able = {name: (given, given.layout) for name, given in serving.items() if given.layout}
+    if (name := ENGINES[engine].layouts or engine) not in able:
+        got = f"{engine} for {draft}, of method {method}"
+        raise UserError("engine", got=got, expected=" or ".join(able) or "a draft that some engine loads")
+    return able[name]
+
+
+def check_engines(recipe: TrainedRecipe, target: FrozenTarget) -> None:
+    """Raises UserError for an engine that a recipe names and that cannot be given its draft, as far as an untrained one tells."""
+    named = {f"publish.exports[{index}]": engine for index, engine in enumerate(recipe.publish.exports)}
+    named |= {"eval.engine": recipe.eval.engine} if recipe.eval.engine in ENGINES else {}
+    if not named:
+        return
+    check_exports(recipe.publish.exports, recipe.method, "publish.exports")
+    with torch.random.fork_rng():
+        draft = create_untrained(recipe, target)
+    for key, engine in named.items():
+        try:
+            _, layout = serving_of(engine, recipe.method, THE_DRAFT)
+            layout.check(engine, draft.config, THE_DRAFT)
+            implementation(recipe.method).check_served(engine, layout, draft, target)
+        except UserError as error:
+            if error.key != "engine":
+                raise
+            raise UserError(key, got=error.got, text=f"{key}: {str(error).removeprefix('engine: ')}") from error
+
+
+def check_exports(engines: Sequence[str], method: str, key: str) -> None:
+    """Raises UserError for engines whose exports are to be published of a method's drafts, and would hold the whole target."""
+    if engines and METHODS[method].in_target:
+        expected = "none: engines load such a draft in a copy of its target, which is exported where it is served"
+        raise UserError(key, got=", ".join(engines), expected=expected)
 
 
 def as_measured(
@@ -142,9 +205,12 @@ def write_untrained(recipe: Recipe, folder: Path) -> None:
     if not isinstance(recipe, TrainedRecipe):
         raise UserError("method", got=f"{recipe.method}, which needs no training", expected="a method with a draft to write")
     target = FrozenTarget.load(**vars(recipe.target))
-    tokens = list(range(min(target.vocab_size, target.max_length)))
-    rows = Dataset.from_dict({"input_ids": [tokens], "loss_mask": [[0] * len(tokens)]})
-    save_draft(implementation(recipe.method), target, create_draft(recipe, target, rows), folder)
+    save_draft(implementation(recipe.method), target, create_untrained(recipe, target), folder)
+
+
+def create_untrained(recipe: TrainedRecipe, target: FrozenTarget) -> Draft:
+    tokens = list(range(min(target.vocab_size, target.max_length, recipe.data.max_length)))
+    return create_draft(recipe, target, Dataset.from_dict({"input_ids": [tokens], "loss_mask": [[0] * len(tokens)]}))
 
 
 def serve_md(engine: Engine, served: Served, report: Mapping[str, Any] | None, lengths: Sequence[DraftLength]) -> str:

@@ -14,6 +14,7 @@ RECIPES = ROOT / "recipes"
 LAUNCHES = ROOT / "accelerate_configs"
 SUITES = ROOT / "eval" / "suites"
 GATES = ROOT / "eval" / "gates"
+PUBLISHED = ROOT / "eval" / "published"
 METRICS = ROOT / "eval" / "metrics"
 PICO = _PACKAGE / "assets" / "pico"
 

@@ -2,7 +2,9 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
+import peft
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -93,6 +95,20 @@ def write_target(folder: Path, **sizes: int) -> Path:
     tiny_target_model(**sizes).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+def save_adapter(folder: Path, base: str, *, model: Any = None, **sizes: Any) -> Any:
+    """A LoRA adapter with updates that are not zero; returns the adapted model."""
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(model or tiny_target_model(**sizes), config)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                torch.nn.init.normal_(parameter, std=0.1)
+    adapted.peft_config["default"].base_model_name_or_path = base
+    adapted.save_pretrained(folder, save_embedding_layers=False)  # "auto" asks the Hub about the base
+    return adapted.eval()
 
 
 def write_inputs(folder: Path, num_rows: int = 60, **sizes: int) -> list[str]:

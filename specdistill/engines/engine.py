@@ -42,7 +42,7 @@ class Layout:
     fc_bias: bool = False
     gguf_types: tuple[str, ...] = ()
 
-    def check(self, engine: str, head: Any, folder: Path) -> None:
+    def check(self, engine: str, head: Any, folder: Path | str) -> None:
         """Raises UserError for a head that the engine cannot express."""
         for limit in self.limits:
             if limit.has(head):

@@ -15,7 +15,7 @@ from specdistill.engines import ENGINES
 from specdistill.engines.engine import Engine, Served, Serving
 from specdistill.engines.loader import check_loader, loader_of
 from specdistill.errors import ResourceError, UserError, logger
-from specdistill.export import as_measured, export, measured_lookup
+from specdistill.export import as_measured, check_exports, export, measured_lookup
 from specdistill.files.documents import read_json, read_keys
 from specdistill.files.folders import new_folder
 from specdistill.hub.card import PICTURE, CardContents, model_card
@@ -181,9 +181,7 @@ def stage(of: CardContents, target: TargetFiles, exports: Sequence[str], output:
     release, draft = of.release, of.release.run / DRAFT
     Shards.open(draft, "run").check()
     refuse_links([path for part in (DRAFT, "run", REPORT) for path in (release.run / part).iterdir()], release.run)
-    if exports and METHODS[release.method].in_target:
-        expected = "none: engines load such a draft in a copy of its target, which is exported where it is served"
-        raise UserError("exports", got=", ".join(exports), expected=expected)
+    check_exports(exports, release.method, "exports")
     with new_folder(output, replaces=replaces) as folder:
         for path in (*release.draft, release.run / PROVENANCE):
             link(path, folder / path.name)
@@ -193,7 +191,7 @@ def stage(of: CardContents, target: TargetFiles, exports: Sequence[str], output:
         (folder / PICTURE).write_text(to_picture(release.report, release.records), encoding="utf-8")
         exported = {}
         for engine in exports:
-            exported[engine] = export(draft, engine, folder / engine, target)
+            exported[engine] = export(draft, engine, folder / engine, target, merges=False)
             (folder / engine / "SERVE.md").unlink()  # with names of this machine; the card says how to serve it
             if (config := folder / engine / "config.json").is_file():
                 config.write_text(json.dumps(without_places(read_json(config)), indent=2) + "\n", encoding="utf-8")

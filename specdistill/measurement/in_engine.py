@@ -16,7 +16,7 @@ from specdistill.engines import ENGINES
 from specdistill.engines.engine import Served
 from specdistill.engines.server import Completion
 from specdistill.errors import UserError
-from specdistill.export import export
+from specdistill.export import export, merge_adapter
 from specdistill.files.folders import empty_own
 from specdistill.measurement.configurations import Settings
 from specdistill.measurement.gguf_files import target_file, with_files
@@ -75,10 +75,11 @@ OF_RUNNING = {"hardware": "a server does not say what it runs on", "target.dtype
 def measure_in_engine(recipe: Recipe, suite: Suite, folder: Path) -> tuple[dict[str, Any], list[PromptRecord]]:
     """The suite sent to an engine's servers: running ones, or those that are started here with the draft as it is exported for them."""
     config, target, draft = recipe.eval, recipe.target, recipe.eval.draft
-    if target.adapter:
-        expected = f"null with eval.engine={config.engine}: name the merged model that it serves in target.model"
+    if target.adapter and (config.server or config.engine == "llama.cpp"):
+        of = "eval.server" if config.server else "a GGUF file"
+        expected = f"null with {of}: name the merged model that it serves in target.model"
         raise UserError("target.adapter", got=target.adapter, expected=expected)
-    files = TargetFiles.of(target.model, target.revision)
+    files = TargetFiles.of(target.model, target.revision, target.adapter, target.trust_remote_code)
     tokenizer, _, max_length = read_tokenizer(
         target.model, revision=target.revision, trust_remote_code=target.trust_remote_code
     )
@@ -99,7 +100,8 @@ def measure_in_engine(recipe: Recipe, suite: Suite, folder: Path) -> tuple[dict[
     print_power_analysis(power_analysis(len(task.prompts)))
 
     # Measure
-    of_target: dict[str, Any] = {"model": target.model, "revision": target.revision}
+    named = f"{target.model} + {target.adapter}" if target.adapter else target.model
+    of_target: dict[str, Any] = {"model": named, "revision": target.revision}
     if config.server:
         measurement = measure_running(task, speculative, baseline)
         of_draft: dict[str, Any] = {"model": draft, "revision": None, "method": recipe.method}
@@ -132,6 +134,8 @@ def _served(recipe: Recipe, draft: str | None, folder: Path, files: TargetFiles)
         layout = ENGINES[engine].layouts or engine
         served = export(locate(draft), layout, folder, files, num_speculative_tokens=k, finds_report=False)
         return replace(served, lookup_first=recipe.eval.lookup_first)
+    if files.adapter:
+        files = merge_adapter(files, folder.with_name("target"), recipe.target.dtype)
     serving = startable(engine, recipe.method)
     output, config = Path(files.name), vars(getattr(recipe.eval, recipe.method))
     told: dict[str, Any] = {"config": config, "serving": serving, "in_target": True, "revision": files.commit}

@@ -13,6 +13,7 @@ from datasets import Dataset
 from torch import Size, nn
 
 from specdistill.decoding.proposer import Proposer
+from specdistill.engines.engine import Layout
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 
@@ -56,6 +57,7 @@ class Implementation:
             checkpoint. Raises UserError where it holds none. None where targets have none.
         simulation: None where drafting cannot be simulated on completions of the target.
         likely_causes: why a draft of this method may accept little, where no repair explains it.
+        check_served: (engine, its layout, draft, target). Raises UserError for what the engine cannot express, the layout's `limits` apart.
         export: (folder, engine, its layout, output, target or None, K): write the draft for an engine (see `Serving`); `dtype=` where its
             layout has several.
         planned: (planner, given draft or None, recipe's keys) -> what `specdistill plan` counts (see specdistill.planning.plan).
@@ -78,6 +80,7 @@ class Implementation:
     check_native: Callable[[Mapping[str, Size], TargetFiles], int] | None = None
     simulation: Simulation | None = None
     likely_causes: Sequence[str] = ()
+    check_served: Callable[[str, Layout, Draft, FrozenTarget], None] = lambda engine, layout, draft, target: None
     export: Callable[..., None] | None = None
     planned: Callable[..., Any] | None = None
     is_described: Callable[[Any, Any], bool] = lambda draft, target: False

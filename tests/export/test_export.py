@@ -7,27 +7,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdistill.cli import main
 from specdistill.engines import ENGINES
 from specdistill.export import caveats, expectation, export
 from specdistill.files.documents import read_json
 from specdistill.methods.eagle3.checkpoint import load_eagle3
-from specdistill.methods.load import method_of
+from specdistill.methods.load import implementation, method_of
 from specdistill.methods.mtp.checkpoint import build_mtp, save_mtp
-from specdistill.methods.target_record import SECTION
+from specdistill.methods.target_record import SECTION, save_draft
 from specdistill.project import ROOT
 from specdistill.report.schema import PER_POSITION
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
-from tests.export.layouts import saved_target
+from tests.export.layouts import NUM_LAYERS, saved_target
 from tests.finished_runs import edit
 from tests.heads import build_head, save_head
 from tests.mtp_targets import write_checkpoint
 from tests.refusals import refused, refused_key
 from tests.rendered import HOSTILE, Page, renamed
-from tests.tiny import tiny_target_model, tiny_tokenizer
+from tests.tiny import save_adapter, tiny_target_model, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +92,23 @@ def test_vllm_is_told_method_draft_and_number(folder: Path, tmp_path: Path) -> N
     program = text.split("```python\n")[1].split("\n```")[0]
     compile(program, "SERVE.md", "exec")
     assert f"LLM({str(folder / 'target')!r}, speculative_config=" in program and "llm.get_metrics()" in program
+
+
+@pytest.mark.parametrize("engine", ["vllm", "speculators"])
+def test_an_adapted_target_is_served_as_a_merged_copy(engine: str, folder: Path, tmp_path: Path) -> None:
+    adapted = save_adapter(tmp_path / "adapter", str(folder / "target"), num_layers=NUM_LAYERS)
+    target = FrozenTarget.load(str(folder / "target"), adapter=str(tmp_path / "adapter"))
+    save_draft(implementation("eagle3"), target, build_head("eagle3", target), tmp_path / "draft")
+    export(tmp_path / "draft", engine, tmp_path / "out", target.files)
+    words, merged = served(tmp_path / "out")[0], str(tmp_path / "out-target")
+    if engine == "speculators":
+        verifier = read_json(tmp_path / "out" / "config.json")["speculators_config"]["verifier"]["name_or_path"]
+        assert verifier == merged
+    else:
+        assert words[2] == merged and "--revision" not in words
+    ids = torch.arange(4, 28)[None]
+    assert torch.allclose(AutoModelForCausalLM.from_pretrained(merged)(ids).logits, adapted(ids).logits, atol=1e-5)
+    assert AutoTokenizer.from_pretrained(merged)("ab").input_ids == target.tokenizer("ab").input_ids
 
 
 def test_sglang_is_told_steps_and_drafted_tokens(folder: Path, tmp_path: Path) -> None:

@@ -7,10 +7,13 @@ import sys
 
 import psutil
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from specdistill.engines import start
 from specdistill.errors import ExitCode
-from specdistill.methods.target_record import SECTION
+from specdistill.methods.load import implementation
+from specdistill.methods.target_record import SECTION, save_draft
 from specdistill.project import ROOT
 from specdistill.report.files import read_report
 from specdistill.targets.files import TargetFiles
@@ -20,6 +23,7 @@ from tests.heads import build_head, save_head
 from tests.loopback_hub import fetched, loopback_hub
 from tests.measurement.peer import evaluate_pico
 from tests.refusals import refused_key
+from tests.tiny import save_adapter
 
 PROGRAM = ROOT / "tests" / "engines" / "engine_program.py"
 NUM_PROMPTS, NEW_TOKENS = 8, 16
@@ -68,6 +72,30 @@ def test_an_engine_is_started_with_its_own_lookup(tmp_path, method):
     (config,) = (json.loads(word) for word in shlex.split(engine["command"]) if word.startswith("{"))
     assert config == {"method": method, "num_speculative_tokens": 4, **expected}
     assert "speculative" not in engine["baseline_command"]
+
+
+@pytest.mark.parametrize("method", ["eagle3", "ngram"])
+def test_an_engine_serves_the_adapted_target_with_and_without_the_draft(tmp_path, method):
+    save_adapter(tmp_path / "adapter", "pico", model=FrozenTarget.load("pico").model)
+    target = FrozenTarget.load("pico", adapter=str(tmp_path / "adapter"))
+    save_draft(implementation("eagle3"), target, build_head("eagle3", target), tmp_path / "draft")
+    keys = [
+        f"method={method}",
+        f"target.adapter={tmp_path / 'adapter'}",
+        *[f"draft={tmp_path / 'draft'}"][: method == "eagle3"],
+    ]
+    command = f"eval.engine_command={shlex.join([sys.executable, str(PROGRAM), 'vllm'])}"
+    short = ["eval.engine=vllm", "eval.max_new_tokens=4", "eval.num_prompts=2", "eval.warmup=0"]
+    evaluate_pico(tmp_path / "report", command, *keys, *short, gate=GATE)
+    report = read_report(tmp_path / "report")[0]
+    assert report["target"]["model"] == "pico + adapter"
+    served = [shlex.split(report["engine"][name])[3] for name in ("command", "baseline_command")]
+    (merged,) = (tmp_path / "report").rglob(served[0])  # places of this machine are not in a report
+    with torch.no_grad():
+        ids = torch.arange(4, 28)[None]
+        logits = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)(ids).logits
+        assert served[0] == served[1] and torch.allclose(logits, target.model(ids).logits, atol=0.1)
+        assert not torch.allclose(logits, FrozenTarget.load("pico").model(ids).logits, atol=0.5)
 
 
 LOOKED_UP = ("eval.lookup_first={draft_tokens: 2}", "eval.num_speculative_tokens=3", "eval.repeats=1", "eval.warmup=0")

@@ -3,7 +3,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,7 +18,7 @@ from specdistill.targets.loading import read_tokenizer
 from tests.families import OTHERS, write_model
 from tests.heads import document_rows
 from tests.refusals import refused
-from tests.tiny import tiny_target_model, tiny_tokenizer, write_target
+from tests.tiny import save_adapter, tiny_target_model, tiny_tokenizer, write_target
 
 
 def test_captured_layers_are_transformers_hidden_states(target: FrozenTarget) -> None:
@@ -67,20 +66,6 @@ def test_a_tokenizer_that_splits_no_text_is_refused(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_target(tmp_path_factory.mktemp("targets") / "base")
-
-
-def save_adapter(folder: Path, base: str, **model: Any) -> Any:
-    """A LoRA adapter with updates that are not zero; returns the adapted model."""
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
-    adapted = peft.get_peft_model(tiny_target_model(**model), config)
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        for parameter in adapted.parameters():
-            if parameter.requires_grad:
-                torch.nn.init.normal_(parameter, std=0.1)
-    adapted.peft_config["default"].base_model_name_or_path = base
-    adapted.save_pretrained(folder, save_embedding_layers=False)  # "auto" asks the Hub about the base
-    return adapted.eval()
 
 
 def test_an_adapter_is_merged_and_another_target(base: Path, tmp_path: Path) -> None:

@@ -1,15 +1,23 @@
 """What a training refuses: one line that names the key, the exit code, and no folder left behind."""
 
+import json
 import re
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from specdistill.export import check_engines
+from specdistill.files.documents import read_json
+from specdistill.methods.recipe import Recipe
 from specdistill.project import ROOT
-from tests.refusals import refused_key
-from tests.tiny import write_inputs
+from specdistill.recipe.load import load_recipe
+from specdistill.targets.frozen import FrozenTarget
+from tests.refusals import refused, refused_key
+from tests.tiny import write_inputs, write_target
 from tests.train.runs import train
 
 
@@ -21,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("method", "keys", "refused"),
+    ("method", "keys", "key"),
     [
         ("eagle3", "draft.vocab_size=5000", "draft.vocab_size"),
         ("eagle3", "draft.init=nowhere", "draft.init"),
@@ -52,25 +60,47 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("draft_model", "train.deepspeed=zero3.json", "train.deepspeed"),
         ("draft_model", "draft.lora.rank=65", "draft.lora.rank"),
         ("mtp", "draft.num_layers=2", "draft.num_layers"),
+        ("eagle3", "publish.exports=[vllm,gguf] draft.norm_output=true", "publish.exports[1]"),
+        ("eagle3", "eval.engine=llama.cpp draft.num_layers=2", "eval.engine"),
+        ("pard", "eval.engine=sglang", "eval.engine"),
+        ("mtp", "publish.exports=[vllm]", "publish.exports"),
+        ("mtp", "eval.engine=vllm", "eval.engine"),
         ("mtp", "draft.init=null", "draft.init"),
         ("mtp", "draft.intermediate_size=8", "draft.intermediate_size"),
         ("mtp", "draft.sliding_window=8", "draft.sliding_window"),
     ],
 )
-def test_wrong_input_is_one_line_and_leaves_nothing(folder: Path, tmp_path: Path, method: str, keys: str, refused: str) -> None:
+def test_wrong_input_is_one_line_and_leaves_nothing(folder: Path, tmp_path: Path, method: str, keys: str, key: str) -> None:
     own = ["draft.init=scratch"] if method == "mtp" else []
     ended = train(folder, tmp_path / "run", f"method={method}", *own, *re.split(" (?=draft)", keys))
     assert ended.returncode == 2
-    assert refused_key(ended.stderr) == refused
+    assert refused_key(ended.stderr) == key
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("method", "refused"), [("eagle3", "method"), ("ngram", "data")])
+def test_what_an_untrained_draft_shows_of_its_engines_moves_no_random_number(tmp_path: Path) -> None:
+    keys = [f"target.model={write_target(tmp_path)}", "data.source=x", "train.output_dir=runs/x", "draft.num_layers=2"]
+    lora: Any = load_recipe(Recipe, ["method=draft_model", *keys, "draft.lora.rank=4", "publish.exports=[vllm,gguf]"])
+    causal = ["draft.is_causal=true", "draft.aux_layers=[1,2,3]", "draft.mask_token_id=2", "publish.exports=[vllm,sglang]"]
+    target, state = FrozenTarget.load(str(tmp_path)), torch.get_rng_state()
+    check_engines(lora, target)
+    assert torch.equal(torch.get_rng_state(), state)
+    blocks: Any = load_recipe(Recipe, ["method=dflash", *keys, *causal])
+    with refused("publish.exports[1]", "sglang", holds="causal slots without a window"):
+        check_engines(blocks, target)
+    tokenizer = read_json(tmp_path / "tokenizer.json")
+    tokenizer["pre_tokenizer"]["add_prefix_space"] = True
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    with refused("publish.exports[1]", "gguf", holds="tokenizer"):
+        check_engines(lora, FrozenTarget.load(str(tmp_path)))
+
+
+@pytest.mark.parametrize(("method", "key"), [("eagle3", "method"), ("ngram", "data")])
 def test_a_script_refuses_methods_that_it_does_not_train(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], method: str, refused: str, folder: Path, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], method: str, key: str, folder: Path, tmp_path: Path
 ) -> None:
     keys = [f"method={method}", f"target.model={folder / 'model'}", "data.source=pico", f"train.output_dir={tmp_path / 'run'}"]
     monkeypatch.setattr(sys, "argv", ["train/draft.py", *keys])
     with pytest.raises(SystemExit, match="2"):
         runpy.run_path(str(ROOT / "train" / "draft.py"), run_name="__main__")
-    assert refused_key(capfd.readouterr().err) == refused
+    assert refused_key(capfd.readouterr().err) == key

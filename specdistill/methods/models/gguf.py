@@ -45,11 +45,8 @@ PRE_TOKENIZERS = {
 def write_gguf(folder: Path, output: Path, dtype: str) -> None:
     """Write `draft-<dtype>.gguf` into a folder. Raises UserError, before that, for a model or a tokenizer of another kind."""
     model, tokenizer = read_without_weights(folder, key="draft", name=str(folder))
-    config = model.config
-    if not is_plain_llama(model) or config.rope_parameters.get("rope_type", "default") not in ROPES:
-        got = f"gguf for {folder}, a {config.model_type} with rotary frequencies {config.rope_parameters}"
-        raise UserError("engine", got=got, expected="a Llama without biases, with plain, linear or Llama-3 frequencies")
-    pre_tokenizer, record = _pre_tokenizer(folder), as_keys(recorded_target(folder, "draft"))
+    config, pre_tokenizer = model.config, check_gguf(model, folder, folder)
+    record = as_keys(recorded_target(folder, "draft"))
     tensors = read_tensors(folder, "draft")
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     check_tensors(model.state_dict(), tensors, folder, "draft", what="a Llama", optional=tied)
@@ -65,6 +62,17 @@ def write_gguf(folder: Path, output: Path, dtype: str) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def check_gguf(model: Any, tokenizer: Path, name: Path | str) -> str:
+    """llama.cpp's name for how the tokenizer of a folder splits text. Raises UserError, calling the draft `name`, where there is none, and
+    for a model of another kind.
+    """
+    config = model.config
+    if not is_plain_llama(model) or config.rope_parameters.get("rope_type", "default") not in ROPES:
+        got = f"gguf for {name}, a {config.model_type} with rotary frequencies {config.rope_parameters}"
+        raise UserError("engine", got=got, expected="a Llama without biases, with plain, linear or Llama-3 frequencies")
+    return _pre_tokenizer(tokenizer, name)
 
 
 def _add_sizes(writer: gguf.GGUFWriter, config: Any, name: str, dtype: str) -> None:
@@ -126,7 +134,7 @@ def _add_weights(writer: gguf.GGUFWriter, config: Any, tensors: dict[str, Tensor
         writer.add_tensor(str(names.get_name(name, try_suffixes=(".weight",))), values, raw_dtype=kind)
 
 
-def _pre_tokenizer(folder: Path) -> str:
+def _pre_tokenizer(folder: Path, name: Path | str) -> str:
     """llama.cpp's name for the tokenizer's split; raises UserError when none is known to be the same."""
     path = folder / "tokenizer.json"
     with refusing(
@@ -136,11 +144,11 @@ def _pre_tokenizer(folder: Path) -> str:
         model, normalizer = tokenizer["model"], tokenizer.get("normalizer") or {}
         # llama.cpp normalises nothing; that Qwen composes accents first is ignored by its own converter, too.
         steps = _steps(tokenizer.get("pre_tokenizer") or {}) if normalizer.get("type", "NFC") == "NFC" else ()
-        name = PRE_TOKENIZERS.get((steps, bool(model.get("ignore_merges")))) if model.get("type") == "BPE" else None
-    if name is None:
-        got = f"gguf for {folder}, whose tokenizer is a {model.get('type')} over {' then '.join(steps) or 'unknown parts'}"
+        split = PRE_TOKENIZERS.get((steps, bool(model.get("ignore_merges")))) if model.get("type") == "BPE" else None
+    if split is None:
+        got = f"gguf for {name}, whose tokenizer is a {model.get('type')} over {' then '.join(steps) or 'unknown parts'}"
         raise UserError("engine", got=got, expected="byte-level BPE that splits text as GPT-2, SmolLM, Llama 3 or Qwen 2 do")
-    return name
+    return split
 
 
 def _steps(pre_tokenizer: dict[str, Any]) -> tuple[str, ...]:

@@ -195,13 +195,24 @@ def export(
 ) -> None:
     """Write the target's checkpoint with the draft's layer. Raises UserError for a target of which no engine would look for it."""
     target = needed(target, "the layer goes into its checkpoint")
+    check_target(engine, target)
+    merge_mtp_weights(draft, target.fetch("*"), output)
+
+
+def check_target(engine: str, target: TargetFiles) -> None:
+    """Raises UserError for a target of which no engine would look for such a layer, and for one whose checkpoint takes none."""
     kind = target.text_config.get("model_type")
     if kind not in tensor_names.SERVED_TYPES:
         got = f"{engine} for a layer of {target.name}, a {kind}"
         raise UserError(
             "engine", got=got, expected=f"a target that it loads such layers of: {', '.join(sorted(tensor_names.SERVED_TYPES))}"
         )
-    merge_mtp_weights(draft, target.fetch("*"), output)
+    check_floating_point(target.config, target.name)
+
+
+def check_floating_point(config: Mapping[str, Any], name: Path | str) -> None:
+    if config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config"):
+        raise UserError("target.model", got=f"{name}, which is quantized", expected="a checkpoint in floating point")
 
 
 def merge_mtp_weights(draft: Path, target: Path, output: Path) -> None:
@@ -224,8 +235,7 @@ def merge_mtp_weights(draft: Path, target: Path, output: Path) -> None:
 def _tensors(draft: Path, draft_config: dict[str, Any], checkpoint: Shards, config: dict[str, Any]) -> dict[str, Tensor]:
     """The draft's tensors by the names, and in the dtypes, that the checkpoint has or would have them in."""
     target, text = checkpoint.folder, config.get("text_config") or config
-    if config.get("quantization_config") or text.get("quantization_config"):
-        raise UserError("target.model", got=f"{target}, which is quantized", expected="a checkpoint in floating point")
+    check_floating_point(config, target)
     # A config.json may omit what is its model's default.
     check_fit(draft_config, (draft_config.get("text_config") or {}) | text, draft, "draft", str(target))
     naming, num_layers = naming_of(draft_config["text_config"]["model_type"]), draft_config["text_config"]["num_hidden_layers"]

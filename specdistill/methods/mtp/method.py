@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from specdistill.engines.engine import Layout
 from specdistill.methods import sizes
 from specdistill.methods.chains import repairs
 from specdistill.methods.chains.proposer import HeadProposer
@@ -17,6 +18,7 @@ from specdistill.methods.mtp.checkpoint import (
     build_mtp,
     check_mtp,
     check_native,
+    check_target,
     export,
     load_mtp,
     save_mtp,
@@ -91,6 +93,11 @@ def mtp_head(hidden_size: int, vocab_size: int, layer: int, layer_read: float, n
     return sizes.ParameterCounts(num_layers * (fuse + layer), fuse + layer_read + table, 1, copied=2 * table)
 
 
+def check_served(engine: str, layout: Layout, draft: MtpDraft, target: FrozenTarget) -> None:
+    if target.files:
+        check_target(engine, target.files)
+
+
 METHOD = Implementation(
     load_proposer=proposer_loader(load_mtp, HeadProposer),
     is_named=lambda config, names: bool(names) and config.get("architectures") == [ARCHITECTURE],
@@ -106,5 +113,6 @@ METHOD = Implementation(
     config_of=config_of,
     native_layers=native_layers,
     num_layers=lambda config: 1,
+    check_served=check_served,
     export=export,
 )
