@@ -124,6 +124,7 @@ def _show(recipe: TrainedRecipe, options: ShowOptions) -> ExitCode:
     rows, _ = open_rows(recipe.data, target, recipe.measured_on)
     *_, manifest = read_rows(folder)
     of = show.lengths(rows)
-    show.print_data(manifest, of, show.shown(rows, of, options.documents, target.tokenizer))
-    result({"folder": folder, **manifest.model_dump(mode="json")})
+    documents = show.shown(rows, of, options.documents, target.tokenizer)
+    show.print_data(manifest, of, documents)
+    result({"folder": folder, **manifest.model_dump(mode="json"), "documents": documents})
     return ExitCode.DONE

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property
-from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -243,14 +242,13 @@ def test_a_recipe_goes_the_whole_line(name: str, tmp_path: Path) -> None:
 
 
 def check_data(line: Line, answer: str, *keys: str) -> None:
-    """What carries loss are answers, on the page that a user sees. answer: what is said in each, and nowhere else."""
-    page = line.folder / "data.html"
-    run("data", "show", *line.data_keys, *keys, f"output={page}", "documents=999")
-    documents = re.findall(r'<div class="text" tabindex="0">(.*?)</div>', page.read_text(encoding="utf-8"), re.DOTALL)
+    """What carries loss are answers, as a user sees them. answer: what is said in each, and nowhere else."""
+    shown = specdistill("data", "show", *line.data_keys, *keys, "documents=999", "--json")
+    assert shown.returncode == 0, shown.stderr
+    documents = json.loads(shown.stdout)["documents"]
     assert documents
     for document in documents:
-        loss = unescape("".join(re.findall(r'<span class="loss">(.*?)</span>', document, re.DOTALL)))
-        context = unescape(re.sub(r'<span class="loss">.*?</span>', "", document, flags=re.DOTALL))
+        loss, context = ("".join(text for text, has in document["pieces"] if has is wanted) for wanted in (True, False))
         assert loss
         if "Row " in loss or (line.named(SELF) and "What follows" not in context):  # a text, or of the target's own question
             continue
