@@ -48,6 +48,7 @@ from specdistill.recipe.load import flattened, load_recipe, merged, validate
 from specdistill.recipe.sections import HiddenStatesConfig, MeasurementConfig, TargetConfig
 from specdistill.report.files import check_replaceable, digest, write_report
 from specdistill.rows.row_set import RowTarget
+from specdistill.suites.conversations import use_template
 from specdistill.suites.suite import check_suite
 from specdistill.targets.compiled import compile_layers
 from specdistill.targets.files import TargetFiles
@@ -172,6 +173,7 @@ def train_draft(recipe: TrainedRecipe, callbacks: Sequence[TrainerCallback] = ()
     runs_layers = hidden_states.runs_layers or recipe.selection is not None
     target = FrozenTarget.load(**vars(recipe.target), layers_on_disk=not runs_layers)
     check_engines(recipe, target)
+    use_template(target.tokenizer, recipe)
     train_set, eval_set = open_rows(recipe.data, RowTarget.of(target), recipe.measured_on)
 
     # Draft, what it learns, and the run's record before its first step
@@ -193,7 +195,8 @@ def train_draft(recipe: TrainedRecipe, callbacks: Sequence[TrainerCallback] = ()
 
     # Train, and save the best
     optimizer = build_optimizer(recipe.optimizer, draft, run.arguments)
-    save, decode = partial(save_draft, method, target), decoded_acceptance_length(recipe, target)
+    save = partial(save_draft, method, target, chat_template=recipe.data.chat_template)
+    decode = decoded_acceptance_length(recipe, target)
     options: dict[str, Any] = {"save": save, "decode": decode, "optimizer": optimizer, "store": store}
     trainer = training.DraftTrainer(objective, target, run.arguments, train_set, eval_set, **options)
     for callback in callbacks:

@@ -13,6 +13,7 @@ from specdistill.methods.recipe import Recipe, check_trainable
 from specdistill.produce.features import feature_store
 from specdistill.produce.make import open_rows
 from specdistill.rows.row_set import RowTarget
+from specdistill.suites.conversations import use_template
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.terminal import result
 from specdistill.training.arguments import autocast_dtype, check_precision, training_arguments
@@ -28,6 +29,7 @@ def main(recipe: HeadRecipe) -> None:
 
     # Target and data
     target = FrozenTarget.load(**vars(recipe.target), layers_on_disk=not recipe.hidden_states.runs_layers)
+    use_template(target.tokenizer, recipe)
     train_set, eval_set = open_rows(recipe.data, RowTarget.of(target), recipe.measured_on)
 
     # Features of the layers that the draft reads, by passes as training makes them

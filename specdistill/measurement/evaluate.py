@@ -30,6 +30,7 @@ from specdistill.recipe.sections import EvalConfig
 from specdistill.report.text import print_power_analysis
 from specdistill.statistics.records import PromptRecord
 from specdistill.statistics.sample_size import power_analysis
+from specdistill.suites.conversations import use_template
 from specdistill.suites.suite import Suite, cut_prompts, load_suite, num_measured, tokenize
 from specdistill.targets.frozen import FrozenTarget
 
@@ -175,6 +176,7 @@ def load_pair(recipe: Recipe) -> tuple[FrozenTarget, Proposer, str | None]:
         raise UserError("eval.draft", got="null", text=text)
     draft = recipe.eval.draft or str(own) if trained else None
     target = FrozenTarget.load(**vars(recipe.target))
+    use_template(target.tokenizer, recipe)
     fit_threads(target)
     shape: dict[str, Any] = {name: getattr(recipe.eval, name) for name in ("lookup_first", "draft_length", "compile")}
     proposer = load_proposer(recipe.method, draft, target, **shape, **recipe.proposer_options())

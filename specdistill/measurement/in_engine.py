@@ -41,6 +41,7 @@ from specdistill.report.build import build_report, headline, result_rows
 from specdistill.report.text import print_power_analysis
 from specdistill.statistics.records import PromptRecord, Timing
 from specdistill.statistics.sample_size import power_analysis
+from specdistill.suites.conversations import use_template
 from specdistill.suites.suite import Prompt, Suite
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.loading import read_tokenizer
@@ -83,6 +84,7 @@ def measure_in_engine(recipe: Recipe, suite: Suite, folder: Path) -> tuple[dict[
     tokenizer, _, max_length = read_tokenizer(
         target.model, revision=target.revision, trust_remote_code=target.trust_remote_code
     )
+    use_template(tokenizer, recipe)
 
     # What can be refused before anything is measured
     if config.server:  # which does not say what it drafts with, unless that is in the target's checkpoint

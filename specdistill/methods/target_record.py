@@ -24,10 +24,16 @@ SECTION = "specdistill"
 GGUF_PREFIX = "specdistill.target."
 
 
-def save_draft(method: Implementation, target: FrozenTarget, draft: Draft, folder: Path) -> None:
-    """Write a draft in its method's public layout, with the record of its target; of one made in memory there is none."""
+def save_draft(
+    method: Implementation, target: FrozenTarget, draft: Draft, folder: Path, chat_template: str | None = None
+) -> None:
+    """Write a draft in its method's public layout, with the record of its target; of one made in memory there is none. chat_template: of
+    `data:`, saved for the servers that it has to be given to.
+    """
     assert method.save is not None
     method.save(draft, target, folder)
+    if chat_template is not None:
+        (folder / "chat_template.jinja").write_text(target.tokenizer.chat_template, encoding="utf-8")
     _write(folder, target.identity if target.files else None)
 
 

@@ -78,7 +78,7 @@ class SuiteIndex:
 
     def overlap(self, row: Mapping[str, Any]) -> tuple[str, str] | None:
         """(`suite: prompt`, the words in common) of the first overlap of a row in one of the common forms of `sources`."""
-        texts = [row["text"]] if row["text"] is not None else [turn["content"] for turn in row["messages"]]
+        texts = [row["text"]] if row["text"] is not None else [turn["content"] or "" for turn in row["messages"]]
         return next(filter(None, map(self._overlap, texts)), None)
 
     def _overlap(self, text: str) -> tuple[str, str] | None:
@@ -123,7 +123,7 @@ class NearDuplicates:
 
 def shingles(row: Mapping[str, Any]) -> set[WordTuple]:
     """The word n-grams of a row in one of the common forms of `sources`: of a text, or of all turns of a conversation."""
-    own = words(row["text"] if row["text"] is not None else "\n".join(turn["content"] for turn in row["messages"]))
+    own = words(row["text"] if row["text"] is not None else "\n".join(turn["content"] or "" for turn in row["messages"]))
     return set(ngrams(own, min(ROW_NGRAM, max(1, len(own)))))
 
 

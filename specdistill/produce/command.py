@@ -9,6 +9,7 @@ from specdistill.methods.recipe import Recipe, TrainedRecipe
 from specdistill.produce.fleet import FleetOptions, job_set, make_on_ray, slurm_script
 from specdistill.recipe.fields import Section, option
 from specdistill.recipe.load import load_own_keys, load_recipe
+from specdistill.suites.conversations import use_template
 from specdistill.terminal import result
 
 if TYPE_CHECKING:  # it imports torch
@@ -56,10 +57,14 @@ def row_target(recipe: TrainedRecipe, *, generates: bool) -> Any:
 
     target, regenerate = recipe.target, recipe.data.regenerate
     if generates and regenerate.num_tokens > 0 and not regenerate.server:
-        return RowTarget.of(FrozenTarget.load(**vars(target)))
-    tokenizer, end_ids, _ = read_tokenizer(target.model, revision=target.revision, trust_remote_code=target.trust_remote_code)
-    identity = TargetFiles.of(target.model, target.revision, target.adapter).identity
-    return RowTarget(target.model, identity.weights, tokenizer, end_ids)
+        made = RowTarget.of(FrozenTarget.load(**vars(target)))
+    else:
+        consent = target.trust_remote_code
+        tokenizer, end_ids, _ = read_tokenizer(target.model, revision=target.revision, trust_remote_code=consent)
+        identity = TargetFiles.of(target.model, target.revision, target.adapter).identity
+        made = RowTarget(target.model, identity.weights, tokenizer, end_ids)
+    use_template(made.tokenizer, recipe)
+    return made
 
 
 def _job(recipe: TrainedRecipe, *, generates: bool) -> "Job":

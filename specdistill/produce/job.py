@@ -40,7 +40,7 @@ class Job:
     @cached_property
     def sources(self) -> tuple[list[Source], Counter[str]]:
         """The sources without the rows that are filtered, and how many these are."""
-        return cleaned(load_sources(self.config), self.config, self.measured_on)
+        return cleaned(load_sources(self.config, self.target.tokenizer), self.config, self.measured_on)
 
     @cached_property
     def suite_index(self) -> SuiteIndex:

@@ -20,7 +20,8 @@ from transformers import PreTrainedTokenizerBase
 from specdistill.produce.blocks import Block
 from specdistill.produce.sources import Source, row_hash
 from specdistill.recipe.sections import DataConfig
-from specdistill.rows.chat import Message, prompt_ids
+from specdistill.rows.chat import prompt_ids
+from specdistill.suites.conversations import Message
 
 CHARACTERS_PER_TOKEN = 16  # more than a token has on average, so that a snippet surely has enough tokens
 TEXTS_AT_ONCE = 64

@@ -22,7 +22,7 @@ from specdistill.engines.server import PLAIN_SAMPLING
 from specdistill.errors import ResourceError, logger
 from specdistill.produce.blocks import Answer, AnswerFile
 from specdistill.produce.prompts import GenerationTask
-from specdistill.rows.chat import Message, render
+from specdistill.suites.conversations import Message, render
 
 SAMPLING = {**PLAIN_SAMPLING, "repeat_penalty": 1.0}  # llama.cpp's word for the repetition penalty
 

@@ -1,19 +1,19 @@
-"""Sources of training rows, and their many forms brought to two: a text, or a conversation.
+"""Sources of training rows, and their many forms brought to three: a text, a conversation, or token ids with their loss mask.
 
 A source is `self`, the target's own prompts (specdistill.produce.self_prompts), a built-in one, a jsonl, json or parquet file, a folder or
-Hub id that the datasets library can load, or a list of entries, `SourceEntry`. Every row becomes `{"text": str, "messages": None}` or
-`{"text": None, "messages": [{"role", "content"}, …]}` with the roles system, user, assistant and tool.
+Hub id that the datasets library can load, or a list of entries, `SourceEntry`. Every row has the keys of `COLUMNS`, and those of its form
+are not None: `text`; or `messages` and perhaps `tools` (specdistill.suites.conversations); or `input_ids`, `loss_mask` and, to be compared
+with other rows, their `text`.
 """
 
 import hashlib
-import json
 import lzma
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, dropwhile, pairwise, takewhile
+from itertools import chain
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -21,21 +21,31 @@ from typing import Any
 import fsspec
 import numpy as np
 from datasets import Dataset, DownloadManager, Features, List, Value, load_dataset_builder
+from datasets import Json as AnyJson
 from datasets.exceptions import DatasetsError
 from datasets.fingerprint import Hasher
 from datasets.packaged_modules.json.json import Json
 from pyarrow import ArrowException
+from transformers import PreTrainedTokenizerBase
 from yaml import YAMLError
 
 from specdistill.errors import ResourceError, UserError, logger, nearest, one_line, sibling_key
 from specdistill.files.documents import LONGEST, json_rows
 from specdistill.recipe.data_sources import BUILT_IN, LOADERS, SELF, SourceEntry, entries
 from specdistill.recipe.sections import DataConfig
-from specdistill.rows.files import Columns, array, cache_folder, content_of, mapped, on_disk, quiet
+from specdistill.rows.files import Columns, array, cache_folder, content_of, mapped, on_disk, quiet, tokenizer_fingerprint
+from specdistill.suites.conversations import conversation, mappings, string
 
-COLUMNS = {"text": Value("string"), "messages": List({"role": Value("string"), "content": Value("string")})}
+COLUMNS = {
+    "text": Value("string"),
+    "messages": List(AnyJson()),
+    "tools": List(AnyJson()),
+    "input_ids": List(Value("int32")),
+    "loss_mask": List(Value("int8")),
+}
 READER_COLUMNS = {**COLUMNS, "row": Value("int64")}
-CONVERSATIONS = ("messages", "conversations", "conversation")
+CONVERSATIONS = ("messages", "conversations", "conversation", "turns")
+TOKENS = "input_ids"
 EXCHANGES = (
     ("instruction", "output"),
     ("instruction", "response"),
@@ -45,17 +55,13 @@ EXCHANGES = (
 )
 PROMPTS = tuple(dict.fromkeys(question for question, _ in EXCHANGES))
 ANSWERS = {prompt: {answer for question, answer in EXCHANGES if question == prompt} for prompt in PROMPTS}
-KNOWN_COLUMNS = ("text", *CONVERSATIONS, "instances", *dict.fromkeys(name for pair in EXCHANGES for name in pair))
-READ = (*KNOWN_COLUMNS, "system", "input", "context")
+KNOWN_COLUMNS = ("text", TOKENS, *CONVERSATIONS, "instances", *dict.fromkeys(name for pair in EXCHANGES for name in pair))
+READ = (*KNOWN_COLUMNS, "tools", "loss_mask", "system", "input", "context")
 INSTANCES = ("instruction", "instances")
-EXPECTED = "text, messages, conversations, or instruction and output (prompt and response, question and answer)"
+EXPECTED = (
+    "text, messages, conversations, turns, input_ids, or instruction and output (prompt and response, question and answer)"
+)
 HASH_RANGE = 2**63  # of hashes of rows: what a column of signed integers holds
-ROLES = {
-    **dict.fromkeys(("user", "human", "prompter"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model", "function_call", "tool_call"), "assistant"),
-    **dict.fromkeys(("system", "developer"), "system"),
-    **dict.fromkeys(("tool", "observation", "function", "function_response", "tool_response"), "tool"),
-}
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,7 @@ class Source:
         return self.entry.source == SELF
 
 
-def load_sources(config: DataConfig) -> list[Source]:
+def load_sources(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[Source]:
     """The sources of `data.source`; `self`, whose rows are generated block by block, has none here.
 
     Raises UserError for a wrong name or setting, ResourceError when the Hub fails.
@@ -86,7 +92,7 @@ def load_sources(config: DataConfig) -> list[Source]:
             if value != default:
                 expected = f"{default}: it is of rows that are there"
                 raise UserError(key, got=f"{value} with the source self alone", expected=expected)
-    return [Source(_rows(entry, key, config), entry, key) for key, entry in found]
+    return [Source(_rows(entry, key, config, tokenizer), entry, key) for key, entry in found]
 
 
 def row_hash(row: Mapping[str, Any], seed: int) -> int:
@@ -99,8 +105,8 @@ def row_hash(row: Mapping[str, Any], seed: int) -> int:
     return int.from_bytes(digest.digest()) % HASH_RANGE
 
 
-def _rows(entry: SourceEntry, key: str, config: DataConfig) -> Dataset:
-    """One source's rows in the two common forms."""
+def _rows(entry: SourceEntry, key: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    """One source's rows in the common forms."""
     source, split, columns = entry.source, entry.split or config.split, entry.columns or config.columns
     if source == SELF:
         return Dataset.from_dict({name: [] for name in COLUMNS}, features=Features(COLUMNS))
@@ -108,7 +114,11 @@ def _rows(entry: SourceEntry, key: str, config: DataConfig) -> Dataset:
         if entry.where or entry.min_turns or columns:
             raise UserError(key, got=f"{source} with columns, where or min_turns", expected="all of it, or another source")
         content, rows_of_split = resolve_name(BUILT_IN[source])(split)
-        options = {"features": Features(COLUMNS), "cache_dir": config.cache_dir, "fingerprint": Hasher.hash([source, content])}
+        options = {
+            "features": Features(COLUMNS),
+            "cache_dir": config.cache_dir,
+            "fingerprint": Hasher.hash([source, content, *COLUMNS]),
+        }
         with quiet(), on_disk(cache_folder(config.cache_dir)):
             return Dataset.from_generator(rows_of_split, **options)
     raw = _load(entry, split, key, config.cache_dir)
@@ -121,8 +131,14 @@ def _rows(entry: SourceEntry, key: str, config: DataConfig) -> Dataset:
     content = [content_of(source), split] if Path(source).exists() else raw._fingerprint
     conditions = [entry.where, entry.min_turns] if entry.where or entry.min_turns else []
     inputs = ["rows", content, columns, *conditions]
+    if TOKENS in (columns or raw.column_names):
+        if config.regenerate.num_tokens > 0:
+            expected = "data.regenerate.num_tokens=0: they are trained on as they are"
+            raise UserError(key, got=f"{source}, rows of token ids, with data.regenerate", expected=expected)
+        inputs.append(tokenizer_fingerprint(tokenizer))
+    read = partial(_read, key=key, entry=entry, tokenizer=tokenizer, features=raw.features)
     try:
-        rows = mapped(raw, partial(_read, key=key, entry=entry), READER_COLUMNS, inputs, "Reading", config)
+        rows = mapped(raw, read, READER_COLUMNS, inputs, "Reading", config)
     except UnicodeDecodeError as error:  # the library keeps the bytes of a file as they are
         raise UserError(key, got=f"{source}, which is not UTF-8", expected="text in UTF-8") from error
     if num_filtered := len(raw) - len(np.unique(array(rows, "row"))):
@@ -138,22 +154,28 @@ def _rows(entry: SourceEntry, key: str, config: DataConfig) -> Dataset:
     return rows.remove_columns("row")
 
 
-def _read(batch: Columns, numbers: Sequence[int], key: str, entry: SourceEntry) -> dict[str, list[Any]]:
-    """A batch of rows in the two common forms, with their own number as a column. Raises UserError naming the first that cannot be read."""
+def _read(
+    batch: Columns, numbers: Sequence[int], key: str, entry: SourceEntry, tokenizer: PreTrainedTokenizerBase, features: Features
+) -> dict[str, list[Any]]:
+    """A batch of rows in the common forms, with their own number as a column. Raises UserError naming the first that cannot be read."""
     made: dict[str, list[Any]] = {column: [] for column in READER_COLUMNS}
     for number, values in zip(numbers, zip(*batch.values(), strict=True), strict=True):
-        for row in _read_row(dict(zip(batch, values, strict=True)), f"{key} row {number}", entry):
-            for column, value in {**row, "row": number}.items():
+        raw = _unfilled(dict(zip(batch, values, strict=True)), dict(features))
+        for row in _read_row(raw, f"{key} row {number}", entry, tokenizer):
+            for column, value in {**dict.fromkeys(COLUMNS), **row, "row": number}.items():
                 made[column].append(value)
     return made
 
 
-def _read_row(raw: Mapping[str, Any], where: str, entry: SourceEntry) -> list[dict[str, Any]]:
+def _read_row(
+    raw: Mapping[str, Any], where: str, entry: SourceEntry, tokenizer: PreTrainedTokenizerBase
+) -> list[dict[str, Any]]:
     """The rows that a row of the source gives; none for one without content, or that is not asked for."""
-    if not all(raw[column] in (it if isinstance(it, list) else [it]) for column, it in entry.where.items()):
+    if not all(raw.get(column) in (it if isinstance(it, list) else [it]) for column, it in entry.where.items()):
         return []
-    made = normalise({ours: raw[own] for ours, own in entry.columns.items()} if entry.columns else raw, where)
-    return [row for row in made if sum(turn["role"] == "user" for turn in row["messages"] or ()) >= entry.min_turns]
+    own = {ours: raw.get(theirs) for ours, theirs in entry.columns.items()} if entry.columns else raw
+    made = normalise(own, where, tokenizer)
+    return [row for row in made if sum(turn["role"] == "user" for turn in row.get("messages") or ()) >= entry.min_turns]
 
 
 def _check_columns(own: Sequence[str], entry: SourceEntry, key: str) -> None:
@@ -167,33 +189,35 @@ def _check_columns(own: Sequence[str], entry: SourceEntry, key: str) -> None:
         expected = f"{{our name: its own}} with our names {', '.join(READ)}"
         raise UserError(sibling_key(key, "columns"), got=unknown, expected=expected, nearest=nearest(unknown, READ))
     named = set(columns or own)
-    if not named & {"text", *CONVERSATIONS, *PROMPTS} and not named.issuperset(INSTANCES):
+    if not named & {"text", TOKENS, *CONVERSATIONS, *PROMPTS} and not named.issuperset(INSTANCES):
         close = next((match for column in own if (match := nearest(column, KNOWN_COLUMNS))), None)
         got = f"{source} with columns {', '.join(named if columns else own)}"
         raise UserError(key, got=got, expected=f"{EXPECTED}, or data.columns to say which are these", nearest=close)
 
 
-def normalise(row: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]]:
-    """A row in any known form -> rows in the two common forms; nothing for a row without content."""
+def normalise(row: Mapping[str, Any], where: str, tokenizer: Any = None) -> Iterator[dict[str, Any]]:
+    """A row in any known form -> rows in the common forms; nothing for a row without content. tokenizer: for token ids."""
     present = {column: value for column, value in row.items() if value}
-    conversation = next((present[column] for column in CONVERSATIONS if column in present), None)
+    turns = next((present[column] for column in CONVERSATIONS if column in present), None)
     exchange = next((pair for pair in EXCHANGES if pair[0] in present and pair[1] in present), None)
     context = present.get("input") or present.get("context")
-    if conversation is not None:
-        messages = _conversation(conversation, where)
+    if TOKENS in present:
+        yield _token_row(present[TOKENS], present.get("loss_mask"), where, tokenizer)
+    elif turns is not None:
+        messages, tools = conversation(turns, present.get("tools"), where)
         if messages and messages[0]["role"] != "system" and isinstance(present.get("system"), str):
             messages = [{"role": "system", "content": present["system"]}, *messages]
-        yield {"text": None, "messages": messages}
+        yield {"text": None, "messages": messages, "tools": tools}
     elif "text" in present:
-        yield {"text": _string(present["text"], where, "text"), "messages": None}
+        yield {"text": string(present["text"], where, "text"), "messages": None}
     elif "instances" in present and "instruction" in present:  # self-instruct: one instruction, several worked instances
-        for instance in _mappings(present["instances"], where, "instances"):
+        for instance in mappings(present["instances"], where, "instances"):
             yield _exchange(present["instruction"], instance.get("input"), instance.get("output"), where)
     elif exchange is not None:
         yield _exchange(present[exchange[0]], context, present[exchange[1]], where)
     elif question := next((name for name in PROMPTS if name in present and not ANSWERS[name] & row.keys()), None):
-        turns = _exchange(present[question], context, None, where)["messages"]
-        yield {"text": None, "messages": turns[:1]}  # for the target to answer
+        asked = _exchange(present[question], context, None, where)["messages"]
+        yield {"text": None, "messages": asked[:1]}  # for the target to answer
 
 
 def _load(entry: SourceEntry, split: str, key: str, cache_dir: str | None) -> Any:
@@ -246,50 +270,29 @@ def _check_json(path: Path, key: str) -> None:
         raise UserError(key, got=f"{path}, {error}", expected="rows that are alike, a JSON object each") from error
 
 
-def _conversation(turns: Any, where: str) -> list[dict[str, str]]:
-    """Turns in the `role`/`content` or the ShareGPT `from`/`value` form. A greeting before the first question is dropped.
-
-    Raises UserError for an order of roles that is no conversation's.
-    """
-    messages = [_message(turn, where) for turn in _mappings(turns, where, "a conversation")]
-    system = list(takewhile(lambda message: message["role"] == "system", messages))
-    asked = list(dropwhile(lambda message: message["role"] == "assistant", messages[len(system) :]))
-    roles = [message["role"] for message in asked]
-    expected = "a turn of the user first, and turns of the assistant between those of the user"
-    if len(messages) > len(system) and roles[:1] != ["user"]:
-        begins = messages[len(system)]["role"]
-        raise UserError(where, got=f"turns {begins}, … that no turn of the user comes before", expected=expected)
-    for place, pair in enumerate(pairwise(roles), len(messages) - len(asked)):
-        if pair == ("user", "user"):
-            raise UserError(where, got=f"two turns of the user in a row, numbers {place} and {place + 1}", expected=expected)
-    return [*system, *asked]
+def _token_row(ids: Any, mask: Any, where: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Ids as they were read and generated, with a loss mask, or with loss on all of them."""
+    mask = [1] * len(ids) if mask is None else mask
+    for name, values, limit in (("input_ids", ids, len(tokenizer)), ("loss_mask", mask, 2)):
+        if not isinstance(values, list) or not all(type(value) is int for value in values) or len(values) != len(ids):
+            got = f"{name} of type {type(values).__name__}, {len(ids)} input_ids"
+            raise UserError(where, got=got, expected="two lists of integers of one length")
+        if wrong := next((value for value in values if not 0 <= value < limit), None):
+            raise UserError(
+                where, got=f"{wrong} in {name}", expected=f"0 to {limit - 1}{', the target’s tokens' * (name == TOKENS)}"
+            )
+    return {"text": tokenizer.decode(ids), "input_ids": ids, "loss_mask": mask}
 
 
-def _message(turn: Mapping[str, Any], where: str) -> dict[str, str]:
-    role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
-    if not isinstance(role, str) or role not in ROLES:
-        raise UserError(where, got=f"the role {role!r}", expected=", ".join(ROLES), nearest=nearest(str(role), ROLES))
-    if isinstance(content, list):  # content in parts, of which the text counts
-        content = "".join(_string(part.get("text") or "", where, "text") for part in _mappings(content, where, "content"))
-    if not content and turn.get("tool_calls"):
-        content = json.dumps(turn["tool_calls"], default=str)  # a parquet file may hold dates in them
-    return {"role": ROLES[role], "content": _string(content or "", where, "content")}
+def _unfilled(value: Any, feature: Any) -> Any:
+    """Without the None of keys that a row lacks and others have: Arrow's objects all have the same keys."""
+    if value is not None and isinstance(feature, dict):
+        return {name: _unfilled(item, feature[name]) for name, item in value.items() if item is not None}
+    return [_unfilled(item, feature.feature) for item in value] if value and isinstance(feature, List) else value
 
 
 def _exchange(question: Any, context: Any, answer: Any, where: str) -> dict[str, Any]:
     """An instruction, its input below it where there is one, and the answer to it."""
-    parts = [_string(part, where, "instruction") for part in (question, context) if part]
-    turns = [("user", "\n\n".join(parts)), ("assistant", _string(answer or "", where, "output"))]
+    parts = [string(part, where, "instruction") for part in (question, context) if part]
+    turns = [("user", "\n\n".join(parts)), ("assistant", string(answer or "", where, "output"))]
     return {"text": None, "messages": [{"role": role, "content": content} for role, content in turns]}
-
-
-def _mappings(value: Any, where: str, what: str) -> list[Mapping[str, Any]]:
-    if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
-        raise UserError(where, got=f"{what} of type {type(value).__name__}", expected="a list of objects")
-    return value
-
-
-def _string(value: Any, where: str, what: str) -> str:
-    if not isinstance(value, str):
-        raise UserError(where, got=f"{what} of type {type(value).__name__}", expected="a string")
-    return value

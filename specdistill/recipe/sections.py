@@ -140,6 +140,10 @@ class DataConfig(Section):
     )
     split: str = option("train", "split of the source")
     columns: dict[str, str] = option({}, "column names, ours to the source's, e.g. {messages: turns}; {}: detected")
+    chat_template: str | None = option(
+        None,
+        "file of a chat template that replaces the target's, in rows, evaluation and the draft's folder; null: the target's",
+    )
     max_length: int = option(512, "tokens per packed row; longer texts are cut, longer conversations at a turn", ge=8)
     validation_fraction: float = option(0.02, "fraction of the rows held out for evaluation during training", ge=0, le=0.9)
     validation_split: Literal["hash", "sample"] = option(

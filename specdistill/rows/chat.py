@@ -1,51 +1,32 @@
-"""Conversations by the target's own chat template, and where the assistant's turns stand in what it renders.
+"""Where the assistant's turns stand in what the target's chat template renders, found by trying.
 
-A turn starts where the conversation before it, with the generation prompt, ends. Its content ends where a marker put there comes out. The
-closing text of the turn belongs to it, since the target has to generate that too. Without the markers, the rendered text must be the
-conversation, character for character.
+A turn starts where the conversation before it, with the generation prompt, ends, and it ends where the conversation up to it does: its
+reasoning, its calls of tools and the closing text belong to it, since the target has to generate them too.
 
-`assistant_spans` renders each turn's beginnings to find this, whatever the template does.
+Some templates render a turn differently once others follow, e.g. without its reasoning. What was generated is the turn as the last one:
+where a conversation does not begin with what it was up to a turn, that is a document of its own.
 """
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate
-from typing import Any
+from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from specdistill.errors import UserError, refusing
-from specdistill.suites.suite import TEMPLATE_ERRORS
+from specdistill.errors import UserError
+from specdistill.suites.conversations import REASONING, Message, Tools, check_expressed, render, shortened
 
-Message = dict[str, str]
 Spans = list[tuple[int, int]]
 MARKER = "[[specdistill-marks-this-place]]"
-SHOWN_CHARACTERS = 240
-MASKABLE = "a template with {% generation %} tags, or data.loss_mask=all"
+MASKABLE = "a template that renders it as it is (data.chat_template), or data.loss_mask=all"
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], where: str = "data.source") -> list[int]:
+def prompt_ids(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Tools = None, where: str = "data.source"
+) -> list[int]:
     """The conversation up to its first assistant turn, with the generation prompt."""
     roles = [message["role"] for message in messages]
     end = roles.index("assistant") if "assistant" in roles else len(roles)
-    return list(tokenizer(render(tokenizer, messages[:end], True, where), add_special_tokens=False)["input_ids"])
-
-
-def render(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    generation_prompt: bool = False,
-    where: str = "data.source",
-    **template: Any,
-) -> str:
-    """template: more arguments of the chat template, e.g. enable_thinking."""
-    if tokenizer.chat_template is None:
-        got = "conversations for a target whose tokenizer has no chat template"
-        expected = "text rows, or a chat_template.jinja next to the tokenizer, e.g. that of its instruct model"
-        raise UserError(where, got=got, expected=expected)
-    options: Any = {"tokenize": False, "add_generation_prompt": generation_prompt, **template}
-    turns = f"turns {shortened(', '.join(message['role'] for message in messages))}"
-    with refusing(TEMPLATE_ERRORS, where, turns, "a conversation that the target's chat template takes"):
-        return str(tokenizer.apply_chat_template(list(messages), **options))
+    rendered = render(tokenizer, messages[:end], True, where, tools)
+    return list(tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def opened_turn(tokenizer: PreTrainedTokenizerBase, system: str | None, where: str = "data.source") -> tuple[str, str]:
@@ -66,57 +47,60 @@ def opened_turn(tokenizer: PreTrainedTokenizerBase, system: str | None, where: s
     return before.rstrip(" "), after[0]
 
 
-def assistant_spans(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], where: str = "data.source") -> Spans:
-    """Character spans [start, end) of the assistant's turns in the rendered conversation, their closing text included."""
+def turn_documents(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    tools: Tools = None,
+    where: str = "data.source",
+    *,
+    checks_turns: bool = True,
+) -> list[tuple[str, Spans]]:
+    """What the target read and generated: documents as text, each with the character spans [start, end) of the assistant's turns that
+    were generated in it. One, unless the template renders earlier turns differently.
 
-    def rendered(messages: Sequence[Message], generation_prompt: bool = False) -> str:
-        return render(tokenizer, messages, generation_prompt, where)
-
-    whole = rendered(messages)
-    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    marked = [_marked(message, at_end=True) if index in turns else message for index, message in enumerate(messages)]
-    ends = _marker_positions(rendered(marked), whole)
-    starts = [_prefix_start(rendered, messages[:turn], whole) for turn in turns]
-    if None in starts:  # the template renders the last turns of a conversation in another way than those before them
-        opened = [_marked(message, at_end=False) if index in turns else message for index, message in enumerate(messages)]
-        starts = list(_marker_positions(rendered(opened), whole))
-    if not len(starts) == len(ends) == len(turns):
-        got = f"a chat template that changes the assistant's content in {shortened(whole)!r}"
-        raise UserError(where, got=got, expected=MASKABLE)
-    spans = []
-    for turn, start, content_end in zip(turns, starts, ends, strict=True):
-        closing = rendered(marked[: turn + 1]).rpartition(MARKER)[2].rstrip()
-        end = content_end + len(closing) if whole.startswith(closing, content_end) else content_end
-        spans.append((min(start or 0, content_end), end))
-    return spans
-
-
-def _prefix_start(rendered: Callable[..., str], before: Sequence[Message], whole: str) -> int | None:
-    """Where the next turn starts: after `before` and as much of the generation prompt as `whole` has.
-
-    Some templates put more into the prompt (an empty thought) than they render in a finished turn. None if `whole` does not start with
-    `before`.
+    Raises UserError for a conversation, or with checks_turns a turn of it, that the template does not render whole.
     """
-    if not before:
-        return 0
-    start = _alike(rendered(before, True), whole)
-    return start if start >= len(rendered(before).rstrip()) else None
+    check_expressed(tokenizer, messages, tools, where)
+    documents: list[tuple[str, Spans]] = []
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant":
+            rendered, span = _turn(tokenizer, messages[: number + 1], tools, where, checks_turns)
+            spans = documents.pop()[1] if documents and _continues(rendered, documents[-1][0]) else []
+            documents.append((rendered, [*spans, span]))
+    whole = render(tokenizer, messages, False, where, tools)
+    if not documents or _continues(whole, documents[-1][0]):
+        documents[-1:] = [(whole, documents[-1][1] if documents else [])]
+    return documents
 
 
-def _marked(message: Message, at_end: bool) -> Message:
-    """A message with the marker at its end or start, inside surrounding white space, which a template may strip."""
-    content = message["content"]
-    body = content.strip()
-    position = len(content.rstrip()) if at_end else content.find(body)
-    return {**message, "content": content[:position] + MARKER + content[position:]}
+def _turn(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Tools, where: str, is_checked: bool
+) -> tuple[str, tuple[int, int]]:
+    """The conversation as text, and the span of its last turn."""
+    *before, turn = messages
+    rendered, start = render(tokenizer, messages, False, where, tools), 0
+    if before:
+        prompt = render(tokenizer, before, True, where, tools)
+        start = _alike(prompt, rendered)
+        # Some templates put more into the prompt (an empty thought) than they render in a finished turn.
+        if start < len(prompt) and not _continues(rendered, render(tokenizer, before, False, where, tools)):
+            start = len(rendered)
+    content = turn["content"] or ""
+    named = [
+        content.strip(),
+        turn.get(REASONING[0], "").strip(),
+        *(call["function"]["name"] for call in turn.get("tool_calls", ())),
+    ]
+    if is_checked and not all(part in rendered[start:] for part in named):
+        got = f"a chat template that changes the assistant's content in {shortened(rendered)!r}"
+        raise UserError(where, got=got, expected=MASKABLE)
+    end = len(rendered.rstrip())
+    return rendered, (start, max(start, end, rendered.rfind(content, start) + len(content) if content else end))
 
 
-def _marker_positions(rendered: str, whole: str) -> list[int]:
-    """Positions in `whole` of the markers in `rendered`; none if the two differ in anything else."""
-    pieces = rendered.split(MARKER)
-    if "".join(pieces) != whole:
-        return []
-    return list(accumulate(len(piece) for piece in pieces[:-1]))
+def _continues(longer: str, shorter: str) -> bool:
+    """But for white space after the last turn, which nobody generates."""
+    return longer.startswith(shorter.rstrip())
 
 
 def _alike(first: str, second: str) -> int:
@@ -129,9 +113,3 @@ def first_difference(first: str, second: str) -> tuple[str, str]:
     """What two strings hold from where they differ, with a few characters before."""
     start = max(0, _alike(first, second) - 20)
     return tuple(repr(text[start : start + 60]) for text in (first, second))  # type: ignore[return-value]
-
-
-def shortened(text: str) -> str:
-    """The beginning and the end of a text too long for an error message."""
-    half = SHOWN_CHARACTERS // 2
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:half]} … {text[-half:]}"

@@ -1,15 +1,14 @@
 """Rows as documents: token ids with a loss mask, of the assistant's tokens or of all of them.
 
-An `Encoder` takes rows by the batch, a text or a conversation each, and is a function of each row alone: `datasets` can map them
-through it in any number of processes. If the chat template marks the assistant's turns (`{% generation %}`), its marks are the mask;
-otherwise the turns are found in what it renders (specdistill.rows.chat).
+An `Encoder` takes rows by the batch, a text, a conversation or token ids each, and is a function of each row alone: `datasets` can map
+them through it in any number of processes. The assistant's turns are found in what the chat template renders (specdistill.rows.chat),
+which may give a conversation several documents.
 
 A conversation longer than a row is cut at its turns. As many whole exchanges, each a user's turn and what follows it, as fit into a row
 are a document, and the rest is cut alike: each document begins with the system message and a user's turn, and the template renders it as
 a conversation of its own. Of an exchange that no row holds the turns up to the assistant's last one that fits are kept.
 """
 
-import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,8 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from specdistill.errors import UserError
-from specdistill.rows.chat import MASKABLE, Message, assistant_spans, render, shortened
+from specdistill.rows.chat import MASKABLE, Spans, turn_documents
+from specdistill.suites.conversations import Message, Tools, render, shortened
 
 # row: the number of the source's row that a document comes from. An exchange that is filtered in part, because no row holds it, is a
 # document without tokens, of the length that it would have.
@@ -33,8 +33,8 @@ DOCUMENT_COLUMNS = {
     "length": Value("int32"),
     "source": Value("int32"),
 }
+ROW_COLUMNS = ("text", "messages", "tools", "input_ids", "loss_mask")  # of `sources`
 ENCODED_COLUMNS = {**DOCUMENT_COLUMNS, "is_text": Value("bool"), "row": Value("int64")}
-GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Ids = NDArray[np.int32]
 Mask = NDArray[np.int8]
 
@@ -50,8 +50,8 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Documents of rows {text, messages} as columns. loss_mask: `assistant` or `all`. key, source: name and number of the source, for error
-    messages and as a column.
+    """Documents of rows with the columns of `sources` as columns. loss_mask: `assistant` or `all`. key, source: name and number of the
+    source, for error messages and as a column.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -65,15 +65,18 @@ class Encoder:
 
         Raises UserError naming the row that the chat template does not take, or in which it marks none or all of the tokens.
         """
-        texts = [(number, text) for number, text in zip(numbers, rows["text"], strict=True) if text is not None]
-        chats = [(number, turns) for number, turns in zip(numbers, rows["messages"], strict=True) if turns is not None]
-        documents = [(number, True, encoded) for number, encoded in self.texts(texts)]
-        for (number, turns), encoded in zip(chats, self.chats(chats), strict=True):
-            parts = [encoded] if encoded.length <= self.max_length else self.parts(number, turns)
-            documents += [(number, False, part) for part in parts]
+        texts, documents = [], []
+        for number, text, turns, tools, ids, mask in zip(numbers, *(rows[name] for name in ROW_COLUMNS), strict=True):
+            if turns is not None:
+                documents += [(number, False, made) for made in self.conversation(turns, tools, number)]
+            elif ids is not None:
+                documents.append((number, True, _all_with_loss(ids) if self.loss_mask == "all" else _encoded(ids, mask)))
+            else:
+                texts.append((number, text))
+        documents += [(number, True, encoded) for number, encoded in self.texts(texts)]
         columns: dict[str, list[Any]] = {name: [] for name in ENCODED_COLUMNS}
-        for number, is_text, encoded in sorted(documents, key=itemgetter(0)):
-            for name, value in {**vars(encoded), "source": self.source, "is_text": is_text, "row": number}.items():
+        for number, is_cut, encoded in sorted(documents, key=itemgetter(0)):
+            for name, value in {**vars(encoded), "source": self.source, "is_text": is_cut, "row": number}.items():
                 columns[name].append(value)
         return columns
 
@@ -84,28 +87,32 @@ class Encoder:
         ended = (those if end is None or those[-1:] == [end] else [*those, end] for those in ids)
         return [(number, _all_with_loss(those)) for (number, _), those in zip(texts, ended, strict=True)]
 
-    def chats(self, chats: Sequence[tuple[int | None, Sequence[Message]]]) -> list[Encoded]:
-        """Conversations, each with the number of its row if it has one, by the chat template; however long they are."""
-        if not chats:
-            return []
-        rendered = [render(self.tokenizer, turns, where=self._where(number)) for number, turns in chats]
-        if self.loss_mask == "all":
-            return [_all_with_loss(ids) for ids in self._tokens(rendered)["input_ids"]]
-        is_tagged = GENERATION_TAG.search(self.tokenizer.get_chat_template())
-        encoded = self._by_tags(chats) if is_tagged else self._by_spans(chats, rendered)
-        for (number, turns), whole, made in zip(chats, rendered, encoded, strict=True):
-            _check(made, turns, whole, self._where(number))
-        return encoded
-
-    def parts(self, number: int, messages: Sequence[Message]) -> list[Encoded]:
-        """A conversation longer than a row cut at its turns, and what is filtered, without tokens."""
+    def conversation(self, messages: Sequence[Message], tools: Tools = None, number: int | None = None) -> list[Encoded]:
+        """The documents of a conversation. One longer than a row is cut at its turns; what is filtered of it comes without tokens."""
+        made = self.chat(messages, tools, number)
+        if max(it.length for it in made) <= self.max_length:
+            return made
 
         def length(turns: Sequence[Message]) -> int:
-            return len(self._tokens([render(self.tokenizer, turns, where=self._where(number))])["input_ids"][0])
+            return len(self._tokens([render(self.tokenizer, turns, False, self._where(number), tools)])["input_ids"][0])
 
         parts, filtered = cut_at_turns(messages, length, self.max_length)
         empty = np.empty(0, np.int32), np.empty(0, np.int8)
-        return self.chats([(number, part) for part in parts]) + [Encoded(*empty, tokens) for tokens in filtered]
+        kept = [encoded for part in parts for encoded in self.chat(part, tools, number)]
+        return kept + [Encoded(*empty, tokens) for tokens in filtered]
+
+    def chat(self, messages: Sequence[Message], tools: Tools = None, number: int | None = None) -> list[Encoded]:
+        """A conversation by the chat template, however long it is. number: of its row, if it has one."""
+        where, by_turns = self._where(number), self.loss_mask == "assistant"
+        if (by_turns and all(message["role"] != "assistant" for message in messages)) or any(map(is_unanswered, messages)):
+            expected = "an answer, or data.regenerate.num_tokens above 0, so that the target gives one (or data.loss_mask=all)"
+            raise UserError(where, got=f"a prompt without an answer, {shortened(messages[-1]['content'])!r}", expected=expected)
+        documents = turn_documents(self.tokenizer, messages, tools, where, checks_turns=by_turns)
+        made = self._tokens([rendered for rendered, _ in documents], return_offsets_mapping=by_turns)
+        if not by_turns:
+            return [_all_with_loss(ids) for ids in made["input_ids"]]
+        each = zip(documents, made["input_ids"], made["offset_mapping"], strict=True)
+        return [_checked(_encoded(ids, mask_of(spans, offsets)), text, where) for (text, spans), ids, offsets in each]
 
     def prove(self) -> None:
         """Try the template on a conversation made for it. Raises UserError where not the assistant's turns, and they alone, carry loss."""
@@ -114,15 +121,12 @@ class Encoder:
         roles = ("user", "assistant", "user", "assistant")
         messages = [{"role": role, "content": f"What {role} {number} says."} for number, role in enumerate(roles)]
         try:
-            whole = render(self.tokenizer, messages, where=self.key)
+            render(self.tokenizer, messages, where=self.key)
         except UserError:  # a template of single turns, or of other roles: the rows themselves will tell
             return
-        (encoded,) = self.chats([(None, messages)])
-        offsets = self._tokens([whole], return_offsets_mapping=True)["offset_mapping"][0]
-        marked = "".join(whole[left:right] for (left, right), flag in zip(offsets, encoded.loss_mask, strict=True) if flag)
-        for message in messages:
-            is_marked = "".join(message["content"].split()) in "".join(marked.split())
-            if is_marked != (message["role"] == "assistant"):
+        for whole, spans in turn_documents(self.tokenizer, messages, where=self.key):
+            marked = "".join(whole[start:end] for start, end in spans)
+            if any("".join(it["content"].split()) in "".join(marked.split()) for it in messages if it["role"] == "user"):
                 got = f"a chat template that marks {shortened(marked)!r} as the assistant's in {shortened(whole)!r}"
                 raise UserError(self.key, got=got, expected=MASKABLE)
 
@@ -133,26 +137,18 @@ class Encoder:
         options = {**options, "return_attention_mask": False, "return_token_type_ids": False}
         return self.tokenizer(list(rendered), add_special_tokens=False, verbose=False, **options)
 
-    def _by_tags(self, chats: Sequence[tuple[int | None, Sequence[Message]]]) -> list[Encoded]:
-        options: Any = {"return_dict": True, "return_assistant_tokens_mask": True, "tokenizer_kwargs": {"verbose": False}}
-        made: Any = self.tokenizer.apply_chat_template([list(turns) for _, turns in chats], tokenize=True, **options)
-        return [_encoded(ids, mask) for ids, mask in zip(made["input_ids"], made["assistant_masks"], strict=True)]
 
-    def _by_spans(self, chats: Sequence[tuple[int | None, Sequence[Message]]], rendered: Sequence[str]) -> list[Encoded]:
-        made = self._tokens(rendered, return_offsets_mapping=True)
-        each = zip(chats, made["input_ids"], made["offset_mapping"], strict=True)
-        return [
-            _encoded(ids, mask_of(assistant_spans(self.tokenizer, turns, self._where(number)), offsets))
-            for (number, turns), ids, offsets in each
-        ]
-
-
-def mask_of(spans: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]]) -> Mask:
+def mask_of(spans: Spans, offsets: Sequence[tuple[int, int]]) -> Mask:
     """1 for the tokens, with characters [left, right) each in order, of which a character is in a span."""
     mask = np.zeros(len(offsets), np.int8)
     for start, end in spans:
         mask[bisect_right(offsets, start, key=itemgetter(1)) : bisect_left(offsets, end, key=itemgetter(0))] = 1
     return mask
+
+
+def is_unanswered(message: Message) -> bool:
+    """Whether it stands for a turn that is yet to be generated."""
+    return message["role"] == "assistant" and message["content"] is None and "tool_calls" not in message
 
 
 def cut_at_turns(
@@ -186,16 +182,14 @@ def cut_at_turns(
     return parts, filtered
 
 
-def _check(encoded: Encoded, messages: Sequence[Message], whole: str, where: str) -> None:
-    """Refuse a conversation in which none or all of the tokens carry loss."""
-    if not any(message["role"] == "assistant" for message in messages):
-        expected = "an answer, or data.regenerate.num_tokens above 0, so that the target gives one (or data.loss_mask=all)"
-        raise UserError(where, got=f"a prompt without an answer, {shortened(whole)!r}", expected=expected)
+def _checked(encoded: Encoded, whole: str, where: str) -> Encoded:
+    """Raises UserError for a document in which none or all of the tokens carry loss."""
     num_marked, num_tokens = int(encoded.loss_mask.sum()), len(encoded.loss_mask)
     if num_marked in (0, num_tokens):
         got = f"{num_marked} of {num_tokens} tokens from the assistant in {shortened(whole)!r}"
         expected = "a conversation with turns of the assistant and of others (or data.loss_mask=all)"
         raise UserError(where, got=got, expected=expected)
+    return encoded
 
 
 def _encoded(ids: Sequence[int], mask: Sequence[int] | Mask) -> Encoded:

@@ -29,7 +29,7 @@ from specdistill.rows.files import SHOWN, cache_folder, content_of, hash_of, on_
 from specdistill.rows.packing import COLUMNS, Packed
 from specdistill.targets.packed_rows import packing
 
-VERSION = 1  # of the code that makes rows: raise it when equal recipes give other ones
+VERSION = 2  # of the code that makes rows: raise it when equal recipes give other ones
 MANIFEST = "manifest.json"
 SPLITS = ("train", "validation")
 SHARD = re.compile(rf"(?P<split>{'|'.join(SPLITS)})-\d{{5}}-of-(?P<count>\d{{5}})\.arrow")
@@ -207,7 +207,7 @@ def fingerprint(config: DataConfig, target: RowTarget, measured_on: Sequence[str
     inputs = [
         VERSION,
         Fit.of(config, target).model_dump(exclude=set(without)),
-        config.model_dump(exclude={"source", "rows", "shard", "cache_dir", "num_proc", "force", "regenerate", *without}),
+        config.model_dump(exclude={"source", "chat_template", "rows", "shard", "cache_dir", "num_proc", "force", "regenerate", *without}),
         [[entry.model_dump(exclude={"source", "license"}), _rows_of(entry.source, entry.split or config.split)]
          for _, entry in entries(config.source)],
         [content_of(suite) for suite in suites],

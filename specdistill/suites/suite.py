@@ -26,7 +26,6 @@ from typing import IO, Annotated, Any, Literal, TypeVar, cast
 
 import pyarrow
 import pyarrow.parquet
-from jinja2 import TemplateError
 from pydantic import BeforeValidator, Field
 
 from specdistill.errors import ResourceError, UserError, logger, nearest, one_line, refusing
@@ -35,9 +34,8 @@ from specdistill.project import SUITES
 from specdistill.recipe.fields import Section, option, section
 from specdistill.recipe.load import validate
 from specdistill.recipe.sections import SweepConfig
+from specdistill.suites.conversations import render
 
-# What a chat template may raise: it is somebody's program.
-TEMPLATE_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 KINDS = ("prompt", "messages", "user", "text")
 SCORED_BY = ("reference", "test", "entry_point")
 COLUMNS = (*KINDS, "id", "category", *SCORED_BY)
@@ -271,8 +269,7 @@ def _tokenize(row: SuiteRow, tokenizer: Any, whole: bool = False) -> Prompt:
         if not tokenizer.chat_template:
             expected = "plain prompts: the target has no chat template"
             raise UserError("eval.suite", got=f"messages (prompt {row.id})", expected=expected)
-        with refusing(TEMPLATE_ERRORS, "eval.suite", f"prompt {row.id}", "messages that the target's chat template takes"):
-            text = tokenizer.apply_chat_template(row.content, tokenize=False, add_generation_prompt=True)
+        text = render(tokenizer, row.content, True, f"eval.suite prompt {row.id}")
         return Prompt(row.id, row.category, text, tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
     ids = tokenizer(row.content, verbose=False)["input_ids"]
     if row.kind == "text":

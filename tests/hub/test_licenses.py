@@ -14,6 +14,7 @@ from specdistill.recipe.sections import DataConfig
 from specdistill.targets.files import TargetFiles
 from tests.loopback_hub import loopback_hub
 from tests.refusals import refused
+from tests.tiny import tiny_tokenizer
 
 
 def of(license: str | None, what: str = "target") -> Licensed:
@@ -100,7 +101,9 @@ def test_data(tmp_path) -> None:
     ]
     found = [(part.name, part.license) for part in licensed_data(source)]
     assert found == [("pico", "PSF-2.0"), ("rows.jsonl", None), ("rows.jsonl", "cc-by-4.0")]
-    assert [len(loaded.rows) for loaded in load_sources(DataConfig(source=source[2:], cache_dir=str(tmp_path)))] == [1, 1]
+    assert [
+        len(loaded.rows) for loaded in load_sources(DataConfig(source=source[2:], cache_dir=str(tmp_path)), tiny_tokenizer())
+    ] == [1, 1]
 
 
 def test_data_on_the_hub(tmp_path) -> None:

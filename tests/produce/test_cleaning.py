@@ -203,7 +203,7 @@ def test_rows_that_overlap_what_the_draft_is_measured_on_are_filtered_and_listed
 
 def test_near_duplicates_are_filtered_and_change_the_fingerprint(folder: Path) -> None:
     config = DataConfig(source=str(folder / "rows.jsonl"), cache_dir=str(folder / "cache"))
-    sources, suite = load_sources(config), [str(folder / "suite.jsonl")]
+    sources, suite = load_sources(config, tiny_tokenizer()), [str(folder / "suite.jsonl")]
 
     def made(suites: list[str], near_duplicates: float | None) -> tuple[int, str]:
         how = {"decontaminate": suites, "near_duplicates": near_duplicates}

@@ -26,8 +26,11 @@ from specdistill.recipe.sections import DataConfig
 from tests.loopback_hub import loopback_hub
 from tests.memory import at_most
 from tests.refusals import refused, refused_key
+from tests.tiny import tiny_tokenizer
 
-Turns = list[tuple[str, str]]
+Turns = list[tuple[str, str | None]]
+USER = {"role": "user", "content": "q"}
+CALLING = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "name": "f"}]}
 
 
 def _parquet(columns: dict[str, list[Any]]) -> bytes:
@@ -37,7 +40,7 @@ def _parquet(columns: dict[str, list[Any]]) -> bytes:
 
 
 def loaded(source: Any, cache_dir: Path | str | None = None, **settings: Any) -> list[Source]:
-    return sources.load_sources(DataConfig(source=source, cache_dir=cache_dir and str(cache_dir), **settings))
+    return sources.load_sources(DataConfig(source=source, cache_dir=cache_dir and str(cache_dir), **settings), tiny_tokenizer())
 
 
 def load_rows(source: Any, split: str, cache_dir: Path | str | None = None, **settings: Any) -> Dataset:
@@ -54,28 +57,32 @@ def turns_of(row: Mapping[str, Any]) -> Turns | str:
     ("row", "expected"),
     [
         ({"text": "abc", "meta": 1}, "abc"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}, {"type": "image"}]}]}, [("user", "q")]),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}, {"text": "?"}]}]}, [("user", "q?")]),
+        ({"turns": ["q", "r"]}, [("user", "q"), ("assistant", None), ("user", "r")]),  # for the target to answer
         ({"text": None, "messages": [{"role": "developer", "content": "s"}]}, [("system", "s")]),
         (
             {"conversations": [{"from": "gpt", "value": "hi"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
             [("user", "q"), ("assistant", "a")],  # the greeting answers nobody
         ),
         (
-            {"system": "s", "conversations": [{"from": "human", "value": "q"}, {"from": "function_call", "value": "f()"}]},
-            [("system", "s"), ("user", "q"), ("assistant", "f()")],
-        ),
-        ({"conversations": [{"from": "human", "value": "q"}, {"from": "observation", "value": "7"}]}, [("user", "q"), ("tool", "7")]),
-        (
-            {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]},
-            [("user", "q"), ("assistant", '[{"name": "f"}]')],
+            {
+                "system": "s",
+                "tools": '[{"name": "f"}]',
+                "conversations": [
+                    {"from": "human", "value": "q"},
+                    {"from": "function_call", "value": '{"name": "f", "arguments": {"x": null}}'},
+                    {"from": "observation", "value": "7"},
+                ],
+            },
+            [("system", "s"), ("user", "q"), ("assistant", None), ("tool", "7")],
         ),
         ({"instruction": "do", "input": "this", "output": "done"}, [("user", "do\n\nthis"), ("assistant", "done")]),
         ({"instruction": "do", "context": "", "response": "done"}, [("user", "do"), ("assistant", "done")]),
         ({"prompt": "p", "completion": "c"}, [("user", "p"), ("assistant", "c")]),
         ({"instruction": "do", "input": "this"}, [("user", "do\n\nthis")]),  # for the target to answer
         (
-            {"messages": [{"role": role, "content": "c"} for role in ("system", "assistant", "user", "assistant", "assistant", "tool")]},
-            [(role, "c") for role in ("system", "user", "assistant", "assistant", "tool")],
+            {"messages": [{"role": role, "content": "c"} for role in ("system", "assistant", "user", "assistant", "assistant")]},
+            [(role, "c") for role in ("system", "user", "assistant", "assistant")],
         ),
     ],
 )  # fmt: skip
@@ -111,6 +118,45 @@ def test_public_datasets(shared_data: Path, tmp_path: Path, name: str, conversat
     found = load_rows(str(shared_data / "train" / name), "train", cache_dir=str(tmp_path))["messages"]
     assert len(found) == conversations and all(message["content"] for messages in found[:100] for message in messages)
     assert [message["role"] for message in found[0]][: len(first_roles)] == first_roles
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_what_agents_do_is_read_as_it_is_in_every_format(tmp_path: Path, ending: str) -> None:
+    """No key is added that another row has."""
+    calls = [[{"type": "function", "function": {"name": name, "arguments": {name: None}}, "id": name}] for name in "fg"]
+    tools = [[{"type": "function", "function": {"name": name, "parameters": {"properties": {name: {}}}}}] for name in "fg"]
+    rows = [
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": None, "tool_calls": calls[number], "reasoning_content": "why"},
+                {"role": "tool", "content": "7", "tool_call_id": "fg"[number]},
+                {"role": "assistant", "content": "7"},
+            ],
+            "tools": tools[number],
+        }
+        for number in range(2)
+    ]
+    if ending == "parquet":  # Arrow's objects all have the same keys, but in texts
+        for row in rows:
+            for call in row["messages"][1]["tool_calls"]:  # type: ignore[index]
+                call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+            row["tools"] = json.dumps(row["tools"])
+    made = load_rows(written(tmp_path / f"rows.{ending}", rows), "train", cache_dir=str(tmp_path))
+    assert made["messages"] == [row["messages"] for row in rows] and made["tools"] == tools
+
+
+def test_token_rows_are_taken_as_they_are(tmp_path: Path) -> None:
+    rows = [{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}, {"input_ids": [8, 9], "loss_mask": None}]
+    found = load_rows(written(tmp_path / "rows.jsonl", rows), "train", cache_dir=str(tmp_path))
+    assert found["input_ids"] == [[5, 6, 7], [8, 9]] and found["loss_mask"] == [[0, 1, 1], [1, 1]]
+    assert found["text"] == [tiny_tokenizer().decode(ids) for ids in found["input_ids"]]
+    for wrong, got in (
+        ({"input_ids": [5, 260]}, "260 in input_ids"),
+        ({"input_ids": [5], "loss_mask": [1, 1]}, "loss_mask of type list"),
+    ):
+        with refused("row 0", got):
+            list(normalise(wrong, "row 0", tiny_tokenizer()))
 
 
 def test_pico_is_modules_and_chats_of_one_split(tmp_path: Path) -> None:
@@ -268,6 +314,16 @@ def test_a_broken_source_ends_a_command_in_one_line(tmp_path: Path, capsys: pyte
         ([{"role": ["user"], "content": "c"}], "the role ['user']"),
         ([{"role": "user", "content": ["c"]}], "content of type list"),
         ([{"role": "user", "content": [{"text": 3}]}], "text of type int"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "content with a part 'image'"),
+        (["user", "assistant", "tool"], "a tool result without a call, turn 2"),
+        (
+            [USER, CALLING, {"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}],
+            "a tool result without a call, turn 3",
+        ),
+        ([USER, CALLING, {"role": "tool", "content": "1", "tool_call_id": "other"}], "a tool result without a call, turn 2"),
+        ([USER, {**CALLING, "tool_calls": [{"name": "g"}]}], "a call of g without its schema"),
+        ([USER, {**CALLING, "tool_calls": [{"name": "f", "arguments": "{]"}]}], "a call of f with '{]'"),
+        ([{"from": "human", "value": "q"}, {"from": "function_call", "value": "f()"}], "a call that is no JSON"),
         (["system", "user", "assistant", "user", "user"], "two turns of the user in a row, numbers 3 and 4"),
         (["system", "tool", "user"], "turns tool, … that no turn of the user comes before"),
     ],
@@ -275,7 +331,7 @@ def test_a_broken_source_ends_a_command_in_one_line(tmp_path: Path, capsys: pyte
 def test_conversations_that_cannot_be_used(messages: Any, message: str) -> None:
     turns = [{"role": it, "content": "c"} if isinstance(it, str) else it for it in messages]
     with refused("row 0", message):
-        turns_of({"messages": messages if isinstance(messages, str) else turns})
+        turns_of({"messages": messages if isinstance(messages, str) else turns, "tools": [{"name": "f"}]})
 
 
 def test_columns_say_what_a_source_calls_ours(tmp_path: Path) -> None:
@@ -285,7 +341,7 @@ def test_columns_say_what_a_source_calls_ours(tmp_path: Path) -> None:
     cache = str(tmp_path / "cache")
     entry = {"source": path, "columns": {"messages": "talk"}, "where": {"kind": "b"}}
     rows = load_rows([entry], "train", cache_dir=cache)
-    assert rows.to_list() == [{"text": None, "messages": turns}]
+    assert rows.to_list() == [dict.fromkeys(rows.column_names) | {"messages": turns}]
     assert load_rows(path, "train", cache_dir=cache)["text"] == ["no", "no"]
     both = [{"source": path, "columns": {"text": "kind"}}, {"source": path}]
     (first, second) = loaded(both, cache, columns={"messages": "talk"})

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from specdistill.errors import UserError
 from specdistill.produce.sources import normalise
-from specdistill.rows.chat import assistant_spans, prompt_ids, render
-from specdistill.rows.encoding import GENERATION_TAG, Encoder
+from specdistill.rows.chat import prompt_ids, turn_documents
+from specdistill.rows.encoding import ROW_COLUMNS, Encoder
 from tests.produce.row_sets import chat
 from tests.refusals import refused
 from tests.rows.templates import (
@@ -39,8 +39,9 @@ def encode(
     tokenizer: PreTrainedTokenizerBase, rows: Sequence[Any], loss_mask: str = "assistant", max_length: int = LONG
 ) -> list[dict[str, Any]]:
     """Documents of rows, each a text or a conversation."""
-    texts, chats = ([row if isinstance(row, kind) else None for row in rows] for kind in (str, list))
-    columns = Encoder(tokenizer, loss_mask, max_length)({"text": texts, "messages": chats}, range(len(rows)))
+    forms = [{"text": row} if isinstance(row, str) else {"messages": row} if isinstance(row, list) else row for row in rows]
+    given = {name: [form.get(name) for form in forms] for name in ROW_COLUMNS}
+    columns = Encoder(tokenizer, loss_mask, max_length)(given, range(len(rows)))
     return [
         {name: getattr(values[index], "tolist", lambda value=values[index]: value)() for name, values in columns.items()}
         for index in range(len(columns["row"]))
@@ -75,14 +76,18 @@ def test_a_token_carries_loss_where_it_overlaps_a_turn_of_the_assistant(name: st
     tokenizer, num_checked = tiny_tokenizer(UNTAGGED_TEMPLATES[name]), 0
     for messages in conversations(60):
         try:
-            spans = assistant_spans(tokenizer, messages)
+            documents = turn_documents(tokenizer, messages)
         except UserError:  # roles that this template does not take, or a thought that it drops
             continue
-        if not any(start < end for start, end in spans):  # an empty answer, and nothing that ends it
+        if not all(
+            any(start < end for start, end in spans) for _, spans in documents
+        ):  # an empty answer, and nothing that ends it
             continue
-        (made,), whole = encode(tokenizer, [messages]), render(tokenizer, messages)
-        offsets = tokenizer(whole, return_offsets_mapping=True)["offset_mapping"]
-        assert made["loss_mask"] == [int(any(left < end and start < right for start, end in spans)) for left, right in offsets]
+        for made, (whole, spans) in zip(encode(tokenizer, [messages]), documents, strict=True):
+            offsets = tokenizer(whole, return_offsets_mapping=True)["offset_mapping"]
+            assert made["loss_mask"] == [
+                int(any(left < end and start < right for start, end in spans)) for left, right in offsets
+            ]
         num_checked += 1
     assert num_checked >= 15
 
@@ -90,18 +95,21 @@ def test_a_token_carries_loss_where_it_overlaps_a_turn_of_the_assistant(name: st
 @pytest.mark.parametrize(
     ("template", "messages", "expected"),
     [
-        # The prompt opens the thought, so that the assistant writes what follows; turns before the last have none.
-        (THOUGHT_AT_THE_END, TWO_TURNS[1:], ["Hello — you?<|im_end|>", "\n</think>\n\nBye, assistant!<|im_end|>"]),
+        # The prompt opens the thought, so that the assistant writes what follows. Turns before the last have none.
+        (
+            THOUGHT_AT_THE_END,
+            TWO_TURNS[1:],
+            ["\n</think>\n\nHello — you?<|im_end|>", "\n</think>\n\nBye, assistant!<|im_end|>"],
+        ),
         (WITHOUT_TURN_ENDS, TWO_TURNS, ["Hello — you?", "Bye, assistant!"]),  # no loss at the next header
-        # No prefix of the conversation renders as such.
-        (MOVING, TWO_TURNS, ["Hello — you?</s>", "Bye, assistant!\n</s>"]),
+        # No prefix of the conversation renders as such, and the target writes the empty thought.
+        (MOVING, TWO_TURNS, ["<think></think>Hello — you?</s>", "<think></think>Bye, assistant!\n</s>"]),
     ],
 )
 def test_the_assistant_s_turns_are_found(template: str, messages: Conversation, expected: list[str]) -> None:
     tokenizer = tiny_tokenizer(template)
-    whole = render(tokenizer, messages)
-    spans = assistant_spans(tokenizer, messages)
-    assert [whole[start:end] for start, end in spans] == expected
+    documents = turn_documents(tokenizer, messages)
+    assert [whole[start:end] for whole, spans in documents for start, end in spans] == expected
 
 
 def test_a_prompt_stops_where_the_assistant_is_to_begin() -> None:
@@ -118,25 +126,22 @@ def test_a_prompt_stops_where_the_assistant_is_to_begin() -> None:
     ],
 )
 def test_turns_that_are_found_and_generation_tags_agree(messages: Conversation) -> None:
-    assert GENERATION_TAG.search(TAGGED) and not GENERATION_TAG.search(UNTAGGED)
-    tagged, untagged = (encode(tiny_tokenizer(template), [messages]) for template in (TAGGED, UNTAGGED))
-    assert tagged == untagged
+    """With the marks that transformers takes from tags."""
+    (made,) = encode(tiny_tokenizer(TAGGED), [messages])
+    options: Any = {"return_dict": True, "return_assistant_tokens_mask": True}
+    tagged: Any = tiny_tokenizer(TAGGED).apply_chat_template(messages, **options)
+    assert (made["input_ids"], made["loss_mask"]) == (tagged["input_ids"], tagged["assistant_masks"])
 
 
 SILENT = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}…{% endif %}{% endfor %}"
 SHOUTING = CHATML.replace("{{ m.content }}", "{{ m.content | upper }}")
-LAST_TAGGED = CHATML.replace(
-    "{{ m.content }}",
-    "{% if loop.last %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}",
-)
 
 
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (SILENT, r"changes the assistant's content in 'What user 0 says\.…What user 2 says\.…'"),
-        (SHOUTING, "changes the assistant's content in .*WHAT ASSISTANT 3 SAYS"),
-        (LAST_TAGGED, "marks 'What assistant 3 says.' as the assistant's in"),
+        (SILENT, r"changes the assistant's content in 'What user 0 says\.…'"),
+        (SHOUTING, "changes the assistant's content in .*WHAT ASSISTANT 1 SAYS"),
     ],
 )
 def test_a_template_that_cannot_be_masked_is_refused_before_any_row(template: str, message: str) -> None:
@@ -171,7 +176,7 @@ def test_masks_of_none_or_all_show_the_rendered_text() -> None:
 def test_conversations_need_a_template_that_takes_them() -> None:
     with refused("data.source row 0", holds="no chat template"):
         encode(tiny_tokenizer(None), [TWO_TURNS])
-    with refused("data.source row 1", "turns system, user, assistant, user, assistant: System role not supported"):
+    with refused("data.source row 1", "turns system, user, assistant: System role not supported"):
         encode(tiny_tokenizer(GEMMA), [TWO_TURNS[1:], TWO_TURNS])
 
 

@@ -100,7 +100,7 @@ def test_a_prompt_that_leaves_no_room_is_refused(tmp_path):
 def test_a_template_that_fails_is_refused(tmp_path):
     path = write_jsonl(tmp_path / "s.jsonl", [{"messages": [{"role": "user", "content": "a"}]}])
     for template in ("{{ raise_exception('no') }}", "{{ -messages }}", "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}"):
-        with refused("eval.suite", "prompt 1: "):
+        with refused("eval.suite prompt 1", "turns user: "):
             prompts(path, tiny_tokenizer(template))
 
 
