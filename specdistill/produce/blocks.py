@@ -23,7 +23,7 @@ from specdistill.files.documents import parse_json
 from specdistill.rows.encoding import DOCUMENT_COLUMNS
 from specdistill.rows.files import on_disk
 
-VERSION = 1  # of what is generated from equal recipes
+VERSION = 2  # of what is generated from equal recipes
 TOKENS, FEWEST_TOKENS, MANY, MOST = 2**17, 2**10, 4, 4096  # of a block, and how many blocks
 # row: a hash of the source's row that the prompt is of, by which documents are split. asked: a user's prompt that the target generated.
 BLOCK_COLUMNS = {**DOCUMENT_COLUMNS, "row": Value("int64"), "asked": Value("string")}

@@ -88,10 +88,10 @@ def _counted(job: Job, documents: SplitDocuments) -> list[SourceCounts]:
 
 def _generation(job: Job) -> dict[str, Any]:
     settings = job.config.regenerate
-    facts = settings.model_dump(include={"num_tokens", "prompt_tokens", "temperatures"})
+    facts = settings.model_dump(include={"num_tokens", "prompt_tokens", "temperatures", "template"})
     facts |= {"seed": job.config.seed, "blocks": len(blocks(settings.num_tokens)), "model": job.target.name}
     if settings.server:
-        return {**facts, "by": "servers", "template": settings.template, "filter": settings.filter, "sampling": SAMPLING}
+        return {**facts, "by": "servers", "filter": settings.filter, "sampling": SAMPLING}
     return {**facts, "by": "transformers", "batch_size": settings.batch_size}
 
 

@@ -1,7 +1,8 @@
 """Prompts of a block: beginnings of conversations and texts of its own rows, and the tasks that they make.
 
-A conversation gives a prompt of everything up to its first assistant turn. A text gives a fixed number of tokens from its beginning and,
-if more prompts are wanted than there are texts, from the beginnings of its paragraphs, lines or words.
+A conversation gives a prompt for each turn of the assistant: all that came before it, as recorded, results of tools too. A text gives a
+fixed number of tokens from its beginning and, if more prompts are wanted than there are texts, from the beginnings of its paragraphs,
+lines or words.
 """
 
 import itertools
@@ -21,7 +22,7 @@ from specdistill.produce.blocks import Block
 from specdistill.produce.sources import Source, row_hash
 from specdistill.recipe.sections import DataConfig
 from specdistill.rows.chat import prompt_ids
-from specdistill.suites.conversations import Message
+from specdistill.suites.conversations import Message, Tools, check_expressed, is_unanswered
 
 CHARACTERS_PER_TOKEN = 16  # more than a token has on average, so that a snippet surely has enough tokens
 TEXTS_AT_ONCE = 64
@@ -37,13 +38,15 @@ PART = 128
 
 @dataclass(frozen=True)
 class GenerationPrompt:
-    """Token ids to continue, and of a conversation its messages. row: a hash of the source's row. source: its place in data.source.
-    is_first: whether it is the first of a row whose prompts other blocks have, too. asked: the text of a prompt that the target generated.
+    """Token ids to continue, and of a conversation its messages and tools. row: a hash of the source's row. source: its place in
+    data.source. is_first: whether it is the first of a row whose prompts other blocks have, too. asked: the text of a prompt that the
+    target generated.
     """
 
     ids: list[int]
     row: int = 0
     messages: tuple[Message, ...] = ()
+    tools: Tools = None
     source: int = 0
     is_beginning: bool = True
     is_first: bool = True
@@ -85,14 +88,33 @@ class Stream(NamedTuple):
 
 
 def chat_prompts(plan: BlockPlan, rows: Iterable[dict[str, Any]], filtered: Counter[str]) -> Iterator[GenerationPrompt]:
-    """A prompt of at most half a row for each conversation; longer ones are counted."""
+    """A prompt of at most half a row for each turn of the assistant; longer ones are counted."""
+    config = plan.config
+    template, is_served = config.regenerate.template, bool(config.regenerate.server)
     for row in rows:
-        if row["messages"] is not None:
-            ids = prompt_ids(plan.tokenizer, row["messages"])
-            if len(ids) <= plan.config.max_length // 2:
-                yield GenerationPrompt(ids, row_hash(row, plan.config.seed), tuple(row["messages"]))
+        if row["messages"] is None:
+            continue
+        tools = row.get("tools")
+        check_expressed(plan.tokenizer, [it for it in row["messages"] if not is_unanswered(it)], tools, **template)
+        for messages in before_turns(row["messages"]):
+            ids = prompt_ids(plan.tokenizer, messages, tools, **template)
+            if len(ids) <= config.max_length // 2:
+                yield GenerationPrompt(ids, row_hash(row, config.seed), tuple(messages), tools)
             else:
                 filtered["long_prompt"] += 1
+            if (left := sum(map(is_unanswered, messages))) and not is_served:  # the first one is generated here
+                filtered["follow_up"] += left
+
+
+def before_turns(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
+    """What came before each turn of the assistant; of the first that is yet to be generated, what the user says after it, too."""
+    for number, message in enumerate(messages):
+        if is_unanswered(message):
+            break
+        if message["role"] == "assistant":
+            yield messages[:number]
+    if messages[-1]["role"] != "assistant":
+        yield messages
 
 
 def text_prompts(

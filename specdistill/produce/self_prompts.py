@@ -118,8 +118,8 @@ def self_prompts(
     prompts = []
     for row in kept:
         (message,) = row["messages"]
-        ids = prompt_ids(tokenizer, [message])
-        prompts.append(GenerationPrompt(ids, row_hash(row, config.seed), (message,), number, asked=message["content"]))
+        ids = prompt_ids(tokenizer, [message], **config.regenerate.template)
+        prompts.append(GenerationPrompt(ids, row_hash(row, config.seed), (message,), source=number, asked=message["content"]))
     return prompts, counts
 
 

@@ -2,7 +2,8 @@
 
 A server is sent token ids, rendered here by the target's own chat template, and gives token ids back where it can (vLLM, SGLang,
 llama.cpp); of others the text is tokenised, and must come out as it was. So what is trained on is what was generated, thoughts included,
-and each turn of the assistant is generated after the ones before it, in the context that the template makes of them.
+and each turn of the assistant is generated in the context that the template makes of those before it: as they are recorded, or, of
+questions alone, as they were generated.
 
 A thread for each request that may be in flight asks the server that has most room: servers share the work as fast as they are, and what
 one does not answer another does. A task's answers are on disk before its thread takes another.
@@ -22,7 +23,7 @@ from specdistill.engines.server import PLAIN_SAMPLING
 from specdistill.errors import ResourceError, logger
 from specdistill.produce.blocks import Answer, AnswerFile
 from specdistill.produce.prompts import GenerationTask
-from specdistill.suites.conversations import Message, render
+from specdistill.suites.conversations import Message, Tools, is_unanswered, render
 
 SAMPLING = {**PLAIN_SAMPLING, "repeat_penalty": 1.0}  # llama.cpp's word for the repetition penalty
 
@@ -36,9 +37,9 @@ class ServerTokenizer:
         self._end = tokenizer.eos_token_id if tokenizer.eos_token_id in self.end_ids else next(iter(sorted(self.end_ids)), None)
         self._tokenizer, self._num_ids, self._lock = tokenizer, len(tokenizer), threading.Lock()
 
-    def context(self, messages: Sequence[Message]) -> list[int]:
+    def context(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
         with self._lock:
-            rendered = render(self._tokenizer, messages, True, **self.template)
+            rendered = render(self._tokenizer, messages, True, tools=tools, **self.template)
             return list(self._tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])
 
     def text(self, token_ids: Sequence[int]) -> str:
@@ -153,7 +154,7 @@ def converse(server: CompletionServer, task: GenerationTask, tokenizer: ServerTo
     messages: list[Message] = []
     for before in _contexts(task.prompt.messages):
         messages += before
-        context = tokenizer.context(messages) if task.prompt.messages else task.prompt.ids
+        context = tokenizer.context(messages, task.prompt.tools) if task.prompt.messages else task.prompt.ids
         if len(context) >= task.max_length:
             break
         answer = ask(server, context, task, tokenizer)
@@ -165,10 +166,10 @@ def converse(server: CompletionServer, task: GenerationTask, tokenizer: ServerTo
 
 
 def _contexts(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """The messages before each of the assistant's turns, since the turn before it; once more at the end, unless the assistant ends it."""
+    """The messages before each turn that is yet to be generated, since the one before it."""
     before: list[Message] = []
     for message in messages:
-        if message["role"] == "assistant":
+        if is_unanswered(message):
             yield before
             before = []
         else:

@@ -207,7 +207,8 @@ def normalise(row: Mapping[str, Any], where: str, tokenizer: Any = None) -> Iter
         messages, tools = conversation(turns, present.get("tools"), where)
         if messages and messages[0]["role"] != "system" and isinstance(present.get("system"), str):
             messages = [{"role": "system", "content": present["system"]}, *messages]
-        yield {"text": None, "messages": messages, "tools": tools}
+        if messages:
+            yield {"text": None, "messages": messages, "tools": tools}
     elif "text" in present:
         yield {"text": string(present["text"], where, "text"), "messages": None}
     elif "instances" in present and "instruction" in present:  # self-instruct: one instruction, several worked instances

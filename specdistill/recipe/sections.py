@@ -125,7 +125,7 @@ class RegenerateConfig(Section):
     )
     timeout: float = option(600.0, "timeout of a response, in seconds", gt=0, read_when=SERVED)
     template: dict[str, Any] = option(
-        {}, "additional arguments of the chat template, e.g. {enable_thinking: false}", read_when=SERVED
+        {}, "additional arguments of the chat template, e.g. {enable_thinking: false}", read_when=GENERATED
     )
     filter: list[AnswerRule] = option(
         [*get_args(AnswerRule)], "kinds of responses that are dropped and counted", read_when=SERVED

@@ -8,11 +8,13 @@ where a conversation does not begin with what it was up to a turn, that is a doc
 """
 
 from collections.abc import Sequence
+from itertools import takewhile
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from specdistill.errors import UserError
-from specdistill.suites.conversations import REASONING, Message, Tools, check_expressed, render, shortened
+from specdistill.suites.conversations import REASONING, Message, Tools, check_expressed, is_unanswered, render, shortened
 
 Spans = list[tuple[int, int]]
 MARKER = "[[specdistill-marks-this-place]]"
@@ -20,12 +22,15 @@ MASKABLE = "a template that renders it as it is (data.chat_template), or data.lo
 
 
 def prompt_ids(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Tools = None, where: str = "data.source"
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    tools: Tools = None,
+    where: str = "data.source",
+    **template: Any,
 ) -> list[int]:
-    """The conversation up to its first assistant turn, with the generation prompt."""
-    roles = [message["role"] for message in messages]
-    end = roles.index("assistant") if "assistant" in roles else len(roles)
-    rendered = render(tokenizer, messages[:end], True, where, tools)
+    """The conversation up to its first turn that is yet to be generated, with the generation prompt."""
+    known = list(takewhile(lambda message: not is_unanswered(message), messages))
+    rendered = render(tokenizer, known, True, where, tools, **template)
     return list(tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])
 
 
@@ -76,26 +81,33 @@ def turn_documents(
 def _turn(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Tools, where: str, is_checked: bool
 ) -> tuple[str, tuple[int, int]]:
-    """The conversation as text, and the span of its last turn."""
+    """The conversation as text, and the span of its last turn. Where the template renders what came before differently once the turn
+    follows it, the text is what the target read, followed by the turn.
+    """
     *before, turn = messages
     rendered, start = render(tokenizer, messages, False, where, tools), 0
     if before:
-        prompt = render(tokenizer, before, True, where, tools)
+        prompt, asked = (render(tokenizer, before, is_prompt, where, tools) for is_prompt in (True, False))
         start = _alike(prompt, rendered)
         # Some templates put more into the prompt (an empty thought) than they render in a finished turn.
-        if start < len(prompt) and not _continues(rendered, render(tokenizer, before, False, where, tools)):
-            start = len(rendered)
-    content = turn["content"] or ""
-    named = [
-        content.strip(),
-        turn.get(REASONING[0], "").strip(),
-        *(call["function"]["name"] for call in turn.get("tool_calls", ())),
-    ]
-    if is_checked and not all(part in rendered[start:] for part in named):
+        if start < len(prompt) and not _continues(rendered, asked):
+            opening, marked = prompt.removeprefix(asked), render(tokenizer, [*before, _marked(turn)], False, where, tools)
+            place = marked.partition(MARKER)[0].rfind(opening)
+            rendered, start = prompt + rendered[place + len(opening) if place >= 0 else len(rendered) :], len(prompt)
+    calls = [call["function"]["name"] for call in turn.get("tool_calls", ())]
+    parts = [(turn["content"] or "").strip(), turn.get(REASONING[0], "").strip(), *calls]
+    if is_checked and not all(part in rendered[start:] for part in parts):
         got = f"a chat template that changes the assistant's content in {shortened(rendered)!r}"
         raise UserError(where, got=got, expected=MASKABLE)
-    end = len(rendered.rstrip())
-    return rendered, (start, max(start, end, rendered.rfind(content, start) + len(content) if content else end))
+    return rendered, (start, max(start, len(rendered.rstrip())))
+
+
+def _marked(turn: Message) -> Message:
+    """With the marker in place of what the turn begins with."""
+    if REASONING[0] in turn or turn["content"]:
+        return {**turn, REASONING[0] if REASONING[0] in turn else "content": MARKER}
+    calls = [{**call, "function": {**call["function"], "name": MARKER}} for call in turn.get("tool_calls", ())]
+    return {**turn, "tool_calls": calls}
 
 
 def _continues(longer: str, shorter: str) -> bool:

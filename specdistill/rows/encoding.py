@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specdistill.errors import UserError
 from specdistill.rows.chat import MASKABLE, Spans, turn_documents
-from specdistill.suites.conversations import Message, Tools, render, shortened
+from specdistill.suites.conversations import Message, Tools, is_unanswered, render, shortened
 
 # row: the number of the source's row that a document comes from. An exchange that is filtered in part, because no row holds it, is a
 # document without tokens, of the length that it would have.
@@ -144,11 +144,6 @@ def mask_of(spans: Spans, offsets: Sequence[tuple[int, int]]) -> Mask:
     for start, end in spans:
         mask[bisect_right(offsets, start, key=itemgetter(1)) : bisect_left(offsets, end, key=itemgetter(0))] = 1
     return mask
-
-
-def is_unanswered(message: Message) -> bool:
-    """Whether it stands for a turn that is yet to be generated."""
-    return message["role"] == "assistant" and message["content"] is None and "tool_calls" not in message
 
 
 def cut_at_turns(

@@ -201,7 +201,7 @@ def place_of(config: DataConfig, target: RowTarget, measured_on: Sequence[str]) 
 def fingerprint(config: DataConfig, target: RowTarget, measured_on: Sequence[str], without: Iterable[str] = ()) -> str:
     """A hash of all that a recipe's rows depend on, the contents of files included; without: keys of `data:` that do not count."""
     generates, by_servers = config.regenerate.num_tokens > 0, bool(config.regenerate.server)
-    not_read = {"server", "timeout"} | ({"batch_size"} if by_servers else {"template", "filter"})
+    not_read = {"server", "timeout"} | ({"batch_size"} if by_servers else {"filter"})
     rounded = [target.quantization] if target.quantization and not by_servers else []
     suites = [*config.decontaminate, *(measured_on if "all" in config.decontaminate else ())]
     inputs = [

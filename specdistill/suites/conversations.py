@@ -122,6 +122,11 @@ def _check_calls(messages: Sequence[Message], known: set[Any], where: str) -> No
         open_calls.remove(own if own in open_calls else open_calls[0])
 
 
+def is_unanswered(message: Message) -> bool:
+    """Whether it stands for a turn that is yet to be generated."""
+    return message["role"] == "assistant" and message["content"] is None and "tool_calls" not in message
+
+
 def mappings(value: Any, where: str, what: str) -> list[Mapping[str, Any]]:
     if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
         raise UserError(where, got=f"{what} of type {type(value).__name__}", expected="a list of objects")

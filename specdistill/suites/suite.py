@@ -5,13 +5,15 @@ jsonl file (also .jsonl.gz) or a parquet file, on disk, under an https URL, or o
 holds one of
 
     prompt      text as it is
-    messages    a conversation, rendered by the target's chat template with the generation prompt
+    messages    a conversation, and perhaps its `tools`, rendered by the target's chat template with the generation prompt
     user        what a user says, or a list of their turns, of which the first is used: a conversation of one message
     text        its first tokens are the prompt
 
 and optionally `id` and `category`, and what the answer is scored by: a `reference` with the right answer, or a `test` that the
 generated program must pass (with an `entry_point`, a test that defines `check`, e.g. HumanEval's). A suite's `columns` map these to the
-file's own columns.
+file's own columns. A row with a `test_list` is a question to program, as MBPP has them.
+
+With `turns: all` each turn of the assistant is a prompt of its own: what came before it, as recorded.
 """
 
 import gzip
@@ -29,16 +31,16 @@ import pyarrow.parquet
 from pydantic import BeforeValidator, Field
 
 from specdistill.errors import ResourceError, UserError, logger, nearest, one_line, refusing
-from specdistill.files.documents import json_rows, parse_yaml
+from specdistill.files.documents import json_rows, parse_json, parse_yaml
 from specdistill.project import SUITES
 from specdistill.recipe.fields import Section, option, section
 from specdistill.recipe.load import validate
 from specdistill.recipe.sections import SweepConfig
-from specdistill.suites.conversations import render
+from specdistill.suites.conversations import REASONING, Message, Tools, check_expressed, conversation, render
 
 KINDS = ("prompt", "messages", "user", "text")
 SCORED_BY = ("reference", "test", "entry_point")
-COLUMNS = (*KINDS, "id", "category", *SCORED_BY)
+COLUMNS = (*KINDS, "tools", "id", "category", *SCORED_BY)
 REMOTE = ("https://", "http://", "hf://")
 FILE_PROMPTS = 200  # of a file of prompts, by default: enough to know an acceptance length to a few percent
 TEXT_PROMPT_TOKENS = 32
@@ -59,6 +61,11 @@ class SuiteHeader(Section):
     columns: dict[str, str] = option({}, "our name: the file's name, for each column")
     placeholder: str | None = option(None, "how texts begin that are not in the file")
     sweep: SweepConfig = section(SweepConfig)
+    turns: Literal["last", "all"] = option("last", "of `messages`: what follows them, or each turn of the assistant in them")
+    categories: Literal["turn", "kind"] | None = option(
+        None,
+        "of `turns: all`: by the turn's number, or by what it is (tool_call, reasoning, structured_output, prose); null: the row's",
+    )
     quality: Literal["python_syntax"] | None = option(None, "the metric of `eval/metrics` that scores all answers")
 
 
@@ -72,6 +79,7 @@ class SuiteRow:
     content: Any
     reference: str | None = None
     test: str | None = None
+    tools: Tools = None
 
 
 @dataclass(frozen=True)
@@ -117,6 +125,8 @@ def load_suite(name: str | None, target: str = "pico") -> Suite:
         expected = f"the content that {path.name} names by its sha256 {header.sha256}"
         raise UserError("eval.suite", got=f"{prompts} with sha256 {digest}", expected=expected)
     rows = parse(prompts, content, header.columns, header.placeholder)
+    if header.turns == "all":
+        rows = tuple(turn for row in rows for turn in _each_turn(row, header.categories))
     stated = header.name, header.version, header.licence, header.source
     return Suite(*stated, digest, rows, header.sweep, header.quality)
 
@@ -157,7 +167,12 @@ def tokenize(
     max_length: the target's context. vocab_size: of the target's embedding; None where a server holds it. Raises UserError for a prompt
     that leaves no room for `max_new_tokens`, or has a token that the target does not know.
     """
-    prompts = [_tokenize(row, tokenizer) for row in _some(suite.rows, num_prompts)]
+    rows = _some(suite.rows, num_prompts)
+    if suite.is_file and tokenizer.chat_template and (plain := sum(row.kind in ("prompt", "text") for row in rows)):
+        cut = f" and cut to {TEXT_PROMPT_TOKENS} tokens" * any(row.kind == "text" for row in rows)
+        message = "%d prompts of %s are given to a chat target as plain text%s: `user` or `messages` rows go through its chat template"
+        logger.warning(message, plain, suite.source, cut)
+    prompts = [_tokenize(row, tokenizer) for row in rows]
     for prompt in prompts:
         if vocab_size is not None and (unknown := next((token for token in prompt.token_ids if token >= vocab_size), None)):
             got = f"{tokenizer.convert_ids_to_tokens(unknown)!r} in prompt {prompt.id}, token {unknown} of its tokenizer"
@@ -250,7 +265,7 @@ def _cut(row: SuiteRow, tokenizer: Any, length: int) -> Prompt:
 
 
 def _cut_messages(row: SuiteRow, tokenizer: Any, length: int, prompt: Prompt) -> Prompt:
-    longest = max(range(len(row.content)), key=lambda index: len(row.content[index]["content"]))
+    longest = max(range(len(row.content)), key=lambda index: len(row.content[index]["content"] or ""))
     kept = tokenizer(row.content[longest]["content"], add_special_tokens=False)["input_ids"]
     while (excess := len(prompt.token_ids) - length) > 0:
         kept = kept[excess:]
@@ -263,13 +278,52 @@ def _cut_messages(row: SuiteRow, tokenizer: Any, length: int, prompt: Prompt) ->
     return prompt
 
 
+def _each_turn(row: SuiteRow, categories: str | None) -> Iterator[SuiteRow]:
+    """What came before each turn of the assistant, with its number after the id."""
+    if row.kind != "messages" or all(message["role"] != "assistant" for message in row.content):
+        raise UserError(
+            "turns", got=f"all for prompt {row.id}, without turns of the assistant", expected="messages with some, or last"
+        )
+    turns = [number for number, message in enumerate(row.content) if message["role"] == "assistant"]
+    for number, place in enumerate(turns, 1):
+        first = 2 ** (number.bit_length() - 1)  # 1, 2 to 3, 4 to 7, …
+        names = {"turn": f"turn_{first}" + f"_to_{2 * first - 1}" * (first > 1), "kind": _kind(row.content[place])}
+        category = names[categories] if categories else row.category
+        yield SuiteRow(f"{row.id}/{number}", category, row.kind, row.content[:place], tools=row.tools)
+
+
+def _kind(message: Message) -> str:
+    if "tool_calls" in message or REASONING[0] in message:
+        return "tool_call" if "tool_calls" in message else "reasoning"
+    try:
+        return "structured_output" if isinstance(parse_json(message["content"]), dict | list) else "prose"
+    except ValueError:
+        return "prose"
+
+
+def _programming(entry: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """A row as MBPP has them, a question with assertions that a program must pass, which the question shows."""
+    question, tests = entry.get("prompt", entry.get("text")), entry["test_list"]
+    if not question or not isinstance(tests, list) or not all(isinstance(test, str) for test in tests):
+        raise UserError(
+            "eval.suite", got=f"{place} with test_list", expected="a question as prompt or text, and a list of assertions"
+        )
+    imports = entry.get("test_imports") or [entry.get("test_setup_code") or ""]
+    shown = "\n".join(tests)
+    kept = {key: entry[key] for key in ("id", "task_id", "category") if key in entry}
+    asked = f"{question}\n\nThe Python code has to pass these tests:\n\n{shown}"
+    return {**kept, "user": asked, "test": "\n".join(filter(None, [*imports, shown]))}
+
+
 def _tokenize(row: SuiteRow, tokenizer: Any, whole: bool = False) -> Prompt:
     """The row's prompt; of a `text` row the first tokens, or all if `whole`."""
     if row.kind == "messages":
         if not tokenizer.chat_template:
             expected = "plain prompts: the target has no chat template"
             raise UserError("eval.suite", got=f"messages (prompt {row.id})", expected=expected)
-        text = render(tokenizer, row.content, True, f"eval.suite prompt {row.id}")
+        where = f"eval.suite prompt {row.id}"
+        check_expressed(tokenizer, row.content, row.tools, where)
+        text = render(tokenizer, row.content, True, where, row.tools)
         return Prompt(row.id, row.category, text, tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
     ids = tokenizer(row.content, verbose=False)["input_ids"]
     if row.kind == "text":
@@ -342,6 +396,8 @@ def _renamed(place: str, entry: Any, columns: Mapping[str, str]) -> Any:
 
 def _row(number: int, place: str, entry: Any, placeholder: str | None) -> SuiteRow | None:
     """None for a row whose text begins with `placeholder`."""
+    if "test_list" in entry:
+        entry = _programming(entry, place)
     kind = next((kind for kind in KINDS if kind in entry), None)
     if kind is None:
         got, close = ", ".join(entry) or "no keys", next((close for key in entry if (close := nearest(key, KINDS))), None)
@@ -353,7 +409,7 @@ def _row(number: int, place: str, entry: Any, placeholder: str | None) -> SuiteR
         kind, content = "messages", [{"role": "user", "content": first}]
     if kind == "messages":
         valid = isinstance(content, list) and all(isinstance(turn, dict) and "role" in turn for turn in content)
-        texts = [turn.get("content") for turn in content] if valid else []
+        texts = [turn.get("content") or ("calls" if turn.get("tool_calls") else None) for turn in content] if valid else []
     else:
         texts = [content]
     if not texts or not all(isinstance(text, str) and text for text in texts):
@@ -362,10 +418,14 @@ def _row(number: int, place: str, entry: Any, placeholder: str | None) -> SuiteR
     for name in SCORED_BY:
         if (value := entry.get(name)) is not None and not (isinstance(value, str) and value.strip()):
             raise UserError("eval.suite", got=f"{place} with {name}={one_line(repr(value))[:60]}", expected="some text")
+    tools = None
+    if kind == "messages":
+        content, tools = conversation(content, entry.get("tools"), f"eval.suite {place}")
     reference, test, entry_point = map(entry.get, SCORED_BY)
     if test and entry_point:
         test = f"{test}\ncheck({entry_point})"
-    row = SuiteRow(str(entry.get("id", number)), str(entry.get("category", "default")), kind, content, reference, test)
+    id, category = str(entry.get("id", entry.get("task_id", number))), str(entry.get("category", "default"))
+    row = SuiteRow(id, category, kind, content, reference, test, tools)
     if row.category == "all":
         raise UserError("eval.suite", got=f"{place} with category=all", expected="another, as `all` stands for the whole suite")
     return None if placeholder is not None and texts[0].startswith(placeholder) else row

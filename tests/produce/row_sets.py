@@ -49,8 +49,8 @@ def numbered(count: int) -> list[dict[str, str]]:
     return [{"text": f"text number {number:03d}"} for number in range(count)]
 
 
-def chat(*said: str) -> dict[str, Any]:
-    """Turns of user and assistant, in turn."""
+def chat(*said: str | None) -> dict[str, Any]:
+    """Turns of user and assistant, in turn; None: yet to be generated."""
     return {"messages": [{"role": ("user", "assistant")[turn % 2], "content": content} for turn, content in enumerate(said)]}
 
 

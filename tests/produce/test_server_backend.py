@@ -28,7 +28,7 @@ NUM = 24
 
 def prompts(count: int = NUM) -> list[GenerationPrompt]:
     texts = [GenerationPrompt([5, 6, 7, 8 + number]) for number in range(count // 4)]
-    chats = [GenerationPrompt([], messages=tuple(chat(f"{number}?", "-", "more", "-")["messages"])) for number in range(count)]
+    chats = [GenerationPrompt([], messages=tuple(chat(f"{number}?", None, "more")["messages"])) for number in range(count)]
     return [it for group in zip(*[iter(chats)] * 4, texts, strict=True) for it in group]
 
 

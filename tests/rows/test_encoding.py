@@ -114,7 +114,7 @@ def test_the_assistant_s_turns_are_found(template: str, messages: Conversation, 
 
 def test_a_prompt_stops_where_the_assistant_is_to_begin() -> None:
     tokenizer, said = tiny_tokenizer(TAGGED), "<|user|>\nBe brief.<|end|><|user|>\nHi<|end|><|assistant|>\n"
-    assert prompt_ids(tokenizer, TWO_TURNS) == tokenizer(said)["input_ids"]
+    assert prompt_ids(tokenizer, TWO_TURNS[:2]) == tokenizer(said)["input_ids"]
 
 
 @pytest.mark.parametrize(
@@ -228,8 +228,8 @@ def test_no_document_of_a_conversation_is_longer_than_a_row(name: str) -> None:
     assert re.findall(r"answer (\d+);", answers) == [str(number) for number in range(12)]
 
 
-@pytest.mark.parametrize("name", ["fastchat_dummy_conversation.json", "glaive_toolcall_en_demo.json"])
-def test_real_conversations_with_a_real_tokenizer(shared_data: Path, name: str) -> None:
+def test_real_conversations_with_a_real_tokenizer(shared_data: Path) -> None:
+    name = "fastchat_dummy_conversation.json"
     tokenizer = AutoTokenizer.from_pretrained(shared_data / "models" / "stories260K-hf")
     rows = json.loads((shared_data / "train" / "conversations" / name).read_text())[:25]
     chats = [made["messages"] for row in rows for made in normalise(row, name)]

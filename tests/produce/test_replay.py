@@ -1,0 +1,73 @@
+"""Conversations of agents generated again: each turn in its own recorded context, as transformers' generate() continues it."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+
+from specdistill.produce.job import Job
+from specdistill.produce.make import make_blocks
+from specdistill.recipe.sections import RegenerateConfig
+from specdistill.rows.row_set import RowTarget
+from specdistill.targets.frozen import FrozenTarget
+from tests.produce.row_sets import config_for
+
+SCHEMA = {"type": "function", "function": {"name": "add", "parameters": {}}}
+TEMPLATE = (
+    "{% if enable_thinking %}Think.{% endif %}{{ tools | length }}{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
+    "{% for it in m.tool_calls or [] %}{{ it.function.name }}({{ it.function.arguments | tojson }}){% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def conversation(number: int) -> dict[str, Any]:
+    """Two exchanges, with a call and its result in the first."""
+    generator = random.Random(number)
+    a, b = (generator.randint(10, 99) for _ in range(2))
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": a}}}
+    said = [
+        {"role": "user", "content": f"{a}+{b}?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": str(a + b)},
+        {"role": "assistant", "content": f"{a + b}."},
+        {"role": "user", "content": "And?"},
+    ]
+    return {"messages": [{"role": "system", "content": "Brief."}, *said], "tools": [SCHEMA]}
+
+
+@pytest.mark.parametrize(
+    "count",
+    [2, pytest.param(50, marks=pytest.mark.long)],  # long: 150 turns, each generated twice
+)
+def test_every_turn_is_what_the_target_generates_from_its_recorded_prefix(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specdistill.produce.generate.fast_dtype", lambda device: torch.float32)
+    target = FrozenTarget.load("pico")
+    target.tokenizer.chat_template = TEMPLATE
+    rows = [conversation(number) for number in range(count)]
+    settings = RegenerateConfig(num_tokens=1000 * count, temperatures=[0.0], template={"enable_thinking": True})
+    config = config_for(tmp_path, rows, max_length=160, regenerate=settings)
+    job = Job(
+        tmp_path / "set", config, RowTarget("pico", "0" * 64, target.tokenizer, tuple(target.eos_token_ids), target.model)
+    )
+    make_blocks(job)
+    found = [row for path in sorted(job.blocks.glob("*.arrow")) for row in Dataset.from_file(str(path))]
+    expected = []
+    for row in rows:
+        for turn in (2, 4, 6):
+            options: dict[str, Any] = {"tools": row["tools"], "add_generation_prompt": True, "enable_thinking": True}
+            ids = target.tokenizer.apply_chat_template(row["messages"][:turn], **options)["input_ids"]
+            assert "Think." in target.tokenizer.decode(ids) and len(ids) <= 80
+            prompt, limits = (
+                torch.tensor([ids]),
+                {"max_new_tokens": 160 - len(ids), "eos_token_id": sorted(target.eos_token_ids)},
+            )
+            made = target.model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0, **limits
+            )
+            expected.append((made[0].tolist(), [0] * len(ids) + [1] * (made.shape[1] - len(ids))))
+    assert sorted((row["input_ids"], row["loss_mask"]) for row in found) == sorted(expected)
