@@ -33,7 +33,7 @@ from pydantic import BeforeValidator, Field
 from specdistill.errors import ResourceError, UserError, logger, nearest, one_line, refusing
 from specdistill.files.documents import json_rows, parse_json, parse_yaml
 from specdistill.project import SUITES
-from specdistill.recipe.fields import Section, option, section
+from specdistill.recipe.fields import ReadWhen, Section, option, section
 from specdistill.recipe.load import validate
 from specdistill.recipe.sections import SweepConfig
 from specdistill.suites.conversations import REASONING, Message, Tools, check_expressed, conversation, render
@@ -65,6 +65,7 @@ class SuiteHeader(Section):
     categories: Literal["turn", "kind"] | None = option(
         None,
         "of `turns: all`: by the turn's number, or by what it is (tool_call, reasoning, structured_output, prose); null: the row's",
+        read_when=ReadWhen("with turns: all", lambda it: it.turns == "all"),
     )
     quality: Literal["python_syntax"] | None = option(None, "the metric of `eval/metrics` that scores all answers")
 
@@ -403,7 +404,7 @@ def _row(number: int, place: str, entry: Any, placeholder: str | None) -> SuiteR
         got, close = ", ".join(entry) or "no keys", next((close for key in entry if (close := nearest(key, KINDS))), None)
         expected = f"one of {', '.join(KINDS)}; a suite's YAML names other columns, e.g. columns: {{user: turns}}"
         raise UserError("eval.suite", got=f"{place} with {got}", expected=expected, nearest=close)
-    content = entry[kind]
+    content, texts = entry[kind], list[Any]()
     if kind == "user":
         first = content[0] if isinstance(content, list) and content else content
         kind, content = "messages", [{"role": "user", "content": first}]

@@ -1,5 +1,6 @@
 import hashlib
 import json
+from pathlib import Path
 
 import pytest
 import yaml
@@ -11,6 +12,8 @@ from specdistill.recipe.sections import SweepConfig
 from specdistill.suites.suite import check_suite, cut_prompts, evenly, load_suite, num_measured, tokenize
 from tests.refusals import refused
 from tests.tiny import tiny_tokenizer
+
+QWEN3 = (Path(__file__).parents[1] / "rows" / "chat_templates" / "qwen3.jinja").read_text()
 
 
 def write_jsonl(path, rows):
@@ -88,6 +91,65 @@ def test_the_three_kinds_of_prompts(tmp_path):
     assert tokenizer.decode(chat.token_ids) == chat.text
     with refused("eval.suite", "messages (prompt 3)"):
         prompts(tmp_path / "s.jsonl")  # with a tokenizer that has no chat template
+
+
+def test_every_turn_of_an_agent_is_a_prompt_from_its_recorded_prefix(tmp_path):
+    """As independent rendering by the template gives it, with the tools; named by what the turn is."""
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "system", "content": "Brief."},
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "2.", "reasoning": "hm"},
+        {"role": "user", "content": "As JSON?"},
+        {"role": "assistant", "content": '{"is": 2}'},
+        {"role": "user", "content": "Bye"},
+        {"role": "assistant", "content": "Bye"},
+    ]
+    row = {"id": "a", "category": "maths", "messages": messages, "tools": [{"name": "add", "parameters": {}}]}
+    tokenizer = tiny_tokenizer(QWEN3)
+    expected = [
+        tokenizer.apply_chat_template(
+            messages[:turn], tools=[{"type": "function", "function": row["tools"][0]}], add_generation_prompt=True
+        )["input_ids"]
+        for turn in (2, 4, 6, 8)
+    ]
+    of = {
+        None: ["maths"] * 4,
+        "kind": ["tool_call", "reasoning", "structured_output", "prose"],
+        "turn": ["turn_1", "turn_2_to_3", "turn_2_to_3", "turn_4_to_7"],
+    }
+    for categories, names in of.items():
+        path = write_suite(tmp_path, [row], turns="all", categories=categories)
+        made = prompts(path, tokenizer, max_length=1000)
+        assert [list(prompt.token_ids) for prompt in made] == expected and [prompt.category for prompt in made] == names
+    assert [prompt.id for prompt in made] == ["a/1", "a/2", "a/3", "a/4"]
+    with refused("eval.suite prompt a/1", "schemas of tools with a chat template that ignores them"):
+        prompts(path, tiny_tokenizer(CHAT_TEMPLATE), max_length=1000)
+    with refused("turns", "all for prompt 1, without turns"):
+        prompts(write_suite(tmp_path, [{"user": ["a", "b"]}], turns="all"), tokenizer)
+
+
+def test_a_chat_target_given_plain_text_is_warned_of(tmp_path, caplog):
+    path = write_jsonl(tmp_path / "mine.jsonl", [{"text": "a b c " * 20}, {"user": "a"}])
+    prompts(path, tiny_tokenizer(CHAT_TEMPLATE))
+    (message,) = caplog.messages
+    assert message.startswith("1 prompts of mine.jsonl are given to a chat target as plain text and cut to 32 tokens")
+
+
+def test_a_question_to_program_shows_its_tests_and_is_scored_by_them(tmp_path):
+    row = {
+        "task_id": 2,
+        "text": "Add one.",
+        "code": "…",
+        "test_setup_code": "import os",
+        "test_list": ["assert f(1) == 2", "assert f(2) == 3"],
+    }
+    (made,) = load_suite(str(write_jsonl(tmp_path / "mbpp.jsonl", [row]))).rows
+    ((message),) = made.content
+    assert made.id == "2" and message["content"].startswith("Add one.") and "assert f(1) == 2" in message["content"]
+    assert made.test == "import os\nassert f(1) == 2\nassert f(2) == 3"
 
 
 def test_a_prompt_that_leaves_no_room_is_refused(tmp_path):
