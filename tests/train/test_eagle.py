@@ -47,22 +47,27 @@ def test_a_run_leaves_a_draft_its_record_and_a_curve(folder: Path, tmp_path: Pat
 
 
 def test_a_gguf_file_is_trained_for_measured_examined_and_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As by who serves it with llama.cpp: the file is all there is."""
+    """As by who serves it with llama.cpp: the file is all there is. It has no chat template, so that all use the one that data: names."""
     tiny_target_model(num_layers=2, vocab_size=1024).save_pretrained(tmp_path / "model")
-    AutoTokenizer.from_pretrained(PICO).save_pretrained(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(PICO)
+    template, tokenizer.chat_template = tokenizer.chat_template, None
+    (tmp_path / "mine.jinja").write_text(template, encoding="utf-8")
+    tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "gguf").mkdir()
     write_gguf(tmp_path / "model", tmp_path / "gguf", "q8_0")
     (target,) = (tmp_path / "gguf").glob("*.gguf")
     rows = [{"prompt": f"Write {number} and {number * 7}."} for number in range(12)]
-    for name in ("rows.jsonl", "suite.jsonl"):
-        (tmp_path / name).write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    for name, asked in (("rows.jsonl", rows), ("suite.jsonl", [{"user": row["prompt"]} for row in rows])):
+        (tmp_path / name).write_text("\n".join(map(json.dumps, asked)), encoding="utf-8")
     (tmp_path / "gate.yaml").write_text("- {metric: lossless.greedy_identical, equals: true}\n", encoding="utf-8")
 
     run = tmp_path / "run"
     generated = ["data.regenerate.num_tokens=300", "data.regenerate.batch_size=8", "data.validation_fraction=0.3"]
+    generated.append(f"data.chat_template={tmp_path / 'mine.jinja'}")
     measured = [f"eval.suite={tmp_path / 'suite.jsonl'}", "eval.max_new_tokens=8", "eval.repeats=1", "eval.warmup=0"]
     gate = ["eval.sampling_draws=0", f"gate={tmp_path / 'gate.yaml'}"]
     assert train(tmp_path, run, f"target.model={target}", *generated, *measured, *gate).returncode == 0
+    assert (run / "draft" / "chat_template.jinja").read_text(encoding="utf-8") == template
     assert evaluate(f"recipe={run / 'run' / 'recipe.yaml'}") == 0
     report = json.loads((run / "report" / "report.json").read_text())
     assert report["gate"]["passed"] and report["target"]["model"] == target.name
