@@ -37,6 +37,7 @@ from specdistill.produce.self_prompts import self_prompts, user_row
 from specdistill.produce.server_backend import ServerBackend, ServerTokenizer
 from specdistill.progress import PREPARED_BYTES, Cost, announce, progress
 from specdistill.recipe.sections import DataConfig
+from specdistill.rows.chat import inner_ids
 from specdistill.rows.files import SHOWN, cache_folder, on_disk, write_arrow
 from specdistill.rows.row_set import Fit, RowTarget, check, is_whole, place_of, read_rows
 from specdistill.terminal import Console
@@ -166,10 +167,11 @@ def _make_block(
     rules: Rules = {name: RULES[name] for name in config.regenerate.filter if config.regenerate.server}
     plan = BlockPlan(block, config, job.sources[0], copy.deepcopy(target.tokenizer), target.end_ids)
     decoder = ServerTokenizer(plan.tokenizer, target.end_ids, {})
+    special = decoder.special - inner_ids(plan.tokenizer) if rules else decoder.special
 
     def checked(task: GenerationTask, answer: Answer) -> CheckedAnswer:
         texts = (decoder.text(answer.token_ids), decoder.text(answer.context)) if rules else ("", "")
-        return CheckedAnswer(answer, *texts, not task.prompt.messages, decoder.special)
+        return CheckedAnswer(answer, *texts, not task.prompt.messages, special)
 
     made = BlockOutput(rules, checked, config.loss_mask == "all", advance)
     with alone(path.with_suffix(".lock"), "data.shard", path):

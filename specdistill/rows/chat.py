@@ -78,6 +78,24 @@ def turn_documents(
     return documents
 
 
+def inner_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Tokens that the target generates within its turns, around reasoning and calls of tools: of its template, but no sign of a fault."""
+    tool = {"type": "function", "function": {"name": "f", "arguments": {}, "parameters": {}}}  # as a call, and as its schema
+    turns: list[tuple[Message, Tools]] = [
+        ({"role": "assistant", "content": "a", REASONING[0]: "b"}, None),
+        ({"role": "assistant", "content": None, "tool_calls": [tool]}, [tool]),
+    ]
+    found: set[int] = set()
+    for turn, tools in turns:
+        try:
+            text, spans = turn_documents(tokenizer, [{"role": "user", "content": "c"}, turn], tools, checks_turns=False)[-1]
+        except UserError:  # a template without them
+            continue
+        start, end = spans[-1]
+        found.update(tokenizer(text[start:end], add_special_tokens=False)["input_ids"][:-1])
+    return found
+
+
 def _turn(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Tools, where: str, is_checked: bool
 ) -> tuple[str, tuple[int, int]]:

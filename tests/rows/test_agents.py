@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from specdistill.produce.sources import normalise
-from specdistill.rows.chat import turn_documents
+from specdistill.rows.chat import inner_ids, turn_documents
 from specdistill.rows.encoding import ROW_COLUMNS, Encoder
 from specdistill.suites.conversations import render
 from tests.refusals import refused
@@ -224,6 +224,19 @@ NO_RESULTS = PLAIN.replace("{% for", "{{ tools }}{% for").replace(
 def test_what_a_template_cannot_express_is_refused_by_name(template: str, row: dict[str, Any], got: str) -> None:
     with refused("data.source row 0", got):
         encoded(tiny_tokenizer(template), row)
+
+
+def test_tokens_around_calls_and_reasoning_are_no_sign_of_a_fault() -> None:
+    """But those of headers and the end are."""
+    template = (
+        TEMPLATES["qwen3"]
+        .replace("<|im_start|>", "<|user|>")
+        .replace("<|im_end|>", "<|end|>")
+        .replace("<tool_call>", "<|assistant|>")
+    )
+    tokenizer = tiny_tokenizer(template)
+    assert inner_ids(tokenizer).intersection(tokenizer.all_special_ids) == {tokenizer.convert_tokens_to_ids("<|assistant|>")}
+    assert not inner_ids(tiny_tokenizer(None))
 
 
 def test_arguments_are_given_as_the_template_takes_them() -> None:
