@@ -17,9 +17,9 @@ from tests.produce.row_sets import config_for
 
 SCHEMA = {"type": "function", "function": {"name": "add", "parameters": {}}}
 TEMPLATE = (
-    "{% if enable_thinking %}Think.{% endif %}{{ tools | length }}{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
+    "{% if enable_thinking %}Think.{% endif %}{{ tools | length }}{% for m in messages %}{{ m.role[0] }}:{{ m.content or '' }}"
     "{% for it in m.tool_calls or [] %}{{ it.function.name }}({{ it.function.arguments | tojson }}){% endfor %}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
 )
 
 
@@ -35,7 +35,7 @@ def conversation(number: int) -> dict[str, Any]:
         {"role": "assistant", "content": f"{a + b}."},
         {"role": "user", "content": "And?"},
     ]
-    return {"messages": [{"role": "system", "content": "Brief."}, *said], "tools": [SCHEMA]}
+    return {"messages": [{"role": "system", "content": "Hi"}, *said], "tools": [SCHEMA]}
 
 
 def prompt_of(row: dict[str, Any]) -> list[int]:
@@ -57,7 +57,7 @@ def test_every_turn_is_what_the_target_generates_from_its_recorded_prefix(
     target.tokenizer.chat_template = TEMPLATE
     rows = [conversation(number) for number in range(count)]
     settings = RegenerateConfig(num_tokens=1000 * count, temperatures=[0.0], template={"enable_thinking": True})
-    config = config_for(tmp_path, rows, max_length=160, regenerate=settings)
+    config = config_for(tmp_path, rows, max_length=112, regenerate=settings)
     job = Job(
         tmp_path / "set", config, RowTarget("pico", "0" * 64, target.tokenizer, tuple(target.eos_token_ids), target.model)
     )

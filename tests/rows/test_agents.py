@@ -241,10 +241,19 @@ def test_tokens_around_calls_and_reasoning_are_no_sign_of_a_fault() -> None:
 
 def test_arguments_are_given_as_the_template_takes_them() -> None:
     """As an object or its text, whichever the row has; and a text stays as it is where a template takes both."""
-    text = {**CALL, "tool_calls": [{"function": {"name": "add", "arguments": '{"a":1}'}}]}
-    for family, written in (("hermes", '{"a": 1}'), ("qwen3", '{"a":1}'), ("harmony", '{"a": 1}'), ("kimi", '{"a":1}')):
-        assert written in render(tiny_tokenizer(TEMPLATES[family]), [USER, text], tools=[SCHEMA])
-    assert '{"a": 1}' in render(tiny_tokenizer(TEMPLATES["deepseek"]), [USER, CALL], tools=[SCHEMA])
+    for family, given, written in (
+        ("hermes", '{"b":2}', '"arguments": {"b": 2}'),
+        ("qwen3", '{"b":2}', '"arguments": {"b":2}'),
+        ("harmony", '{"b":2}', '<|message|>{"b": 2}<|call|>'),
+        ("kimi", '{"b":2}', '<|tool_call_argument_begin|>{"b":2}<'),
+        ("deepseek", {"b": 2}, '<｜tool▁sep｜>{"b": 2}<'),
+    ):
+        call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": given}}]}
+        assert written in render(tiny_tokenizer(TEMPLATES[family]), [USER, call], tools=[SCHEMA])
+    printed = (
+        PLAIN + "{% for m in messages %}{% for it in m.tool_calls or [] %}{{ it.function.arguments }}{% endfor %}{% endfor %}"
+    )
+    assert '{"b": 2}' in render(tiny_tokenizer(printed), [USER, call])
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
