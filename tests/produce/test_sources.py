@@ -116,7 +116,9 @@ def test_local_files(tmp_path: Path, ending: str) -> None:
 )
 def test_public_datasets(shared_data: Path, tmp_path: Path, name: str, conversations: int, first_roles: Sequence[str]) -> None:
     found = load_rows(str(shared_data / "train" / name), "train", cache_dir=str(tmp_path))["messages"]
-    assert len(found) == conversations and all(message["content"] for messages in found[:100] for message in messages)
+    assert len(found) == conversations and all(
+        message["content"] or message["tool_calls"] for messages in found[:100] for message in messages
+    )
     assert [message["role"] for message in found[0]][: len(first_roles)] == first_roles
 
 
