@@ -26,6 +26,7 @@ from specdistill.produce.prompts import (
 from specdistill.produce.sources import Source
 from specdistill.recipe.data_sources import SourceEntry
 from specdistill.recipe.sections import DataConfig, RegenerateConfig
+from tests.produce.row_sets import chat
 from tests.tiny import tiny_tokenizer
 
 TEXTS = ["".join(f"def f{number}_{line}():\n    return {line}\n\n" for line in range(30)) for number in range(6)]
@@ -75,6 +76,23 @@ def test_chat_prompts_end_before_the_answer_and_leave_room_for_it() -> None:
         for it in ("one", "two")
     ]
     assert said(prompts) == expected and filtered == {"long_prompt": 1}
+
+
+def test_every_turn_is_asked_for_from_what_was_recorded_and_questions_alone_one_after_the_other() -> None:
+    recorded = chat("one", "1", "two", "2", "three")["messages"]
+    questions = chat("one", None, "two", None, "three")["messages"]
+    for rows, served, expected in ((recorded, False, [1, 3, 5]), (questions, False, [5]), (questions, True, [5])):
+        config = DataConfig(
+            max_length=600, regenerate=RegenerateConfig(num_tokens=9, server=["http://127.0.0.1:1"] if served else [])
+        )
+        filtered: Counter[str] = Counter()
+        made = list(
+            chat_prompts(BlockPlan(Block(0, 1, 1), config, [], TOKENIZER, ()), [{"text": None, "messages": rows}], filtered)
+        )
+        assert [list(prompt.messages) for prompt in made] == [rows[:end] for end in expected]
+        asked = [rows[:end] if rows is recorded else rows[:1] for end in expected]
+        assert said(made) == [TOKENIZER.apply_chat_template(it, tokenize=False, add_generation_prompt=True) for it in asked]
+        assert filtered == ({"follow_up": 2} if rows is questions and not served else {})
 
 
 def test_every_prompt_is_continued_at_every_temperature_and_then_sampled_again() -> None:
