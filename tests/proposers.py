@@ -86,7 +86,7 @@ class FirstTokens(ModelProposer):
 
 
 class Oracle:
-    """Drafts what the sequence says that begins so, and in a tree among wrong tokens: at each node the right child is the last of two."""
+    """Drafts what the sequence says that begins so, or the first; in a tree among wrong tokens: a node's right child is the last of two."""
 
     aux_layers: tuple[int, ...] = ()
     num_parameters = num_bytes = 0
@@ -98,7 +98,8 @@ class Oracle:
         pass
 
     def propose(self, state: DecodingState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
-        right = [next(whole for whole in self.sequences if whole[: len(text)] == text) for text in state.token_ids]
+        first = self.sequences[0]
+        right = [next((it for it in self.sequences if it[: len(text)] == text), first) for text in state.token_ids]
         return [Proposal(whole[len(text) : len(text) + k]) for whole, text in zip(right, state.token_ids, strict=True)]
 
     def propose_tree(

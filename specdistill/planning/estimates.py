@@ -322,7 +322,7 @@ def _launched(
 
 def recipe_for(method: str, target: str) -> tuple[str | None, dict[str, Any]]:
     """The target's own recipe of a method, with its keys; else that of small targets, or of pico, without."""
-    names = (path.relative_to(RECIPES).with_suffix("").as_posix() for path in sorted(RECIPES.rglob("*.yaml")))
+    names = sorted(path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml"))
     found = {name: keys for name in names if (keys := read_recipe(name)).get("method") == method}
     if own := next((name for name, keys in found.items() if keys["target"]["model"] == target), None):
         return own, found[own]

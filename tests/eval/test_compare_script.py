@@ -245,7 +245,6 @@ def test_a_draft_that_changes_the_text_is_exit_code_one(arguments, tmp_path, mon
         (["drafts=[small,run/draft]", "lookup_first.min=9"], "lookup_first.min", "9"),
         (["drafts=[small,run/draft]", f"{FIRST}_each=[null,{{min: 9}}]"], f"{FIRST}_each[1].min", "9"),
         (["drafts=[small,ngram]", "ngram={min: 4, max: 3}"], "ngram.min", "4"),
-        (["drafts=[small,run/draft]", f"{TREE}={{branching: [2]}}", "batch_size=2"], "batch_size", "2 with lookup_first"),
         (
             ["drafts=[small,ngram]", "trees_each=[{branching: [2,2]},null]", f"{FIRST}_each=[{{}},null]"],
             *(f"{FIRST}_each", "a lookup in front of a draft with a tree"),
