@@ -1,8 +1,9 @@
-"""What a training step of an EAGLE-3 head for Llama-3.1-8B needs, seven steps deep, computed without a device: a JSON line for each shape.
+"""What a training step of a draft for Llama-3.1-8B needs, computed without a device: a JSON line for each shape.
 
     python bench/memory.py                 # exits with 1 where a shape needs 5 % more than bench/results/memory.json says
     python bench/memory.py record=true     # replaces that file
 
+Drafts are an EAGLE-3 head, seven steps deep, and a DFlash drafter of five layers, 128 blocks of 16 for each row.
 `peak_gib` is what a step adds to what stands (weights, gradients, optimizer); specdistill/planning/accounting.py says what is counted.
 """
 
@@ -17,7 +18,7 @@ from transformers import LlamaConfig
 
 from specdistill.command import run
 from specdistill.errors import ExitCode
-from specdistill.methods.eagle3 import method as eagle3
+from specdistill.methods import METHODS
 from specdistill.methods.sizes import Described
 from specdistill.planning.accounting import training_step
 from specdistill.recipe.fields import Section, option
@@ -31,9 +32,14 @@ CONFIG = LlamaConfig(
     tie_word_embeddings=False, dtype="bfloat16",
 )  # fmt: skip
 TARGET = Described(NAME, "target.model", None, None, {"architectures": ["LlamaForCausalLM"]}, CONFIG, None)
+DRAFTS: dict[str, dict[str, Any]] = {  # keys of `draft:`
+    "eagle3": {"ttt_steps": NUM_STEPS},
+    "dflash": {"block_size": 16, "num_anchors": 128, "num_layers": 5},
+}
+LAYOUTS = (("eagle3", 4, 2048), ("eagle3", 1, 8192), ("dflash", 4, 2048))
 SHAPES: list[dict[str, Any]] = [
-    {"rows": rows, "length": length, "draft_vocab_size": vocabulary, "gradient_checkpointing": recomputed}
-    for (rows, length), vocabulary, recomputed in itertools.product(((4, 2048), (1, 8192)), (32_000, 128_256), (False, True))
+    {"method": method, "rows": rows, "length": length, "draft_vocab_size": vocabulary, "gradient_checkpointing": recomputed}
+    for (method, rows, length), vocabulary, recomputed in itertools.product(LAYOUTS, (32_000, 128_256), (False, True))
 ]
 
 
@@ -68,15 +74,17 @@ def growth(found: dict[str, Any], recorded: dict[str, Any]) -> list[str]:
     ]
 
 
-def need(rows: int, length: int, draft_vocab_size: int, gradient_checkpointing: bool) -> dict[str, Any]:
+def need(method: str, rows: int, length: int, draft_vocab_size: int, gradient_checkpointing: bool) -> dict[str, Any]:
     """A shape, and what its step needs."""
-    draft = eagle3.planned(TARGET, None, {"vocab_size": draft_vocab_size})
+    draft = METHODS[method].implementation().planned(TARGET, None, {**DRAFTS[method], "vocab_size": draft_vocab_size})
+    assert draft.build is not None
     options: dict[str, Any] = {"rows": rows, "length": length}
     if gradient_checkpointing:
         options["prepare"] = methodcaller("activation_checkpointing_enable")
-    account = training_step("eagle3", draft.build, {"ttt_steps": NUM_STEPS}, TARGET, **options)
+    account = training_step(method, draft.build, DRAFTS[method], TARGET, **options)
     return {
         "target": NAME,
+        "method": method,
         "rows": rows,
         "length": length,
         "draft_vocab_size": draft_vocab_size,

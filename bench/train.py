@@ -1,7 +1,7 @@
 """Training here, in its plain form, and in speculators: tokens a second, the parts of a step, peak memory.
 
     make engines                                   # speculators, in an environment of its own
-    python bench/train.py                          # a draft's step; head and loss alone
+    python bench/train.py                          # a step of a head and of a block drafter; head and loss alone
 
 writes bench/results/train.json, and from it the tables between two marks of docs/performance.md. The trainers (bench/trainers.py) are
 processes whose steps are interleaved, in an order that alternates; a ratio's interval is over the rounds. Target features are given and
@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
@@ -29,6 +29,9 @@ from specdistill.command import run
 from specdistill.errors import ExitCode, ResourceError, UserError
 from specdistill.export import export
 from specdistill.measurement.hardware import hardware, software
+from specdistill.methods.blocks.checkpoint import save as save_block
+from specdistill.methods.blocks.method import build as build_block
+from specdistill.methods.dflash.method import KIND
 from specdistill.methods.eagle3.checkpoint import save_eagle3
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.project import ROOT
@@ -60,7 +63,7 @@ Steps = dict[str, list[dict[str, float]]]  # name -> what bench/trainers.py says
 
 
 class Options(Section):
-    parts: list[Literal["step", "loss"]] = option(["step", "loss"], "what to measure")
+    parts: list[Literal["step", "block", "loss"]] = option(["step", "block", "loss"], "what to measure")
     others: list[Literal["plain", "sdpa", "eager", "flex"]] = option(
         ["plain", "sdpa", "flex" if DEVICE.type == "cuda" else "eager"],
         "what a step is compared with: our plain form, speculators",
@@ -73,6 +76,8 @@ class Options(Section):
     )
     num_steps: int = option(5, "of the unroll", ge=1)
     trains_head: bool = option(False, "whether the draft's head trains, which speculators freezes")
+    block_size: int = option(16, "slots of a block drafter's block", ge=2)
+    num_anchors: int = option(128, "blocks of its step, over all rows", ge=1)
     loss_rows: int = option(8192, "hidden states of head and loss alone, over all steps of the unroll", ge=8)
     loss_steps: int = option(7, "of that unroll", ge=1)
     rounds: int = option(8, "steps of each trainer that are timed", ge=2)
@@ -83,7 +88,7 @@ def main(options: Options) -> ExitCode:
     path = RESULTS / FILES[DEVICE.type]
     results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     for part in options.parts:
-        found = {"step": step, "loss": loss}[part](options)
+        found = {"step": step, "block": block, "loss": loss}[part](options)
         machine = {"cpu": hardware(DEVICE)["name"], "threads": options.threads, "torch": software()["torch"]}
         results[part] = {**machine, "bf16": bf16(), **found}
         path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
@@ -99,19 +104,48 @@ def bf16() -> bool:
 
 
 def step(options: Options) -> dict[str, Any]:
-    """A draft's step, in each layout of its tokens."""
-    shape = {name: getattr(options, name) for name in ("hidden_size", "vocab_size", "num_tokens", "num_steps", "trains_head")}
+    """An EAGLE-3 head's step, in each layout of its tokens."""
+
+    def save(target: FrozenTarget, folder: Path) -> None:
+        save_eagle3(build_eagle3(target, aux_layers=[0, 1, 2]), folder)
+
+    own = {name: getattr(options, name) for name in ("num_steps", "trains_head")}
+    return own | in_layouts(options, "", own, save)
+
+
+def block(options: Options) -> dict[str, Any]:
+    """A DFlash drafter's step, in each layout of its tokens."""
+    least = options.block_size + 3
+    for length in options.row_lengths:
+        if length < least or options.num_anchors * length % options.num_tokens:
+            expected = f"{least} tokens or more, in rows that share {options.num_anchors} blocks, num_anchors, evenly"
+            raise UserError("row_lengths", got=length, expected=expected)
+    own = {name: getattr(options, name) for name in ("block_size", "num_anchors")}
+
+    def save(target: FrozenTarget, folder: Path) -> None:
+        shape = {"num_layers": 5, "aux_layers": [1, 2, 3, 4, 5], "block_size": options.block_size, "mask_token_id": 0}
+        save_block(build_block(KIND, target, **shape), KIND, folder)
+
+    return own | in_layouts(options, "_block", own, save)
+
+
+def in_layouts(
+    options: Options, suffix: str, own: Mapping[str, Any], save: Callable[[FrozenTarget, Path], None]
+) -> dict[str, Any]:
+    """What a draft's trainers are found to take. suffix: of their names; own: their settings; save: writes a draft for a target."""
+    shape = {name: getattr(options, name) for name in ("hidden_size", "vocab_size", "num_tokens")}
     layouts = []
     with tempfile.TemporaryDirectory() as folder:
-        write_models(Path(folder), options)
+        write_models(Path(folder), options, save)
         for length in options.row_lengths:
             if options.num_tokens % length:
                 raise UserError("row_lengths", got=length, expected=f"a divisor of {options.num_tokens}, num_tokens")
             layout = {"rows": options.num_tokens // length, "length": length}
-            unrolled = {name: shape[name] for name in ("num_steps", "trains_head")}
-            shared = {"folder": folder, **layout, **unrolled, "bf16": bf16()}
-            compared: Compared = {"ours": ("ours", shared)}
-            compared |= {name: (OTHERS[name][1], {**shared, **OTHERS[name][2]}) for name in options.others}
+            shared = {"folder": folder, **layout, **own, "bf16": bf16()}
+            compared: Compared = {"ours": (f"ours{suffix}", shared)}
+            for name in options.others:
+                _, trainer, settings = OTHERS[name]
+                compared[name] = f"{trainer}{suffix}", {**shared, **settings}
             steps = interleaved(compared, options.rounds, options.threads)
             layouts.append({**layout, **summary(steps, options.num_tokens)})
     return {**shape, "layouts": layouts}
@@ -126,17 +160,17 @@ def loss(options: Options) -> dict[str, Any]:
     return {**shape, **summary(steps, shape["rows"] * options.loss_steps)}
 
 
-def write_models(folder: Path, options: Options) -> None:
-    """A target of two layers, and a head for it in our layout (`draft`) and in speculators' (`head`)."""
+def write_models(folder: Path, options: Options, save: Callable[[FrozenTarget, Path], None]) -> None:
+    """A target of five layers, and a draft for it in our layout (`draft`) and in speculators' (`head`)."""
     config = LlamaConfig(
-        hidden_size=options.hidden_size, intermediate_size=3 * options.hidden_size, num_hidden_layers=2,
+        hidden_size=options.hidden_size, intermediate_size=3 * options.hidden_size, num_hidden_layers=5,
         num_attention_heads=options.hidden_size // 64, num_key_value_heads=max(1, options.hidden_size // 256),
         vocab_size=options.vocab_size, max_position_embeddings=2 * max(options.row_lengths), initializer_range=options.hidden_size**-0.5,
         tie_word_embeddings=False,
     )  # fmt: skip
     target = FrozenTarget(LlamaForCausalLM(config), None, name=str(folder))
     target.model.save_pretrained(folder / "target")
-    save_eagle3(build_eagle3(target, aux_layers=[0, 1, 2]), folder / "draft")
+    save(target, folder / "draft")
     export(folder / "draft", "speculators", folder / "head", TargetFiles(str(folder / "target")))
 
 
@@ -199,18 +233,23 @@ def summary(steps: Steps, num_tokens: int) -> dict[str, Any]:
 def page(results: Mapping[str, Any]) -> str:
     """What is measured, as tables."""
     sections = []
-    if found := results.get("step"):
-        setup = (
-            f"Hidden size {found['hidden_size']}, a vocabulary of {found['vocab_size']:,}, {found['num_tokens']:,} tokens, "
-            f"{found['num_steps']} steps of the unroll; the draft's head {'trains' if found['trains_head'] else 'is frozen'}"
-        )
-        rows = [row for each in found["layouts"] for row in step_rows(each, f"{each['rows']} × {each['length']:,}")]
-        sections += ["### A draft's step", f"{setup}. {measured_on(found)}", table(("rows", *HEAD), rows)]
+    for part, title in (("step", "An EAGLE-3 head's step"), ("block", "A DFlash drafter's step")):
+        if found := results.get(part):
+            sizes = (f"{found[name]:,}" for name in ("hidden_size", "vocab_size", "num_tokens"))
+            setup = "Hidden size {}, a vocabulary of {}, {} tokens".format(*sizes)
+            rows = [row for each in found["layouts"] for row in step_rows(each, f"{each['rows']} × {each['length']:,}")]
+            sections += [f"### {title}", f"{setup}, {own_setup(found)}. {measured_on(found)}", table(("rows", *HEAD), rows)]
     if found := results.get("loss"):
         setup = f"{found['num_steps']} × {found['rows']:,} hidden states of {found['hidden_size']}, a vocabulary of {found['vocab_size']:,}"
         sections += ["### Head and loss alone", f"{setup}, forward KL; the head trains. {measured_on(found)}"]
         sections.append(table(("hidden states", *HEAD), step_rows(found, f"{found['num_steps']} × {found['rows']:,}")))
     return "\n\n".join(sections)
+
+
+def own_setup(found: Mapping[str, Any]) -> str:
+    if "num_anchors" in found:
+        return f"{found['num_anchors']} blocks of {found['block_size']}; the draft has five layers and the target's head"
+    return f"{found['num_steps']} steps of the unroll; the draft's head {'trains' if found['trains_head'] else 'is frozen'}"
 
 
 def step_rows(found: Mapping[str, Any], layout: str) -> Iterator[tuple[str, ...]]:

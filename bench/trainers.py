@@ -3,11 +3,14 @@
     python -P bench/trainers.py NAME SETTINGS    # a name of TRAINERS, its settings in JSON; the Python that has the trainer's library
 
 It answers with the seconds of the step's parts, its loss, and the memory that it took at its peak above what stood before it. Trainers of a
-head have the same weights, tokens and target features, and the same loss: in nats, the mean of each step of the unroll, summed over these.
+draft have the same weights, tokens and target features, and the same loss: in nats, of a head the mean of each step of the unroll, summed
+over these, of a block drafter the mean over the slots that predict. Each draws its blocks, of all tokens with loss where there are no more.
 
-Shapes: B rows of one document each, T positions, H hidden size of target and draft, K steps of the unroll, R rows of hidden states.
+Shapes: B rows of one document each, T positions, A layers of the target that are read, H hidden size of target and draft, P slots of a
+block, K steps of the unroll, R rows of hidden states.
 """
 
+import itertools
 import json
 import os
 import re
@@ -25,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-NUM_AUX = 3  # layers of the target that a head reads
+NUM_AUX = {"head": 3, "block": 5}  # layers of the target that a draft reads
 MAX_NORM = 1.0  # speculators' own, as is the weight decay
 ADAMW = {"lr": 1e-4, "weight_decay": 0.01}
 
@@ -102,48 +105,90 @@ def noise(*shape: int, bf16: bool, seed: int) -> Tensor:
     return drawn.to(DEVICE, torch.bfloat16 if bf16 else torch.float32)
 
 
-def given(rows: int, length: int, vocab_size: int, hidden_size: int, bf16: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens [B, T]; the target's features [B, T, 3H]; its last layer's output [B, T, H]."""
+def given(rows: int, length: int, num_aux: int, vocab_size: int, hidden_size: int, bf16: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens [B, T]; the target's features [B, T, A H]; its last layer's output [B, T, H]."""
     ids = torch.randint(vocab_size, (rows, length), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    aux, last = (noise(rows, length, size, bf16=bf16, seed=size) for size in (NUM_AUX * hidden_size, hidden_size))
+    aux, last = (noise(rows, length, size, bf16=bf16, seed=size) for size in (num_aux * hidden_size, hidden_size))
     return ids, aux, last
 
 
-def ours(folder: str, rows: int, length: int, num_steps: int, trains_head: bool, bf16: bool, plainly: bool = False) -> Trainer:
-    """All rows at once. plainly: attention with a dense mask, and all logits at once."""
+def block_loss_mask(length: int, block_size: int) -> list[int]:
+    """[T], of which both sides draw the same anchors: speculators none of a row's last P tokens, ours none without a token before it."""
+    return [int(0 < position < length - block_size) for position in range(length)]
+
+
+def given_target(folder: str, rows: int, loss_mask: list[int], num_aux: int, bf16: bool) -> tuple[Any, dict[str, Any]]:
+    """Our target, with the features that are given, and the batch that has them."""
     from transformers import AutoModelForCausalLM
 
+    from specdistill.rows.packing import collate
+    from specdistill.targets.frozen import Features, FrozenTarget
+
+    length = len(loss_mask)
+    target: Any = FrozenTarget(AutoModelForCausalLM.from_pretrained(f"{folder}/target").to(DEVICE), None, name=folder)
+    ids, aux, last = given(rows, length, num_aux, target.vocab_size, target.hidden_size, bf16)
+    with torch.no_grad():
+        features = Features(aux.chunk(num_aux, dim=-1), target.norm(last))
+    target.features = lambda *_, **__: features
+    column = {"loss_mask": loss_mask, "document_ids": [0] * length, "position_ids": list(range(length))}
+    return target, collate([{"input_ids": row, **column} for row in ids.tolist()])
+
+
+def our_trainer(objective: Any, target: Any, batch: dict[str, Any], compared: Callable[[Any], Tensor], bf16: bool) -> Trainer:
+    """All rows at once. compared: sums of each drafted position -> the loss to be compared."""
+    objective.to(DEVICE)
+    numbers = itertools.count()
+
+    def micro_batch() -> tuple[Tensor, float]:
+        prepared = objective.prepare(batch, next(numbers)).items()
+        inputs = {name: value.to(DEVICE) if isinstance(value, Tensor) else value for name, value in prepared}
+        with precision(bf16):
+            with torch.no_grad():
+                target_outputs = objective.read_target(target, inputs)
+            total, sums = objective(**inputs, **target_outputs)
+        return total / objective.num_loss_tokens(inputs), float(compared(sums))
+
+    parameters = [parameter for parameter in objective.parameters() if parameter.requires_grad]
+    return Trainer([micro_batch], parameters, torch.optim.AdamW(parameters, **ADAMW, fused=True))
+
+
+def ours(folder: str, rows: int, length: int, num_steps: int, trains_head: bool, bf16: bool, plainly: bool = False) -> Trainer:
+    """Of a head. plainly: attention with a dense mask, and all logits at once."""
     from specdistill.losses.chunked import head_loss_plainly
     from specdistill.losses.divergence import forward_kl
     from specdistill.methods.chains import unroll
     from specdistill.methods.eagle3.checkpoint import load_eagle3
-    from specdistill.rows.packing import collate
-    from specdistill.targets.frozen import Features, FrozenTarget
 
     if plainly:
         unroll.UnrollKVCache, unroll.head_loss = DenseKVCache, head_loss_plainly
-    target: Any = FrozenTarget(AutoModelForCausalLM.from_pretrained(f"{folder}/target").to(DEVICE), None, name=folder)
-    draft = load_eagle3(f"{folder}/draft", target).to(DEVICE)
+    target, batch = given_target(folder, rows, [1] * length, NUM_AUX["head"], bf16)
+    draft = load_eagle3(f"{folder}/draft", target)
     draft.lm_head.weight.requires_grad_(trains_head)
-    ids, aux, last = given(rows, length, target.vocab_size, target.hidden_size, bf16)
-    with torch.no_grad():
-        features = Features(aux.chunk(NUM_AUX, dim=-1), target.norm(last))
-    target.features = lambda *_, **__: features
-    column = {"loss_mask": [1] * length, "document_ids": [0] * length, "position_ids": list(range(length))}
-    collated = collate([{"input_ids": row, **column} for row in ids.tolist()])
-    batch = {name: value.to(DEVICE) if isinstance(value, Tensor) else value for name, value in collated.items()}
     objective = unroll.TrainingTimeTest(draft, forward_kl, num_steps)
 
-    def micro_batch() -> tuple[Tensor, float]:
-        with precision(bf16):
-            with torch.no_grad():
-                target_outputs = objective.read_target(target, batch)
-            total, sums = objective(**batch, **target_outputs)
-        means = (loss / count for loss, count in zip(sums.loss, sums.loss_tokens, strict=True))
-        return total / objective.num_loss_tokens(batch), float(sum(means))
+    def compared(sums: Any) -> Any:
+        return sum(loss / count for loss, count in zip(sums.loss, sums.loss_tokens, strict=True))
 
-    parameters = [parameter for parameter in draft.parameters() if parameter.requires_grad]
-    return Trainer([micro_batch], parameters, torch.optim.AdamW(parameters, **ADAMW, fused=True))
+    return our_trainer(objective, target, batch, compared, bf16)
+
+
+def ours_block(
+    folder: str, rows: int, length: int, block_size: int, num_anchors: int, bf16: bool, plainly: bool = False
+) -> Trainer:
+    """Of a DFlash drafter, with `num_anchors` blocks in all rows. plainly: attention with a dense mask, and all logits at once."""
+    from specdistill.losses.chunked import head_loss_plainly
+    from specdistill.losses.divergence import forward_kl
+    from specdistill.methods.blocks import checkpoint, objective
+    from specdistill.methods.dflash.method import KIND
+
+    if plainly:
+        objective.spans = lambda batch, anchors_N, _: [(0, len(anchors_N), 0, batch["input_ids"].numel())]
+        objective.BlockMemory.in_one_call = objective.BlockMemory.in_chunks
+        objective.head_loss = lambda *of_rows, together, **options: head_loss_plainly(*of_rows, **options)
+    target, batch = given_target(folder, rows, block_loss_mask(length, block_size), NUM_AUX["block"], bf16)
+    draft = checkpoint.load(KIND, f"{folder}/draft", target)
+    learns = objective.BlockObjective(draft, forward_kl, num_anchors // rows)
+    return our_trainer(learns, target, batch, lambda sums: sum(sums.loss) / sum(sums.loss_tokens), bf16)
 
 
 class DenseKVCache:
@@ -169,19 +214,11 @@ class DenseKVCache:
 def speculators(
     folder: str, rows: int, length: int, num_steps: int, trains_head: bool, bf16: bool, attention: str | None
 ) -> Trainer:
-    """Its model, loss and optimizer as its trainer has them; the model takes one row at a time: several accumulate. attention: None for its
-    own default.
-    """
-    from speculators import SpeculatorModel
-    from speculators.train.optimizers import build_optimizers
-
-    config = SpeculatorModel.config_class.from_pretrained(f"{folder}/head")
-    if attention is not None:
-        config.transformer_layer_config._attn_implementation = attention
-    model = SpeculatorModel.from_pretrained(f"{folder}/head", config=config, dtype=torch.float32).train().to(DEVICE)
+    """Of a head."""
+    model = their_model(folder, attention)
     model.lm_head.weight.requires_grad_(trains_head)
-    settings = call_settings(type(model), num_steps)
-    ids, aux, last = given(rows, length, model.verifier_vocab_size, model.hidden_size, bf16)
+    settings = call_settings(type(model), ttt_steps=num_steps, ttt_step_loss_decay=1.0)
+    ids, aux, last = given(rows, length, NUM_AUX["head"], model.verifier_vocab_size, model.hidden_size, bf16)
     # Shifted as its `shift_batch` does. Its last loss, of a token that is not in the row, is not ours.
     batch = {
         "input_ids": ids[:, 1:],
@@ -191,6 +228,41 @@ def speculators(
         "position_ids": torch.arange(1, length, device=DEVICE).expand(rows, -1),
         "document_ids": torch.zeros(rows, length - 1, dtype=torch.long, device=DEVICE),
     }
+    return their_trainer(model, batch, settings, bf16)
+
+
+def speculators_block(
+    folder: str, rows: int, length: int, block_size: int, num_anchors: int, bf16: bool, attention: str | None
+) -> Trainer:
+    """Of a block drafter."""
+    model = their_model(folder, attention)
+    alike = {"dflash_decay_gamma": float("inf")}  # every slot counts as much
+    settings = call_settings(type(model), max_anchors=num_anchors // rows, **alike)
+    ids, aux, last = given(rows, length, NUM_AUX["block"], model.verifier_vocab_size, model.hidden_size, bf16)
+    batch = {
+        "input_ids": ids,
+        "hidden_states": aux,
+        "verifier_last_hidden_states": last,
+        "loss_mask": torch.tensor(block_loss_mask(length, block_size), device=DEVICE).expand(rows, -1),
+        "position_ids": torch.arange(length, device=DEVICE).expand(rows, -1),
+        "document_ids": torch.zeros(rows, length, dtype=torch.long, device=DEVICE),
+    }
+    return their_trainer(model, batch, settings, bf16)
+
+
+def their_model(folder: str, attention: str | None) -> Any:
+    """speculators' model of the exported draft. attention: None for its own default."""
+    from speculators import SpeculatorModel
+
+    config = SpeculatorModel.config_class.from_pretrained(f"{folder}/head")
+    if attention is not None:
+        config.transformer_layer_config._attn_implementation = attention
+    return SpeculatorModel.from_pretrained(f"{folder}/head", config=config, dtype=torch.float32).train().to(DEVICE)
+
+
+def their_trainer(model: Any, batch: dict[str, Tensor], settings: dict[str, Any], bf16: bool) -> Trainer:
+    """Model, loss and optimizer as speculators' trainer has them; the model takes one row at a time: several accumulate."""
+    from speculators.train.optimizers import build_optimizers
 
     def micro_batch(row: int) -> tuple[Tensor, float]:
         with precision(bf16):
@@ -199,13 +271,12 @@ def speculators(
 
     (optimizer,) = build_optimizers(model, Namespace(optimizer="adamw", **ADAMW))
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return Trainer([partial(micro_batch, row) for row in range(rows)], parameters, optimizer)
+    return Trainer([partial(micro_batch, row) for row in range(len(batch["input_ids"]))], parameters, optimizer)
 
 
-def call_settings(model_class: Any, ttt_steps: int) -> dict[str, Any]:
+def call_settings(model_class: Any, **own: Any) -> dict[str, Any]:
     """What speculators' trainer hands its model; the fused losses, its default, are Triton's."""
-    losses = {"loss_fn": "kl_div", "loss_implementation": "eager", "ttt_step_loss_decay": 1.0}
-    settings: dict[str, Any] = model_class.get_trainer_kwargs(ttt_steps=ttt_steps, **losses)[0]
+    settings: dict[str, Any] = model_class.get_trainer_kwargs(loss_fn="kl_div", loss_implementation="eager", **own)[0]
     return settings
 
 
@@ -238,7 +309,13 @@ def head_and_loss(rows: int, num_steps: int, hidden_size: int, vocab_size: int, 
     return Trainer([micro_batch], [hidden_KRH, own.weight], None)
 
 
-TRAINERS: dict[str, Callable[..., Trainer]] = {"ours": ours, "speculators": speculators, "head_and_loss": head_and_loss}
+TRAINERS: dict[str, Callable[..., Trainer]] = {
+    "ours": ours,
+    "speculators": speculators,
+    "ours_block": ours_block,
+    "speculators_block": speculators_block,
+    "head_and_loss": head_and_loss,
+}
 
 
 def main(name: str, settings: dict[str, Any]) -> None:

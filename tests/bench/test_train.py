@@ -13,6 +13,7 @@ from tests.scripts import load_script
 bench: Any = load_script("bench/train.py")
 TINY: dict[str, Any] = {
     "others": ["plain"], "hidden_size": 64, "vocab_size": 200, "num_tokens": 64, "row_lengths": [64, 16], "num_steps": 3,
+    "block_size": 4, "num_anchors": 16,
     "loss_rows": 40, "loss_steps": 4, "rounds": 3, "threads": 1,
 }  # fmt: skip
 
@@ -28,22 +29,23 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]
     return results, page
 
 
-@pytest.mark.long  # six processes that train
+@pytest.mark.long  # ten processes that train
 def test_the_plain_forms_have_the_same_loss(places: tuple[Path, Path]) -> None:
     assert bench.main(bench.Options(**TINY)) == 0
     results, page = places
     found = json.loads(results.read_text(encoding="utf-8"))
-    for each in (*found["step"]["layouts"], found["loss"]):
+    for each in (*found["step"]["layouts"], *found["block"]["layouts"], found["loss"]):
         ours, plain = (each["trainers"][name] for name in ("ours", "plain"))
         assert ours["loss"] == pytest.approx(plain["loss"], rel=1e-5) and ours["loss"] > 0.1
         assert min(ours[part] for part in ("forward", "backward", "peak", "tokens_per_second")) > 0
     assert [(each["rows"], each["length"]) for each in found["step"]["layouts"]] == [(1, 64), (4, 16)]
     shown = page.read_text(encoding="utf-8")
-    assert shown.startswith("before\n<!-- train -->\n### A draft's step") and shown.endswith("<!-- /train -->\nafter\n")
-    assert shown.count("| plain form |") == 3 and "| 4 × 16 | ours |" in shown
+    assert shown.startswith("before\n<!-- train -->\n### An EAGLE-3 head's step") and shown.endswith("<!-- /train -->\nafter\n")
+    assert shown.count("| plain form |") == 5 and shown.count("| 4 × 16 | ours |") == 2
+    assert "64 tokens, 3 steps of the unroll; the draft's head is frozen." in shown and "### A DFlash drafter's step" in shown
 
 
-def test_a_ratio_is_of_all_rounds_without_the_first() -> None:
+def test_a_ratio_is_of_all_rounds_without_the_first_and_shown() -> None:
     def taken(*seconds: float, peak: float) -> list[dict[str, float]]:
         parts = {"forward": 0.5, "backward": 0.4, "optimizer": 0.1, "loss": 1.0, "peak": peak}
         return [{"seconds": each, **parts} for each in seconds]
@@ -55,11 +57,19 @@ def test_a_ratio_is_of_all_rounds_without_the_first() -> None:
     assert ratio["speed"] == pytest.approx(3.0) and ratio["memory"] == 0.3
     low, high = ratio["speed_ci95"]
     assert 2.0 <= low < 3.0 < high <= 4.0
+    shape = {"hidden_size": 64, "vocab_size": 1200, "num_tokens": 100, "block_size": 4, "num_anchors": 16}
+    machine = {"cpu": "a CPU", "threads": 2, "bf16": False, "torch": "2"}
+    shown = bench.page({"block": {**shape, **machine, "layouts": [{"rows": 2, "length": 50, **found}]}})
+    assert "64, a vocabulary of 1,200, 100 tokens, 16 blocks of 4; the draft has five layers" in shown
+    assert "| 2 × 50 | plain form | 25 | 500, 400, 100 | 1.0 KiB | 3.00× (" in shown
 
 
 def test_what_cannot_be_measured_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with refused("row_lengths", 48):
         bench.step(bench.Options(**{**TINY, "row_lengths": [48]}))
+    for uneven in ({"num_anchors": 6}, {"block_size": 14}):
+        with refused("row_lengths", 16):
+            bench.block(bench.Options(**{**TINY, **uneven}))
     monkeypatch.setattr(engines, "FOLDER", tmp_path)
     with refused("others", "speculators"), bench.process("speculators", {}, 1):
         pass
