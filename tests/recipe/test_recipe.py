@@ -329,7 +329,6 @@ def test_help_lists_every_key_with_type_default_and_meaning(
         ("eval.ngram.max=5 method=eagle3", "eval.ngram", "ngram"),
         ("draft.vocab_size=512 method=eagle", "draft.vocab_size", "eagle3"),
         ("loss.noise=0.1 method=mtp", "loss.noise", "eagle"),
-        ("loss.selected=0.2 method=draft_model", "loss.selected", "reference"),
         ("loss.divergence=tvd loss.labels=hard method=draft_model", "loss.divergence", "soft"),
         ("data.regenerate.batch_size=8", "data.regenerate.batch_size", "num_tokens"),
         ("eval.server=http://127.0.0.1:8000", "eval.server", "eval.engine"),
@@ -362,7 +361,6 @@ def test_a_key_that_nothing_reads_is_refused_by_naming_who_reads_it(arguments: s
     [
         ["method=draft_model", "draft.lora.rank=4", "draft.lora.alpha=32"],
         ["method=draft_model", "on_policy.fraction=0.5", "on_policy.temperature=0.5"],
-        ["method=draft_model", "loss.reference=runs/x", "loss.selected=0.2"],
         ["method=ngram", "eval.ngram.max=5"],
         ["eval.top_p=0.9", "eval.temperature=1"],
         ["eval.tree={branching: [2, 2, 1]}", "eval.num_speculative_tokens=3"],

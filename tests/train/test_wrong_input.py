@@ -52,8 +52,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("eagle3", "train.resume_from_checkpoint=nowhere", "train.resume_from_checkpoint"),
         ("eagle3", "train.save_only_model=true", "train.save_only_model"),
         ("eagle3", "train.output_dir=pyproject.toml/run", "train.output_dir"),
-        ("draft_model", "loss.reference=nowhere", "loss.reference"),
-        ("draft_model", "loss.reference=pico", "loss.reference"),
         ("draft_model", "draft.init=pico", "draft.init"),
         ("draft_model", "draft.init=scratch draft.head_dim=7", "draft.head_dim"),
         ("draft_model", "train.use_liger_kernel=true", "train.use_liger_kernel"),

@@ -19,7 +19,7 @@ from specdistill.engines.engine import Layout
 from specdistill.losses.divergence import build_divergence
 from specdistill.methods import sizes
 from specdistill.methods.contract import Implementation
-from specdistill.methods.models.checkpoint import check_outline, export, load_alike, load_draft_model, save_draft_model
+from specdistill.methods.models.checkpoint import check_outline, export, load_draft_model, save_draft_model
 from specdistill.methods.models.create import check_decoder, create_draft_model, on_meta, propose_shape, with_lora
 from specdistill.methods.models.gguf import check_gguf
 from specdistill.methods.models.objective import Distillation, OnPolicyGeneration
@@ -44,14 +44,12 @@ def create(recipe: Any, target: FrozenTarget, rows: Dataset) -> Any:
 
 
 def objective(draft: Any, recipe: DraftModelRecipe, target: FrozenTarget) -> Distillation:
-    options, reference = recipe.loss.model_dump(exclude={"divergence", "reference"}), recipe.loss.reference
     return Distillation(
         draft,
         build_divergence(recipe.loss.divergence),
         num_positions=recipe.eval.num_speculative_tokens,
-        reference=load_alike(reference, target, key="loss.reference") if reference else None,
         on_policy=OnPolicyGeneration(draft, **vars(recipe.on_policy), end_ids=tuple(target.eos_token_ids), seed=recipe.seed),
-        **options,
+        **recipe.loss.model_dump(exclude={"divergence"}),
     )
 
 

@@ -6,9 +6,6 @@ At every position t whose next token has a loss, the draft's distribution after 
 the target does not run: the loss is the cross-entropy of the sequence's own next token, which is sequence-level distillation on the
 target's completions and plain language modelling on other sequences.
 
-Token selection (AdaSPEC, arXiv 2510.19779): given a frozen reference draft, the loss counts only the share of the tokens where the draft
-is furthest behind the reference, KL(p || q) - KL(p || q_ref). They are selected in each micro-batch.
-
 On-policy data: the draft generates, the target scores (GKD, arXiv 2306.13649; DistillSpec). A draft that is trained on the target's
 completions alone never sees the prefixes that its own mistakes lead to. In a share of the batches, therefore, the rows are cut to their
 first tokens and the draft generates the rest.
@@ -27,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from specdistill.errors import UserError
-from specdistill.losses.chunked import BLOCK, head_loss
+from specdistill.losses.chunked import head_loss
 from specdistill.losses.divergence import Divergence
 from specdistill.rows.packing import indexed
 from specdistill.targets.anatomy import Anatomy, examine
@@ -53,7 +50,6 @@ class Distillation(nn.Module):
         temperature: divides both sets of logits in the loss.
         labels: `soft` of the target, or the sequence's own `hard`.
         num_positions: K of the simulated acceptance length.
-        reference, selected: a frozen draft of the same vocabulary, and the share of the loss tokens that is kept.
         on_policy: generates some of the batches; None: none.
     """
 
@@ -65,8 +61,6 @@ class Distillation(nn.Module):
         temperature: float = 1.0,
         labels: str = "soft",
         num_positions: int = 4,
-        reference: PreTrainedModel | None = None,
-        selected: float = 1.0,
         on_policy: "OnPolicyGeneration | None" = None,
     ) -> None:
         super().__init__()
@@ -75,14 +69,8 @@ class Distillation(nn.Module):
         self.temperature = temperature
         self.labels = labels
         self.num_positions = num_positions
-        self.selected = selected if reference is not None else 1.0
         self.on_policy = on_policy
         self._draft = PackedModel(examine(draft, "the draft", key="draft.init"), configs_with_lengths(draft))
-        # No submodule: it is neither trained nor saved.
-        self._reference = None
-        if reference is not None:
-            parts = examine(reference, "the reference", key="loss.reference")
-            self._reference = PackedModel(parts, configs_with_lengths(reference))
         # transformers' Trainer reads this name: what is the same tensor under another name is saved once.
         self._keys_to_ignore_on_save = repeated_names(self)
 
@@ -106,24 +94,18 @@ class Distillation(nn.Module):
         return batch if self.on_policy is None or number is None else self.on_policy(batch, number)
 
     def num_loss_tokens(self, batch: dict[str, Any]) -> Tensor:
-        """How many tokens the loss of a batch is summed over, up to the rounding of a selection."""
-        return self.selected * loss_rows(batch["position_ids"], batch["loss_positions"], ahead=1).sum()
+        """How many tokens the loss of a batch is summed over."""
+        return loss_rows(batch["position_ids"], batch["loss_positions"], ahead=1).sum()
 
     def read_target(self, target: FrozenTarget, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Soft targets at temperature 1 and the reference's hidden states; neither when hard labels are all that the loss needs."""
-        if self.training and self.labels == "hard" and self._reference is None:
+        """Soft targets at temperature 1; none where hard labels are all that the loss needs."""
+        if self.training and self.labels == "hard":
             return {"soft_targets": None}
         rows = inputs["input_ids"], inputs["position_ids"]
         documents = Documents(inputs["cumulative_lengths"], inputs["longest"])
         last_hidden = target.features(rows[0], (), position_ids_BT=rows[1], documents=documents).last_hidden
         all_ids = torch.arange(target.vocab_size, device=target.device)
-        soft_targets = SoftTargets.of(target.logits, last_hidden, inputs["loss_positions"], all_ids, 1.0)
-        if self._reference is None:
-            return {"soft_targets": soft_targets}
-        return {
-            "soft_targets": soft_targets,
-            "reference_RH": before(self._reference.hidden_states(*rows, documents), inputs["loss_positions"], 1),
-        }
+        return {"soft_targets": SoftTargets.of(target.logits, last_hidden, inputs["loss_positions"], all_ids, 1.0)}
 
     def forward(
         self,
@@ -135,16 +117,12 @@ class Distillation(nn.Module):
         cumulative_lengths: Tensor,
         longest: int,
         soft_targets: SoftTargets | None,
-        reference_RH: Tensor | None = None,
         measure: bool = False,
     ) -> tuple[Tensor, StepSums]:
         """The loss summed over the loss tokens of packed rows [B, T] (see specdistill.rows.packing), and the sums of the metrics."""
         documents = Documents(cumulative_lengths, longest)
         rows_RH = before(self._draft.hidden_states(input_ids, position_ids, documents), loss_positions, 1)
-        kept_R = loss_rows(position_ids, loss_positions, ahead=1)
-        if reference_RH is not None and not measure:
-            kept_R = self._select(rows_RH, reference_RH, soft_targets, kept_R)
-        weights_R = kept_R.float()
+        weights_R = loss_rows(position_ids, loss_positions, ahead=1).float()
         next_R = input_ids.flatten()[loss_positions]
         total, (losses_R, *measured) = self.losses(rows_RH, weights_R, next_R, soft_targets, measure)
         sums = StepSums(loss=[losses_R.sum()], loss_tokens=[weights_R.sum()])
@@ -186,20 +164,6 @@ class Distillation(nn.Module):
             return losses_r, losses_r.detach().unsqueeze(0)
         assert soft is not None
         return with_metrics(losses_r, logits_rV, soft, None)
-
-    @torch.no_grad()
-    def _select(self, rows_RH: Tensor, reference_RH: Tensor, soft_targets: SoftTargets | None, has_loss_R: Tensor) -> Tensor:
-        """The share of the rows with loss where the draft is furthest behind the reference. [R] bool."""
-        assert soft_targets is not None and self._reference is not None
-        gaps = []
-        for start in range(0, len(rows_RH), BLOCK):
-            part = slice(start, start + BLOCK)
-            probs_rV = soft_targets.at(part, measure=False).probs_rW
-            own, other = self._draft.anatomy.head(rows_RH[part]), self._reference.anatomy.head(reference_RH[part])
-            gaps.append(rowwise_kl(own, probs_rV) - rowwise_kl(other, probs_rV))
-        order_R = torch.cat(gaps).masked_fill(~has_loss_R, -torch.inf).argsort(descending=True)
-        rank_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
-        return rank_R < (self.selected * has_loss_R.sum()).ceil()
 
     def _measure(
         self,
@@ -245,11 +209,6 @@ class PackedModel:
             output = self.anatomy.backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False, **packed)
         hidden: Tensor = output.last_hidden_state
         return hidden
-
-
-def rowwise_kl(logits_RV: Tensor, probs_RV: Tensor) -> Tensor:
-    """KL(p || q) up to the entropy of p, which differences of two drafts do not see: -sum_v p_v log q_v, [R]."""
-    return -(probs_RV * logits_RV.float().log_softmax(-1)).sum(-1)
 
 
 @dataclass(frozen=True)

@@ -81,24 +81,3 @@ def test_labels_may_be_the_texts_own_tokens(target: FrozenTarget, training: bool
         distribution = draft(ids).logits[0, first:-1].log_softmax(-1)
         expected -= float(distribution.gather(1, ids[0, first + 1 :, None]).sum().detach())
     assert float(total.detach()) == pytest.approx(expected, rel=1e-4)
-
-
-def test_the_tokens_where_the_draft_is_furthest_behind_the_reference_are_selected(target: FrozenTarget) -> None:
-    rows, draft, reference = packed_rows(), small_draft(), small_draft(seed=6)
-    objective = Distillation(draft, forward_kl, reference=reference, selected=0.4)
-    total, sums = run(objective, target, rows, measure=False)
-    losses = by_formula(target, draft, rows)
-    furthest = (losses - by_formula(target, reference, rows)).topk(4).indices  # of 8 tokens 0.4, rounded up
-    assert sorted(furthest.tolist()) != sorted(losses.topk(4).indices.tolist())
-    assert float(total.detach()) == pytest.approx(float(losses[furthest].sum()), rel=1e-4)
-    assert int(sums.loss_tokens[0]) == 4 and float(objective.num_loss_tokens(rows)) == pytest.approx(0.4 * 8)
-    assert all(not parameter.requires_grad or name.startswith("draft.") for name, parameter in objective.named_parameters())
-    assert len(list(objective.parameters())) == len(list(draft.parameters()))
-
-
-def test_a_held_out_loss_is_over_all_rows_even_with_a_selection(target: FrozenTarget) -> None:
-    rows, draft = packed_rows(), small_draft()
-    objective = Distillation(draft, forward_kl, reference=copy.deepcopy(target.model), selected=0.5)
-    selected, _ = run(objective, target, rows)
-    whole, _ = run(Distillation(draft, forward_kl), target, rows)
-    assert float(selected.detach()) == pytest.approx(float(whole.detach()))
