@@ -199,8 +199,7 @@ def measured_lookup(settings: Mapping[str, Any]) -> LookupFirstConfig | None:
 def write_untrained(recipe: Recipe, folder: Path) -> None:
     """Create the draft as its training script would, without data, and save it.
 
-    What data would choose is arbitrary here: a pruned vocabulary holds the first tokens, a pruned width is measured on them.
-    Raises UserError where training would.
+    What data would choose is arbitrary here: a pruned vocabulary holds the first tokens. Raises UserError where training would.
     """
     if not isinstance(recipe, TrainedRecipe):
         raise UserError("method", got=f"{recipe.method}, which needs no training", expected="a method with a draft to write")

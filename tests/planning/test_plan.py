@@ -18,7 +18,6 @@ from transformers import CONFIG_MAPPING, GPT2Config, GPT2LMHeadModel, GPTNeoXCon
 from specdistill.cli import main
 from specdistill.errors import UserError
 from specdistill.methods.eagle3.module import build_eagle3
-from specdistill.methods.models.create import propose_shape
 from specdistill.methods.recipe import Recipe
 from specdistill.methods.sizes import Described
 from specdistill.planning import estimates
@@ -110,7 +109,9 @@ def test_llama_8b(plan_for: Callable[..., Plan]):
     assert plan.recommendation["method"] == "eagle3"
     assert plan.recommendation["start"].startswith("specdistill train recipe=small/eagle3 target.model=")
     small = row_of(plan, "draft_model")
-    assert small.parameters < 8_030_261_248 / 16 and small.step_ratio == 3 / 32
+    # two of its layers between embedding and head; 0.962B weights read of 7.505B, and KV caches of 2,048 tokens, 8 and 128 KiB each
+    assert small.parameters == 2 * 218_112_000 + 2 * 525_336_576 + 4096
+    assert small.step_ratio == pytest.approx((2 * 961_564_672 + 2048 * 8192) / (2 * 7_504_924_672 + 2048 * 131_072))
 
 
 LLAMA_70B = LLAMA_8B | {
@@ -183,7 +184,6 @@ def test_native_layers_are_found_by_their_key_and_come_first(plan_for: Callable[
 
 
 def test_the_command_trains_what_the_row_describes(plan_for: Callable[..., Plan]):
-    """The shape that its keys make training propose is the row's."""
     plan = plan_for(LLAMA_8B)
     row = row_of(plan, "draft_model")
     only = [
@@ -192,9 +192,7 @@ def test_the_command_trains_what_the_row_describes(plan_for: Callable[..., Plan]
     ]
     command = recommend([*only, row_of(plan, "ngram")], plan.target)["start"]
     recipe = load_recipe(Recipe, command.split()[2:])
-    shape = propose_shape(read(plan.target["model"], key="target.model").model, recipe.draft.max_parameters)
-    assert (shape.num_layers, shape.hidden_size) == (row.num_layers, row.hidden_size)
-    assert (recipe.method, recipe.draft.init, recipe.draft.num_layers) == ("draft_model", "width", None)
+    assert (recipe.method, recipe.draft.init, recipe.draft.num_layers) == ("draft_model", "layers", row.num_layers)
 
 
 KINDS = {row.cells[0]: row for row in read_page()}

@@ -48,7 +48,6 @@ AT_MOST: dict[str, tuple[float, str]] = {
     "draft.vocab_size": (128, "the tiny target has not many more"),
     "draft.hidden_size": (64, "that of the tiny target"),
     "draft.intermediate_size": (96, "that of the tiny target"),
-    "draft.max_parameters": (100_000, "the tiny target has not many more"),
     "draft.lora.rank": (4, "the tiny target is narrow"),
     "on_policy.prompt_tokens": (16, "rows are short"),
     "on_policy.num_tokens": (16, "rows are short"),

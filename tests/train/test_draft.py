@@ -30,7 +30,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (),
         ("draft.init=scratch", "draft.hidden_size=32", "draft.num_layers=1"),
-        ("draft.init=width", "draft.intermediate_size=64"),
         ("loss.labels=hard",),
         ("loss.divergence=[{name: forward_kl, weight: 0.5}, {name: tvd, weight: 0.5}]", "loss.temperature=2.0"),
         ("on_policy.fraction=1.0", "on_policy.prompt_tokens=8", "on_policy.num_tokens=8"),

@@ -26,7 +26,7 @@ from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.loading import read_causal_lm
 
-INITIALIZATIONS = ("layers", "width", "scratch")
+INITIALIZATIONS = ("layers", "scratch")
 
 
 def save_draft_model(draft: PreTrainedModel | peft.PeftModel, tokenizer: Any, folder: Path) -> None:

@@ -3,31 +3,16 @@
 What a draft step costs against a target step, c, decides how much its acceptance is worth. At batch 1 a step reads every weight once
 (memory-bound) and launches every layer in turn (launch-bound), so c is taken as the larger of two shares: of the weights read, and of
 the layers. Both are served in the same dtype; the embedding table is looked up in and does not count, unless it is the head too.
-Depth is what a small model pays for (arXiv 2402.01528): proposals are wide and shallow.
-
-Out of a larger model's weights a smaller one is made of some of its layers, or of all its axes cut to their most used parts.
-
-Shapes: R rows and T positions of calibration text, H hidden size, I MLP width, N query heads, G key/value heads, d head size.
-
-Cutting the width follows activation norms (Minitron, arXiv 2407.14679): over the calibration tokens,
-
-    channel of the residual stream   L2 norm of the outputs of the layers' norms and of the final norm; one choice for the whole model
-    channel of an MLP                L2 norm of its entry of down_proj's input; each layer chooses its own
-    head                             L2 norm of its slice of o_proj's input. A key/value head goes with all its query heads, and every one
-                                     that stays keeps as many query heads as the others, so that attention's grouping stays right
-
-Kept parts stay in their order. Decoders built like Llama's and Qwen's: RMS norms, rotary attention, a gated MLP.
 """
 
 import copy
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import peft
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specdistill.errors import UserError, logger, refusing
@@ -38,32 +23,16 @@ from specdistill.targets.sharding import whole
 
 # Fewer cannot copy what followed an earlier occurrence of a token (arXiv 2209.11895).
 SHALLOWEST = 2
-# Which axis each dimension of a parameter runs along; None is left whole. `query` and `key` count single entries: heads times d.
-AXES: dict[str, tuple[str | None, ...]] = {
-    "embed_tokens.weight": (None, "hidden"),
-    "lm_head.weight": (None, "hidden"),
-    "norm.weight": ("hidden",),
-    "input_layernorm.weight": ("hidden",),
-    "post_attention_layernorm.weight": ("hidden",),
-    "q_proj.weight": ("query", "hidden"),
-    "k_proj.weight": ("key", "hidden"),
-    "v_proj.weight": ("key", "hidden"),
-    "o_proj.weight": ("hidden", "query"),
-    "q_norm.weight": (None,),
-    "k_norm.weight": (None,),
-    "gate_proj.weight": ("inner", "hidden"),
-    "up_proj.weight": ("inner", "hidden"),
-    "down_proj.weight": ("hidden", "inner"),
-}
-AXES |= {name.replace("weight", "bias"): axes[:1] for name, axes in AXES.items() if name.endswith("proj.weight")}
+# The ends of the names of all parameters of a decoder built like Llama's or Qwen's, whose layers can be left out.
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+OTHERS = ("embed_tokens", "lm_head", "norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
+PARAMETERS = {f"{name}.weight" for name in PROJECTIONS + OTHERS} | {f"{name}.bias" for name in PROJECTIONS}
 
 
 def create_draft_model(
     target: FrozenTarget,
     *,
     init: str | None = None,
-    max_parameters: int | None = None,
-    calibration: Tensor | None = None,
     seed: int = 0,
     allow_larger: bool = False,
     **sizes: int | None,
@@ -71,11 +40,9 @@ def create_draft_model(
     """A draft model in float32 on the target's device.
 
     Args:
-        init: `layers` (also None), `width`, `scratch`, or a folder or Hub id.
-        max_parameters: with no size given, the shape is proposed to fit; the draft is refused when it has more.
-        calibration: token ids [R, T] that `width` measures activations on.
+        init: `layers` (also None), `scratch`, or a folder or Hub id.
         allow_larger: warn of a draft with more parameters than the target instead of refusing it.
-        sizes: the fields of `ModelShape`. None takes the target's (a quarter of its layers), unless `max_parameters` decides.
+        sizes: the fields of `ModelShape`. None takes the target's (a quarter of its layers).
 
     Raises UserError for settings that do not fit each other or the target.
     """
@@ -91,8 +58,8 @@ def create_draft_model(
         if target.model.config is not target.config:
             got = f"{init} of {target.name}, a {type(target.model).__name__}, which is more than a language model"
             raise UserError("draft.init", got=got, expected="a trained smaller model")
-        draft = _from_target(target, init, given, max_parameters, calibration, seed)
-    _check_size(draft, target, max_parameters, allow_larger)
+        draft = _from_target(target, init, given, seed)
+    _check_size(draft, target, allow_larger)
     return draft
 
 
@@ -114,29 +81,6 @@ def with_lora(
         return peft.get_peft_model(draft, config)
 
 
-def propose_shape(target: PreTrainedModel, max_parameters: int) -> ModelShape:
-    """The widest shape of which SHALLOWEST layers fit the budget, then as many layers as fit, up to the target's.
-
-    Widths are sixteenths of the target's, in multiples of 8, with as many query heads to a key/value head. Raises UserError when not even
-    the narrowest fits.
-    """
-    shallowest = _shallowest(target)
-    heads_per_group = shallowest.num_attention_heads // shallowest.num_key_value_heads
-    for sixteenths in range(16, 0, -1):
-        groups = max(1, round(shallowest.num_key_value_heads * sixteenths / 16))
-        shape = replace(
-            shallowest,
-            hidden_size=max(8, shallowest.hidden_size * sixteenths // 16 // 8 * 8),
-            intermediate_size=max(8, shallowest.intermediate_size * sixteenths // 16 // 8 * 8),
-            num_key_value_heads=groups,
-            num_attention_heads=groups * heads_per_group,
-        )
-        smallest = _count_parameters(target, shape)
-        if smallest <= max_parameters:
-            return _deepened(target, shape, max_parameters)
-    raise UserError("draft.max_parameters", got=f"{max_parameters:,}", expected=f"at least {smallest:,}")
-
-
 def step_ratio(target: PreTrainedModel, draft: PreTrainedModel) -> float:
     """c, a draft step over a target step at batch 1: the larger of the shares of weights read and of layers (see the module)."""
     weights = weights_read(draft) / weights_read(target)
@@ -151,57 +95,24 @@ def on_meta(config: Any, shape: ModelShape) -> PreTrainedModel:
     return model
 
 
-def _from_target(
-    target: FrozenTarget, init: str, given: dict[str, int], max_parameters: int | None, calibration: Tensor | None, seed: int
-) -> PreTrainedModel:
-    shallowest = _shallowest(target.model)
-    shape = replace(shallowest, num_layers=max(target.num_layers // 4, shallowest.num_layers))
+def _from_target(target: FrozenTarget, init: str, given: dict[str, int], seed: int) -> PreTrainedModel:
+    shape = replace(shape_of(target.config), num_layers=max(target.num_layers // 4, min(SHALLOWEST, target.num_layers)))
     if init == "layers":
         if wrong := next((name for name in given if name != "num_layers"), None):
-            expected = "null: layers are copied whole; draft.init=width cuts them"
-            raise UserError(f"draft.{wrong}", got=given[wrong], expected=expected)
-        if not given and max_parameters is not None:
-            shape = _deepened(target.model, shallowest, max_parameters)
+            raise UserError(f"draft.{wrong}", got=given[wrong], expected="null: layers are copied whole")
         return from_layers(target.model, given.get("num_layers", shape.num_layers))
     if not given:
-        if max_parameters is None:
-            expected = "draft.max_parameters, or sizes such as draft.hidden_size"
-            raise UserError("draft.init", got=f"{init} without a size", expected=expected)
-        shape = propose_shape(target.model, max_parameters)
-    shape = replace(shape, **given)
-    if init == "scratch":
-        return resized(target.model, shape, seed=seed)
-    if calibration is None or calibration.numel() == 0:
-        raise UserError("draft.init", got="width without calibration rows", expected="training rows to measure activations on")
-    if target.one_batch:
-        got = "width with target.shard=tensor, whose processes see a part of each activation"
-        raise UserError("draft.init", got=got, expected="width with target.shard=layers, or another initialization")
-    return from_width(target.model, calibration, shape)
+        raise UserError("draft.init", got=f"{init} without a size", expected="sizes such as draft.hidden_size")
+    return resized(target.model, replace(shape, **given), seed=seed)
 
 
-def _shallowest(target: PreTrainedModel) -> ModelShape:
-    """The target's shape with the fewest layers that a draft is given unasked."""
-    whole = shape_of(target.config)
-    return replace(whole, num_layers=min(SHALLOWEST, whole.num_layers))
-
-
-def _deepened(target: PreTrainedModel, shape: ModelShape, max_parameters: int) -> ModelShape:
-    """A shape with as many layers as fit the budget, none fewer than it has and none more than the target has."""
-    smallest = _count_parameters(target, shape)
-    per_layer = _count_parameters(target, replace(shape, num_layers=shape.num_layers + 1)) - smallest
-    num_layers = shape.num_layers + max(0, max_parameters - smallest) // per_layer
-    return replace(shape, num_layers=min(num_layers, shape_of(target.config).num_layers))
-
-
-def _check_size(draft: PreTrainedModel, target: FrozenTarget, max_parameters: int | None, allow_larger: bool) -> None:
-    """Say what a step is expected to cost; refuse a draft over the budget, or larger than the target."""
+def _check_size(draft: PreTrainedModel, target: FrozenTarget, allow_larger: bool) -> None:
+    """Say what a step is expected to cost; refuse a draft that is larger than the target."""
     parameters, ratio, text = draft.num_parameters(), step_ratio(target.model, draft), draft.config.get_text_config()
     logger.info(
         f"draft: {parameters:,} parameters, {text.num_hidden_layers} layers of {text.hidden_size}; "
         f"expected c = {ratio:.2f} (draft step / target step, the larger share of weights read and of layers)"
     )
-    if max_parameters is not None and parameters > max_parameters:
-        raise UserError("draft.max_parameters", got=f"a draft of {parameters:,}", expected=f"at most {max_parameters:,}")
     if parameters > target.num_parameters:
         # (K + 1) tokens for a cost of at least 1 + c K; with c > 1 that is largest at K = 1.
         bound = f"a predicted speedup of at most {2 / (1 + ratio):.2f}"
@@ -209,10 +120,6 @@ def _check_size(draft: PreTrainedModel, target: FrozenTarget, max_parameters: in
         if not allow_larger:
             raise UserError("draft.allow_larger", got=got, expected="a smaller draft, or draft.allow_larger=true")
         logger.warning(f"{got}: it cannot pay unless its steps are cheaper than its size says")
-
-
-def _count_parameters(target: PreTrainedModel, shape: ModelShape) -> int:
-    return int(on_meta(target.config, shape).num_parameters())
 
 
 def evenly_spaced(num_layers: int, keep: int) -> list[int]:
@@ -267,94 +174,19 @@ def from_layers(target: PreTrainedModel, num_layers: int) -> PreTrainedModel:
     """
     check_decoder(target)
     whole = shape_of(target.config)
-    shape = replace(whole, num_layers=num_layers)
-    _check_narrower(shape, whole)
-    return resized(target, shape, _layers_of(target, evenly_spaced(whole.num_layers, num_layers)))
-
-
-def from_width(target: PreTrainedModel, calibration_ids_RT: Tensor, shape: ModelShape) -> PreTrainedModel:
-    """The target cut to `shape` by activation norms over the calibration rows (see the module). float32; with nothing cut, the target.
-
-    Raises UserError for a size above the target's, another head_dim, or heads that cannot be shared out evenly.
-    """
-    check_decoder(target)
-    whole = shape_of(target.config)
-    _check_narrower(shape, whole)
-    kept = evenly_spaced(whole.num_layers, shape.num_layers)
-    norms = activation_norms(target, calibration_ids_RT, kept)
-    hidden = _largest(norms.hidden_H, shape.hidden_size)
-    weights = {}
-    for name, tensor in _layers_of(target, kept).items():
-        layer = int(name.split("layers.")[1].split(".")[0]) if "layers." in name else -1
-        for dimension, axis in enumerate(AXES[_suffix(name)]):
-            if axis is not None:
-                entries = hidden if axis == "hidden" else norms.kept_entries(axis, layer, shape, whole)
-                tensor = tensor.index_select(dimension, entries)
-        weights[name] = tensor
-    return resized(target, shape, weights)
-
-
-@dataclass(frozen=True)
-class ActivationNorms:
-    """Squared L2 norms over the calibration tokens: hidden_H [H]; for each kept layer inner_LI [L, I] and heads_LN [L, N]."""
-
-    hidden_H: Tensor
-    inner_LI: Tensor
-    heads_LN: Tensor
-
-    def kept_entries(self, axis: str, layer: int, shape: ModelShape, whole: ModelShape) -> Tensor:
-        """Which entries of a layer's `inner`, `query` or `key` axis stay, in order."""
-        if axis == "inner":
-            return _largest(self.inner_LI[layer], shape.intermediate_size)
-        heads_GN = self.heads_LN[layer].view(whole.num_key_value_heads, -1)
-        groups = _largest(heads_GN.sum(1), shape.num_key_value_heads)
-        if axis == "key":
-            return _entries(groups, whole.head_dim)
-        share = shape.num_attention_heads // shape.num_key_value_heads
-        heads = [int(group) * heads_GN.shape[1] + _largest(heads_GN[group], share) for group in groups]
-        return _entries(torch.cat(heads), whole.head_dim)
-
-
-@torch.no_grad()
-def activation_norms(target: PreTrainedModel, ids_RT: Tensor, layers: list[int]) -> ActivationNorms:
-    """Run the calibration rows through the target and add up the squares of what its layers hand on. float32."""
-    decoder: Any = target.get_decoder()
-    shape = shape_of(target.config)
-    device = target.device
-    hidden_H = torch.zeros(shape.hidden_size, device=device)
-    inner_LI = torch.zeros(len(layers), shape.intermediate_size, device=device)
-    heads_LN = torch.zeros(len(layers), shape.num_attention_heads, device=device)
-
-    def add(total: Tensor, width: int, _module: nn.Module, args: tuple[Tensor, ...], output: Tensor | None = None) -> None:
-        x = args[0] if output is None else output
-        total.add_(x.float().square().flatten(0, -2).sum(0).view(-1, width).sum(1))
-
-    add_hidden = partial(add, hidden_H, 1)
-    handles = [decoder.norm.register_forward_hook(add_hidden)]
-    for row, index in enumerate(layers):
-        layer = decoder.layers[index]
-        handles += [norm.register_forward_hook(add_hidden) for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
-        handles.append(layer.mlp.down_proj.register_forward_pre_hook(partial(add, inner_LI[row], 1)))
-        handles.append(layer.self_attn.o_proj.register_forward_pre_hook(partial(add, heads_LN[row], shape.head_dim)))
-    try:
-        for ids_T in ids_RT:
-            decoder(input_ids=ids_T[None].to(device), use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return ActivationNorms(hidden_H, inner_LI, heads_LN)
+    if num_layers > whole.num_layers:
+        raise UserError("draft.num_layers", got=num_layers, expected=f"1 to {whole.num_layers}, the target's")
+    return resized(
+        target, replace(whole, num_layers=num_layers), _layers_of(target, evenly_spaced(whole.num_layers, num_layers))
+    )
 
 
 def check_decoder(target: PreTrainedModel) -> None:
-    """Raises UserError when the target holds a parameter whose axes are not known: it is then no decoder like Llama's."""
-    unknown = sorted({_suffix(name) for name, _ in target.named_parameters()} - AXES.keys())
+    """Raises UserError when the target holds a parameter that is not known: it is then no decoder like Llama's."""
+    unknown = sorted({".".join(name.split(".")[-2:]) for name, _ in target.named_parameters()} - PARAMETERS)
     if unknown:
         got = f"a {target.config.model_type} target with {', '.join(unknown[:3])}"
         raise UserError("draft.init", got=got, expected="a decoder built like Llama's or Qwen's, or a trained smaller model")
-
-
-def _suffix(name: str) -> str:
-    return ".".join(name.split(".")[-2:])
 
 
 def _layers_of(target: PreTrainedModel, kept: list[int]) -> dict[str, Tensor]:
@@ -369,27 +201,3 @@ def _layers_of(target: PreTrainedModel, kept: list[int]) -> dict[str, Tensor]:
         elif old in number:
             weights[f"{before}layers.{number[old]}.{rest}"] = whole(tensor)
     return weights
-
-
-def _check_narrower(shape: ModelShape, whole: ModelShape) -> None:
-    """Every size at most the target's, heads shared out evenly, head_dim the target's."""
-    for name, size in vars(shape).items():
-        if not 1 <= size <= getattr(whole, name):
-            raise UserError(f"draft.{name}", got=size, expected=f"1 to {getattr(whole, name)}, the target's")
-    if shape.head_dim != whole.head_dim:
-        raise UserError("draft.head_dim", got=shape.head_dim, expected=f"{whole.head_dim}, the target's: heads go whole or not")
-    most = whole.num_attention_heads // whole.num_key_value_heads
-    share, left = divmod(shape.num_attention_heads, shape.num_key_value_heads)
-    if left or not 1 <= share <= most:
-        got = f"{shape.num_attention_heads} for {shape.num_key_value_heads} key/value heads"
-        raise UserError("draft.num_attention_heads", got=got, expected=f"1 to {most} for each key/value head, the same for all")
-
-
-def _largest(norms: Tensor, keep: int) -> Tensor:
-    """Indices of the `keep` largest, in ascending order."""
-    return norms.topk(keep).indices.sort().values
-
-
-def _entries(heads: Tensor, head_dim: int) -> Tensor:
-    """The entries of whole heads."""
-    return (heads[:, None] * head_dim + torch.arange(head_dim, device=heads.device)).flatten()

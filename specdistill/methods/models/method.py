@@ -9,7 +9,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from datasets import Dataset
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -20,7 +19,7 @@ from specdistill.losses.divergence import build_divergence
 from specdistill.methods import sizes
 from specdistill.methods.contract import Implementation
 from specdistill.methods.models.checkpoint import check_outline, export, load_draft_model, save_draft_model
-from specdistill.methods.models.create import check_decoder, create_draft_model, on_meta, propose_shape, with_lora
+from specdistill.methods.models.create import SHALLOWEST, check_decoder, create_draft_model, on_meta, with_lora
 from specdistill.methods.models.gguf import check_gguf
 from specdistill.methods.models.objective import Distillation, OnPolicyGeneration
 from specdistill.methods.models.proposer import DraftModelProposer
@@ -31,16 +30,11 @@ from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.loading import read_tokenizer, read_without_weights
 
-CALIBRATION_ROWS = 16  # rows of training data whose activations say what a pruned width keeps
 TRANSLATION = ("heterogeneous_vocab", "token_replacements")  # keys of `eval:` that say what the draft may propose
-# Of the target's parameters; published draft models have 2 % (arXiv 2403.00858) to 10 % (arXiv 2402.01528).
-SHARE = 1 / 16
 
 
 def create(recipe: Any, target: FrozenTarget, rows: Dataset) -> Any:
-    calibration = torch.tensor(rows[:CALIBRATION_ROWS]["input_ids"], device=target.device)
-    model = create_draft_model(target, calibration=calibration, seed=recipe.seed, **recipe.draft.shape())
-    return with_lora(model, **vars(recipe.draft.lora))
+    return with_lora(create_draft_model(target, seed=recipe.seed, **recipe.draft.shape()), **vars(recipe.draft.lora))
 
 
 def objective(draft: Any, recipe: DraftModelRecipe, target: FrozenTarget) -> Distillation:
@@ -110,17 +104,17 @@ def planned(
     given: sizes.Described | None,
     settings: dict[str, Any],
 ) -> sizes.PlannedDraft:
-    """The model that is given, in the sizes of the target's own recipe, or in the shape proposed for SHARE."""
+    """The model that is given, or the target in the sizes of its own recipe, else with as few layers as are worth it."""
     given_sizes = {name: settings[name] for name in sizes.ModelShape.__annotations__ if name in settings}
     if given:
         model = given.model
     else:
         check_decoder(target.model)
-        proposed = None if given_sizes else propose_shape(target.model, int(target.parameters * SHARE))
-        model = on_meta(target.model.config, proposed or replace(sizes.shape_of(target.text), **given_sizes))
+        given_sizes = given_sizes or {"num_layers": min(SHALLOWEST, target.text.num_hidden_layers)}
+        model = on_meta(target.model.config, replace(sizes.shape_of(target.text), **given_sizes))
     shape = sizes.shape_of(model.config.get_text_config())
     parts = sizes.ParameterCounts(int(model.num_parameters()), sizes.weights_read(model), shape.num_layers)
-    keys = ("draft.init=width", "draft.num_layers=null", f"draft.max_parameters={parts.parameters}")
+    keys = (f"draft.num_layers={shape.num_layers}",)
     return sizes.PlannedDraft(parts, shape, target.text.vocab_size, note, published, cache_size(model), keys)
 
 

@@ -27,7 +27,7 @@ class LoraConfig(Section):
 class DraftModelDraftConfig(Section):
     init: str | None = option(
         None,
-        "initialization: layers (the default) or width of the target, scratch, or a trained model: a folder or a Hub id",
+        "initialization: layers of the target (the default), scratch, or a trained model: a folder or a Hub id",
     )
     num_layers: int | None = option(None, "decoder layers; null: the initialization's choice", ge=1)
     hidden_size: int | None = option(None, "null: the target's", ge=1)
@@ -35,12 +35,11 @@ class DraftModelDraftConfig(Section):
     num_attention_heads: int | None = option(None, "null: the target's", ge=1)
     num_key_value_heads: int | None = option(None, "null: the target's", ge=1)
     head_dim: int | None = option(None, "null: the target's", ge=2, multiple_of=2)
-    max_parameters: int | None = option(None, "maximum number of parameters, for which a shape is chosen", ge=1)
     allow_larger: bool = option(False, "allow a draft with more parameters than the target")
     lora: LoraConfig = section(LoraConfig)
 
     def shape(self) -> dict[str, Any]:
-        """Initialization, sizes and their limits."""
+        """Initialization and sizes."""
         return self.model_dump(exclude={"lora"})
 
 

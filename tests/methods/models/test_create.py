@@ -14,8 +14,6 @@ from specdistill.methods.models.create import (
     create_draft_model,
     evenly_spaced,
     from_layers,
-    from_width,
-    propose_shape,
     resized,
     step_ratio,
 )
@@ -45,7 +43,6 @@ def test_layers_are_evenly_spaced_with_both_ends() -> None:
 
 def test_with_nothing_cut_it_is_the_target(model: PreTrainedModel) -> None:
     assert torch.equal(logits(from_layers(model, model.config.num_hidden_layers)), logits(model))
-    assert torch.equal(logits(from_width(model, IDS, shape_of(model.config))), logits(model))
 
 
 def test_kept_layers_are_the_target_s_own_in_their_order(model: PreTrainedModel) -> None:
@@ -74,74 +71,11 @@ def test_the_draft_s_weights_are_copies(model: PreTrainedModel) -> None:
     assert torch.equal(logits(model), before)
 
 
-def silence(model: PreTrainedModel, channels: torch.Tensor, inner: torch.Tensor) -> None:
-    """Take channels of the stream, of every MLP, and the first group of heads out of use without a trace in the logits."""
-    shape = shape_of(model.config)
-    with torch.no_grad():
-        model.get_input_embeddings().weight[:, channels] = 0
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight[channels] = 0
-            layer.mlp.down_proj.weight[channels] = 0
-            layer.mlp.up_proj.weight[inner] = 0
-            layer.self_attn.v_proj.weight[: shape.head_dim] = 0
-
-
-def test_width_drops_what_is_silent_and_nothing_else() -> None:
-    """Half the stream's channels silent: the cut model's norms see half the mean square's count, so scale them; then logits agree."""
-    model = qwen()
-    whole = shape_of(model.config)
-    channels, inner = torch.arange(0, 64, 2), torch.arange(0, 96, 3)
-    silence(model, channels, inner)
-    draft = from_width(model, IDS, ModelShape(whole.num_layers, 32, 64, 2, 1, 16))
-    with torch.no_grad():
-        for name, parameter in draft.named_parameters():
-            if name.endswith(("layernorm.weight", "model.norm.weight")):
-                parameter.mul_(2**0.5)  # mean over 64 channels, of which 32 are zero, is half the mean over the other 32
-    assert draft.config.head_dim == 16 and draft.lm_head.weight is draft.model.embed_tokens.weight
-    assert torch.allclose(logits(draft), logits(model), atol=1e-3)
-
-
-def test_heads_of_a_group_are_cut_alike() -> None:
-    draft = from_width(qwen(), IDS, ModelShape(5, 64, 96, 2, 2, 16))
-    attention = draft.model.layers[0].self_attn
-    assert attention.q_proj.weight.shape == attention.k_proj.weight.shape == (32, 64)
-    assert torch.isfinite(logits(draft)).all()
-
-
-@pytest.mark.parametrize(
-    ("shape", "key"),
-    [
-        (ModelShape(6, 64, 96, 4, 2, 16), "num_layers"),
-        (ModelShape(2, 128, 96, 4, 2, 16), "hidden_size"),
-        (ModelShape(2, 64, 97, 4, 2, 16), "intermediate_size"),
-        (ModelShape(2, 64, 96, 3, 2, 16), "num_attention_heads"),
-        (ModelShape(2, 64, 96, 4, 1, 16), "num_attention_heads"),
-        (ModelShape(2, 64, 96, 4, 2, 8), "head_dim"),
-    ],
-)
-def test_a_shape_that_cannot_be_cut_out_is_refused(shape: ModelShape, key: str) -> None:
-    with refused(f"draft.{key}"):
-        from_width(qwen(), IDS, shape)
-
-
 def test_scratch_follows_shape_and_seed(model: PreTrainedModel) -> None:
     shape = ModelShape(2, 32, 48, 2, 1, 16)
     one, same, other = (resized(model, shape, seed=seed) for seed in (1, 1, 2))
     assert shape_of(one.config) == shape and logits(one).shape == (2, 24, 260)
     assert torch.equal(logits(one), logits(same)) and not torch.equal(logits(one), logits(other))
-
-
-def test_proposals_fit_the_budget_and_go_wide_before_deep(model: PreTrainedModel) -> None:
-    whole, previous = model.num_parameters(), None
-    for share in (0.3, 0.5, 0.7, 0.9, 1.0):
-        shape = propose_shape(model, int(share * whole))
-        assert resized(model, shape).num_parameters() <= share * whole
-        assert shape.num_layers <= 3 or shape.hidden_size == model.config.hidden_size
-        assert previous is None or shape.hidden_size >= previous.hidden_size
-        previous = shape
-    assert previous == shape_of(model.config)
-    with refused("draft.max_parameters", "10"):
-        propose_shape(model, 10)
 
 
 def test_a_step_costs_the_larger_share() -> None:
@@ -174,17 +108,9 @@ def test_of_a_mixture_s_experts_a_token_reads_its_own() -> None:
 def test_each_start_builds_a_draft_and_says_what_it_costs(target: FrozenTarget, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="specdistill"):
         default = create_draft_model(target)
-        width = create_draft_model(target, init="width", hidden_size=32, calibration=IDS)
-        scratch = create_draft_model(target, init="scratch", max_parameters=60_000, seed=3)
-    assert [shape_of(draft.config).num_layers for draft in (default, width)] == [2, 2]
-    assert width.config.hidden_size == 32 and scratch.num_parameters() <= 60_000
-    assert sum("expected c = " in record.message for record in caplog.records) == 3
-
-
-def test_the_budget_decides_how_many_layers_are_kept(target: FrozenTarget) -> None:
-    three = from_layers(target.model, 3).num_parameters()
-    assert create_draft_model(target, max_parameters=three).config.num_hidden_layers == 3
-    assert create_draft_model(target, max_parameters=three - 1).config.num_hidden_layers == 2
+        scratch = create_draft_model(target, init="scratch", hidden_size=32, seed=3)
+    assert shape_of(default.config).num_layers == 2 and scratch.config.hidden_size == 32
+    assert sum("expected c = " in record.message for record in caplog.records) == 2
 
 
 @pytest.mark.parametrize(
@@ -194,9 +120,6 @@ def test_the_budget_decides_how_many_layers_are_kept(target: FrozenTarget) -> No
         ({"init": "./nowhere"}, "init", "./nowhere"),
         ({"init": "layers", "hidden_size": 32}, "hidden_size", 32),
         ({"init": "layers", "num_layers": 9}, "num_layers", 9),
-        ({"init": "layers", "max_parameters": 100}, "max_parameters", "a draft of"),
-        ({"init": "width"}, "init", "width without a size"),
-        ({"init": "width", "hidden_size": 32}, "init", "width without calibration"),
         ({"init": "scratch"}, "init", "scratch without a size"),
         ({"init": "scratch", "num_attention_heads": 3, "num_key_value_heads": 2}, "num_key_value_heads", "2 for 3"),
     ],
@@ -226,7 +149,7 @@ def test_a_target_for_text_and_images_takes_a_trained_draft_alone(tmp_path: Path
 
 
 def test_save_and_load_are_bit_equal(target: FrozenTarget, model: PreTrainedModel, tmp_path: Path) -> None:
-    draft = from_width(model, IDS, ModelShape(2, 32, 48, 2, 1, shape_of(model.config).head_dim))
+    draft = resized(model, ModelShape(2, 32, 48, 2, 1, shape_of(model.config).head_dim))
     save_draft_model(draft, target.tokenizer, tmp_path)
     loaded, tokenizer = load_draft_model(tmp_path, key="draft.init")
     assert torch.equal(logits(loaded), logits(draft)) and tokenizer.get_vocab() == target.tokenizer.get_vocab()
