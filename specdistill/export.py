@@ -51,7 +51,7 @@ def export(
     """Write the draft of a folder, in any layout that is read, into a new folder in the layout of an engine, with SERVE.md next to it.
 
     Args:
-        target: the draft's target; needed where a layout holds some of it (`mtp`, speculators, SafeAILab's EAGLE-1), and where a draft in
+        target: the draft's target; needed where a layout holds some of it (`mtp`, speculators), and where a draft in
             another project's layout leaves something to it. Whenever it is given, the draft must be its own.
         report: report.json of the draft; None looks for `../report/report.json` next to it, if finds_report.
         dtype: of a GGUF file: f32, f16 (also None) or q8_0.

@@ -5,7 +5,6 @@ Nothing here imports torch, and what is slow to import is imported where it is u
 
 from specdistill.engines.engine import Engine
 from specdistill.engines.llama_cpp import GGUF, LLAMA_CPP
-from specdistill.engines.safeailab import SAFEAILAB
 from specdistill.engines.sglang import SGLANG
 from specdistill.engines.vllm import SPECULATORS, VLLM
 
@@ -18,9 +17,7 @@ TENSORRT_LLM = Engine(
     versions="PyTorch backend at 00679c6 (2026)",
     loader_version="PyTorch backend at 00679c6",
 )
-ENGINES: dict[str, Engine] = {
-    engine.name: engine for engine in (VLLM, SGLANG, SPECULATORS, SAFEAILAB, GGUF, LLAMA_CPP, TENSORRT_LLM)
-}
+ENGINES: dict[str, Engine] = {engine.name: engine for engine in (VLLM, SGLANG, SPECULATORS, GGUF, LLAMA_CPP, TENSORRT_LLM)}
 
 
 def engines_with(part: str) -> list[str]:

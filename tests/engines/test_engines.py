@@ -9,7 +9,7 @@ from specdistill.engines import engines_with
 
 
 def test_engines_are_offered_where_they_can_serve() -> None:
-    assert engines_with("serve_command") == ["vllm", "sglang", "speculators", "safeailab", "gguf"]
+    assert engines_with("serve_command") == ["vllm", "sglang", "speculators", "gguf"]
     assert engines_with("loader_version") == ["vllm", "sglang", "trtllm"]
     assert engines_with("client") == engines_with("program") == ["vllm", "sglang", "llama.cpp"]
 

@@ -140,13 +140,6 @@ def test_llama_cpp_is_told_both_files_and_how_to_convert_them(folder: Path, tmp_
     assert f"convert_hf_to_gguf.py {tmp_path / 'out'} --target-model-dir {folder / 'target'}" in text
 
 
-def test_safeailab_is_told_in_python(folder: Path, tmp_path: Path) -> None:
-    export(folder / "run" / "draft", "safeailab", tmp_path / "out", TargetFiles(str(folder / "target")))
-    words, _ = served(tmp_path / "out")
-    assert words[:2] == ["python", "-c"] and "EaModel.from_pretrained(use_eagle3=True, base_model_path=" in words[2]
-    compile(words[2], "SERVE.md", "exec")
-
-
 def test_a_small_draft_is_served_by_each_engine(tmp_path: Path) -> None:
     tiny_target_model(num_layers=2).save_pretrained(tmp_path / "ours")
     tiny_tokenizer().save_pretrained(tmp_path / "ours")

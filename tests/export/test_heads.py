@@ -18,7 +18,7 @@ from tests.heads import head_of, load_head, save_head
 from tests.refusals import refused
 from tests.tiny import tiny_target_model
 
-ENGINES = ("vllm", "sglang", "speculators", "safeailab", "gguf")
+ENGINES = ("vllm", "sglang", "speculators", "gguf")
 IDS = "eagle_aux_hidden_state_layer_ids"
 LLAMA3 = {
     "rope_type": "llama3",
@@ -29,24 +29,20 @@ LLAMA3 = {
 }
 # A head that one limit alone keeps from engines, and those that have that limit.
 EAGLE3: dict[Limit, tuple[dict[str, Any], tuple[str, ...]]] = {
-    limits.SEVERAL_LAYERS: ({"num_layers": 2}, ("sglang", "safeailab", "gguf")),
-    limits.FC_NORM: ({"fc_norm": True}, ("safeailab", "gguf")),
-    limits.NORM_OUTPUT: ({"norm_output": True}, ("safeailab", "gguf")),
-    limits.NORM_BEFORE_FC: ({"norm_before_fc": True}, ("safeailab",)),
-    limits.NORM_BEFORE_RESIDUAL: ({"norm_before_residual": True}, ("sglang", "safeailab")),
-    limits.WIDTH_OF_FC_INPUT: ({"hidden_size": 192}, ("sglang", "safeailab")),
-    limits.OWN_EMBEDDING: ({"own_embedding": True}, ("sglang", "safeailab")),
-    limits.NOT_THREE_LAYERS_READ: ({"aux_layers": [1, 6]}, ("safeailab", "gguf")),
-    limits.CHOSEN_LAYERS_READ: ({"aux_layers": [2, 3, 5]}, ("safeailab",)),
+    limits.SEVERAL_LAYERS: ({"num_layers": 2}, ("sglang", "gguf")),
+    limits.FC_NORM: ({"fc_norm": True}, ("gguf",)),
+    limits.NORM_OUTPUT: ({"norm_output": True}, ("gguf",)),
+    limits.NORM_BEFORE_RESIDUAL: ({"norm_before_residual": True}, ("sglang",)),
+    limits.WIDTH_OF_FC_INPUT: ({"hidden_size": 192}, ("sglang",)),
+    limits.OWN_EMBEDDING: ({"own_embedding": True}, ("sglang",)),
+    limits.NOT_THREE_LAYERS_READ: ({"aux_layers": [1, 6]}, ("gguf",)),
     limits.LAST_STATE_READ: ({"aux_layers": [2, 4, 8]}, ("sglang", "gguf")),
     limits.LAYERS_OUT_OF_ORDER: ({"aux_layers": [5, 4, 2]}, ("vllm", "sglang", "speculators", "gguf")),
-    limits.SLIDING_WINDOW: ({"sliding_window": 4}, ("safeailab", "gguf")),
-    limits.SCALED_ROPE: ({"rope_scaling": LLAMA3}, ("safeailab",)),
+    limits.SLIDING_WINDOW: ({"sliding_window": 4}, ("gguf",)),
 }
 EAGLE: dict[Limit, tuple[dict[str, Any], tuple[str, ...]]] = {
     limits.FC_BIAS: ({"fc_bias": True}, ("vllm",)),
-    limits.WIDTH_OF_HEADS: ({"head_dim": 64}, ("safeailab",)),
-    limits.SLIDING_WINDOW: ({"sliding_window": 4}, ("vllm", "sglang", "safeailab")),
+    limits.SLIDING_WINDOW: ({"sliding_window": 4}, ("vllm", "sglang")),
 }
 REFUSED = [
     pytest.param(method, engine, shape, limit, id=f"{method}, {limit.setting}, {engine}")
@@ -69,7 +65,6 @@ ABLE: list[tuple[str, str, dict[str, Any]]] = [
     *(("eagle3", engine, PRUNED | {"num_key_value_heads": 1}) for engine in ENGINES),
     ("eagle", "vllm", {"num_layers": 3, "head_dim": 64}),
     ("eagle", "sglang", {"num_layers": 3, "head_dim": 64, "fc_bias": True}),
-    ("eagle", "safeailab", {"num_layers": 3, "fc_bias": True}),
 ]
 
 
@@ -189,7 +184,6 @@ def test_eagle3_layouts_by_hand(target: FrozenTarget, tmp_path: Path) -> None:
     expected = {
         "vllm": {"architectures": ["LlamaForCausalLMEagle3"], **llama(**COUNTED, **NO_NORMS, norm_before_residual=False)},
         "sglang": {"architectures": ["LlamaForCausalLMEagle3"], **llama(**COUNTED, **NO_NORMS)},
-        "safeailab": {"architectures": ["LlamaForCausalLM"], **llama(draft_vocab_size=25)},
         "gguf": {
             "architectures": ["LlamaForCausalLMEagle3"],
             **llama(**COUNTED, norm_before_fc=False, norm_before_residual=False),
@@ -239,16 +233,12 @@ def test_scaled_rotary_frequencies_are_written_for_older_and_newer_readers(targe
 
 
 def test_eagle_layouts_by_hand(target: FrozenTarget, tmp_path: Path) -> None:
-    """vLLM's has no bias, SGLang's and SafeAILab's one of zeros, with no `bias` in the config that would reach the attention."""
+    """vLLM's has no bias, SGLang's one of zeros, with no `bias` in the config that would reach the attention."""
     save_head("eagle", head_of("eagle", target, {}), tmp_path / "ours")
     model = {"architectures": ["LlamaForCausalLM"], **llama(bias=False)}
     expected = {
         "vllm": ({"model_type": "eagle", "model": model, "truncated_vocab_size": None, "method": "eagle"}, layouts.EAGLE),
         "sglang": ({"architectures": ["LlamaForCausalLMEagle"], **llama()}, layouts.EAGLE | {"fc.bias": (64,)}),
-        "safeailab": (
-            {"architectures": ["LlamaForCausalLM"], **llama()},
-            layouts.EAGLE | {"fc.bias": (64,), "embed_tokens.weight": (260, 64)},
-        ),
     }
     for engine, (keys, wanted) in expected.items():
         export(tmp_path / "ours", engine, tmp_path / engine, TargetFiles(target.name))
@@ -258,11 +248,10 @@ def test_eagle_layouts_by_hand(target: FrozenTarget, tmp_path: Path) -> None:
         assert "fc.bias" not in tensors or not tensors["fc.bias"].any()
 
 
-@pytest.mark.parametrize(("method", "engine"), [("eagle3", "speculators"), ("eagle", "safeailab")])
-def test_the_target_is_asked_for_where_it_is_needed(method: str, engine: str, target: FrozenTarget, tmp_path: Path) -> None:
-    save_head(method, head_of(method, target, {}), tmp_path / "ours")
+def test_the_target_is_asked_for_where_it_is_needed(target: FrozenTarget, tmp_path: Path) -> None:
+    save_head("eagle3", head_of("eagle3", target, {}), tmp_path / "ours")
     with refused("target.model", "nothing"):
-        export(tmp_path / "ours", engine, tmp_path / "out")
+        export(tmp_path / "ours", "speculators", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -129,13 +129,11 @@ COUNTS = ("num_prompts", "num_drafts", "num_draft_tokens", "num_accepted_tokens"
 ROUNDS, DRAFTED, ACCEPTED, EMITTED = "rounds", "drafted", "accepted", "emitted"  # of a row of samples.jsonl
 
 EXPORT = ("-m specdistill", "export", "dry_run=true", "train.seed=0")
-ANY_ENGINE = ("recipe=pico/eagle3", "draft.fc_norm=false", "draft.norm_output=false")
 EXPORTS = {
     "eagle3, vllm": (*EXPORT, "recipe=pico/eagle3", "engine=vllm"),
     "eagle3, sglang": (*EXPORT, "recipe=pico/eagle3", "engine=sglang"),
     "eagle3, speculators": (*EXPORT, "recipe=pico/eagle3", "engine=speculators", "draft.vocab_size=500"),
-    "eagle3, safeailab": (*EXPORT, *ANY_ENGINE, "engine=safeailab"),
-    "eagle3, gguf": (*EXPORT, *ANY_ENGINE, "engine=gguf"),
+    "eagle3, gguf": (*EXPORT, "recipe=pico/eagle3", "draft.fc_norm=false", "draft.norm_output=false", "engine=gguf"),
     "eagle3 of another shape, vllm": (
         *EXPORT,
         "recipe=pico/eagle3",
@@ -146,13 +144,6 @@ EXPORTS = {
     ),
     "eagle, vllm": (*EXPORT, "recipe=pico/eagle", "engine=vllm"),
     "eagle, sglang": (*EXPORT, "recipe=pico/eagle", "engine=sglang"),
-    "eagle, safeailab": (
-        *EXPORT,
-        "recipe=pico/eagle",
-        "engine=safeailab",
-        "draft.num_attention_heads=2",  # as wide as the state, as it must be there
-        "draft.num_key_value_heads=2",
-    ),
     "draft_model, vllm": (*EXPORT, "recipe=pico/draft", "engine=vllm"),
     "draft_model, sglang": (*EXPORT, "recipe=pico/draft", "engine=sglang"),
     "draft_model, gguf": (*EXPORT, "recipe=pico/draft", "engine=gguf"),

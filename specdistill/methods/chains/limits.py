@@ -17,7 +17,6 @@ NORM_BEFORE_RESIDUAL = Limit(
 )
 FC_NORM = Limit("fc_norm", lambda head: head.fc_norm, "a head without the norms of EAGLE-3.1")
 NORM_OUTPUT = Limit("norm_output", lambda head: head.norm_output, "a head that feeds back the state before its norm")
-NORM_BEFORE_FC = Limit("norm_before_fc", lambda head: head.norm_before_fc, "a head without a norm before fc")
 SEVERAL_LAYERS = Limit(
     "more than one layer", lambda head: head.num_layers > 1, "one layer: there are no others, or others with other norms"
 )
@@ -28,7 +27,6 @@ OWN_EMBEDDING = Limit(
     "the target's embedding; target= tells a copy of it from another",
 )
 NOT_THREE_LAYERS_READ = Limit("other than three auxiliary layers", lambda head: len(head.aux_layers) != 3, "three")
-CHOSEN_LAYERS_READ = Limit("chosen auxiliary layers", lambda head: not reads_default_layers(head), "2, n//2 and n-3")
 LAST_STATE_READ = Limit(
     "the state after the target's last layer",
     lambda head: head.target_num_layers in head.aux_layers,
@@ -42,10 +40,4 @@ WIDTH_OF_FC_INPUT = Limit(
     lambda head: len(head.aux_layers) * head.target_hidden_size == head.hidden_size,
     "different widths: with equal ones fc is omitted",
 )
-SCALED_ROPE = Limit("scaled rotary frequencies", lambda head: head.rope_scaling is not None, "plain ones")
 FC_BIAS = Limit("a bias in fc", lambda head: head.fc_bias, "a head without one")
-WIDTH_OF_HEADS = Limit(
-    "attention heads that are together not as wide as the state",
-    lambda head: head.num_attention_heads * head.head_dim != head.hidden_size,
-    "num_attention_heads x head_dim = hidden_size",
-)

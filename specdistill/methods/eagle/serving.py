@@ -53,13 +53,4 @@ SERVING = {
         ),
         (SGLANG,),
     ),
-    "safeailab": Serving(
-        "use_eagle3=False",
-        Layout(
-            lambda export: {"architectures": ["LlamaForCausalLM"], **export.llama},
-            limits=(limits.SLIDING_WINDOW, limits.WIDTH_OF_HEADS, limits.SCALED_ROPE),
-            needs_target="SafeAILab's heads repeat its embedding",
-            fc_bias=True,
-        ),
-    ),
 }

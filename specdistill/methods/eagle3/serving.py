@@ -18,7 +18,6 @@ SIZES, NORMS = ("target_hidden_size", "num_aux_hidden_states"), ("fc_norm", "nor
 def head_config(
     export: HeadExport,
     *keys: str,
-    architecture: str = "LlamaForCausalLMEagle3",
     aux_layers: Callable[[list[int]], dict[str, Any]] = lambda layers: {AUX_LAYERS: layers},
 ) -> dict[str, Any]:
     """The config.json of an EAGLE-3 head: a Llama's keys, `draft_vocab_size`, and the head's own `keys` that the engine reads.
@@ -30,7 +29,7 @@ def head_config(
     if head.hidden_size != head.target_hidden_size and "target_hidden_size" not in keys:
         keys = (*keys, "target_hidden_size")
     return {
-        "architectures": [architecture],
+        "architectures": ["LlamaForCausalLMEagle3"],
         **export.llama,
         "draft_vocab_size": head.draft_vocab_size,
         **{key: own[key] for key in keys},
@@ -199,26 +198,6 @@ SERVING = {
             limits=(limits.LAYERS_OUT_OF_ORDER,),
             first_layer="layers.0.",
             needs_target="speculators' config.json names it",
-        ),
-    ),
-    "safeailab": Serving(
-        "use_eagle3=True",
-        Layout(
-            lambda export: head_config(export, architecture="LlamaForCausalLM"),
-            limits=(
-                limits.NORM_BEFORE_RESIDUAL,
-                limits.FC_NORM,
-                limits.NORM_OUTPUT,
-                limits.NORM_BEFORE_FC,
-                limits.SEVERAL_LAYERS,
-                limits.SLIDING_WINDOW,
-                limits.OWN_EMBEDDING,
-                limits.NOT_THREE_LAYERS_READ,
-                limits.CHOSEN_LAYERS_READ,
-                limits.LAYERS_OUT_OF_ORDER,
-                limits.WIDTH_OF_FC_INPUT,
-                limits.SCALED_ROPE,
-            ),
         ),
     ),
     "gguf": Serving(

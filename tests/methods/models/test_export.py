@@ -221,7 +221,6 @@ def test_gguf_refuses_other_models(tmp_path: Path) -> None:
         ({"engine": "gguf", "dtype": "q4_k"}, "dtype", "q4_k"),
         ({"engine": "vllm", "dtype": "f16"}, "dtype", "f16 with engine vllm"),
         ({"engine": "speculators"}, "engine", "speculators for "),
-        ({"engine": "safeailab"}, "engine", "safeailab for "),
     ],
 )
 def test_settings_that_do_not_apply(arguments: dict[str, str], key: str, got: str, tmp_path: Path) -> None:
