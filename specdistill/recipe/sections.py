@@ -97,10 +97,10 @@ class TargetConfig(Section):
         None, "attention implementation of transformers, or a kernel on the Hub; null: the default of the model class"
     )
     trust_remote_code: bool = option(False, "run Python code from the model's repository; must be given on the command line")
-    shard: Literal["none", "layers", "tensor"] = option(
+    shard: Literal["none", "layers"] = option(
         "none",
-        "how a launch splits the target: none: a copy per process; layers: parameters sharded, gathered layer by layer; tensor: tensor "
-        "parallel; a single process holds all of it",
+        "how a launch splits the target: none: a copy per process; layers: parameters sharded, gathered layer by layer; "
+        "a single process holds all of it",
         read_when=UNMERGED,
     )
     device_map: str | None = option(

@@ -35,7 +35,7 @@ from specdistill.targets.packed_rows import (
     packing,
     sdpa_configs,
 )
-from specdistill.targets.sharding import in_turn, num_processes
+from specdistill.targets.sharding import num_processes
 
 SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -106,18 +106,14 @@ class FrozenTarget:
         revision: str | None = None,
         files: TargetFiles | None = None,
         quantization: str | None = None,
-        one_batch: bool = False,
     ) -> None:
-        """quantization: that its weights were rounded to when they were loaded. one_batch: every process has to give the model the same
-        batch, as under tensor parallelism.
-        """
+        """quantization: that its weights were rounded to when they were loaded."""
         self.model: Any = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
         self.revision = revision
         self.files = files
         self.quantization = quantization
-        self.one_batch = one_batch
         self.config: Any = model.config.get_text_config(decoder=True)
         anatomy = examine(self.model, name)
         self.is_recurrent, self.is_plain = is_recurrent(self.config), is_plain(self.model)
@@ -142,7 +138,7 @@ class FrozenTarget:
     ) -> "FrozenTarget":
         """Load `pico`, a folder, a GGUF file or a Hub id, and merge a LoRA adapter into it if one is named.
 
-        Every process of a launch has to call it. shard: `layers` or `tensor`, for a part of the layers in each process
+        Every process of a launch has to call it. shard: `layers`, for a part of them in each process
         (`specdistill.targets.sharding`). device_map: `auto` for all devices of one process, or one device.
         layers_on_disk: load what lies around the decoder layers alone, and read those whenever they are run. They are loaded anyway
         where weights have to be converted, merged or spread.
@@ -168,8 +164,7 @@ class FrozenTarget:
         name = model if adapter is None else f"{model} + {adapter}"
         revision = revision or getattr(loaded.config, "_commit_hash", None)
         files = TargetFiles.of(model, revision, adapter)
-        one_batch = shard == "tensor" and num_processes() > 1
-        return cls(loaded, tokenizer, name=name, revision=revision, files=files, quantization=quantization, one_batch=one_batch)
+        return cls(loaded, tokenizer, name=name, revision=revision, files=files, quantization=quantization)
 
     @property
     def device(self) -> torch.device:
@@ -236,9 +231,13 @@ class FrozenTarget:
             grows = attention_mask is None and past_key_values is not None and not past_key_values.is_compileable
             with attending(self._maskless if grows else ()):
                 return self._pass(aux_layers, {"input_ids": input_ids_BT, **given})
-        if self.one_batch:
-            return in_turn(partial(self._rows, aux_layers), input_ids_BT, position_ids_BT)
-        return self._rows(aux_layers, input_ids_BT, position_ids_BT, documents)
+        if position_ids_BT is None:
+            return self._pass(aux_layers, {"input_ids": input_ids_BT})
+        inputs = {"input_ids": input_ids_BT, "position_ids": position_ids_BT}
+        documents = Documents.of(position_ids_BT) if documents is None else documents
+        features = self._packing(self.model, inputs, documents, partial(self._pass, aux_layers))
+        shape = (*input_ids_BT.shape, -1)
+        return Features(tuple(feature.view(shape) for feature in features.aux), features.last_hidden.view(shape))
 
     @cached_property
     def _maskless(self) -> list[Any]:
@@ -255,21 +254,6 @@ class FrozenTarget:
     @cached_property
     def _packing(self) -> PackingMethod:
         return packing(self.model) or as_they_are
-
-    def _rows(
-        self,
-        aux_layers: Sequence[int],
-        input_ids_BT: Tensor,
-        position_ids_BT: Tensor | None,
-        documents: Documents | None = None,
-    ) -> Features:
-        if position_ids_BT is None:
-            return self._pass(aux_layers, {"input_ids": input_ids_BT})
-        inputs = {"input_ids": input_ids_BT, "position_ids": position_ids_BT}
-        documents = Documents.of(position_ids_BT) if documents is None else documents
-        features = self._packing(self.model, inputs, documents, partial(self._pass, aux_layers))
-        shape = (*input_ids_BT.shape, -1)
-        return Features(tuple(feature.view(shape) for feature in features.aux), features.last_hidden.view(shape))
 
     def _pass(self, aux_layers: Sequence[int], inputs: BackboneInputs) -> Features:
         device = inputs["input_ids"].device  # where the features are wanted; a target may be elsewhere, or on several devices

@@ -117,9 +117,8 @@ def read_causal_lm(
         elif shard == "none" or num_processes() == 1:
             loaded = auto_class(config).from_pretrained(folder, device_map=device_map, **wanted)
         else:
-            flags = {"is_quantized": is_quantized, "trust_remote_code": trust_remote_code}
-            model_class, placed = sharded(shard, config, device_map, **flags)
-            loaded = model_class.from_pretrained(folder, **placed, **wanted)
+            own_part = sharded(config, is_quantized=is_quantized, trust_remote_code=trust_remote_code)
+            loaded = own_part.from_pretrained(folder, device_map=device_map, **wanted)
         model, report = loaded
         end_tokens(model.generation_config, model.config.get_text_config())
     if missing := sorted(report["missing_keys"]):  # transformers would initialize them
