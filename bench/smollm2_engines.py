@@ -203,9 +203,8 @@ def as_gguf(draft: Draft, folder: Path) -> Path:
     """The draft as llama.cpp loads it, in float16. Raises UserError for what llama.cpp cannot express."""
     shutil.rmtree(folder, ignore_errors=True)
     export(draft.folder, "gguf", folder, TargetFiles.of(str(TARGET)), num_speculative_tokens=draft.k)
-    if draft.method != "draft_model":
-        return convert(folder, folder / "draft.gguf", "--target-model-dir", TARGET, "--outtype", "f16")
-    return folder / "draft-f16.gguf"
+    of_target = () if draft.method == "draft_model" else ("--target-model-dir", TARGET)
+    return convert(folder, folder / "draft.gguf", *of_target, "--outtype", "f16")
 
 
 def page(rows: Sequence[dict[str, Any]], num_prompts: int, max_new_tokens: int) -> Iterator[str]:

@@ -14,7 +14,7 @@ from datasets import Dataset
 import specdistill
 from specdistill.engines import ENGINES
 from specdistill.engines.engine import Engine, Layout, Served, Serving
-from specdistill.errors import UserError, nearest
+from specdistill.errors import UserError
 from specdistill.files.folders import check_new, new_folder
 from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import read_config
@@ -43,7 +43,6 @@ def export(
     target: TargetFiles | None = None,
     *,
     report: Path | None = None,
-    dtype: str | None = None,
     num_speculative_tokens: int | None = None,
     finds_report: bool = True,
     merges: bool = True,
@@ -54,7 +53,6 @@ def export(
         target: the draft's target; needed where a layout holds some of it (`mtp`, speculators), and where a draft in
             another project's layout leaves something to it. Whenever it is given, the draft must be its own.
         report: report.json of the draft; None looks for `../report/report.json` next to it, if finds_report.
-        dtype: of a GGUF file: f32, f16 (also None) or q8_0.
         num_speculative_tokens: drafted per round, for the commands; None takes the report's.
         merges: an adapter of the target into a copy of it, `<output_dir>-target`, which is then what is served.
 
@@ -64,11 +62,6 @@ def export(
     check_new(output_dir)
     method, to = method_of(draft, key="draft"), ENGINES[engine]
     given, layout = serving_of(engine, method, draft)
-    types = layout.gguf_types
-    if dtype is not None and dtype not in types:
-        got = dtype if types else f"{dtype} with engine {engine} and method {method}"
-        expected = f"one of {', '.join(types)}" if types else "null: weights keep their own"
-        raise UserError("dtype", got=got, expected=expected, nearest=nearest(dtype, types))
     if target is not None:
         check_target(draft, target, "draft")
     measured = find_report(draft, report, method) if report or finds_report else None
@@ -80,7 +73,7 @@ def export(
     num_tokens, lookup = to.drafting(k, measured_lookup(settings))
     lengths = () if num_speculative_tokens else draft_lengths(measured)
     drafting = as_measured(measured, target, lengths, num_speculative_tokens or num_tokens)
-    write, options = implementation(method).export, {"dtype": dtype} if dtype else {}
+    write = implementation(method).export
     assert write is not None, method
     with ExitStack() as undone, new_folder(output_dir) as folder:
         if target is not None and target.adapter and merges:
@@ -89,15 +82,13 @@ def export(
             )
             undone.callback(shutil.rmtree, target.name)
             drafting["revision"] = None  # of a folder
-        write(draft, engine, layout, folder, target, drafting["num_tokens"], **options)
-        if not types:  # a GGUF file was written with it
-            copy_record(draft, folder)
+        write(draft, engine, layout, folder, target, drafting["num_tokens"])
+        copy_record(draft, folder)
         served = Served(
             method=method,
             output=output_dir,
             target=target.name if target else None,
-            config={} if types else read_config(folder, "output_dir"),
-            files=tuple(sorted(path.name for path in folder.iterdir())),
+            config=read_config(folder, "output_dir"),
             serving=given,
             in_target=METHODS[method].in_target,
             lookup_first=lookup,

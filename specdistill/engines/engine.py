@@ -32,7 +32,6 @@ class Layout:
     first_layer: how names of tensors in the first layer of an EAGLE-3 head begin.
     needs_target: why a head's folder repeats the target's embedding; empty where it does not.
     fc_bias: whether an EAGLE-1 head always has one in `fc`: zeros for a head without.
-    gguf_types: of the weights in one GGUF file, where that is the layout.
     """
 
     config: Callable[[HeadExport], dict[str, Any]] = lambda export: export.llama
@@ -40,7 +39,6 @@ class Layout:
     first_layer: str = "midlayer."
     needs_target: str = ""
     fc_bias: bool = False
-    gguf_types: tuple[str, ...] = ()
 
     def check(self, engine: str, head: Any, folder: Path | str) -> None:
         """Raises UserError for a head that the engine cannot express."""
@@ -77,8 +75,7 @@ class Served:
     lookup_first: the `LookupFirstConfig` of what stands in front of the draft, None for nothing.
     max_length: tokens of a sequence that the target has room for. dtype: of its weights. num_gpus: that share it.
     samples: whether the draft was measured with drafts that are drawn, not greedy.
-    config: the config.json that was written, empty for a GGUF file; the settings of a method without a draft. files: the names in `output`,
-    which need not be on this machine.
+    config: the config.json that was written; the settings of a method without a draft.
     """
 
     method: str | None
@@ -87,7 +84,6 @@ class Served:
     num_tokens: int
     samples: bool
     config: Mapping[str, Any]
-    files: tuple[str, ...] = ()
     serving: Serving = Serving()
     in_target: bool = False
     lookup_first: Any = None

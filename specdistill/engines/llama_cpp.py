@@ -1,7 +1,6 @@
 """llama.cpp, as in llama-cpp-python 0.3.36.
 
-It has a converter of its own for EAGLE-3, which reads vLLM's folder and does not know the norms of EAGLE-3.1; a draft model is written as
-one GGUF file here.
+Its converter makes a GGUF file of a draft's folder. Of EAGLE-3 it reads vLLM's, and does not know the norms of EAGLE-3.1.
 
 `--spec-type` is a list. Lookups draft first, whatever its order; where they find nothing, the draft does. `ngram-simple` compares exactly
 size-n tokens, and drafts only where at least as many follow.
@@ -36,7 +35,7 @@ from specdistill.engines.server import (
 )
 from specdistill.errors import ResourceError, UserError
 
-NGRAM_SIMPLE, EAGLE3 = "ngram-simple", "draft-eagle3"
+NGRAM_SIMPLE, EAGLE3, MODEL = "ngram-simple", "draft-eagle3", "draft-simple"
 CONTEXT_STEP = 256  # it rounds the context of a slot up to a multiple of these tokens
 FILES = ("model", "model_draft")  # keys of eval.llama_cpp that `Served` has
 EVENT = b"data: "
@@ -78,12 +77,14 @@ def serve_command(served: Served) -> str:
     target, output = shlex.quote(served.target_name), shlex.quote(str(served.output))
     if served.revision:  # the converter takes a folder
         target = f'"$(hf download {target} --revision {served.revision})"'
-    commands = [f"python convert_hf_to_gguf.py {target} --outtype f16 --outfile target.gguf"]
-    file = next((name for name in served.files if name.endswith(".gguf")), None)
-    if file is None:
-        commands += [f"python convert_hf_to_gguf.py {output} --target-model-dir {target} --outtype f16 --outfile draft.gguf"]
-    draft = str(served.output / file) if file else "draft.gguf"
-    return "\n".join([*commands, f"llama-server -m target.gguf {shlex.join(speculation(served, draft))}"])
+    commands = [f"python convert_hf_to_gguf.py {target} --outtype f16 --outfile target.gguf", convert(served, output, target)]
+    return "\n".join([*commands, f"llama-server -m target.gguf {shlex.join(speculation(served, 'draft.gguf'))}"])
+
+
+def convert(served: Served, draft: str, target: str) -> str:
+    """The command that makes a GGUF file of an exported draft, for a shell: a head takes its vocabulary from the target."""
+    of_target = "" if served.serving.name == MODEL else f" --target-model-dir {target}"
+    return f"python convert_hf_to_gguf.py {draft}{of_target} --outtype f16 --outfile draft.gguf"
 
 
 class Props(JsonAnswer):

@@ -149,11 +149,10 @@ def measured_again(of: CardContents) -> str:
 
 
 def _gguf_files(of: CardContents) -> dict[str, str]:
-    """Names, in commands, of the files that a measurement in llama.cpp needs: the file of a draft model is written for it."""
+    """Names, in commands, of the files that a measurement in llama.cpp needs."""
     if of.release.report.get("engine", {}).get("name") != "llama.cpp":
         return {}
-    draft = {} if METHODS[of.release.method].standalone else {"model_draft": "DRAFT.gguf"}
-    return {"model": "TARGET.gguf", **draft}
+    return {"model": "TARGET.gguf", "model_draft": "DRAFT.gguf"}
 
 
 def _yaml(value: Any) -> str:

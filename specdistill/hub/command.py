@@ -58,7 +58,6 @@ class ExportOptions(Section):
     output_dir: str = option(..., "new folder for the checkpoint and SERVE.md (how to serve it)")
     target: ExportedTarget = section(ExportedTarget)
     report: str | None = option(None, "report.json of the draft, or its folder; null: <run>/report of <run>/draft")
-    dtype: str | None = option(None, "data type of a draft model in a GGUF file: f32, f16 or q8_0; null: f16")
     num_speculative_tokens: int | None = option(None, "K, draft tokens per round, in SERVE.md; null: the report's, or 3", ge=1)
     dry_run: bool = option(False, "export an untrained draft of recipe=…, to try its layout in an engine")
 
@@ -122,7 +121,6 @@ def export(arguments: list[str]) -> int:
             Path(options.output_dir),
             TargetFiles.of(source.model, source.revision, source.adapter) if source.model else None,
             report=Path(options.report) if options.report else None,
-            dtype=options.dtype,
             num_speculative_tokens=options.num_speculative_tokens,
         )
     print(f"{'an untrained draft' if recipe else 'draft'} of method {served.method} for {options.engine}: {options.output_dir}")

@@ -13,6 +13,7 @@ from huggingface_hub.hf_api import RepoFile
 from specdistill.credentials import check_no_secret, without_places
 from specdistill.engines import ENGINES
 from specdistill.engines.engine import Engine, Served, Serving
+from specdistill.engines.llama_cpp import GGUF
 from specdistill.engines.loader import check_loader, loader_of
 from specdistill.errors import ResourceError, UserError, logger
 from specdistill.export import as_measured, check_exports, export, measured_lookup
@@ -244,7 +245,7 @@ def loads_as_is(engine: Engine, method: str, folder: Path) -> bool:
     if serving.layout is None or row.in_target:  # an engine takes that from its target's checkpoint alone
         return False
     if row.standalone:
-        return not serving.layout.gguf_types
+        return engine is not GGUF  # whose files its converter makes
     config, shards = read_config(folder, "draft"), Shards.open(folder, "draft")
     head, loader = implementation(method).head_shape(config, None), loader_of(serving.loaders, config)
     if head is None or loader is None:
@@ -271,7 +272,7 @@ def serving_lines(
         started = replace(served, num_tokens=k, lookup_first=lookup)
         if name in exports:
             own = exports[name]
-            exported = replace(started, output=Path(local) / name, serving=serving, config=own.config, files=own.files)
+            exported = replace(started, output=Path(local) / name, serving=serving, config=own.config)
             fetch = f"hf download {repository} --revision {tag} --local-dir {local} --include {shlex.quote(f'{name}/*')}"
             yield engine.title, f"{fetch}\n{engine.serve_command(exported)}"
         elif loads_as_is(engine, served.method, draft):

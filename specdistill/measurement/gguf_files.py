@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import gguf
 
 from specdistill.engines.engine import Served
+from specdistill.engines.llama_cpp import convert
 from specdistill.errors import UserError
 from specdistill.recipe.llama_cpp import LlamaCppConfig
 from specdistill.repositories import resolve, split_gguf
@@ -50,16 +51,12 @@ def target_file(config: LlamaCppConfig, target: TargetFiles, tokenizer: Any) -> 
 
 
 def with_files(served: Served, config: LlamaCppConfig, target: Path) -> Served:
-    """What is served, from files: the draft's is in the folder that was exported, or was converted from such a one.
-
-    Raises UserError without a file of a draft.
-    """
+    """What is served, from files. Raises UserError without one of a draft."""
     if served.in_target:
         return replace(served, target=str(target))
-    written = [str(served.output / name) for name in served.files if name.endswith(".gguf")]
-    draft = resolve(config.model_draft, DRAFT) if config.model_draft else next(iter(written), None)
+    draft = resolve(config.model_draft, DRAFT) if config.model_draft else None
     if draft is None or not Path(draft).is_file():
-        convert = f"python convert_hf_to_gguf.py EXPORTED --target-model-dir {served.target_name} --outfile draft.gguf"
-        expected = f"the draft as a GGUF file, as llama.cpp writes it of its export (specdistill export engine=gguf): {convert}"
+        command = convert(served, "EXPORTED", served.target_name)
+        expected = f"the draft as a GGUF file, as llama.cpp writes it of its export (specdistill export engine=gguf): {command}"
         raise UserError(DRAFT, got=draft or "null", expected=expected)
     return replace(served, target=str(target), output=Path(draft))

@@ -58,8 +58,7 @@ class Implementation:
         simulation: None where drafting cannot be simulated on completions of the target.
         likely_causes: why a draft of this method may accept little, where no repair explains it.
         check_served: (engine, its layout, draft, target). Raises UserError for what the engine cannot express, the layout's `limits` apart.
-        export: (folder, engine, its layout, output, target or None, K): write the draft for an engine (see `Serving`); `dtype=` where its
-            layout has several.
+        export: (folder, engine, its layout, output, target or None, K): write the draft for an engine (see `Serving`).
         planned: (planner, given draft or None, recipe's keys) -> what `specdistill plan` counts (see specdistill.planning.plan).
         is_described: (draft, target) as their config.json describes them (see specdistill.methods.sizes) -> whether it is this method's.
         config_of: config.json -> the config of a draft whose layout transformers does not know; None for any other.

@@ -1,8 +1,7 @@
 """The record of its target in a draft's config.json, `{"specdistill": {"target": …}}`: what else is given as its target is refused.
 
 It stands there because it is uploaded, exported and copied with the weights; engines and transformers leave keys alone that they do not
-know. A GGUF file has it as keys, `specdistill.target.…`. Drafts without it, as other projects write them, are for whichever target they
-fit.
+know. Drafts without it, as other projects write them, are for whichever target they fit.
 """
 
 import dataclasses
@@ -21,7 +20,6 @@ from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.identity import TargetIdentity
 
 SECTION = "specdistill"
-GGUF_PREFIX = "specdistill.target."
 
 
 def save_draft(
@@ -42,25 +40,18 @@ def copy_record(draft: Path, output: Path) -> None:
     _write(output, recorded_target(draft, "draft"))
 
 
-def as_keys(identity: TargetIdentity | None) -> dict[str, str]:
-    """The record as keys of a GGUF file, which has no null."""
-    fields = dataclasses.asdict(identity) if identity else {}
-    return {f"{GGUF_PREFIX}{name}": value for name, value in fields.items() if value is not None}
-
-
 validated = TypeAdapter(TargetIdentity).validate_python
 
 
 def recorded_target(draft: Path, key: str) -> TargetIdentity | None:
     """What the draft in a folder was made for; None where that is not recorded. Raises UserError for an invalid record."""
-    files = [] if (draft / "config.json").is_file() else sorted(draft.glob("*.gguf"))
-    section = _of_gguf(files[0], key) if files else read_config(draft, key).get(SECTION)
+    section = read_config(draft, key).get(SECTION)
     if section is None:
         return None
     try:
         return validated(vars(TargetIdentity(**section["target"])))
     except (TypeError, KeyError, ValueError) as error:
-        got = f'{files[0] if files else draft / "config.json"} with "{SECTION}": {json.dumps(section)[:120]}'
+        got = f'{draft / "config.json"} with "{SECTION}": {json.dumps(section)[:120]}'
         raise UserError(key, got=got, expected="the record of the draft's target, or no such key") from error
 
 
@@ -75,18 +66,6 @@ def check_target(draft: Path, target: TargetFiles, key: str, *, heterogeneous_vo
     if not made_for.is_same(target.identity):
         way_out = f'to try it anyway, delete its "{SECTION}" record'
         raise UserError(key, got=f"{draft}, a draft for {made_for}", expected=f"a draft for {target.identity}; {way_out}")
-
-
-def _of_gguf(path: Path, key: str) -> dict[str, Any] | None:
-    """The record in a GGUF file as config.json has it."""
-    import gguf
-
-    try:
-        fields = gguf.GGUFReader(path).fields
-    except (ValueError, IndexError) as error:
-        raise UserError(key, got=f"{path}: {error}", expected="a whole GGUF file") from error
-    found = {name.removeprefix(GGUF_PREFIX): field.contents() for name, field in fields.items() if name.startswith(GGUF_PREFIX)}
-    return {"target": {"revision": None, "adapter": None, **found}} if found else None
 
 
 def _write(folder: Path, identity: TargetIdentity | None) -> None:

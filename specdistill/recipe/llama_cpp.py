@@ -11,10 +11,7 @@ class LlamaCppConfig(Section):
     """Each option reaches the command line of `llama-server` under its own name, both with the draft and without; null: its default."""
 
     model: str | None = option(None, "the target as a GGUF file; null: target.model is one")
-    model_draft: str | None = option(
-        None,
-        "the draft as a GGUF file, which llama.cpp's converter makes of an EAGLE-3 head; null: written here, of a draft model",
-    )
+    model_draft: str | None = option(None, "the draft as a GGUF file, which llama.cpp's converter makes of its export")
     ctx_size: int | None = option(
         None, "tokens of all slots together, in the target and in the draft; null: the longest sequence in each slot", ge=1
     )

@@ -147,8 +147,9 @@ def test_a_small_draft_is_served_by_each_engine(tmp_path: Path) -> None:
     assert json.loads(served(tmp_path / "vllm")[0][4])["method"] == "draft_model"
     export(tmp_path / "ours", "sglang", tmp_path / "sglang")
     assert "STANDALONE" in served(tmp_path / "sglang")[0]
-    export(tmp_path / "ours", "gguf", tmp_path / "gguf", dtype="q8_0")
-    assert str(tmp_path / "gguf" / "draft-q8_0.gguf") in served(tmp_path / "gguf")[0]
+    export(tmp_path / "ours", "gguf", tmp_path / "gguf")
+    command, text = served(tmp_path / "gguf")
+    assert "draft-simple" in command and f"convert_hf_to_gguf.py {tmp_path / 'gguf'} --outtype" in text
 
 
 @pytest.mark.parametrize("named", [True, False])

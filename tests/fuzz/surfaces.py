@@ -37,6 +37,7 @@ from tests.fuzz.hostile import (
     safetensors_file,
     yaml_file,
 )
+from tests.gguf_writer import write_gguf
 from tests.loopback_hub import loopback_hub, reading
 from tests.scripts import specdistill
 from tests.tiny import SMALL
@@ -96,7 +97,8 @@ def build(folder: Path) -> None:
         shutil.rmtree("interrupted/draft")
         shutil.copy("trained/run/recipe.yaml", "recipe.yaml")
         _done(f"data features {TRAINED} {STORED}")
-        _done("export engine=gguf draft=run/draft target=target output_dir=gguf")
+        Path("gguf").mkdir()
+        write_gguf(Path("target"), Path("gguf/target.gguf"), "f16")
 
 
 def _done(command: str) -> None:
@@ -242,10 +244,10 @@ SURFACES = {
         OF_MODELS,
         {f"{name}/model.safetensors": safetensors_file for name in ("target", "run/draft", "trained/draft")}),
     "GGUF": Surface(
-        """plan target=gguf/draft-f16.gguf hub=false
+        """plan target=gguf/target.gguf hub=false
         doctor draft=gguf
-        doctor draft=trained/draft target=gguf/draft-f16.gguf eval.num_prompts=1""",
-        {"gguf/draft-f16.gguf": binary_file}),
+        doctor draft=trained/draft target=gguf/target.gguf eval.num_prompts=1""",
+        {"gguf/target.gguf": binary_file}),
     "sources": Surface(
         f"data make {ROWS} data.source=rows.jsonl\n data show {ROWS} data.source=chat.jsonl target.model=chatting",
         {"rows.jsonl": jsonl_file, "chat.jsonl": jsonl_file, "chatting/chat_template.jinja": damaged}),

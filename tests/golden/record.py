@@ -31,7 +31,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import gguf
 import torch
 from safetensors.torch import load_file
 
@@ -146,8 +145,6 @@ EXPORTS = {
     "eagle, sglang": (*EXPORT, "recipe=pico/eagle", "engine=sglang"),
     "draft_model, vllm": (*EXPORT, "recipe=pico/draft", "engine=vllm"),
     "draft_model, sglang": (*EXPORT, "recipe=pico/draft", "engine=sglang"),
-    "draft_model, gguf": (*EXPORT, "recipe=pico/draft", "engine=gguf"),
-    "draft_model, gguf in 8 bits": (*EXPORT, "recipe=pico/draft", "engine=gguf", "dtype=q8_0"),
     "mtp of qwen3_next, vllm": (*EXPORT, "recipe=pico/mtp", "engine=vllm", "target={qwen3_next}"),
     "mtp of qwen3_next, sglang": (*EXPORT, "recipe=pico/mtp", "engine=sglang", "target={qwen3_next}"),
     "mtp of deepseek_v3, vllm": (*EXPORT, "recipe=pico/mtp", "engine=vllm", "target={deepseek_v3}"),
@@ -273,13 +270,6 @@ def export(name: str, folder: Path, places: Mapping[str, Path]) -> dict[str, Any
             tensors |= {key: tensor_digest(tensor) for key, tensor in load_file(path).items()}
         elif path.suffix == ".bin":
             tensors |= {key: tensor_digest(tensor) for key, tensor in torch.load(path, weights_only=True).items()}
-        elif path.suffix == ".gguf":
-            reader = gguf.GGUFReader(path)
-            tensors |= {
-                entry.name: digest([entry.tensor_type.name, entry.shape.tolist(), entry.data.tobytes().hex()])
-                for entry in reader.tensors
-            }
-            made["fields"] = {key: digest(field.contents()) for key, field in reader.fields.items()}
         elif path.name == "config.json":
             made["config"] = comparable(json.loads(path.read_text(encoding="utf-8")))
     assert tensors, output

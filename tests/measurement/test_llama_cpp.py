@@ -10,13 +10,13 @@ import pytest
 from specdistill.engines import start
 from specdistill.errors import ExitCode
 from specdistill.measurement.gguf_files import target_file
-from specdistill.methods.models.gguf import write_gguf
 from specdistill.project import PICO, ROOT
 from specdistill.recipe.llama_cpp import LlamaCppConfig
 from specdistill.report.files import read_report
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.identity import combined, file_hashes
+from tests.gguf_writer import write_gguf
 from tests.heads import build_head, save_head
 from tests.measurement.peer import evaluate_pico
 from tests.refusals import refused, refused_key
@@ -30,8 +30,7 @@ def files(tmp_path_factory):
     """A head, and pico as a GGUF file."""
     folder = tmp_path_factory.mktemp("files")
     save_head("eagle3", build_head("eagle3", FrozenTarget.load("pico"), fc_norm=False, norm_output=False), folder / "draft")
-    write_gguf(PICO, folder, "f16")
-    return folder / "draft", folder / "draft-f16.gguf"
+    return folder / "draft", write_gguf(PICO, folder / "pico-f16.gguf", "f16")
 
 
 def evaluate(folder, files, *arguments, lone=False):

@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
 from datasets import Dataset
@@ -17,9 +16,8 @@ from specdistill.errors import ExitCode
 from specdistill.methods.load import create_draft, implementation, load_proposer
 from specdistill.methods.models.create import create_draft_model
 from specdistill.methods.recipe import Recipe
-from specdistill.methods.target_record import SECTION, check_target, save_draft
+from specdistill.methods.target_record import SECTION, save_draft
 from specdistill.recipe.load import load_recipe
-from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from tests.heads import build_head
 from tests.loopback_hub import loopback_hub
@@ -108,22 +106,6 @@ def test_an_export_keeps_the_record(method: str, engine: str, folder: Path, tmp_
     assert record(tmp_path / "out") == record(folder / method) is not None
     if engine != "speculators" and method != "eagle":  # whose configs transformers does not know
         assert getattr(AutoConfig.from_pretrained(tmp_path / "out"), SECTION) == record(folder / method)
-
-
-def test_a_gguf_file_keeps_the_record(folder: Path, tmp_path: Path) -> None:
-    keys = [f"draft={folder / 'draft_model'}", f"target={folder / 'target'}", "engine=gguf", f"output_dir={tmp_path / 'out'}"]
-    assert main(["export", *keys]) == ExitCode.DONE
-    fields = gguf.GGUFReader(tmp_path / "out" / "draft-f16.gguf").fields
-    kept = {name: value for name, value in record(folder / "draft_model")["target"].items() if value is not None}
-    assert kept == {name: fields[f"specdistill.target.{name}"].contents() for name in kept}
-    check_target(tmp_path / "out", TargetFiles.of(str(folder / "target")), "draft")
-    with refused("draft", f"{tmp_path}/out, a draft for target (weights"):
-        check_target(tmp_path / "out", TargetFiles.of(str(folder / "other")), "draft")
-    path = next((tmp_path / "out").glob("*.gguf"))
-    for cut in (0, 2, 100, 4000):
-        path.write_bytes(path.read_bytes()[:cut] if cut < 4000 else b"GGUF" + bytes(4000))
-        with refused("draft"):
-            check_target(tmp_path / "out", TargetFiles.of(str(folder / "target")), "draft")
 
 
 def test_a_layer_merged_into_its_target_keeps_the_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gguf import GGUFReader
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -303,9 +302,7 @@ def check_export(line: Line, engine: str) -> None:
         assert ended.stderr.startswith("error: engine: got "), ended.stderr
         return
     assert ended.returncode == 0, ended.stderr
-    if line.method == "draft_model" and engine == "gguf":
-        assert GGUFReader(next(folder.glob("*.gguf"))).tensors
-    elif line.method == "draft_model":
+    if line.method == "draft_model":
         _, read = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
         assert not any(read.values()), read
     elif line.method == "mtp":  # in a copy of the target

@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from specdistill.errors import ResourceError
-from specdistill.methods.models.gguf import write_gguf
 from specdistill.planning.plan import make_plan
 from specdistill.planning.reading import read as read_plan
 from specdistill.project import PICO
@@ -18,6 +17,7 @@ from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.loading import read_tokenizer
 from tests.families import OTHERS, write_model
+from tests.gguf_writer import write_gguf
 from tests.heads import HEADS, build_head
 from tests.refusals import refused
 from tests.tiny import tiny_target_model, write_target
@@ -32,10 +32,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("gguf") / "pico"
-    folder.mkdir()
-    write_gguf(PICO, folder, "f32")
-    return next(folder.glob("*.gguf"))
+    return write_gguf(PICO, tmp_path_factory.mktemp("gguf") / "pico.gguf", "f32")
 
 
 def test_a_gguf_file_is_a_target(gguf: Path) -> None:

@@ -11,12 +11,12 @@ from transformers import AutoTokenizer
 
 from specdistill.cli import main
 from specdistill.methods.eagle3.checkpoint import load_eagle3
-from specdistill.methods.models.gguf import write_gguf
 from specdistill.methods.recipe import Recipe
 from specdistill.project import PICO
 from specdistill.recipe.load import load_recipe
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.history import read_history
+from tests.gguf_writer import write_gguf
 from tests.refusals import refused_key
 from tests.scripts import evaluate
 from tests.tiny import tiny_target_model, write_inputs
@@ -54,8 +54,7 @@ def test_a_gguf_file_is_trained_for_measured_examined_and_judged(tmp_path: Path,
     (tmp_path / "mine.jinja").write_text(template, encoding="utf-8")
     tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "gguf").mkdir()
-    write_gguf(tmp_path / "model", tmp_path / "gguf", "q8_0")
-    (target,) = (tmp_path / "gguf").glob("*.gguf")
+    target = write_gguf(tmp_path / "model", tmp_path / "gguf" / "model.gguf", "q8_0")
     rows = [{"prompt": f"Write {number} and {number * 7}."} for number in range(12)]
     for name, asked in (("rows.jsonl", rows), ("suite.jsonl", [{"user": row["prompt"]} for row in rows])):
         (tmp_path / name).write_text("\n".join(map(json.dumps, asked)), encoding="utf-8")

@@ -63,9 +63,8 @@ def files(trained: Callable[[str], Path], to_gguf: Callable[..., Path], tmp_path
 
     def found(name: str) -> tuple[Path, Path]:
         exported, is_model = tmp_path_factory.mktemp("exported") / "draft", name == "draft model"
-        export(trained(name), "gguf", exported, TargetFiles.of("pico"), dtype="f32" if is_model else None)
-        target = TargetFiles.of("pico").name
-        return trained(name), exported / "draft-f32.gguf" if is_model else to_gguf(exported, "--target-model-dir", target)
+        export(trained(name), "gguf", exported, TargetFiles.of("pico"))
+        return trained(name), to_gguf(exported, *(() if is_model else ("--target-model-dir", TargetFiles.of("pico").name)))
 
     return found
 

@@ -1,6 +1,6 @@
 """Draft models on disk: read from any folder or Hub id, saved as transformers does, and written for an engine.
 
-Engines take a GGUF file, or the model's own folder with a config.json for transformers before and since version 5.
+Engines take the model's own folder, with a config.json for transformers before and since version 5.
 """
 
 import copy
@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from specdistill.engines.engine import Layout
 from specdistill.errors import UserError, nearest
 from specdistill.methods.checkpoint import check_finite, check_tensors, link, read_config, read_tensors
-from specdistill.methods.models.gguf import write_gguf
 from specdistill.methods.models.vocabulary import describe_difference
 from specdistill.repositories import resolve, split_revision
 from specdistill.targets.cache import is_recurrent
@@ -107,27 +106,17 @@ def merged(draft: PreTrainedModel | peft.PeftModel) -> PreTrainedModel:
 
 
 def export(
-    folder: Path,
-    engine: str,
-    layout: Layout,
-    output: Path,
-    target: TargetFiles | None,
-    num_speculative_tokens: int,
-    *,
-    dtype: str = "f16",
+    folder: Path, engine: str, layout: Layout, output: Path, target: TargetFiles | None, num_speculative_tokens: int
 ) -> None:
-    """Write a draft model for an engine; `dtype` is that of a GGUF file.
+    """Write a draft model for an engine.
 
-    Raises UserError, before anything is written, when its weights are broken, when its vocabulary is not as large as the target's
-    (engines compare token ids), or when it is no model that can be a GGUF file.
+    Raises UserError, before anything is written, when its weights are broken, or when its vocabulary is not as large as the target's
+    (engines compare token ids).
     """
     config = read_config(folder, "draft")
     if target is not None and config.get("vocab_size") != target.vocab_size:
         got = f"{engine} for {folder} with a vocabulary of {config.get('vocab_size')}"
         raise UserError("engine", got=got, expected=f"{target.vocab_size}, as {target.name} has")
-    if layout.gguf_types:
-        write_gguf(folder, output, dtype)
-        return
     read_tensors(folder, "draft")
     for path in sorted(folder.iterdir()):
         if path.is_file() and not path.name.startswith(".") and path.suffix != ".py":

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from datasets import Dataset
@@ -14,13 +13,11 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specdistill.decoding.proposer import Proposer
-from specdistill.engines.engine import Layout
 from specdistill.losses.divergence import build_divergence
 from specdistill.methods import sizes
 from specdistill.methods.contract import Implementation
 from specdistill.methods.models.checkpoint import check_outline, export, load_draft_model, save_draft_model
 from specdistill.methods.models.create import SHALLOWEST, check_decoder, create_draft_model, on_meta, with_lora
-from specdistill.methods.models.gguf import check_gguf
 from specdistill.methods.models.objective import Distillation, OnPolicyGeneration
 from specdistill.methods.models.proposer import DraftModelProposer
 from specdistill.methods.models.recipe import DraftModelRecipe
@@ -85,13 +82,6 @@ def check(
         match_vocabularies(of_target, target.vocab_size, tokenizer, _width(model), key=key, **translation)
 
 
-def check_served(engine: str, layout: Layout, draft: Any, target: FrozenTarget) -> None:
-    if layout.gguf_types:
-        with TemporaryDirectory() as folder:
-            target.tokenizer.save_pretrained(folder)
-            check_gguf(draft, Path(folder), f"a draft model for {target.name}")
-
-
 def _width(model: Any) -> int:
     """Of the logits, which may be more than the tokenizer's tokens."""
     return len(model.get_output_embeddings().weight)
@@ -136,6 +126,5 @@ def model_method(
         planned=partial(planned, published, note),
         is_described=lambda draft, target: draft.is_causal_lm,
         likely_causes=("its tokenizer gives tokens other numbers",),
-        check_served=check_served,
         export=export,
     )
