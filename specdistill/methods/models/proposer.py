@@ -54,12 +54,12 @@ class DraftText:
             self._num_final = len(self.ids)
             return unchanged
         for token in fresh:
-            same = self.vocabulary.draft_ids_of.get(token)
+            same = self.vocabulary.draft_id_of.get(token)
             if same is None:
                 self._lacking.append(token)
             else:
                 self._encode_lacking(self.vocabulary)
-                self.ids += same
+                self.ids.append(same)
                 self._num_final, self._lacking = len(self.ids), []
         self._encode_lacking(self.vocabulary)
         return unchanged
@@ -139,9 +139,7 @@ class DraftModelProposer:
     def settings(self) -> dict[str, Any]:
         threshold = {} if self.confidence_threshold is None else {"confidence_threshold": self.confidence_threshold}
         shared = {"heterogeneous_vocab": True} if self.shared_vocabulary else {}
-        replaced = self.shared_vocabulary.replacements if self.shared_vocabulary else {}
-        replacements = {"token_replacements": dict(replaced)} if replaced else {}
-        return {**threshold, "draft_context": self.context, **shared, **replacements}
+        return {**threshold, "draft_context": self.context, **shared}
 
     def passes(self, k: int) -> int:
         return k if self.mask_token_id is None else min(k, 1)

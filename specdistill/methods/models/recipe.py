@@ -11,7 +11,6 @@ from specdistill.recipe.sections import IN_PROCESS, EvalConfig
 
 ADAPTED = ReadWhen("when draft.lora.rank is above 0", lambda lora: lora.rank > 0)
 SOFT = ReadWhen("with loss.labels=soft", lambda loss: loss.labels == "soft")
-TRANSLATED = ReadWhen("with heterogeneous_vocab=true", lambda it: it.heterogeneous_vocab)
 GENERATES = ReadWhen("when on_policy.fraction is above 0", lambda on_policy: on_policy.fraction > 0)
 
 
@@ -66,9 +65,6 @@ class DraftModelEvalConfig(EvalConfig):
     )
     heterogeneous_vocab: bool = option(
         False, "draft with a different tokenizer, over the tokens that both have", read_when=IN_PROCESS
-    )
-    token_replacements: dict[str, str] = option(
-        {}, "target tokens, each with the draft's text that replaces it", read_when=TRANSLATED
     )
 
 
