@@ -138,12 +138,9 @@ OTHERS: dict[str, Callable[[FrozenTarget], Proposer]] = {
     "online dspark": lambda target: OnlineLengthProposer(block_proposer("dspark", target)),
     "ngram+dspark": lambda target: behind_lookup(block_proposer("dspark", target), min=1),
     "draft_model": lambda target: DraftModelProposer(half_right(target)),
-    "draft_model, threshold": lambda target: DraftModelProposer(half_right(target), confidence_threshold=0.3),
     "draft_model, window": lambda target: DraftModelProposer(half_right(target, context=24), context="window"),
     "pard": lambda target: DraftModelProposer(half_right(target), mask_token_id=2),
-    "pard, of transformers, threshold": lambda target: DraftModelProposer(
-        qwen(), mask_token_id=2, confidence_threshold=0.02, vocabulary=half_the_vocabulary(target)
-    ),
+    "pard, of transformers": lambda target: DraftModelProposer(qwen(), mask_token_id=2, vocabulary=half_the_vocabulary(target)),
     "pard, window": lambda target: DraftModelProposer(half_right(target, context=24), mask_token_id=2, context="window"),
     "draft_model, shared half": lambda target: DraftModelProposer(half_right(target), vocabulary=half_the_vocabulary(target)),
     "draft_model, other vocabulary": lambda target: translated(target, end="</s>"),

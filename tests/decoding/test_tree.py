@@ -347,7 +347,6 @@ def test_forms_are_what_a_recipe_says() -> None:
     [
         (lambda target: NgramProposer(), "tree", "a tree for NgramProposer"),
         (lambda target: HeadProposer(build_eagle3(target, sliding_window=3)), "tree.depth", "4 steps"),
-        (lambda target: DraftModelProposer(target.model, confidence_threshold=0.5), "confidence_threshold", "0.5 with a tree"),
     ],
 )
 def test_proposers_that_cannot_draft_the_tree_are_refused(target: FrozenTarget, proposer: Any, key: str, got: str) -> None:

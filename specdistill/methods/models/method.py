@@ -48,7 +48,6 @@ def load_proposer(
     *,
     key: str,
     draft_context: str = "refuse",
-    confidence_threshold: float | None = None,
     mask_token_id: int | None = None,
     heterogeneous_vocab: bool = False,
 ) -> Proposer:
@@ -58,7 +57,6 @@ def load_proposer(
     return DraftModelProposer(
         model,
         vocabulary=vocabulary,
-        confidence_threshold=confidence_threshold,
         mask_token_id=mask_token_id,
         context=draft_context,
         target_max_length=target.max_length,

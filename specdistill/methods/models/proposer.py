@@ -84,12 +84,6 @@ class DraftModelProposer:
 
     vocabulary: where the ids of draft and target differ, the tokens they share; the distribution is then restricted to those.
 
-    confidence_threshold: drafting stops as soon as the most probable next token has less than this probability (the softmax at the
-    sampling temperature, at 1 when greedy, before top-k and top-p), and that token is not drafted; None never stops.
-    The output stays exact, because the draft's distribution alone decides whether there is a next draft token, before one is drawn. A
-    draft token therefore follows the distribution q that it is verified with, and where drafting stops the next token is drawn from p.
-    Deciding by the probability of the token drawn would not be exact: the tokens that are kept would no longer follow q.
-
     context: what happens to a sequence longer than the draft's own context of N positions. `refuse` raises UserError; `window` shows the
     draft between 3N/4 and N of the last tokens, at positions that start again at 0 each time the window moves.
 
@@ -108,7 +102,6 @@ class DraftModelProposer:
         draft: Any,
         *,
         vocabulary: SharedVocabulary | None = None,
-        confidence_threshold: float | None = None,
         mask_token_id: int | None = None,
         context: str = "refuse",
         target_max_length: int | None = None,
@@ -120,7 +113,6 @@ class DraftModelProposer:
         self.head = examine(draft, "the draft", key=key).head
         self.layers: Any = LlamaLayers(draft) if is_plain_llama(draft) else TransformersLayers(draft)
         self.shared_vocabulary = vocabulary
-        self.confidence_threshold = confidence_threshold
         self.mask_token_id = mask_token_id
         self.context = context
         text_config = draft.config.get_text_config()
@@ -137,9 +129,8 @@ class DraftModelProposer:
 
     @property
     def settings(self) -> dict[str, Any]:
-        threshold = {} if self.confidence_threshold is None else {"confidence_threshold": self.confidence_threshold}
         shared = {"heterogeneous_vocab": True} if self.shared_vocabulary else {}
-        return {**threshold, "draft_context": self.context, **shared}
+        return {"draft_context": self.context, **shared}
 
     def passes(self, k: int) -> int:
         return k if self.mask_token_id is None else min(k, 1)
@@ -166,14 +157,13 @@ class DraftModelProposer:
     ) -> list[Proposal]:
         """`propose` as a function of its randomness: one uniform in [0, 1) for each draft token; None when greedy.
 
-        Rows that stop early, or have no more room in the draft's context, are padded until the others are done.
+        Rows that have no more room in the draft's context are padded until the others are done.
         """
-        threshold, (feeds, steps) = self.confidence_threshold, self._feed(state, k)
+        feeds, steps = self._feed(state, k)
         counts, next_ids = [len(feed) for feed in feeds], padded(feeds, self.draft.device)
         logits_BKW = self._in_one_pass(feeds, steps)
         chosen: list[Tensor] = []  # [B] each, indices into the W tokens
         distributions: list[Tensor] = []
-        num_passes, num_drafted = [0] * len(feeds), [0] * len(feeds)
         for step in range(max(steps)):
             logits_BW = (
                 self._logits(last_of(self.layers(next_ids, counts), counts)) if logits_BKW is None else logits_BKW[:, step]
@@ -183,23 +173,18 @@ class DraftModelProposer:
             else:
                 distributions.append(sampling.probabilities(logits_BW))
                 chosen.append(draw(distributions[-1], uniforms_BK[:, step]))
-            for b, count in enumerate(counts):
-                if count:
-                    num_passes[b] += 1
-                    sure = threshold is None or float(sampling.confidence(logits_BW[b : b + 1])) >= threshold
-                    num_drafted[b] += sure
-                    counts[b] = int(sure and step + 1 < steps[b])
+            counts = [int(step + 1 < most) for most in steps]
             if (self.is_enough and self.is_enough(sampling.confidence(logits_BW))) or not any(counts):
                 break
             next_ids = self._draft_ids(chosen[-1]).unsqueeze(1)
         proposals = [Proposal([])] * len(feeds)
-        for b, (row, drafted, passes) in enumerate(zip(self.rows, num_drafted, num_passes, strict=True)):
-            if drafted:
+        for b, (row, most) in enumerate(zip(self.rows, steps, strict=True)):
+            if drafted := min(most, len(chosen)):
                 index_K = torch.stack([index_B[b] for index_B in chosen[:drafted]])
                 probs_KW = torch.stack([probs_BW[b] for probs_BW in distributions[:drafted]]) if distributions else None
                 proposals[b] = self._proposal(index_K, probs_KW)
                 if logits_BKW is None:
-                    row.cached += self._draft_ids(index_K).tolist()[: passes - 1]
+                    row.cached += self._draft_ids(index_K).tolist()[:-1]
         return proposals
 
     def propose_tree(
@@ -208,9 +193,6 @@ class DraftModelProposer:
         """Trees, all of which stop where one has no more room in the draft's context; what of them is accepted is read again in the next
         round.
         """
-        if self.confidence_threshold is not None:
-            got = f"{self.confidence_threshold} with a tree"
-            raise UserError("eval.confidence_threshold", got=got, expected="null: eval.tree.budget bounds a tree")
         feeds, depths = self._feed(state, shape.depth)
         if not any(feeds):
             return [Proposal([])] * len(feeds)

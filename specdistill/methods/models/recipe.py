@@ -57,9 +57,6 @@ class OnPolicyConfig(Section):
 
 class DraftModelEvalConfig(EvalConfig):
     num_speculative_tokens: int = option(4, "K, draft tokens per round, also of simulated rounds in training", ge=1)
-    confidence_threshold: float | None = option(
-        None, "stop drafting when the top-1 probability is below this; null: never", ge=0, le=1, read_when=IN_PROCESS
-    )
     draft_context: Literal["refuse", "window"] = option(
         "refuse", "sequences longer than the draft's context: refuse, or window: use its last part", read_when=IN_PROCESS
     )

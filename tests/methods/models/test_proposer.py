@@ -1,6 +1,5 @@
 """A model that drafts for another: exact in distribution by enumeration, greedy text kept, a cache that is no different from none."""
 
-import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -50,18 +49,15 @@ class Watched:
 # --- Greedy text
 
 
-@pytest.mark.parametrize("threshold", [None, 0.0, 0.3, 1.0])
 @pytest.mark.parametrize("k", [1, 4])
-def test_greedy_output_is_the_plain_output(target: FrozenTarget, k: int, threshold: float | None):
+def test_greedy_output_is_the_plain_output(target: FrozenTarget, k: int):
     plain = Decoder(target).generate(PROMPT, max_new_tokens=60)
-    proposer = DraftModelProposer(half_right(target), confidence_threshold=threshold)
+    proposer = DraftModelProposer(half_right(target))
     fast = Decoder(target, proposer).generate(PROMPT, max_new_tokens=60, num_speculative_tokens=k)
     assert fast.token_ids == plain.token_ids
     accepted = [r.num_accepted for r in fast.rounds]
-    assert all(len(r.drafted) <= k for r in fast.rounds)
-    if threshold in (None, 0.0):
-        assert all(len(r.drafted) == k for r in fast.rounds)
-        assert {0, k} <= set(accepted)  # rejections and full rounds were both decoded through
+    assert all(len(r.drafted) == k for r in fast.rounds)
+    assert {0, k} <= set(accepted)  # rejections and full rounds were both decoded through
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
@@ -88,34 +84,6 @@ def test_only_what_was_committed_since_is_fed(target: FrozenTarget):
     assert {1, 2} <= set(firsts)
 
 
-def test_the_threshold_stops_where_the_best_token_is_less_probable(target: FrozenTarget):
-    draft = half_right(target)
-    text = [*PROMPT]
-    confidences = []
-    for _ in range(4):
-        with torch.inference_mode():
-            distribution = draft(input_ids=torch.tensor([text])).logits[0, -1].softmax(-1)
-        confidences.append(float(distribution.max()))
-        text.append(int(distribution.argmax()))
-    weakest = min(range(4), key=confidences.__getitem__)
-    for threshold, length in ((confidences[weakest] * 1.001, weakest), (confidences[weakest] * 0.999, 4)):
-        proposer = DraftModelProposer(draft, confidence_threshold=threshold)
-        proposer.begin([100])
-        with torch.inference_mode():
-            assert proposer.propose(state_of(PROMPT), 4, GREEDY, [None])[0].tokens == text[6 : 6 + length]
-
-
-@torch.inference_mode()
-def test_the_threshold_is_of_the_probability_at_the_sampling_temperature(target: FrozenTarget):
-    draft = half_right(target)
-    best = float((draft(input_ids=torch.tensor([PROMPT])).logits[0, -1] / 2).softmax(-1).max())
-    for threshold, drafts in ((best * 1.001, False), (best * 0.999, True)):
-        proposer = DraftModelProposer(draft, confidence_threshold=threshold)
-        proposer.begin([100])
-        (proposal,) = proposer.propose(state_of(PROMPT), 1, Sampling(2.0), [torch.Generator().manual_seed(0)])
-        assert bool(proposal.tokens) == drafts
-
-
 # --- The distribution, exactly
 
 
@@ -132,41 +100,26 @@ def fresh(proposer: DraftModelProposer, k: int) -> Propose:
 TARGET_WORDS, DRAFT_WORDS = "? a b c", "b ? d a"  # the draft knows no c, the target no d
 
 
-def unlike(threshold: float | None = None, mask_token_id: int | None = None) -> DraftModelProposer:
+def unlike(mask_token_id: int | None = None) -> DraftModelProposer:
     vocabulary = match_vocabularies(words(TARGET_WORDS), 4, words(DRAFT_WORDS), 4, heterogeneous_vocab=True)
-    options: dict[str, Any] = {"confidence_threshold": threshold, "mask_token_id": mask_token_id}
-    return DraftModelProposer(tiny_draft_model(4, seed=2), vocabulary=vocabulary, **options)
+    return DraftModelProposer(tiny_draft_model(4, seed=2), vocabulary=vocabulary, mask_token_id=mask_token_id)
 
 
-def alike(threshold: float | None = None, mask_token_id: int | None = None) -> DraftModelProposer:
-    return DraftModelProposer(tiny_draft_model(4, seed=2), confidence_threshold=threshold, mask_token_id=mask_token_id)
-
-
-@torch.inference_mode()
-def telling_threshold(make: Callable[..., DraftModelProposer]) -> float:
-    """A threshold under which some of the texts one token longer than the prompt get a proposal, and others none."""
-    propose = fresh(make(), 1)
-    distributions = [propose([1, 3, 2, token], SAMPLING, []).probabilities for token in range(4)]
-    confidences = [float(distribution.max()) for distribution in distributions if distribution is not None]
-    threshold = statistics.median(confidences)
-    assert len(confidences) == 4 and min(confidences) < threshold <= max(confidences)
-    return threshold
+def alike(mask_token_id: int | None = None) -> DraftModelProposer:
+    return DraftModelProposer(tiny_draft_model(4, seed=2), mask_token_id=mask_token_id)
 
 
 @pytest.mark.parametrize(
-    ("make", "adaptive", "sampling"),
+    ("make", "sampling"),
     [
-        *((make, adaptive, SAMPLING) for make in (alike, unlike) for adaptive in (False, True)),
-        (unlike, False, Sampling(1.0, top_k=3)),
-        *((partial(make, mask_token_id=0), adaptive, SAMPLING) for make in (alike, unlike) for adaptive in (False, True)),
+        *((make, SAMPLING) for make in (alike, unlike)),
+        (unlike, Sampling(1.0, top_k=3)),
+        *((partial(make, mask_token_id=0), SAMPLING) for make in (alike, unlike)),
     ],
 )
-def test_sampled_text_has_the_targets_distribution_exactly(
-    make: Callable[..., DraftModelProposer], adaptive: bool, sampling: Sampling
-):
+def test_sampled_text_has_the_targets_distribution_exactly(make: Callable[..., DraftModelProposer], sampling: Sampling):
     target, prompt = distribution_of(tiny_draft_model(4, seed=1), sampling), (1, 3, 2)
-    proposer = make(telling_threshold(make) if adaptive else None)
-    distribution = output_distribution(target, fresh(proposer, 2), prompt, sampling)
+    distribution = output_distribution(target, fresh(make(), 2), prompt, sampling)
     assert torch.allclose(distribution, plain_distribution(target, prompt), rtol=0, atol=1e-6)
 
 
@@ -269,9 +222,9 @@ def draft_folder(target: FrozenTarget, tmp_path: Path) -> Path:
 
 
 def test_a_folder_loads_with_its_options_and_counts_its_parameters(target: FrozenTarget, draft_folder: Path):
-    proposer = load_proposer("draft_model", draft_folder, target, confidence_threshold=0.2, draft_context="window")
+    proposer = load_proposer("draft_model", draft_folder, target, draft_context="window")
     assert isinstance(proposer, DraftModelProposer)
-    assert (proposer.confidence_threshold, proposer.context, proposer.shared_vocabulary) == (0.2, "window", None)
+    assert (proposer.context, proposer.shared_vocabulary) == ("window", None)
     assert proposer.num_parameters == target.num_parameters
     assert proposer.num_bytes == 4 * target.num_parameters
 
