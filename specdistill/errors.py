@@ -129,8 +129,8 @@ def one_line(text: str) -> str:
 def sibling_key(key: str, name: str) -> str:
     """The key `name` in the section of another key, for messages of code that several commands call, each with its own sections.
 
-    >>> sibling_key("eval.draft", "draft_context"), sibling_key("draft", "draft_context")
-    ('eval.draft_context', 'draft_context')
+    >>> sibling_key("eval.draft", "suite"), sibling_key("draft", "suite")
+    ('eval.suite', 'suite')
     """
     return f"{key[: key.rfind('.') + 1]}{name}"
 

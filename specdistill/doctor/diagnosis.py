@@ -258,8 +258,7 @@ def _against(target: TargetFiles, head: HeadShape | None, config: Mapping[str, A
     length = text.get("max_position_embeddings")
     if own is not None and length is not None and own < length:
         what = f"the draft's context (max_position_embeddings) is {own:,} tokens, the target's {length:,}"
-        window = "" if head else " `specdistill eval` refuses such sequences without eval.draft_context=window."
-        yield warning(what, f"longer sequences are not drafted for, or at positions that were never trained.{window}")
+        yield warning(what, "longer sequences are not drafted for, or at positions that were never trained.")
 
 
 def _engine(

@@ -232,17 +232,15 @@ def test_a_narrow_window_is_given_no_longer_chains(folder: Path, tmp_path: Path,
     assert "2 draft tokens" in capsys.readouterr().out
 
 
-def test_a_short_context_is_refused_by_a_key_of_the_doctor(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_short_context_is_refused_when_it_decodes(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     draft = create_draft_model(FrozenTarget.load(str(folder / "target")), init="layers", num_layers=1)
     draft.config.max_position_embeddings = 64
     save_draft_model(draft, tiny_tokenizer(), tmp_path / "draft")
     keys = ["doctor", f"draft={tmp_path / 'draft'}", f"target={folder / 'target'}", "eval.num_prompts=1"]
     assert main(keys) == ExitCode.USER_ERROR
     error = capsys.readouterr().err
-    assert refused_key(error) == "draft_context" and " 64 " in error
-    assert main([*keys, "draft_context=window"]) != ExitCode.USER_ERROR
+    assert refused_key(error) == "draft" and " 64 " in error
+    assert main([*keys[:3], "decode=false"]) != ExitCode.USER_ERROR
     assert "(max_position_embeddings) is 64 tokens, the target's 256" in capsys.readouterr().out
 
 

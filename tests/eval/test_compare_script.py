@@ -105,11 +105,11 @@ def test_a_comparison_leaves_its_pages_and_every_report(arguments, tmp_path, cap
 
 
 def test_options_of_one_method_go_to_its_candidates(arguments, tmp_path):
-    told = ("draft_context=window", "ngram.min=2", "ngram.max=5", "ngram.lookup=prompt")
+    told = ("ngram.min=2", "ngram.max=5", "ngram.lookup=prompt")
     assert command(*arguments, "drafts=[run/draft,small,ngram]", "num_prompts=2", *told) == ExitCode.DONE
     assert [read(tmp_path / "out" / name)[0]["settings"]["drafting"] for name in ("draft", "small", "ngram")] == [
         {},
-        {"draft_context": "window"},
+        {},
         {"min": 2, "max": 5, "lookup": "prompt"},
     ]
 
@@ -240,7 +240,7 @@ def test_a_draft_that_changes_the_text_is_exit_code_one(arguments, tmp_path, mon
         (["drafts=[small,ngram]", "trees_each=[null]"], "trees_each", "1 of them"),
         (["drafts=[small,ngram]", "trees_each=[null,{branching: [2]}]"], "tree", "a tree for NgramProposer"),
         (["drafts=[run/draft,small]", "ngram.max=5"], "ngram", "rule='specdistill' min=1 max=5 lookup='sequence' with"),
-        (["drafts=[run/draft,ngram]", "draft_context=window"], "draft_context", "window with method eagle3 and ngram"),
+        (["drafts=[run/draft,ngram]", "heterogeneous_vocab=true"], "heterogeneous_vocab", "True with method eagle3 and ngram"),
         (["drafts=[small,ngram]", "lookup_first.min=3"], f"{FIRST}_each", "a lookup in front of ngram"),
         (["drafts=[small,run/draft]", "lookup_first.min=9"], "lookup_first.min", "9"),
         (["drafts=[small,run/draft]", f"{FIRST}_each=[null,{{min: 9}}]"], f"{FIRST}_each[1].min", "9"),

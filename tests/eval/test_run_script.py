@@ -120,7 +120,7 @@ def test_a_draft_of_another_vocabulary_drafts_the_tokens_of_both(measured, tmp_p
     tiny_draft_model(len(tokenizer), seed=2).save_pretrained(draft)
     tokenizer.save_pretrained(draft)
     report, _ = measured("method=draft_model", f"draft={draft}", "eval.heterogeneous_vocab=true")
-    assert report["settings"]["drafting"] == {"draft_context": "refuse", "heterogeneous_vocab": True}
+    assert report["settings"]["drafting"] == {"heterogeneous_vocab": True}
     assert report["lossless"]["greedy_identical"] and "heterogeneous vocab" in (tmp_path / "report" / "report.md").read_text()
 
 

@@ -32,9 +32,9 @@ def target():
             5,
         ),
         (
-            lambda target: DraftModelProposer(target.model, context="window"),
+            lambda target: DraftModelProposer(target.model),
             None,
-            {"draft_context": "window"},
+            {},
             5,
         ),
         (lambda target: LookupProposer(NgramLookup(2, 5, "prompt")), None, {"min": 2, "max": 5, "lookup": "prompt"}, 0),

@@ -78,7 +78,7 @@ def test_the_schema_that_ships_is_printed_from_the_code():
         (("results", 0, "speed"), 1.0, "with results.0"),
         (("results",), [], "with results"),
         (("schema_version",), 1, "with schema_version"),
-        (("settings", "drafting"), {"draft_context": None}, "with settings.drafting"),
+        (("settings", "drafting"), {"lookup": None}, "with settings.drafting"),
         (("lossless", "greedy_identical"), None, "with lossless.greedy_identical"),
     ],
 )
@@ -91,7 +91,7 @@ def test_what_does_not_fit_the_schema_is_not_written(tmp_path, report, records, 
 @pytest.mark.parametrize(
     ("settings", "shown"),
     [
-        ({"drafting": {"min": 2, "draft_context": "refuse"}}, ("min 2", "draft context refuse")),
+        ({"drafting": {"min": 2, "lookup": "prompt"}}, ("min 2", "lookup prompt")),
         ({"tree": {"budget": 16, "depth": 4, "top_k": 3}}, ("16 tokens, 4 deep, top 3",)),
         ({"tree": {"branching": [4, 2]}}, ("branching 4, 2",)),
     ],

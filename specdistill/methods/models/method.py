@@ -47,7 +47,6 @@ def load_proposer(
     target: FrozenTarget,
     *,
     key: str,
-    draft_context: str = "refuse",
     mask_token_id: int | None = None,
     heterogeneous_vocab: bool = False,
 ) -> Proposer:
@@ -58,7 +57,6 @@ def load_proposer(
         model,
         vocabulary=vocabulary,
         mask_token_id=mask_token_id,
-        context=draft_context,
         target_max_length=target.max_length,
         key=key,
     )

@@ -21,12 +21,10 @@ from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.decoding.sampling import Generators, Sampling, draw, uniforms
 from specdistill.decoding.transformers_models import TransformersLayers, check_batchable, last_of, padded
 from specdistill.decoding.tree import Step, Tree, TreeShape, candidates_are_drawn
-from specdistill.errors import UserError, sibling_key
+from specdistill.errors import UserError
 from specdistill.methods.models.layers import LlamaLayers, is_plain_llama
 from specdistill.methods.models.vocabulary import SharedVocabulary
 from specdistill.targets.anatomy import examine
-
-WINDOW_SHARE = 0.75  # of the context a window restarts with: rebuilding then costs one step in N/4 tokens
 
 
 class DraftText:
@@ -35,8 +33,7 @@ class DraftText:
     def __init__(self, vocabulary: SharedVocabulary | None) -> None:
         self.vocabulary = vocabulary
         self.ids: list[int] = []  # the sequence so far
-        self.start = 0  # the first of them that the draft is shown
-        self.cached: list[int] = []  # tokens whose keys and values the cache holds, from `start` on
+        self.cached: list[int] = []  # tokens whose keys and values the cache holds
         self._num_final = 0  # how many ids nothing that follows can change
         self._num_read = 0  # tokens of the target's sequence that are in it
         self._lacking: list[int] = []  # target tokens at its end that the draft's vocabulary lacks
@@ -69,11 +66,11 @@ class DraftText:
 
     def uncached(self, unchanged: int) -> list[int]:
         """What must be fed, at least the last token: all but what is cached of the ids, and not of rejected tokens. Notes it as cached."""
-        most = min(len(self.cached), len(self.ids) - self.start - 1)
-        agrees = max(0, min(unchanged - self.start, most))
-        while agrees < most and self.cached[agrees] == self.ids[self.start + agrees]:
+        most = min(len(self.cached), len(self.ids) - 1)
+        agrees = max(0, min(unchanged, most))
+        while agrees < most and self.cached[agrees] == self.ids[agrees]:
             agrees += 1
-        fresh = self.ids[self.start + agrees :]
+        fresh = self.ids[agrees:]
         self.cached[agrees:] = fresh
         return fresh
 
@@ -83,9 +80,6 @@ class DraftModelProposer:
     distribution.
 
     vocabulary: where the ids of draft and target differ, the tokens they share; the distribution is then restricted to those.
-
-    context: what happens to a sequence longer than the draft's own context of N positions. `refuse` raises UserError; `window` shows the
-    draft between 3N/4 and N of the last tokens, at positions that start again at 0 each time the window moves.
 
     mask_token_id: the draft's token in the place of what is not drafted yet; None for a model that drafts token by token.
 
@@ -103,7 +97,6 @@ class DraftModelProposer:
         *,
         vocabulary: SharedVocabulary | None = None,
         mask_token_id: int | None = None,
-        context: str = "refuse",
         target_max_length: int | None = None,
         key: str = "eval.draft",
     ) -> None:
@@ -114,7 +107,6 @@ class DraftModelProposer:
         self.layers: Any = LlamaLayers(draft) if is_plain_llama(draft) else TransformersLayers(draft)
         self.shared_vocabulary = vocabulary
         self.mask_token_id = mask_token_id
-        self.context = context
         text_config = draft.config.get_text_config()
         self.max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
         self.target_max_length = target_max_length
@@ -129,21 +121,20 @@ class DraftModelProposer:
 
     @property
     def settings(self) -> dict[str, Any]:
-        shared = {"heterogeneous_vocab": True} if self.shared_vocabulary else {}
-        return {"draft_context": self.context, **shared}
+        return {"heterogeneous_vocab": True} if self.shared_vocabulary else {}
 
     def passes(self, k: int) -> int:
         return k if self.mask_token_id is None else min(k, 1)
 
     def begin(self, max_lengths: Sequence[int]) -> None:
-        """Raises UserError, too, when the draft's context is too short for a sequence and is not to be a window."""
+        """Raises UserError, too, when the draft's context is too short for a sequence."""
         if len(max_lengths) > 1 and not self._is_batchable:
             check_batchable(self.draft, "the draft")
             self._is_batchable = True
         longest = max(max_lengths)
         if self.target_max_length is not None:
             longest = min(longest, self.target_max_length)  # tokens drafted past the target's own end are never accepted
-        if self.context == "refuse" and self.max_positions is not None and longest > self.max_positions:
+        if self.max_positions is not None and longest > self.max_positions:
             self._refuse(longest)
         self.rows = [DraftText(self.shared_vocabulary) for _ in max_lengths]
         self.layers.begin(len(max_lengths))
@@ -245,18 +236,13 @@ class DraftModelProposer:
         return self._logits(hidden_BTH.gather(1, index_BK.unsqueeze(2).expand(-1, -1, hidden_BTH.shape[2])))
 
     def _make_room(self, row: DraftText, k: int) -> int:
-        """How many tokens can be drafted within the draft's context, after moving the window if there is one."""
-        limit, length = self.max_positions, len(row.ids) - row.start
+        """How many tokens can be drafted within the draft's context."""
+        limit, length = self.max_positions, len(row.ids)
         if limit is None or length + k - 1 <= limit:  # the last draft token is never fed
             return k
-        if self.context == "refuse":
-            if length > limit:  # the target's sequence fits, but takes more of the draft's tokens
-                self._refuse(length)
-            return limit - length + 1
-        steps = min(k, limit)
-        row.start = max(0, len(row.ids) - max(1, min(int(WINDOW_SHARE * limit), limit - steps + 1)))
-        row.cached = []
-        return steps
+        if length > limit:  # the target's sequence fits, but takes more of the draft's tokens
+            self._refuse(length)
+        return limit - length + 1
 
     def _logits(self, hidden_BH: Tensor) -> Tensor:
         """[B, W], or [B, K, W] of hidden states [B, K, H]."""
@@ -278,5 +264,4 @@ class DraftModelProposer:
 
     def _refuse(self, length: int) -> NoReturn:
         got = f"a draft whose context is {self.max_positions} tokens for a sequence of {length}"
-        expected = "window, a draft with a longer context, or shorter sequences"
-        raise UserError(sibling_key(self.key, "draft_context"), got=got, expected=expected)
+        raise UserError(self.key, got=got, expected="a draft with a longer context, or shorter sequences")

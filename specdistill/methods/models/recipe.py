@@ -57,9 +57,6 @@ class OnPolicyConfig(Section):
 
 class DraftModelEvalConfig(EvalConfig):
     num_speculative_tokens: int = option(4, "K, draft tokens per round, also of simulated rounds in training", ge=1)
-    draft_context: Literal["refuse", "window"] = option(
-        "refuse", "sequences longer than the draft's context: refuse, or window: use its last part", read_when=IN_PROCESS
-    )
     heterogeneous_vocab: bool = option(
         False, "draft with a different tokenizer, over the tokens that both have", read_when=IN_PROCESS
     )

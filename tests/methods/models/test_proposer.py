@@ -22,7 +22,7 @@ from tests.draft_models import half_right, other_tokenizer, tiny_draft_model, tr
 from tests.enumeration import SAMPLING, Propose, distribution_of, output_distribution, plain_distribution
 from tests.proposers import state_of
 from tests.refusals import refused
-from tests.tiny import qwen, tiny_target_model, tiny_tokenizer
+from tests.tiny import qwen, tiny_tokenizer
 
 PROMPT = [5, 9, 5, 9, 20, 31]
 GREEDY = Sampling()
@@ -169,28 +169,9 @@ def test_a_text_of_which_the_draft_can_say_nothing_gets_no_proposal(target: Froz
 # --- A shorter context
 
 
-@pytest.mark.parametrize("k", [1, 4, 40])
-def test_a_window_changes_no_greedy_text_and_still_sees_its_end(k: int):
-    """Target and draft look at nothing but the last token, so a draft that sees a window's end is always right."""
-    models = [tiny_target_model(), tiny_target_model()]
-    for model in models:
-        model.generation_config.eos_token_id = []
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.data.zero_()
-    target, draft = FrozenTarget(models[0], tiny_tokenizer(), name="tiny"), models[1]
-    draft.config.max_position_embeddings = 32
-    plain = Decoder(target).generate(PROMPT * 4, max_new_tokens=90)
-    proposer = DraftModelProposer(draft, context="window")
-    watched = proposer.layers = Watched(proposer.layers)
-    run = Decoder(target, proposer).generate(PROMPT * 4, max_new_tokens=90, num_speculative_tokens=k)
-    assert run.token_ids == plain.token_ids
-    assert all(r.num_accepted == min(k, 32) for r in run.rounds[:-1])
-    assert max(watched.held) == 32
-
-
 def test_a_sequence_longer_than_the_drafts_context_is_refused(target: FrozenTarget):
     decoder = Decoder(target, DraftModelProposer(half_right(target, context=32)))
-    with refused("eval.draft_context", "a draft whose context is 32 tokens for a sequence of 38"):
+    with refused("eval.draft", "a draft whose context is 32 tokens for a sequence of 38"):
         decoder.generate(PROMPT, max_new_tokens=28, num_speculative_tokens=4)
 
 
@@ -222,9 +203,9 @@ def draft_folder(target: FrozenTarget, tmp_path: Path) -> Path:
 
 
 def test_a_folder_loads_with_its_options_and_counts_its_parameters(target: FrozenTarget, draft_folder: Path):
-    proposer = load_proposer("draft_model", draft_folder, target, draft_context="window")
+    proposer = load_proposer("draft_model", draft_folder, target)
     assert isinstance(proposer, DraftModelProposer)
-    assert (proposer.context, proposer.shared_vocabulary) == ("window", None)
+    assert proposer.shared_vocabulary is None
     assert proposer.num_parameters == target.num_parameters
     assert proposer.num_bytes == 4 * target.num_parameters
 
@@ -236,4 +217,4 @@ def test_a_folder_with_another_tokenizer_is_refused_unless_told(target: FrozenTa
         load_proposer("draft_model", draft_folder, target)
     proposer = load_proposer("draft_model", draft_folder, target, heterogeneous_vocab=True)
     assert isinstance(proposer, DraftModelProposer) and proposer.shared_vocabulary is not None
-    assert proposer.settings == {"draft_context": "refuse", "heterogeneous_vocab": True}
+    assert proposer.settings == {"heterogeneous_vocab": True}
