@@ -232,16 +232,17 @@ def test_a_narrow_window_is_given_no_longer_chains(folder: Path, tmp_path: Path,
     assert "2 draft tokens" in capsys.readouterr().out
 
 
-def test_a_short_context_is_refused_when_it_decodes(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_short_context_is_a_problem_where_prompts_are_longer(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     draft = create_draft_model(FrozenTarget.load(str(folder / "target")), init="layers", num_layers=1)
     draft.config.max_position_embeddings = 64
     save_draft_model(draft, tiny_tokenizer(), tmp_path / "draft")
     keys = ["doctor", f"draft={tmp_path / 'draft'}", f"target={folder / 'target'}", "eval.num_prompts=1"]
-    assert main(keys) == ExitCode.USER_ERROR
-    error = capsys.readouterr().err
-    assert refused_key(error) == "draft" and " 64 " in error
-    assert main([*keys[:3], "decode=false"]) != ExitCode.USER_ERROR
-    assert "(max_position_embeddings) is 64 tokens, the target's 256" in capsys.readouterr().out
+    assert main(keys) == ExitCode.CHECK_FAILED
+    printed = capsys.readouterr().out
+    assert "a draft whose context is 64 tokens for a sequence of" in printed
+    assert "(max_position_embeddings) is 64 tokens, the target's 256" in printed
 
 
 def test_the_target_goes_where_it_is_told(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
