@@ -50,7 +50,7 @@ WHOLE_DRAFT = ("config.json", "generation_config.json", *WEIGHTS, *TOKENIZER)
 def create_draft(recipe: Any, target: FrozenTarget, rows: Dataset) -> Draft:
     """The draft that a recipe describes, before its first step: fresh, or continued from `draft.init`; in float32, whatever a file holds.
 
-    rows: training data, by which methods choose a draft vocabulary or what a pruned width keeps. Raises UserError for settings that do
+    rows: training data, by which methods choose a draft vocabulary. Raises UserError for settings that do
     not fit each other or the target.
     """
     create = implementation(recipe.method).create

@@ -102,12 +102,11 @@ def read_causal_lm(
         if places is not None:
             # It warns of parameters that are where they are wanted.
             logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)
-            loaded: Any = auto_class(config).from_pretrained(folder, device_map=places, **wanted)
-        elif shard == "none" or num_processes() == 1:
-            loaded = auto_class(config).from_pretrained(folder, device_map=device_map, **wanted)
+        if shard == "none" or places is not None or num_processes() == 1:
+            model_class: Any = auto_class(config)
         else:
-            own_part = sharded(config, is_quantized=is_quantized, trust_remote_code=trust_remote_code)
-            loaded = own_part.from_pretrained(folder, device_map=device_map, **wanted)
+            model_class = sharded(config, is_quantized=is_quantized, trust_remote_code=trust_remote_code)
+        loaded: Any = model_class.from_pretrained(folder, device_map=places or device_map, **wanted)
         model, report = loaded
         end_tokens(model.generation_config, model.config.get_text_config())
     if missing := sorted(report["missing_keys"]):  # transformers would initialize them
