@@ -141,7 +141,7 @@ OTHERS: dict[str, Callable[[FrozenTarget], Proposer]] = {
     "pard": lambda target: DraftModelProposer(half_right(target), mask_token_id=2),
     "pard, of transformers": lambda target: DraftModelProposer(qwen(), mask_token_id=2, vocabulary=half_the_vocabulary(target)),
     "draft_model, shared half": lambda target: DraftModelProposer(half_right(target), vocabulary=half_the_vocabulary(target)),
-    "draft_model, other vocabulary": lambda target: translated(target, end="</s>"),
+    "draft_model, other vocabulary": translated,
     "draft_model, of transformers": lambda target: DraftModelProposer(qwen()),
     "the target itself": lambda target: DraftModelProposer(target.model),
     "ngram": lambda target: NgramProposer(),
