@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,6 +63,7 @@ from specdistill.rows.packing import collate
 from specdistill.targets.batch_generate import generate, generation_mode
 from specdistill.targets.compiled import compile_layers
 from specdistill.targets.frozen import FrozenTarget
+from specdistill.targets.loading import quantization
 from specdistill.training.arguments import training_arguments
 from specdistill.training.optimizer import MuonAdamW
 from specdistill.training.trainer import DraftTrainer
@@ -303,7 +305,7 @@ def steps_of(shape: Shape, **draft: Any) -> dict[str, Any]:
 
 
 def variants(shape: Shape) -> dict[str, Any]:
-    """The same step: plain, with a CPU's chunks, with Muon, and compiled."""
+    """The same step: plain, with a CPU's chunks, with Muon, compiled, and with a target in FP8, compiled."""
     found = {"plain": steps_of(shape)}
     sizes = dict(chunked.CHUNK_BYTES)
     chunked.CHUNK_BYTES["cuda"] = chunked.CHUNK_BYTES["cpu"]
@@ -315,6 +317,14 @@ def variants(shape: Shape) -> dict[str, Any]:
     backend = {"torch_compile_backend": "aot_eager"} if shape.small else {}
     compiled = replace(shape, keys={"torch_compile": True, **backend})
     found["compiled"] = steps_of(compiled)
+    if shape.device.type == "cuda" and find_spec("torchao"):
+        from torchao.quantization import quantize_
+
+        quantize_(shape.target.layers, quantization("fp8").quant_type)
+        try:
+            found["compiled, target in FP8"] = steps_of(compiled)
+        finally:
+            random_target.cache_clear()
     return found
 
 

@@ -90,7 +90,7 @@ def measurement_identity(
     files = (path for path in locate(draft, key="eval.draft").rglob("*") if path.is_file()) if draft else ()
     return {
         "specdistill": [__version__, git_revision()],
-        "target": [target.identity.weights, target.dtype, target.config._attn_implementation],
+        "target": [target.identity.weights, target.quantization, target.dtype, target.config._attn_implementation],
         "draft": [method, content_hash(files), dict(proposer.settings), proposer.vocabulary is None],
         "suite": [suite.name, suite.version, suite.sha256],
         "machine": [hardware(target.device), software()],
@@ -134,6 +134,7 @@ def draft_report(
     tested = not isinstance(sampling_test, str)
     weights = {"weights": target.identity.weights} if target.files else {}
     described = {"model": target.name, "revision": target.revision, "dtype": target.dtype, **weights}
+    described |= {"quantization": target.quantization} if target.quantization else {}
     return build_report(
         target={**described, "parameters": target.num_parameters},
         draft={**draft, "parameters": proposer.num_parameters, "bytes": proposer.num_bytes},

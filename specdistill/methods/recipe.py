@@ -83,6 +83,12 @@ class Recipe(Section):
         if not isinstance(folder := self.train.get("output_dir"), str):
             got = "nothing" if folder is None else repr(folder)
             raise UserError("train.output_dir", got=got, expected="the folder of the run")
+        if self.target.quantization and self.eval.engine != "specdistill":
+            got = f"{self.target.quantization} with eval.engine={self.eval.engine}"
+            raise UserError("target.quantization", got=got, expected="null: an engine has options of its own, in its command")
+        if self.target.quantization and getattr(getattr(self, "hidden_states", None), "server", None):
+            got = f"{self.target.quantization} with hidden_states.server"
+            raise UserError("target.quantization", got=got, expected="null: servers compute as they were started")
         return self
 
 

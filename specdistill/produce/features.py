@@ -78,7 +78,8 @@ def feature_store(
     if config.mode == "online":
         return None
     identity = target.identity
-    computed = target.dtype if autocast is None else f"{target.dtype} under {str(autocast).removeprefix('torch.')}"
+    computed = " in ".join(filter(None, (target.quantization, target.dtype)))
+    computed += "" if autocast is None else f" under {str(autocast).removeprefix('torch.')}"
     layers = tuple(aux_layers)
     origin = Origin(identity.weights, identity.tokenizer, computed, config.dtype, target.hidden_size, layers)
     if config.mode == "offline":

@@ -87,6 +87,12 @@ class TargetConfig(Section):
         None, "LoRA adapter of the target (peft): a folder or a Hub id; the draft learns the adapted target"
     )
     dtype: Literal["float32", "bfloat16", "float16"] = option("float32", "data type of the weights")
+    quantization: Literal["fp8", "bitsandbytes-8bit"] | None = option(
+        None,
+        "round a bfloat16 target's weights when they are loaded: fp8 by torchao, activations too, on a GPU of Ada's generation or later; "
+        "null: as the checkpoint has them",
+        read_when=UNMERGED,
+    )
     attn: AttentionImplementation | None = option(
         None, "attention implementation of transformers, or a kernel on the Hub; null: the default of the model class"
     )

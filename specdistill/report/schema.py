@@ -161,6 +161,7 @@ class TargetDocument(Document, total=False):
     model: Required[Annotated[str, about("pico, a folder or a Hub id")]]
     revision: Required[Annotated[str | None, about("of a Hub id")]]
     dtype: Annotated[str, about("of the weights; of a GGUF file in llama.cpp its file type")]
+    quantization: Annotated[str, about("that the weights were rounded to when they were loaded; absent: none")]
     weights: Annotated[str, about("sha256 of the files' sha256, an adapter's among them; absent for servers that ran already")]
     parameters: Annotated[Count, about("count")]
 

@@ -49,12 +49,13 @@ class RowTarget:
     tokenizer: PreTrainedTokenizerBase
     end_ids: tuple[int, ...] = ()
     model: Any = None
+    quantization: str | None = None  # of the model
 
     @classmethod
     def of(cls, target: Any) -> "RowTarget":
         """The RowTarget of a FrozenTarget."""
         ends = tuple(target.eos_token_ids)
-        return cls(target.name, target.identity.weights, target.tokenizer, ends, target.model)
+        return cls(target.name, target.identity.weights, target.tokenizer, ends, target.model, target.quantization)
 
 
 class Record(BaseModel):
@@ -201,6 +202,7 @@ def fingerprint(config: DataConfig, target: RowTarget, measured_on: Sequence[str
     """A hash of all that a recipe's rows depend on, the contents of files included; without: keys of `data:` that do not count."""
     generates, by_servers = config.regenerate.num_tokens > 0, bool(config.regenerate.server)
     not_read = {"server", "timeout"} | ({"batch_size"} if by_servers else {"filter"})
+    rounded = [target.quantization] if target.quantization and not by_servers else []
     suites = [*config.decontaminate, *(measured_on if "all" in config.decontaminate else ())]
     inputs = [
         VERSION,
@@ -209,7 +211,7 @@ def fingerprint(config: DataConfig, target: RowTarget, measured_on: Sequence[str
         [[entry.model_dump(exclude={"source", "license"}), _rows_of(entry.source, entry.split or config.split)]
          for _, entry in entries(config.source)],
         [content_of(suite) for suite in suites],
-        [by_servers, config.regenerate.model_dump(exclude=not_read)] if generates else None,
+        [by_servers, config.regenerate.model_dump(exclude=not_read), *rounded] if generates else None,
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
 

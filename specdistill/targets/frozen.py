@@ -105,12 +105,15 @@ class FrozenTarget:
         name: str,
         revision: str | None = None,
         files: TargetFiles | None = None,
+        quantization: str | None = None,
     ) -> None:
+        """quantization: that its weights were rounded to when they were loaded."""
         self.model: Any = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
         self.revision = revision
         self.files = files
+        self.quantization = quantization
         self.config: Any = model.config.get_text_config(decoder=True)
         anatomy = examine(self.model, name)
         self.is_recurrent, self.is_plain = is_recurrent(self.config), is_plain(self.model)
@@ -126,6 +129,7 @@ class FrozenTarget:
         revision: str | None = None,
         adapter: str | None = None,
         dtype: str = "float32",
+        quantization: str | None = None,
         attn: str | None = None,
         trust_remote_code: bool = False,
         shard: str = "none",
@@ -145,6 +149,7 @@ class FrozenTarget:
             resolve(model),
             revision=revision,
             dtype=dtype,
+            quantize=quantization,
             attn=attn,
             trust_remote_code=trust_remote_code,
             shard=shard,
@@ -159,7 +164,7 @@ class FrozenTarget:
         name = model if adapter is None else f"{model} + {adapter}"
         revision = revision or getattr(loaded.config, "_commit_hash", None)
         files = TargetFiles.of(model, revision, adapter)
-        return cls(loaded, tokenizer, name=name, revision=revision, files=files)
+        return cls(loaded, tokenizer, name=name, revision=revision, files=files, quantization=quantization)
 
     @property
     def device(self) -> torch.device:
@@ -168,7 +173,7 @@ class FrozenTarget:
 
     @property
     def dtype(self) -> str:
-        """Of the features and of the weights, unless a checkpoint has these quantized."""
+        """Of the features; of the weights, too, unless they were rounded to a `quantization`."""
         return str(next(self.model.parameters()).dtype).removeprefix("torch.")
 
     @property

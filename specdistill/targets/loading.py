@@ -4,6 +4,7 @@ import logging
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoTokenizer,
+    BitsAndBytesConfig,
     GenerationConfig,
     GgufConfig,
     PreTrainedModel,
+    TorchAoConfig,
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
@@ -33,6 +36,7 @@ GGUF = (
     "a whole GGUF file of a type and architecture that transformers reads, e.g. Q8_0 or Q4_K_M of a Llama (llama-quantize makes them), or "
     "the checkpoint that it was made from"
 )
+FP8_CAPABILITY = (8, 9)  # Ada's
 
 
 def _place(path: str, **options: Any) -> tuple[str, dict[str, Any]]:
@@ -76,10 +80,11 @@ def read_causal_lm(
     shard: str = "none",
     device_map: str = "cpu",
     layers_on_disk: bool = False,
+    quantize: str | None = None,
 ) -> tuple[Any, Any]:
     """A causal language model and its tokenizer from a folder, a GGUF file or the Hub; `key` is the recipe key that errors name.
 
-    shard: how the processes of a launch share it; one process holds it whole. layers_on_disk: of
+    quantize: a kind of `quantization`. shard: how the processes of a launch share it; one process holds it whole. layers_on_disk: of
     weights in floating point, leave those of the decoder layers in their files, to be read whenever they are run.
     Raises UserError for missing or broken files, missing weights and what cannot be shared, ResourceError when the Hub fails.
     """
@@ -98,6 +103,12 @@ def read_causal_lm(
             got = f"{path}, an encoder-decoder ({', '.join(config.architectures or [config.model_type])})"
             raise UserError(key, got=got, expected="a causal language model, which generates by itself what follows a prompt")
         is_quantized = "gguf_file" in options or getattr(config, "quantization_config", None) is not None
+        if quantize is not None:
+            if is_quantized or dtype != "bfloat16":
+                got = f"{quantize} with {'a quantized checkpoint' if is_quantized else f'target.dtype={dtype}'}"
+                expected = "null, or a checkpoint in floating point and target.dtype=bfloat16"
+                raise UserError("target.quantization", got=got, expected=expected)
+            wanted["quantization_config"], is_quantized = quantization(quantize), True
         places = _layers_on_disk(config, device_map, trust_remote_code) if layers_on_disk and not is_quantized else None
         if places is not None:
             # It warns of parameters that are where they are wanted.
@@ -114,6 +125,22 @@ def read_causal_lm(
     if dtype == "float32" and is_plain(model):
         model.float()  # what transformers had to dequantize is in bfloat16
     return model, tokenizer
+
+
+def quantization(kind: str) -> Any:
+    """transformers' config of a kind of `target.quantization`. Raises UserError without its package or its hardware."""
+    key = "target.quantization"
+    package = {"fp8": "torchao", "bitsandbytes-8bit": "bitsandbytes"}[kind]
+    if find_spec(package) is None:
+        missing = f"{key}: {package} is not installed. Run: pip install {package}"
+        raise UserError(key, got=f"{kind} without {package}", expected="an installed package", text=missing)
+    if kind != "fp8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < FP8_CAPABILITY:
+        raise UserError(key, got="fp8 without a GPU that has it", expected="null, or compute capability 8.9 and more")
+    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow  # slow to import
+
+    return TorchAoConfig(Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()))
 
 
 def working_tokenizer(folder: str | Path, **options: Any) -> Any:

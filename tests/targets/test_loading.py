@@ -128,6 +128,14 @@ def test_an_attention_without_its_package_is_refused(folder: Path, attn: str) ->
         FrozenTarget.load(str(folder), attn=attn)
 
 
+@pytest.mark.parametrize("kind", ["fp8", "bitsandbytes-8bit"])
+def test_a_target_is_not_rounded_where_that_cannot_be(folder: Path, kind: str) -> None:
+    with refused("target.quantization", kind, holds="float32"):
+        FrozenTarget.load(str(folder), quantization=kind)
+    with refused("target.quantization", kind, holds="without"):  # its package, or a GPU
+        FrozenTarget.load(str(folder), dtype="bfloat16", quantization=kind)
+
+
 def test_a_target_that_does_not_fit_is_no_broken_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command says then that the memory is full."""
 

@@ -9,6 +9,7 @@ import torch
 from specdistill.decoding.decoder import Decoder
 from specdistill.methods.load import load_proposer
 from specdistill.targets.frozen import FrozenTarget
+from tests.refusals import refused
 from tests.tiny import write_inputs
 from tests.train.runs import train
 
@@ -51,3 +52,16 @@ def test_a_draft_trains_and_decodes_what_its_target_does(folder: Path, tmp_path:
 def test_a_launch_of_one_process_trains(folder: Path, tmp_path: Path) -> None:
     assert train(folder, tmp_path / "run", "method=eagle3", "launch=ddp", "num_processes=1").returncode == 0
     assert (tmp_path / "run" / "draft").is_dir()
+
+
+def test_a_target_in_fp8_gives_nearly_its_features(folder: Path) -> None:
+    pytest.importorskip("torchao", reason="needs torchao")
+    if torch.cuda.get_device_capability() < (8, 9):
+        with refused("target.quantization", "fp8"):
+            FrozenTarget.load(str(folder / "model"), dtype="bfloat16", quantization="fp8")
+        return
+    ids = torch.arange(5, 69, device="cuda").unsqueeze(0)
+    whole, eighth = (FrozenTarget.load(str(folder / "model"), dtype="bfloat16", quantization=kind) for kind in (None, "fp8"))
+    with torch.no_grad():
+        expected, found = (target.features(ids, [1]) for target in (whole, eighth))
+    assert 0 < (found.last_hidden - expected.last_hidden).norm() < 0.3 * expected.last_hidden.norm()
