@@ -115,9 +115,9 @@ def main(options: Options) -> None:
                 raise
             rows.append({"draft": there.name, "engine": "llama.cpp", "refused": str(error)})
             continue
-        threads = torch.get_num_threads()
-        command = f"{SERVER} --threads {threads} --spec-draft-threads {threads}"
-        own = [f"eval.engine_command={command}", f"eval.llama_cpp.model={options.gguf}", f"eval.llama_cpp.model_draft={file}"]
+        own = [f"eval.engine_command={SERVER}", f"eval.llama_cpp.model={options.gguf}"]
+        own += [f"eval.llama_cpp.model_draft={file}"]
+        own += [f"eval.llama_cpp.{name}={torch.get_num_threads()}" for name in ("threads", "spec_draft_threads")]
         row = measured(there, "llama.cpp", num_prompts, max_new_tokens, own)
         rows.append({**row, "here": as_llama_cpp(there, target, prompts, max_new_tokens)})
     (OUTPUT.with_suffix(".json")).write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")

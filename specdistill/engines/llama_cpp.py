@@ -33,10 +33,11 @@ from specdistill.engines.server import (
     ServerIdentity,
     at,
 )
-from specdistill.errors import ResourceError
+from specdistill.errors import ResourceError, UserError
 
 NGRAM_SIMPLE, EAGLE3, MODEL = "ngram-simple", "draft-eagle3", "draft-simple"
 CONTEXT_STEP = 256  # it rounds the context of a slot up to a multiple of these tokens
+FILES = ("model", "model_draft")  # keys of eval.llama_cpp that `Served` has
 EVENT = b"data: "
 
 
@@ -61,10 +62,15 @@ def arguments(served: Served) -> list[str]:
 
 
 def settings(target: Any, config: Any, longest: int) -> list[str]:
-    """A slot for each request in flight, with room for a sequence. A GGUF file has a dtype of its own."""
-    parallel = max([config.concurrency, *config.sweep.concurrency])
+    """A slot for each request in flight, with room for a sequence, and what eval.llama_cpp says. A GGUF file has a dtype of its own."""
+    given = {name: value for name, value in vars(config.llama_cpp).items() if value is not None and name not in FILES}
+    parallel = given.get("parallel", max([config.concurrency, *config.sweep.concurrency]))
     room = -(-(longest + 2) // CONTEXT_STEP) * CONTEXT_STEP  # it leaves two tokens of a context free
-    return ["--parallel", str(parallel), "--ctx-size", str(parallel * room)]
+    if given.get("ctx_size", parallel * room) < parallel * room:
+        expected = f"at least {parallel * room}: {parallel} slots of {room}, or completions end early"
+        raise UserError("eval.llama_cpp.ctx_size", got=given["ctx_size"], expected=expected)
+    options = {"parallel": parallel, "ctx_size": parallel * room, **given}
+    return [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
 def serve_command(served: Served) -> str:

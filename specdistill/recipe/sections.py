@@ -371,7 +371,7 @@ class EvalConfig(MeasurementConfig):
     tensor_parallel: int | None = option(
         None, "tensor parallel size of an engine started here; null: 1", ge=1, read_when=SEVERAL_GPUS
     )
-    llama_cpp: LlamaCppConfig = option(LlamaCppConfig(), "files of llama.cpp's server", read_when=LLAMA_CPP)
+    llama_cpp: LlamaCppConfig = option(LlamaCppConfig(), "files and options of llama.cpp's server", read_when=LLAMA_CPP)
     server: str | None = option(
         None, "address of a running server with the draft, e.g. http://127.0.0.1:8000; null: start one", read_when=BY_SERVER
     )

@@ -44,15 +44,17 @@ def evaluate(folder, files, *arguments, lone=False):
 @pytest.mark.parametrize("lone", [False, True])
 def test_its_server_is_started_and_counted(lone, files, tmp_path, monkeypatch):
     monkeypatch.setattr(start, "GRACE_SECONDS", 0.2)
-    keys = [] if lone else [f"eval.llama_cpp.model_draft={files[1]}"]
+    own = ["ctx_size=2048", "threads=2", "cache_type_k=f32", "device=none"]
+    own += [] if lone else [f"model_draft={files[1]}", "spec_draft_ngl=0"]
+    keys = [f"eval.llama_cpp.{option}" for option in own]
     assert (
         evaluate(tmp_path / "report", files, *keys, "eval.sweep.concurrency=[4]", *([] if lone else [LOOKUP]), lone=lone) == 0
     )
     report, samples = read_report(tmp_path / "report")
     command, plain = (shlex.split(report["engine"][name]) for name in ("command", "baseline_command"))
-    size = plain[plain.index("--ctx-size") + 1]
-    assert int(size) % (4 * 256) == 0  # four slots, each rounded up as it does
-    assert plain[3:] == ["-m", files[1].name, "--parallel", "4", "--ctx-size", size, "--metrics"]
+    common = ["--parallel", "4", "--ctx-size", "2048", "--threads", "2", "--device", "none", "--cache-type-k", "f32"]
+    common += [] if lone else ["--spec-draft-ngl", "0"]
+    assert sorted(plain[3:]) == sorted(["-m", files[1].name, *common, "--metrics"])
     drafting = "--spec-type ngram-simple --spec-ngram-simple-size-n 3 --spec-ngram-simple-size-m 3"
     if not lone:
         lookup = "--spec-type ngram-simple,draft-eagle3 --spec-ngram-simple-size-n 2 --spec-ngram-simple-size-m 3"
@@ -72,12 +74,15 @@ def test_its_server_is_started_and_counted(lone, files, tmp_path, monkeypatch):
         ("eval.llama_cpp.model", False, [f"eval.llama_cpp.model={PICO}"]),
         ("eval.llama_cpp.model_draft", False, []),
         ("eval.llama_cpp.model_draft", False, ["eval.llama_cpp.model_draft=nowhere.gguf"]),
+        ("eval.llama_cpp.cache_type_k", False, ["eval.llama_cpp.cache_type_k=q3"]),
         ("eval.llama_cpp", False, ["eval.engine=vllm"]),
         ("eval.tensor_parallel", False, ["eval.tensor_parallel=2"]),
         ("eval.lookup_first.min", False, [LOOKUP.replace("min: 2", "min: 1")]),
         ("eval.lookup_first.max", False, [LOOKUP.replace("2,", "4,")]),
         ("eval.lookup_first.draft_tree", False, [LOOKUP.replace("draft_tokens: 1", "draft_tree: {branching: [2]}")]),
+        ("eval.llama_cpp.ctx_size", True, ["eval.llama_cpp.ctx_size=300", "eval.sweep.concurrency=[4]"]),
         ("eval.llama_cpp.model_draft", True, ["eval.llama_cpp.model_draft=draft.gguf"]),
+        ("eval.llama_cpp.spec_draft_ngl", True, ["eval.llama_cpp.spec_draft_ngl=0"]),
         ("eval.ngram.rule", True, ["eval.ngram.rule=specdistill"]),
         ("eval.ngram.max", True, ["eval.ngram.max=4"]),
         ("eval.ngram.max", True, ["eval.ngram.max=3", "eval.sweep.num_speculative_tokens=[2]"]),

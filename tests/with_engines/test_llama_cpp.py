@@ -29,8 +29,10 @@ pytestmark = [pytest.mark.long, pytest.mark.engines]  # llama.cpp in its own env
 
 NUM_PROMPTS, NEW_TOKENS, LOADS = 8, 48, (1, 4)
 # Keys and values are kept in float16 otherwise.
-IN_FLOAT32 = "--cache-type-k f32 --cache-type-v f32 --threads 1"
-DRAFT_IN_FLOAT32 = "--spec-draft-type-k f32 --spec-draft-type-v f32 --spec-draft-threads 1"
+IN_FLOAT32 = [
+    f"eval.llama_cpp.{name}=f32" for name in ("cache_type_k", "cache_type_v", "spec_draft_type_k", "spec_draft_type_v")
+]
+THREADS = ["eval.llama_cpp.threads=1", "eval.llama_cpp.spec_draft_threads=1"]
 Files = Callable[[str], tuple[Path, Path]]
 
 
@@ -71,8 +73,10 @@ def evaluated(folder: Path, target_file: Path, *options: str) -> tuple[dict[str,
     """The report and its samples. Speed is not what is tested here, so the gate may say either."""
     numbers = {"num_speculative_tokens": K, "repeats": 1, "num_prompts": NUM_PROMPTS, "max_new_tokens": NEW_TOKENS}
     given = [f"eval.{name}={number}" for name, number in numbers.items()]
-    command = f"{SERVER} {IN_FLOAT32}{'' if 'method=ngram' in options else f' {DRAFT_IN_FLOAT32}'}"
-    given += ["eval.engine=llama.cpp", f"eval.engine_command={command}", f"eval.llama_cpp.model={target_file}"]
+    given += ["eval.engine=llama.cpp", f"eval.engine_command={SERVER}", f"eval.llama_cpp.model={target_file}"]
+    given += [
+        key for key in (*IN_FLOAT32, *THREADS) if "draft" not in key or "method=ngram" not in options
+    ]  # which has no draft
     ran = specdistill("eval", "target=pico", "suite=pico", "gate=server", f"output_dir={folder}", *given, *options)
     assert ran.returncode in (ExitCode.DONE, ExitCode.CHECK_FAILED, ExitCode.INCONCLUSIVE), ran.stderr[-4000:]
     report, samples = read_report(folder)

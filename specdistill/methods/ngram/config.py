@@ -6,7 +6,7 @@ from pydantic import model_validator
 
 from specdistill.errors import UserError
 from specdistill.methods.untrained import UntrainedRecipe, check_of_engine
-from specdistill.recipe.fields import ReadWhen, Section, option, section
+from specdistill.recipe.fields import ReadWhen, Section, option, section, shown
 from specdistill.recipe.sections import LLAMA_CPP, NOT_RUNNING, STARTED, EvalConfig, LookupFirstConfig, check_lengths
 
 OWN_RULE = ReadWhen("with rule=specdistill", lambda it: it.rule == "specdistill")
@@ -42,8 +42,9 @@ class NgramEvalConfig(EvalConfig):
             if LLAMA_CPP.holds(self):
                 alike = LookupFirstConfig(min=self.ngram.max, max=self.ngram.max)
                 alike.check_engine("eval.ngram", self.engine, self.smallest_k)
-                if draft := self.llama_cpp.model_draft:
-                    raise UserError("eval.llama_cpp.model_draft", got=draft, expected="null: a lookup has no draft")
+                for name, value in vars(self.llama_cpp).items():
+                    if "draft" in name and value is not None:
+                        raise UserError(f"eval.llama_cpp.{name}", got=shown(value), expected="null: a lookup has no draft")
         return self
 
 
