@@ -66,6 +66,9 @@ def export(
         check_target(draft, target, "draft")
     measured = find_report(draft, report, method) if report or finds_report else None
     settings = measured["settings"] if measured else {}
+    if settings.get("drafting", {}).get("token_replacements"):
+        got = f"{engine} for {draft}, which was measured with eval.token_replacements"
+        raise UserError("engine", got=got, expected="a draft that reads the target's tokens: no engine replaces them")
     k = num_speculative_tokens or (usual_length(measured) if measured else DEFAULT_NUM_TOKENS)
     num_tokens, lookup = to.drafting(k, measured_lookup(settings))
     lengths = () if num_speculative_tokens else draft_lengths(measured)

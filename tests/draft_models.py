@@ -51,13 +51,21 @@ def words(text: str, **special: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="?")), **special)
 
 
-def translated(target: FrozenTarget, missing: str = "a") -> DraftModelProposer:
-    """The target itself, its rows in the order of another vocabulary, which lacks one of its tokens."""
-    tokenizer = other_tokenizer(missing)
-    vocabulary = match_vocabularies(target.tokenizer, 260, tokenizer, len(tokenizer), heterogeneous_vocab=True)
+def translated(
+    target: FrozenTarget, missing: str = "a", model: LlamaForCausalLM | None = None, **renamed: str
+) -> DraftModelProposer:
+    """The target itself, or a model like it, its rows in the order of another vocabulary, which lacks one of its tokens.
+
+    renamed: target's special tokens without their brackets -> what the draft calls them.
+    """
+    replacements = {f"<|{token}|>": other for token, other in renamed.items()}
+    tokenizer = other_tokenizer(missing, tuple(renamed.values()))
+    vocabulary = match_vocabularies(
+        target.tokenizer, 260, tokenizer, len(tokenizer), heterogeneous_vocab=True, token_replacements=replacements
+    )
     assert vocabulary is not None
     draft = tiny_target_model(vocab_size=len(tokenizer))
-    weights = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
+    weights = {name: tensor.clone() for name, tensor in (model or target.model).state_dict().items()}
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         rows = torch.zeros(len(tokenizer), 64)
         rows[vocabulary.draft_ids_W] = weights[name][vocabulary.target_ids_W]

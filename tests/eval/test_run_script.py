@@ -114,14 +114,15 @@ def test_suffixes_are_looked_up_in_what_earlier_prompts_gave(measured, tmp_path)
     assert rounds[0] == of_alone[0]
 
 
-def test_a_draft_of_another_vocabulary_drafts_the_tokens_of_both(measured, tmp_path):
+def test_a_draft_of_another_vocabulary_is_told_what_tokens_are_to_it(measured, tmp_path):
     draft = tmp_path / "draft"
     tokenizer = other_tokenizer("a", ("</s>",))
     tiny_draft_model(len(tokenizer), seed=2).save_pretrained(draft)
     tokenizer.save_pretrained(draft)
-    report, _ = measured("method=draft_model", f"draft={draft}", "eval.heterogeneous_vocab=true")
-    assert report["settings"]["drafting"] == {"heterogeneous_vocab": True}
-    assert report["lossless"]["greedy_identical"] and "heterogeneous vocab" in (tmp_path / "report" / "report.md").read_text()
+    told = {"heterogeneous_vocab": True, "token_replacements": {"<|endoftext|>": "</s>", "<|user|>": "User: "}}
+    report, _ = measured("method=draft_model", f"draft={draft}", *(f"eval.{key}={json.dumps(told[key])}" for key in told))
+    assert report["settings"]["drafting"] == told
+    assert report["lossless"]["greedy_identical"] and "token replacements" in (tmp_path / "report" / "report.md").read_text()
 
 
 @pytest.mark.parametrize(("method", "own", "lengths"), [("ngram", 1, {1, 3}), ("suffix", 2, {1, 2})])

@@ -407,6 +407,13 @@ def test_a_layer_that_no_engine_looks_for_is_refused(folder: Path, tmp_path: Pat
         export(tmp_path / "draft", "vllm", tmp_path / "out")
 
 
+def test_no_engine_replaces_tokens(folder: Path, tmp_path: Path) -> None:
+    measured = report(drafting={"heterogeneous_vocab": True, "token_replacements": {"<|end|>": "</s>"}})
+    (tmp_path / "report.json").write_text(json.dumps(measured))
+    with refused("engine", "vllm for ", holds="measured with eval.token_replacements"):
+        export(folder / "run" / "draft", "vllm", tmp_path / "out", report=tmp_path / "report.json")
+
+
 def test_a_draft_that_records_another_target_is_refused(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "run" / "draft", tmp_path / "draft")
     other = {"name_or_path": "someone/else", "revision": None, "adapter": None, "weights": "1" * 64, "tokenizer": "2" * 64}

@@ -123,7 +123,7 @@ def test_a_lookup_that_was_not_asked_for_is_not_measured(draft, tmp_path, monkey
 
 def test_an_earlier_report_of_the_run_says_nothing_of_a_measurement(draft, tmp_path):
     (tmp_path / "draft").symlink_to(draft)
-    drafting = {"lookup_first": {"method": "ngram", "min": 2, "max": 2, "draft_tokens": 1}}
+    drafting = {"token_replacements": {"a": "b"}}
     old = {
         "draft": {"method": "eagle3"},
         "engine": {"name": "vllm", "version": "0.33.0", "command": "vllm serve T --tensor-parallel-size 2"},

@@ -323,6 +323,7 @@ def test_help_lists_every_key_with_type_default_and_meaning(
     [
         ("draft.lora.alpha=32 method=draft_model", "draft.lora.alpha", "rank"),
         ("eval.heterogeneous_vocab=true method=eagle3", "eval.heterogeneous_vocab", "draft_model"),
+        ("eval.token_replacements={a: b} method=draft_model", "eval.token_replacements", "heterogeneous_vocab=true"),
         ("on_policy.temperature=0.5 method=draft_model", "on_policy.temperature", "fraction"),
         ("on_policy.fraction=0.5 method=eagle", "on_policy", "draft_model"),
         ("eval.ngram.max=5 method=eagle3", "eval.ngram", "ngram"),

@@ -27,6 +27,8 @@ from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.loading import read_tokenizer, read_without_weights
 
+TRANSLATION = ("heterogeneous_vocab", "token_replacements")  # keys of `eval:` that say what the draft may propose
+
 
 def create(recipe: Any, target: FrozenTarget, rows: Dataset) -> Any:
     return with_lora(create_draft_model(target, seed=recipe.seed, **recipe.draft.shape()), **vars(recipe.draft.lora))
@@ -48,11 +50,11 @@ def load_proposer(
     *,
     key: str,
     mask_token_id: int | None = None,
-    heterogeneous_vocab: bool = False,
+    **translation: Any,
 ) -> Proposer:
     model, tokenizer = load_draft_model(folder, key=key, device=target.device, dtype=target.dtype)
     sides = target.tokenizer, len(target.lm_head.weight), tokenizer, _width(model)
-    vocabulary = match_vocabularies(*sides, key=key, heterogeneous_vocab=heterogeneous_vocab)
+    vocabulary = match_vocabularies(*sides, key=key, **translation)
     return DraftModelProposer(
         model,
         vocabulary=vocabulary,
@@ -72,8 +74,8 @@ def check(
         model, tokenizer = load_draft_model(folder, key=key)
     if target is not None:
         of_target, *_ = read_tokenizer(target.name, revision=target.revision, trust_remote_code=target.trust_remote_code)
-        sides = of_target, target.vocab_size, tokenizer, _width(model)
-        match_vocabularies(*sides, key=key, heterogeneous_vocab=options.get("heterogeneous_vocab", False))
+        translation = {option: value for option, value in options.items() if option in TRANSLATION}
+        match_vocabularies(of_target, target.vocab_size, tokenizer, _width(model), key=key, **translation)
 
 
 def _width(model: Any) -> int:

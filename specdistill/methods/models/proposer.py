@@ -51,12 +51,12 @@ class DraftText:
             self._num_final = len(self.ids)
             return unchanged
         for token in fresh:
-            same = self.vocabulary.draft_id_of.get(token)
+            same = self.vocabulary.draft_ids_of.get(token)
             if same is None:
                 self._lacking.append(token)
             else:
                 self._encode_lacking(self.vocabulary)
-                self.ids.append(same)
+                self.ids += same
                 self._num_final, self._lacking = len(self.ids), []
         self._encode_lacking(self.vocabulary)
         return unchanged
@@ -121,7 +121,10 @@ class DraftModelProposer:
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {"heterogeneous_vocab": True} if self.shared_vocabulary else {}
+        shared = {"heterogeneous_vocab": True} if self.shared_vocabulary else {}
+        replaced = self.shared_vocabulary.replacements if self.shared_vocabulary else {}
+        replacements = {"token_replacements": dict(replaced)} if replaced else {}
+        return {**shared, **replacements}
 
     def passes(self, k: int) -> int:
         return k if self.mask_token_id is None else min(k, 1)

@@ -11,6 +11,7 @@ from specdistill.recipe.sections import IN_PROCESS, EvalConfig
 
 ADAPTED = ReadWhen("when draft.lora.rank is above 0", lambda lora: lora.rank > 0)
 SOFT = ReadWhen("with loss.labels=soft", lambda loss: loss.labels == "soft")
+TRANSLATED = ReadWhen("with heterogeneous_vocab=true", lambda it: it.heterogeneous_vocab)
 GENERATES = ReadWhen("when on_policy.fraction is above 0", lambda on_policy: on_policy.fraction > 0)
 
 
@@ -59,6 +60,9 @@ class DraftModelEvalConfig(EvalConfig):
     num_speculative_tokens: int = option(4, "K, draft tokens per round, also of simulated rounds in training", ge=1)
     heterogeneous_vocab: bool = option(
         False, "draft with a different tokenizer, over the tokens that both have", read_when=IN_PROCESS
+    )
+    token_replacements: dict[str, str] = option(
+        {}, "target tokens, each with the draft's text that replaces it", read_when=TRANSLATED
     )
 
 

@@ -4,13 +4,19 @@ Two tokenizers are compared token by token, special tokens and their ids include
 `eval.heterogeneous_vocab=true` the draft proposes only tokens that both vocabularies spell alike: token-level intersection (TLI,
 arXiv 2502.05202). Embedding matrices may be larger than the tokenizer; rows that no token names are nobody's token.
 
+Some tokens mean the same and are spelled differently, such as those that end a turn in two chat templates. `eval.token_replacements` says
+which text of the draft stands for a token of the target: the draft reads it wherever the target's token stands, and proposes the target's
+token where it would write its own, if its text is one token. What one token of the draft stands for is one token of the target: others with
+that text are read as it and not proposed.
+
 Shapes: W tokens in both vocabularies.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,13 +25,15 @@ from torch import Tensor
 from specdistill.errors import UserError, sibling_key
 
 NUM_NAMED = 3  # differences that an error names
+NONE: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class SharedVocabulary:
     """The tokens of both vocabularies: entry w is the same token, `target_ids_W` for the target, `draft_ids_W` for the draft.
 
-    target_vocab_size: V, the width of the target's logits.
+    target_vocab_size: V, the width of the target's logits. replacements: the target's text for a token -> the draft's text for it.
+    read_as: target tokens that are read but never proposed, each with the draft's tokens for it: none, several, or one that another has.
     """
 
     target_ids_W: Tensor
@@ -33,11 +41,14 @@ class SharedVocabulary:
     target_vocab_size: int
     target_tokenizer: Any
     draft_tokenizer: Any
+    read_as: Mapping[int, list[int]] = field(default_factory=dict)
+    replacements: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
-    def draft_id_of(self) -> dict[int, int]:
+    def draft_ids_of(self) -> dict[int, list[int]]:
         """What the draft reads for each target token that it does not lack."""
-        return dict(zip(self.target_ids_W.tolist(), self.draft_ids_W.tolist(), strict=True))
+        pairs = zip(self.target_ids_W.tolist(), self.draft_ids_W.tolist(), strict=True)
+        return {token: [same] for token, same in pairs} | dict(self.read_as)
 
     def reencode(self, target_ids: Sequence[int]) -> list[int]:
         """Target tokens that the draft lacks, in the draft's own tokens; possibly none.
@@ -57,14 +68,21 @@ def match_vocabularies(
     draft_vocab_size: int,
     *,
     heterogeneous_vocab: bool = False,
+    token_replacements: Mapping[str, str] = NONE,
     key: str = "eval.draft",
 ) -> SharedVocabulary | None:
     """How a draft's ids stand to the target's: None where they are the same, down to the size of the logits.
 
-    The sizes are those of the logits.
-    Raises UserError under `key` when the tokenizers differ and `heterogeneous_vocab` is false, or when they share no token at all.
+    The sizes are those of the logits. token_replacements: see `SharedVocabulary`.
+    Raises UserError under `key` when the tokenizers differ and `heterogeneous_vocab` is false, or when they share no token at all; under
+    the key next to it for replacements of what is no token of the target, or of tokenizers that do not differ.
     """
     difference = describe_difference(target_tokenizer, draft_tokenizer)
+    if token_replacements and difference is None:
+        got = f"{len(token_replacements)} for a draft with the target's tokenizer"
+        raise UserError(
+            sibling_key(key, "token_replacements"), got=got, expected="{}: it reads the target's tokens as they are"
+        )
     if difference is None and target_vocab_size == draft_vocab_size:
         return None
     if difference is not None and not heterogeneous_vocab:
@@ -77,11 +95,36 @@ def match_vocabularies(
         for token, token_id in target_ids.items()
         if token_id < target_vocab_size and draft_ids.get(token, draft_vocab_size) < draft_vocab_size
     }
+    read_as: dict[int, list[int]] = {}
+    for text, replaced in token_replacements.items():
+        token_id, *others = encode(target_tokenizer, text) or [target_vocab_size]
+        is_unknown = text not in target_ids and target_tokenizer.decode([token_id]) != text
+        if others or is_unknown or token_id >= target_vocab_size:
+            expected = "a token of the target, with the draft's text for it"
+            raise UserError(sibling_key(key, "token_replacements"), got=text, expected=expected)
+        if max(ids := encode(draft_tokenizer, replaced), default=0) >= draft_vocab_size:
+            got = f"{replaced} for {text}, token {max(ids)} of a draft with {draft_vocab_size} logits"
+            raise UserError(sibling_key(key, "token_replacements"), got=got, expected="text of its tokens")
+        pairs.pop(token_id, None)
+        read_as[token_id] = ids
+        if len(ids) == 1:
+            read_as |= {other: [pairs.pop(other)] for other, same in list(pairs.items()) if same == ids[0]}
+            (pairs[token_id],) = read_as.pop(token_id)
     if not pairs:
         got = f"a draft of {len(draft_ids)} tokens, none of which is among the target's {len(target_ids)}"
         raise UserError(key, got=got, expected="tokens in both vocabularies")
     target_ids_W, draft_ids_W = torch.tensor(sorted(pairs.items())).unbind(1)
-    return SharedVocabulary(target_ids_W, draft_ids_W, target_vocab_size, target_tokenizer, draft_tokenizer)
+    return SharedVocabulary(
+        target_ids_W, draft_ids_W, target_vocab_size, target_tokenizer, draft_tokenizer, read_as, token_replacements
+    )
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """A text that spells a token is that token."""
+    if (token_id := tokenizer.get_vocab().get(text)) is not None:
+        return [token_id]
+    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+    return ids
 
 
 def describe_difference(target_tokenizer: Any, draft_tokenizer: Any) -> str | None:

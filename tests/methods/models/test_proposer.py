@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdistill.decoding.decoder import Decoder
+from specdistill.decoding.decoder import Decoder, Generation
 from specdistill.decoding.proposer import Proposal
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import DynamicTree
@@ -100,8 +100,10 @@ def fresh(proposer: DraftModelProposer, k: int) -> Propose:
 TARGET_WORDS, DRAFT_WORDS = "? a b c", "b ? d a"  # the draft knows no c, the target no d
 
 
-def unlike(mask_token_id: int | None = None) -> DraftModelProposer:
-    vocabulary = match_vocabularies(words(TARGET_WORDS), 4, words(DRAFT_WORDS), 4, heterogeneous_vocab=True)
+def unlike(mask_token_id: int | None = None, **replacements: str) -> DraftModelProposer:
+    vocabulary = match_vocabularies(
+        words(TARGET_WORDS), 4, words(DRAFT_WORDS), 4, heterogeneous_vocab=True, token_replacements=replacements
+    )
     return DraftModelProposer(tiny_draft_model(4, seed=2), vocabulary=vocabulary, mask_token_id=mask_token_id)
 
 
@@ -115,6 +117,8 @@ def alike(mask_token_id: int | None = None) -> DraftModelProposer:
         *((make, SAMPLING) for make in (alike, unlike)),
         (unlike, Sampling(1.0, top_k=3)),
         *((partial(make, mask_token_id=0), SAMPLING) for make in (alike, unlike)),
+        (partial(unlike, c="d"), SAMPLING),
+        (partial(unlike, c="a"), SAMPLING),
     ],
 )
 def test_sampled_text_has_the_targets_distribution_exactly(make: Callable[..., DraftModelProposer], sampling: Sampling):
@@ -140,6 +144,54 @@ def test_another_vocabulary_changes_no_greedy_text_and_its_shared_tokens_are_acc
     assert run.token_ids == plain.token_ids
     assert all(token != lacking for r in run.rounds for token in r.drafted)
     assert run.rounds[0].num_accepted == min(k, until - 1)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLING])
+def test_tokens_of_other_names_are_read_and_proposed_as_if_they_had_the_targets(sampling: Sampling):
+    """A network under a permuted vocabulary that renames special tokens drafts what it drafts under the target's; not without the map."""
+    model = tiny_target_model()
+    model.lm_head.weight.data[1:4] *= 2  # so that special tokens are generated
+    model.generation_config.eos_token_id = []
+    target = FrozenTarget(model, tiny_tokenizer(), name="tiny")
+    draft, prompt = half_right(target), [1, 20, 21, 3, 2, 20]
+    renamed = translated(target, missing="", model=draft, endoftext="<s>", user="<u>", assistant="<a>", end="</s>")
+    unmapped = match_vocabularies(
+        target.tokenizer, 260, renamed.shared_vocabulary.draft_tokenizer, 261, heterogeneous_vocab=True
+    )
+
+    def decoded(proposer: DraftModelProposer) -> Generation:
+        options = {"max_new_tokens": 60, "num_speculative_tokens": 4, "sampling": sampling}
+        return Decoder(target, proposer).generate(prompt, generator=torch.Generator().manual_seed(1), **options)
+
+    own, mapped = decoded(DraftModelProposer(draft)), decoded(renamed)
+    assert [(entry.drafted, entry.emitted) for entry in mapped.rounds] == [
+        (entry.drafted, entry.emitted) for entry in own.rounds
+    ]
+    assert any(token < 4 for entry in mapped.rounds for token in entry.drafted[: entry.num_accepted])
+    bare = decoded(DraftModelProposer(renamed.draft, vocabulary=unmapped))
+    assert len(bare.rounds) > len(mapped.rounds)
+    if sampling.is_greedy:
+        expected = model.generate(torch.tensor([prompt]), max_new_tokens=60, do_sample=False)[0, len(prompt) :].tolist()
+        assert list(mapped.token_ids) == list(bare.token_ids) == expected
+
+
+def test_a_replacement_of_several_tokens_or_of_none_is_read_and_not_proposed():
+    target, draft = tiny_tokenizer(), other_tokenizer("")
+    vocabulary = match_vocabularies(
+        target,
+        260,
+        draft,
+        257,
+        heterogeneous_vocab=True,
+        token_replacements={"<|user|>": "\n", "<|end|>": "ab", "<|assistant|>": "", "z": "yy"},
+    )
+    proposer = DraftModelProposer(tiny_target_model(vocab_size=257), vocabulary=vocabulary)
+    proposer.begin([20])
+    with torch.inference_mode():
+        proposer.propose(state_of(target("<|user|>cz<|end|><|assistant|>d").input_ids), 3, GREEDY, [None])
+    assert proposer.rows[0].ids == draft("\ncyyabd").input_ids
+    left_out = {2, 3, *target("\nz").input_ids}  # the draft's line break is proposed as <|user|>
+    assert proposer.vocabulary == set(range(1, 260)) - left_out
 
 
 def test_context_tokens_the_draft_lacks_are_read_anew_as_their_row_grows():
@@ -217,4 +269,5 @@ def test_a_folder_with_another_tokenizer_is_refused_unless_told(target: FrozenTa
         load_proposer("draft_model", draft_folder, target)
     proposer = load_proposer("draft_model", draft_folder, target, heterogeneous_vocab=True)
     assert isinstance(proposer, DraftModelProposer) and proposer.shared_vocabulary is not None
-    assert proposer.settings == {"heterogeneous_vocab": True}
+    keys = {"heterogeneous_vocab": True, "token_replacements": {"<|end|>": "z"}}
+    assert load_proposer("draft_model", draft_folder, target, **keys).settings == keys

@@ -53,6 +53,40 @@ def test_tokens_beyond_the_logits_are_not_shared():
     assert shared.target_ids_W.tolist() == [0, 2] and shared.draft_ids_W.tolist() == [1, 2]
 
 
+@pytest.mark.parametrize(
+    ("replacements", "got"), [({"x": "a"}, "x"), ({"b c": "a"}, "b c"), ({"": "a"}, ""), ({"c": "a"}, "c")]
+)
+def test_a_replacement_is_of_a_token_of_the_target(replacements: dict[str, str], got: str):
+    target, draft = words("? a b c"), words("c ? d a")
+    with refused("eval.token_replacements", got):
+        match_vocabularies(target, 3, draft, 4, heterogeneous_vocab=True, token_replacements=replacements)
+    with refused("eval.token_replacements", "1 for a draft with the target's tokenizer"):
+        match_vocabularies(target, 4, target, 4, heterogeneous_vocab=True, token_replacements=replacements)
+
+
+@pytest.mark.parametrize(
+    ("replacements", "pairs", "read_as"),
+    [
+        ({"<end>": "</s>"}, {0: 0, 1: 1, 3: 2}, {2: [2]}),
+        ({"a": "</s>", "<end>": "</s>"}, {0: 0, 3: 2}, {1: [2], 2: [2]}),
+        ({"<end>": "</s>", "</s>": ""}, {0: 0, 1: 1, 3: 2}, {2: []}),
+        ({"</s>": "", "<end>": "</s>"}, {0: 0, 1: 1, 3: 2}, {2: []}),
+        ({"<end>": "a", "a": "</s>"}, {0: 0, 1: 2, 3: 1}, {2: [2]}),
+    ],
+)
+def test_a_replacement_takes_the_place_of_the_tokens_that_shared_its_text(replacements, pairs, read_as):
+    """The draft's </s> is proposed as <end>, where the target has a </s> of its own."""
+    target, draft = words("? a </s> <end>"), words("? a </s> b")
+    shared = match_vocabularies(target, 4, draft, 4, heterogeneous_vocab=True, token_replacements=replacements)
+    assert shared is not None and shared.read_as == read_as
+    assert dict(zip(shared.target_ids_W.tolist(), shared.draft_ids_W.tolist(), strict=True)) == pairs
+
+
+def test_a_replacement_s_text_has_logits_of_the_draft():
+    with refused("eval.token_replacements", "b for a, token 2 of a draft with 2 logits"):
+        match_vocabularies(words("? a c"), 3, words("? c b"), 2, heterogeneous_vocab=True, token_replacements={"a": "b"})
+
+
 def test_vocabularies_with_nothing_in_common_are_refused():
     with refused("eval.draft"):
         match_vocabularies(words("? a"), 2, words("x y"), 2, heterogeneous_vocab=True)
