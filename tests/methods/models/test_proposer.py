@@ -22,7 +22,7 @@ from tests.draft_models import half_right, other_tokenizer, tiny_draft_model, tr
 from tests.enumeration import SAMPLING, Propose, distribution_of, output_distribution, plain_distribution
 from tests.proposers import state_of
 from tests.refusals import refused
-from tests.tiny import qwen, tiny_tokenizer
+from tests.tiny import qwen, tiny_target_model, tiny_tokenizer
 
 PROMPT = [5, 9, 5, 9, 20, 31]
 GREEDY = Sampling()
