@@ -12,7 +12,7 @@ from specdistill.errors import ExitCode, UserError
 from specdistill.methods.recipe import eval_keys_of_methods
 from specdistill.recipe.fields import ReadWhen, Section, default_of, like, one_of, option, section
 from specdistill.recipe.load import load_recipe
-from specdistill.recipe.sections import AttentionImplementation, TargetConfig
+from specdistill.recipe.sections import AttentionImplementation, LookupFirstConfig, TargetConfig
 from specdistill.terminal import Console, result
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class ExaminedTarget(Section):
 class DoctorPrompts(Section):
     suite: str | None = option(None, "prompts: a suite's name, a YAML or jsonl file; null: the run's own, else pico-short")
     num_prompts: int = option(8, "prompts to decode, spread over the suite", ge=1)
+    lookup_first: LookupFirstConfig | None = option(None, "a lookup in front of the draft, which the engine must have")
 
 
 class CommonDoctorOptions(Section):
@@ -95,6 +96,9 @@ def print_diagnosis(made: "Diagnosis") -> None:
         if simulated := made.recorded:
             what += f"; training simulated {simulated.length:.2f} with {simulated.num_tokens}"
         console.print(what)
+    if behind := made.behind_lookup:
+        most = f"up to {behind.num_tokens} looked-up tokens per round"
+        console.print(f"with the lookup in front: acceptance length {behind.length:.2f} ({most})")
     count = Counter(finding.severity for finding in made.findings)
     counted = [f"{count[kind]} {kind}{'s' * (count[kind] != 1)}" for kind in ("problem", "warning") if count[kind]]
     console.print(Text(", ".join(counted) or "no problem found", style="bold"))

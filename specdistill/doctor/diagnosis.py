@@ -78,8 +78,8 @@ class SimulatedAcceptance:
 class Diagnosis:
     """method and config: None where they were not understood; only heads have a config here.
 
-    refused: by a reader, so that nothing can be decoded with it. prompts: what was decoded, in words. acceptance: None where nothing was.
-    recorded: what training simulated when it chose these weights; None without a history.
+    refused: by a reader, so that nothing can be decoded with it. prompts: what was decoded, in words. acceptance: None where nothing was;
+    behind_lookup: with a lookup in front. recorded: what training simulated when it chose these weights; None without a history.
     """
 
     folder: Path
@@ -91,6 +91,7 @@ class Diagnosis:
     findings: list[Finding] = field(default_factory=list)
     prompts: str | None = None
     acceptance: SimulatedAcceptance | None = None
+    behind_lookup: SimulatedAcceptance | None = None
     recorded: SimulatedAcceptance | None = None
 
     @property
@@ -117,7 +118,7 @@ def diagnose(options: CommonDoctorOptions) -> Diagnosis:
 
     Raises UserError for a draft, a target or a suite that is none, ResourceError when the Hub fails.
     """
-    model, engine = options.target.model, options.engine
+    model, engine, lookup_first = options.target.model, options.engine, options.eval.lookup_first
     in_target = options.draft == model  # its own layer, of which no weights are read
     draft = Path(options.draft) if in_target else locate(options.draft, key=KEY)
     of_files = options.target.model_dump(include={"revision", "adapter", "trust_remote_code"})
@@ -127,6 +128,8 @@ def diagnose(options: CommonDoctorOptions) -> Diagnosis:
     made = examine(draft, files, engine, lambda method: options_by_method(options, [method])[0])
     run = run_of(draft)
     made.recorded = recorded(run / "draft" if run else draft)  # of an export in the run's folder, too
+    if engine and lookup_first and not ENGINES[engine].front(lookup_first):
+        made.findings.append(problem(f"specdistill starts {ENGINES[engine].title} without a lookup in front"))
     if model and options.decode and made.method is not None and not made.refused:
         loaded = FrozenTarget.load(**vars(options.target))
         prompts, made.prompts, is_known = prompts_of(run, options.eval.suite, loaded, options.eval.num_prompts)
@@ -138,6 +141,10 @@ def diagnose(options: CommonDoctorOptions) -> Diagnosis:
             of_method = options_by_method(options, [made.method])[0]
             proposer = load_proposer(made.method, draft, loaded, key=KEY, **of_method)
             made.acceptance = check_acceptance(made, loaded, proposer, prompts)
+            if lookup_first:
+                behind = load_proposer(made.method, draft, loaded, key=KEY, lookup_first=lookup_first, **of_method)
+                num_tokens = max(made.acceptance.num_tokens, lookup_first.levels)
+                made.behind_lookup = acceptance_of(complete(Decoder(loaded, behind), prompts, num_tokens), num_tokens)
     elif model and options.decode:
         made.findings.append(note("skipped decoding: fix the problems above first"))
     return made

@@ -288,6 +288,21 @@ def test_the_verb(folder: Path, run_of: Callable[[str], Path], tmp_path: Path, c
     assert "2 problems" in capsys.readouterr().out
 
 
+def test_a_lookup_in_front(
+    folder: Path, run_of: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = [f"draft={run_of('eagle3') / 'draft'}", f"target={folder / 'target'}", f"suite={folder / 'prompts.jsonl'}"]
+    lookup = "eval.lookup_first={min: 2, max: 2, draft_tokens: 1}"
+    main(["doctor", *common, lookup, "engine=vllm"])
+    printed = capsys.readouterr().out
+    behind = "with the lookup in front: acceptance length 2.00 (up to"  # one token, always accepted
+    assert "acceptance length 4.80 with 4" in printed and behind in printed and "without a lookup" not in printed
+    assert main(["doctor", *common, lookup, "engine=sglang"]) == 1
+    assert "specdistill starts SGLang without a lookup in front" in capsys.readouterr().out
+    assert main(["doctor", *common, "eval.lookup_first={min: 6}"]) == 2
+    assert "eval.lookup_first.min: got 6, expected at most eval.lookup_first.max, which is 5" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("theta", ["x", [1.0]])
 def test_a_rotary_base_of_the_target_that_is_no_number_is_refused(
     theta: Any, folder: Path, run_of: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
