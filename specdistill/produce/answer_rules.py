@@ -2,10 +2,9 @@
 
 refused: the server refused the question, or the tokens of its text give another text. empty: nothing but space. truncated:
 cut by the length limit (of texts all are, and stay). looping: the end repeats itself. off_template: tokens that only the chat template
-writes, before the end. wrong_language: letters of another script than all that came before.
+writes, before the end.
 """
 
-import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,16 +14,14 @@ from rich.table import Table
 from specdistill.produce.blocks import Answer
 
 LONGEST_PERIOD, REPEATS, LOOP_TOKENS = 64, 4, 48
-FEW_LETTERS, MOST, NONE = 20, 0.5, 0.01
 
 
 @dataclass(frozen=True)
 class CheckedAnswer:
-    """An answer with its text and that of its context. special: token ids that the chat template alone writes."""
+    """An answer with its text. special: token ids that the chat template alone writes."""
 
     answer: Answer
     text: str
-    context: str
     is_text: bool
     special: frozenset[int]
 
@@ -45,19 +42,6 @@ def loops(token_ids: Sequence[int]) -> bool:
     return False
 
 
-def scripts(text: str) -> Counter[str]:
-    """Letters of each script, by the first word of their Unicode names: LATIN, CJK, CYRILLIC."""
-    return Counter(unicodedata.name(letter, "?").split()[0] for letter in text if letter.isalpha())
-
-
-def in_another_script(text: str, context: str) -> bool:
-    own, before = scripts(text), scripts(context)
-    if min(own.total(), before.total()) < FEW_LETTERS:
-        return False
-    ((script, count),) = own.most_common(1)
-    return count > MOST * own.total() and before[script] < NONE * before.total()
-
-
 Rules = Mapping[str, Callable[[CheckedAnswer], bool]]
 
 # The names that data.regenerate.filter may list.
@@ -67,7 +51,6 @@ RULES: Rules = {
     "truncated": lambda it: not it.is_text and it.answer.reason == "length",
     "looping": lambda it: loops(it.content),
     "off_template": lambda it: not it.special.isdisjoint(it.content),
-    "wrong_language": lambda it: not it.is_text and in_another_script(it.text, it.context),
 }
 
 

@@ -1,11 +1,8 @@
-"""Rows of the sources that are not trained on: those that hold prompts a draft is measured on, and near duplicates of other rows.
+"""Rows of the sources that are not trained on: those that hold prompts a draft is measured on.
 
 Prompts are found by word n-grams as in GPT-3 (arXiv 2005.14165, appendix C): a row overlaps a prompt when 13 words in a row are in both.
 Words are compared in lower case and without punctuation; a character of a script that is written without spaces is a word. A prompt of
 fewer words overlaps a text or turn that holds all of it, one of fewer than five only one that says nothing else.
-
-Near duplicates are found by MinHash (Broder 1997), and each candidate is then compared exactly. Two rows are as similar as the Jaccard
-index of their sets of word 5-grams: those that both have, over those that either has. A row of fewer words has one n-gram, all of them.
 
 What is filtered is found once, listed in a file, and counted in a table.
 """
@@ -14,7 +11,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,13 +32,9 @@ VERSION = 1  # of the rules below: raise it when equal rows are filtered differe
 SUITE_NGRAM, SHORT = 13, 5
 SPACELESS = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"  # Thai to Chinese
 WORD = re.compile(rf"[{SPACELESS}]|[^\W{SPACELESS}]+")
-ROW_NGRAM, HASHES = 5, 128
-MISSED, ALIKE = 0.9, 0.1  # weights of a pair that is missed, and of one that is compared for nothing
-MOST_SIMILAR = 0.95  # a threshold above this would leave a single band
 MOST_LINES = 20  # of the table
 
 WordTuple = tuple[str, ...]
-RowPlace = tuple[int, int]  # a source, and a row of it
 
 
 def words(text: str) -> list[str]:
@@ -94,43 +87,6 @@ class SuiteIndex:
         return None
 
 
-class NearDuplicates:
-    """row_at: gives back a row that was shown before; of each of them only bands of hashes are kept."""
-
-    def __init__(self, threshold: float, row_at: Callable[[RowPlace], Mapping[str, Any]]) -> None:
-        from datasketch import MinHashLSH  # slow to import
-
-        self.threshold = threshold
-        self.row_at = row_at
-        self.bands = MinHashLSH(min(threshold, MOST_SIMILAR), HASHES, weights=(ALIKE, MISSED))
-
-    def original(self, row: Mapping[str, Any], place: RowPlace) -> tuple[float, RowPlace] | None:
-        """The most similar row that was shown before, with its similarity, if that reaches the threshold; one like no other is kept."""
-        from datasketch import MinHash
-
-        own = shingles(row)
-        if not own:
-            return None
-        hashes = MinHash(HASHES)
-        hashes.update_batch([" ".join(shingle).encode() for shingle in own])
-        compared = [(jaccard(own, shingles(self.row_at(other))), other) for other in sorted(self.bands.query(hashes))]
-        similarity, other = max(compared, default=(0.0, place), key=lambda pair: pair[0])
-        if similarity >= self.threshold:
-            return similarity, other
-        self.bands.insert(place, hashes)
-        return None
-
-
-def shingles(row: Mapping[str, Any]) -> set[WordTuple]:
-    """The word n-grams of a row in one of the common forms of `sources`: of a text, or of all turns of a conversation."""
-    own = words(row["text"] if row["text"] is not None else "\n".join(turn["content"] or "" for turn in row["messages"]))
-    return set(ngrams(own, min(ROW_NGRAM, max(1, len(own)))))
-
-
-def jaccard(a: set[WordTuple], b: set[WordTuple]) -> float:
-    return len(a & b) / len(a | b)
-
-
 def load_suites(names: Sequence[str], measured_on: Sequence[str]) -> list[Suite]:
     """The suites of `data.decontaminate`, with which rows are compared; warns of those that could not be fetched.
 
@@ -158,19 +114,19 @@ def load_suites(names: Sequence[str], measured_on: Sequence[str]) -> list[Suite]
 def cleaned(
     sources: Sequence[Source], config: DataConfig, measured_on: Sequence[str] = ()
 ) -> tuple[list[Source], Counter[str]]:
-    """The sources without the rows that overlap a prompt of the suites, or an earlier row, and how many these are by the rule.
+    """The sources without the rows that overlap a prompt of the suites, and how many these are by the rule.
 
     Their fingerprints change with what is filtered. When rows are first filtered so, prints how many they are, and where they are listed.
     Raises UserError if all are.
     """
     suites = load_suites(config.decontaminate, measured_on)
     num_rows = sum(len(source.rows) for source in sources)
-    if not num_rows or (not suites and config.near_duplicates is None):
+    if not num_rows or not suites:
         return list(sources), Counter()
-    inputs = [[source.rows._fingerprint for source in sources], [suite.sha256 for suite in suites], config.near_duplicates]
+    inputs = [[source.rows._fingerprint for source in sources], [suite.sha256 for suite in suites]]
     path = cache_folder(config.cache_dir) / "filtered" / f"{Hasher.hash([VERSION, inputs])}.json"
     if not path.exists():
-        found = list(overlaps(sources, suites, config.near_duplicates))
+        found = list(overlaps(sources, suites))
         aside = path.with_suffix(f".{os.getpid()}.part")
         with on_disk(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -182,7 +138,7 @@ def cleaned(
     gone = {(row["source"], row["row"]) for row in found}
     kept = [[row for row in range(len(source.rows)) if (number, row) not in gone] for number, source in enumerate(sources)]
     if not any(kept):
-        expected = "rows that overlap no suite and no earlier row, or other data.decontaminate"
+        expected = "rows that overlap no suite, or other data.decontaminate"
         raise UserError("data.source", got=f"{len(gone)} rows that are all filtered (see {path})", expected=expected)
     with quiet():
         return [
@@ -191,37 +147,27 @@ def cleaned(
         ], Counter(row["rule"] for row in found)
 
 
-def overlaps(sources: Sequence[Source], suites: Sequence[Suite], near_duplicates: float | None) -> Iterator[dict[str, Any]]:
-    """What is filtered: source and row; rule, contaminated or near_duplicate; of, the suite and prompt, or the earlier row, that the row is
-    like; shared, what they share. A row that is contaminated is no original of a near duplicate.
-    """
+def overlaps(sources: Sequence[Source], suites: Sequence[Suite]) -> Iterator[dict[str, Any]]:
+    """What is filtered: source and row; of, the suite and prompt that it overlaps; shared, their words in common."""
     index = SuiteIndex(suites)
-    earlier = None if near_duplicates is None else NearDuplicates(near_duplicates, lambda at: sources[at[0]].rows[at[1]])
     with progress("Comparing", sum(len(source.rows) for source in sources), "rows") as advance:
         for number, source in enumerate(sources):
             for position, row in enumerate(source.rows):
-                place = {"source": number, "row": position}
                 if overlap := index.overlap(row):
                     of, shared = overlap
-                    yield {**place, "rule": "contaminated", "of": of, "shared": shared}
-                elif earlier is not None and (found := earlier.original(row, (number, position))):
-                    similarity, (other, original) = found
-                    of = f"{sources[other].key} row {original}"
-                    yield {**place, "rule": "near_duplicate", "of": of, "shared": f"{similarity:.2f}"}
+                    yield {"source": number, "row": position, "rule": "contaminated", "of": of, "shared": shared}
                 advance()
 
 
 def table(found: Sequence[Mapping[str, Any]], num_rows: int) -> Table:
-    """The prompts that most rows overlap, and how many rows are near duplicates, of `num_rows` in all."""
+    """The prompts that most rows overlap, of `num_rows` in all."""
     drawn = Table("filtered", "of", "rows", title=f"{len(found):,} of {num_rows:,} rows are filtered")
     drawn.add_column("example", max_width=40)
-    groups = [(row["rule"], row["of"] if row["rule"] == "contaminated" else "earlier rows") for row in found]
-    examples = dict(zip(reversed(groups), reversed(found), strict=True))
-    counts = Counter(groups).most_common()
-    for group, count in counts[:MOST_LINES]:
-        row = examples[group]
-        shared = row["shared"] if row["rule"] == "contaminated" else f"{row['of']}, {row['shared']}"
-        drawn.add_row(*group, f"{count:,}", f"row {row['row']}: {shared}"[:80])
+    examples = {row["of"]: row for row in reversed(found)}
+    counts = Counter(row["of"] for row in found).most_common()
+    for of, count in counts[:MOST_LINES]:
+        row = examples[of]
+        drawn.add_row("contaminated", of, f"{count:,}", f"row {row['row']}: {row['shared']}"[:80])
     if rest := counts[MOST_LINES:]:
         drawn.add_row("contaminated", f"{len(rest):,} prompts more", f"{sum(count for _, count in rest):,}", "")
     return drawn

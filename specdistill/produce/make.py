@@ -170,8 +170,8 @@ def _make_block(
     special = decoder.special - inner_ids(plan.tokenizer) if rules else decoder.special
 
     def checked(task: GenerationTask, answer: Answer) -> CheckedAnswer:
-        texts = (decoder.text(answer.token_ids), decoder.text(answer.context)) if rules else ("", "")
-        return CheckedAnswer(answer, *texts, not task.prompt.messages, special)
+        text = decoder.text(answer.token_ids) if rules else ""
+        return CheckedAnswer(answer, text, not task.prompt.messages, special)
 
     made = BlockOutput(rules, checked, config.loss_mask == "all", advance)
     with alone(path.with_suffix(".lock"), "data.shard", path):

@@ -16,10 +16,9 @@ from specdistill.errors import UserError, logger
 from specdistill.files.documents import parse_json
 from specdistill.files.folders import alone
 from specdistill.produce.blocks import blocks
-from specdistill.produce.cleaning import NearDuplicates
 from specdistill.produce.generate import ENOUGH
 from specdistill.produce.job import Job
-from specdistill.produce.self_prompts import ALIKE, user_row
+from specdistill.produce.self_prompts import NearDuplicates
 from specdistill.produce.server_backend import SAMPLING
 from specdistill.produce.sources import HASH_RANGE, Source, row_hash
 from specdistill.recipe.data_sources import source_names
@@ -128,15 +127,13 @@ def _from_blocks(job: Job) -> SplitDocuments:
 
 def _alike(asked: Sequence[Sequence[str | None]]) -> NDArray[np.bool_]:
     """Which documents answer a prompt of the target's own that is nearly one of an earlier block. asked: of the documents of each block."""
-    own: list[str] = []
-    near = NearDuplicates(ALIKE, lambda place: user_row(own[place[1]]))
+    near = NearDuplicates()
     found: list[bool] = []
     for block in asked:
         is_alike: dict[str | None, bool] = {None: False}
         for prompt in block:
             if prompt is not None and prompt not in is_alike:
-                is_alike[prompt] = near.original(user_row(prompt), (0, len(own))) is not None
-                own.append(prompt)
+                is_alike[prompt] = not near.add(prompt)
         found += [is_alike[prompt] for prompt in block]
     return np.array(found, bool)
 

@@ -4,6 +4,10 @@ The chat template is cut off where a user's content begins. What the target gene
 a user would write it. It is sampled, since greedy generation has one prompt to give.
 
 A batch in process ends when its last rows are few; these are continued together, so that long prompts are not lost.
+
+Of prompts that are nearly the same one is kept. They are found by MinHash (Broder 1997), and each candidate is then compared exactly: two
+are as similar as the Jaccard index of their sets of word 5-grams, those that both have over those that either has. A prompt of fewer words
+has one n-gram, all of them.
 """
 
 import math
@@ -14,7 +18,7 @@ from typing import Any
 from specdistill.errors import UserError
 from specdistill.produce.answer_rules import RULES, CheckedAnswer, Counts, Rules
 from specdistill.produce.blocks import Answer, AnswerFile
-from specdistill.produce.cleaning import NearDuplicates
+from specdistill.produce.cleaning import ngrams, words
 from specdistill.produce.generate import Backend
 from specdistill.produce.prompts import BlockPlan, GenerationPrompt, GenerationTask
 from specdistill.produce.sources import row_hash
@@ -23,6 +27,8 @@ from specdistill.rows.chat import opened_turn, prompt_ids
 LONGEST = 256  # tokens of a prompt
 SHORTEST_ROOM = 16  # tokens that a prompt must have room for
 LONG_ANSWER = 200  # tokens, or half a row: what each of the target's own prompts is assumed to give
+NGRAM, HASHES = 5, 128
+MISSED, ALSO_COMPARED = 0.9, 0.1  # weights of a pair that is missed, and of one that is compared for nothing
 ALIKE = 0.5  # similarity of near duplicates: prompts are short, and a single word changes five of their 5-grams
 MOST = 10  # prompts generated for each that is wanted, before the target is taken to have no more
 
@@ -79,7 +85,7 @@ class _PartialPrompt:
             text, is_whole = text.partition(self.opening.closing)[0], True
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         answer = Answer(list(self.opening.ids), ids, "stop" if is_whole else "length")
-        return CheckedAnswer(answer, text.strip(), "", False, self.opening.special)
+        return CheckedAnswer(answer, text.strip(), False, self.opening.special)
 
 
 def self_prompts(
@@ -97,9 +103,9 @@ def self_prompts(
     answers = max(2, -(-config.regenerate.num_tokens // min(LONG_ANSWER, config.max_length // 2)))
     count = block.share(source.entry.num_prompts or answers)
     kept: list[dict[str, Any]] = []
-    near = NearDuplicates(ALIKE, lambda place: kept[place[1]])
+    near = NearDuplicates()
     rules = {name: RULES[name] for name in ("empty", "truncated", "looping", "off_template")} | dict(more_rules)
-    rules["near_duplicate"] = lambda it: near.original(user_row(it.text), (0, len(kept))) is not None
+    rules["near_duplicate"] = lambda it: not near.add(it.text)
     counts, num_generated = Counts(), 0
     while len(kept) < count and num_generated < MOST * count:
         wanted = math.ceil((count - len(kept)) * (num_generated / len(kept) if kept else 1))
@@ -121,6 +127,33 @@ def self_prompts(
         ids = prompt_ids(tokenizer, [message], **config.regenerate.template)
         prompts.append(GenerationPrompt(ids, row_hash(row, config.seed), (message,), source=number, asked=message["content"]))
     return prompts, counts
+
+
+class NearDuplicates:
+    """Prompts that are not alike."""
+
+    def __init__(self) -> None:
+        from datasketch import MinHashLSH  # slow to import
+
+        self.shingles: list[set[tuple[str, ...]]] = []
+        self.bands = MinHashLSH(ALIKE, HASHES, weights=(ALSO_COMPARED, MISSED))
+
+    def add(self, prompt: str) -> bool:
+        """Take a prompt in, unless one that was taken in is like it. One without words is like no other, and no other like it."""
+        from datasketch import MinHash
+
+        said = words(prompt)
+        own = set(ngrams(said, min(NGRAM, max(1, len(said)))))
+        if not own:
+            return True
+        hashes = MinHash(HASHES)
+        hashes.update_batch([" ".join(shingle).encode() for shingle in own])
+        found = (self.shingles[number] for number in self.bands.query(hashes))
+        if any(len(own & other) >= ALIKE * len(own | other) for other in found):
+            return False
+        self.bands.insert(len(self.shingles), hashes)
+        self.shingles.append(own)
+        return True
 
 
 def _finish(

@@ -75,7 +75,7 @@ STORED = ReadWhen("with hidden_states.mode=offline or hybrid", lambda it: it.mod
 MADE = ReadWhen("with hidden_states.mode=hybrid", lambda it: it.mode == "hybrid")
 MADE_BY_SERVERS = ReadWhen("with hidden_states.server", lambda it: bool(it.server))
 
-AnswerRule = Literal["refused", "empty", "truncated", "looping", "off_template", "wrong_language"]
+AnswerRule = Literal["refused", "empty", "truncated", "looping", "off_template"]
 ATTENTION = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3", "ORG/KERNEL")
 AttentionImplementation = Annotated[str, one_of(lambda: ATTENTION, also=lambda name: "/" in name)]
 
@@ -155,12 +155,6 @@ class DataConfig(Section):
         ["all"],
         "drop rows that share 13 consecutive words with a prompt of these suites; "
         "all: built-in suites and those of eval and selection; []: none",
-    )
-    near_duplicates: float | None = option(
-        None,
-        "drop rows this similar to an earlier one (Jaccard index of word 5-grams), e.g. 0.8; null: keep all",
-        ge=0.5,
-        le=1,
     )
     packing: bool = option(True, "pack several documents into a row, with attention kept within each")
     loss_mask: Literal["assistant", "all"] = option("assistant", "tokens that carry loss: of the assistant, or all")

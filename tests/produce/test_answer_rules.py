@@ -12,11 +12,9 @@ from specdistill.recipe.sections import AnswerRule
 ORDINARY = "The loop adds each number to the sum, and then the function returns it to its caller."
 
 
-def candidate(
-    text: str = ORDINARY, ids: Sequence[int] = range(40, 90), context: str = ORDINARY, is_text: bool = False, **answer: Any
-) -> CheckedAnswer:
+def candidate(text: str = ORDINARY, ids: Sequence[int] = range(40, 90), is_text: bool = False, **answer: Any) -> CheckedAnswer:
     made = Answer(**{"context": [1], "token_ids": list(ids), "reason": "stop", **answer})
-    return CheckedAnswer(made, text, context, is_text, frozenset({1, 2, 3}))
+    return CheckedAnswer(made, text, is_text, frozenset({1, 2, 3}))
 
 
 def test_recipes_name_these_rules() -> None:
@@ -31,7 +29,6 @@ def test_recipes_name_these_rules() -> None:
         ("truncated", candidate(reason="length")),
         ("looping", candidate(ids=(*range(40, 80), *[7, 8, 9] * 20, 3))),
         ("off_template", candidate(ids=(40, 2, 41, 3))),
-        ("wrong_language", candidate(text="循環把每個數字加到總和然後函數把它返回給調用者這是一個答案")),
     ],
 )
 def test_a_rule_finds_what_it_is_for(rule: str, made: CheckedAnswer) -> None:
@@ -46,11 +43,8 @@ def test_a_rule_finds_what_it_is_for(rule: str, made: CheckedAnswer) -> None:
         candidate(),
         candidate(reason="length", is_text=True),  # a text is cut on purpose
         candidate(ids=(*range(40, 90), 3)),  # ends as the template does
-        candidate(text="да", context="x"),
-        candidate(text="He said: 你好, which means hello; it is the usual greeting.", context=ORDINARY),
-        candidate(
-            text="循環把每個數字加到總和然後函數把它返回給調用者", context="請解釋這個循環做什麼並且用中文回答我的問題謝謝你"
-        ),
+        candidate(text="да"),
+        candidate(text="He said: 你好, which means hello; it is the usual greeting."),
     ],
 )
 def test_ordinary_answers_are_kept(made: CheckedAnswer) -> None:

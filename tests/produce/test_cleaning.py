@@ -1,4 +1,4 @@
-"""What is filtered of sources: rows that overlap prompts of suites, as a search through every place finds, and near duplicates."""
+"""What is filtered of sources: rows that overlap prompts of suites, as a search through every place finds."""
 
 import json
 import random
@@ -11,13 +11,9 @@ from specdistill.cli import main
 from specdistill.errors import ResourceError
 from specdistill.produce.cleaning import (
     SUITE_NGRAM,
-    NearDuplicates,
-    RowPlace,
     SuiteIndex,
     cleaned,
-    jaccard,
     load_suites,
-    shingles,
 )
 from specdistill.produce.sources import load_sources
 from specdistill.recipe.sections import DataConfig
@@ -110,56 +106,13 @@ def test_all_are_the_suites_at_hand_and_those_that_are_measured(caplog: pytest.L
         load_suites(["gsm8k"], [])
 
 
-def similar_texts(count: int, generator: random.Random) -> list[str]:
-    """Every third is an earlier one with some of its words changed, up to a quarter."""
-    made: list[list[str]] = []
-    for number in range(count):
-        said = [f"word{generator.randrange(500)}" for _ in range(60)]
-        if number % 3 == 2:
-            said = list(made[generator.randrange(number)])
-            for place in generator.sample(range(60), generator.randrange(15)):
-                said[place] = "other"
-        made.append(said)
-    return [" ".join(said) for said in made]
-
-
-@pytest.mark.parametrize("threshold", [0.5, 0.8, 1.0])
-def test_nearly_all_pairs_that_are_alike_are_found_and_no_others(threshold: float) -> None:
-    rows = [{"text": text, "messages": None} for text in similar_texts(400, random.Random(0))]
-    duplicates = NearDuplicates(threshold, lambda place: rows[place[1]])
-    kept: list[set[tuple[str, ...]]] = []
-    alike = found = 0
-    for number, row in enumerate(rows):
-        own = shingles(row)
-        nearest = max((jaccard(own, other) for other in kept), default=0.0)
-        made = duplicates.original(row, (0, number))
-        if made is None:
-            kept.append(own)
-        else:
-            assert threshold <= made[0] == jaccard(own, shingles(rows[made[1][1]])) <= nearest
-        alike, found = alike + (nearest >= threshold), found + (made is not None)
-    assert alike > 5 and found >= 0.95 * alike
-
-
-def test_short_rows_conversations_and_rows_without_words() -> None:
-    said = ["Is it?", "is it", "Is this?", "Is this one?", "Is it?", "?", "!"]
-    rows = [
-        *({"text": None, **chat(words, "Yes.")} for words in said[:5]),
-        *({"text": text, "messages": None} for text in said[5:]),
-    ]
-    places: list[RowPlace] = [(0, number) for number in range(len(rows))]
-    duplicates = NearDuplicates(0.8, lambda place: rows[place[1]])
-    made = [duplicates.original(row, place) for row, place in zip(rows, places, strict=True)]
-    assert made == [None, (1.0, places[0]), None, None, (1.0, places[0]), None, None]
-
-
 PROMPTS = [f"What is the sum of {n} and {n + 1}, if every number is counted twice and {n} is odd?" for n in (3, 5, 7)]
 CHECKED = "the answer is given"
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A tiny target, twenty texts, four of which hold a prompt of suite.jsonl, and two that differ in a word of one of them."""
+    """A tiny target, twenty texts, four of which hold a prompt of suite.jsonl."""
     tiny_target_model(num_layers=1).save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     texts = [f"Text number {n} says {n * n}, and after it there is more of {n}." for n in range(14)]
@@ -201,20 +154,18 @@ def test_rows_that_overlap_what_the_draft_is_measured_on_are_filtered_and_listed
     assert without.out != counts and "filtered" not in without.err
 
 
-def test_near_duplicates_are_filtered_and_change_the_fingerprint(folder: Path) -> None:
+def test_what_is_filtered_changes_the_fingerprint(folder: Path) -> None:
     config = DataConfig(source=str(folder / "rows.jsonl"), cache_dir=str(folder / "cache"))
-    sources, suite = load_sources(config, tiny_tokenizer()), [str(folder / "suite.jsonl")]
+    sources, suite = load_sources(config, tiny_tokenizer()), str(folder / "suite.jsonl")
 
-    def made(suites: list[str], near_duplicates: float | None) -> tuple[int, str]:
-        how = {"decontaminate": suites, "near_duplicates": near_duplicates}
-        (source,), filtered = cleaned(sources, config.model_copy(update=how))
+    def made(*suites: str) -> tuple[int, str]:
+        (source,), filtered = cleaned(sources, config.model_copy(update={"decontaminate": [*suites]}))
         assert filtered.total() == 20 - len(source.rows)
         return len(source.rows), source.rows._fingerprint
 
-    found = [made(*how) for how in (([], None), (suite, None), ([], 0.8), (suite, 0.8), ([], 1.0))]
-    assert [count for count, _ in found] == [20, 16, 19, 15, 20]
-    assert len({fingerprint for _, fingerprint in found}) == 4  # nothing filtered changes nothing
-    assert made(suite, 0.8) == found[3]
+    found = [made(), made(suite)]
+    assert [count for count, _ in found] == [20, 16] and found[0][1] != found[1][1]
+    assert made(suite) == found[1]
 
 
 def test_a_source_that_is_all_prompts_cannot_be_used(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """The source `self`: prompts that the target generates from its own chat template."""
 
+import random
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from specdistill.produce import blocks
 from specdistill.produce.answer_rules import Counts
 from specdistill.produce.blocks import Answer, Block
 from specdistill.produce.prompts import BlockPlan, GenerationTask
-from specdistill.produce.self_prompts import MOST, Opening, room_for_prompts, self_prompts
+from specdistill.produce.self_prompts import ALIKE, MOST, NearDuplicates, Opening, room_for_prompts, self_prompts
 from specdistill.produce.sources import Source
 from specdistill.recipe.data_sources import SourceEntry
 from specdistill.recipe.sections import DataConfig, RegenerateConfig
@@ -214,6 +215,38 @@ def test_prompts_of_self_and_rows_of_others_and_without_their_system_messages(tm
     made = documents(config(tmp_path, source), talkative())
     assert {row["source"] for part in made for row in part} == {0, 1}
     assert not any("Sums." in prompt for prompt in asked(made))
+
+
+def similar_prompts(count: int, generator: random.Random) -> list[str]:
+    """Sixty words each; a third are an earlier one with some words changed."""
+    made: list[list[str]] = []
+    for number in range(count):
+        said = [f"word{generator.randrange(500)}" for _ in range(60)]
+        if number % 3 == 2:
+            said = list(made[generator.randrange(number)])
+            for place in generator.sample(range(60), generator.randrange(15)):
+                said[place] = "other"
+        made.append(said)
+    return [" ".join(said) for said in made]
+
+
+def test_nearly_all_prompts_that_are_alike_are_found_and_no_others() -> None:
+    near, alike, found = NearDuplicates(), 0, 0
+    kept: list[set[tuple[str, ...]]] = []
+    for prompt in similar_prompts(400, random.Random(0)):
+        said = prompt.split()
+        own = {tuple(said[place : place + 5]) for place in range(len(said) - 4)}
+        nearest = max((len(own & other) / len(own | other) for other in kept), default=0.0)
+        is_new = near.add(prompt)
+        assert is_new or nearest >= ALIKE
+        kept += [own] * is_new
+        alike, found = alike + (nearest >= ALIKE), found + (not is_new)
+    assert alike > 5 and found >= 0.95 * alike
+
+
+def test_short_prompts_and_prompts_without_words() -> None:
+    near = NearDuplicates()
+    assert [*map(near.add, ("Is it?", "is it", "Is this?", "Is this one?", "IS IT", "?", "!"))] == [1, 0, 1, 1, 0, 1, 1]
 
 
 def test_what_servers_generate_and_near_duplicates_of_other_blocks_are_filtered(

@@ -225,7 +225,7 @@ def block_of(
     words = told()
 
     def candidate(task: GenerationTask, answer: Answer) -> CheckedAnswer:
-        return CheckedAnswer(answer, words.text(answer.token_ids), "", not task.prompt.messages, words.special)
+        return CheckedAnswer(answer, words.text(answer.token_ids), not task.prompt.messages, words.special)
 
     made = BlockOutput({name: RULES[name] for name in rules}, candidate, all_tokens, lambda tokens: None)
     with AnswerFile(folder / "answers.jsonl", "plan") as known, ServerBackend(servers, words, concurrency) as backend:

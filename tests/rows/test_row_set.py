@@ -126,7 +126,7 @@ def test_a_recipe_finds_its_rows_by_what_they_depend_on(tmp_path: Path) -> None:
     assert fingerprint(replace(config, num_proc=2, force=True, rows="x", shard="0/2"), target, ()) == own
     changed = [
         fingerprint(replace(config, **{key: value}), target, ())
-        for key, value in {"seed": 1, "max_length": 64, "decontaminate": ["pico"], "near_duplicates": 0.8}.items()
+        for key, value in {"seed": 1, "max_length": 64, "decontaminate": ["pico"], "packing": False}.items()
     ]
     changed += [fingerprint(config, row_target(weights="1"), ()), fingerprint(config, row_target(template=CHATML), ())]
     (tmp_path / "rows.jsonl").write_text('{"text": "other"}\n')
