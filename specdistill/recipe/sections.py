@@ -187,9 +187,7 @@ class HiddenStatesConfig(Section):
         "filled before the first step, and target passes for rows that do not fit",
     )
     path: str | None = option(None, "folder of the store", read_when=STORED)
-    dtype: Literal["bfloat16", "float8_e4m3fn", "float32"] = option(
-        "bfloat16", "data type of the store; float8_e4m3fn has a scale per vector", read_when=STORED
-    )
+    dtype: Literal["bfloat16", "float32"] = option("bfloat16", "data type of the store", read_when=STORED)
     max_bytes: int | None = option(None, "maximum size of the store in bytes; null: unlimited", ge=1, read_when=MADE)
     shard_tokens: int = option(
         32_768, "tokens per file of the store: at most this much is repeated after a kill", ge=1, read_when=MADE

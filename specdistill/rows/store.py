@@ -6,13 +6,12 @@ A shard is a safetensors file:
     document_lengths  int32 [M]          tokens of each document, in their order
     num_documents     int32 [R]          documents of each row
     features          [(A + 1) N, D]     row after row, of each [A + 1, L, D]: the auxiliary layers, then the last hidden state
-    scales            float32 [(A + 1) N]     of float8_e4m3fn alone: each vector's, by which it is multiplied
-    checksums         int64 [R]          xxh3 of each row's bytes, features then scales
+    checksums         int64 [R]          xxh3 of the bytes of each row's features
 
 Its header says of what target, layers and dtype these are. Rows are found by their tokens, whatever the order of a data set, and a row with
 another token or another border of documents is not found. What a shard holds follows from its rows alone, not from who wrote it or when.
 
-Shapes: A auxiliary layers, D target hidden size, R rows, M documents, L tokens of a row, N of all of them, V vectors.
+Shapes: A auxiliary layers, D target hidden size, R rows, M documents, L tokens of a row, N of all of them.
 """
 
 import json
@@ -47,8 +46,6 @@ WHOLE = "a whole store: `specdistill data features` makes what is missing"
 VERSION = 1  # of the layout above
 HEADER = "specdistill"  # the one key of the header's metadata: several would be written in any order
 HEADER_BYTES = 2048  # at most: names, shapes and what the features are of
-FP8 = "float8_e4m3fn"
-LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 SHOWN = 12  # digits of a hash
 
 Bytes = NDArray[np.uint8]
@@ -79,24 +76,13 @@ class Origin:
 
     @property
     def row_dtype(self) -> torch.dtype:
-        """Of rows as they are read."""
-        return torch.bfloat16 if self.stored == FP8 else getattr(torch, self.stored)
-
-    @property
-    def vector_bytes(self) -> dict[str, int]:
-        """Bytes of a vector in each of the tensors that rows are read from."""
-        width: int = self.hidden_size * getattr(torch, self.stored).itemsize
-        return {"features": width, "scales": 4} if self.stored == FP8 else {"features": width}
+        dtype: torch.dtype = getattr(torch, self.stored)
+        return dtype
 
     @property
     def token_bytes(self) -> int:
         """Bytes of a token's features."""
-        return self.num_features * sum(self.vector_bytes.values())
-
-    def shapes(self, num_tokens: int) -> dict[str, list[int]]:
-        """Shapes of the tensors that rows are read from."""
-        count = self.num_features * num_tokens
-        return {name: [count, self.hidden_size] if name == "features" else [count] for name in self.vector_bytes}
+        return self.num_features * self.hidden_size * self.row_dtype.itemsize
 
     def header(self) -> dict[str, str]:
         return {HEADER: json.dumps({"version": VERSION, **asdict(self)}, sort_keys=True)}
@@ -138,13 +124,13 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Shard:
-    """A file that was opened. rows: its tokens; checksums: int64 [R]."""
+    """A file that was opened. rows: its tokens; checksums: int64 [R]; begin: bytes before its features."""
 
     path: Path
     origin: Origin
     rows: list[Tokens]
     checksums: NDArray[np.int64]
-    offsets: Mapping[str, int]  # bytes before a tensor
+    begin: int
 
     @classmethod
     def open(cls, path: Path, origin: Origin) -> "Shard":
@@ -155,19 +141,18 @@ class Shard:
                 ids, lengths, counts, checksums = map(
                     file.get_tensor, ("input_ids", "document_lengths", "num_documents", "checksums")
                 )
-            tensors = _tensors(path)
+            shape, begin = _place_of_features(path)
         except FileNotFoundError as error:
             raise unfit(path, "is missing") from error
-        except (SafetensorError, OSError, ValueError, TypeError) as error:
+        except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
             raise unfit(path, f"is damaged ({one_line(str(error))[:120]})") from error
-        shapes = origin.shapes(len(ids))
         adds_up = counts.sum() == len(lengths) and lengths.sum() == len(ids) and len(counts) == len(checksums)
-        if not adds_up or shapes != {name: tensors[name]["shape"] for name in shapes if name in tensors}:
+        if not adds_up or shape != [origin.num_features * len(ids), origin.hidden_size]:
             raise unfit(path, "is damaged (its rows do not add up)")
         by_row = np.split(lengths, counts.cumsum()[:-1])
         ends = np.cumsum([part.sum() for part in by_row])
         rows = [Tokens(*row) for row in zip(np.split(ids, ends[:-1]), by_row, strict=True)]
-        return cls(path, origin, rows, checksums, {name: tensors[name]["data_offsets"][0] for name in shapes})
+        return cls(path, origin, rows, checksums, begin)
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
@@ -176,49 +161,43 @@ class Shard:
 
     def expect(self, index: int) -> None:
         """Have the system fetch a row that is about to be read, along with others."""
-        for offset, count in self._places(index):
-            first = offset // mmap.PAGESIZE * mmap.PAGESIZE
-            _mapped(self.path).madvise(mmap.MADV_WILLNEED, first, offset + count - first)
+        offset, count = self._place(index)
+        first = offset // mmap.PAGESIZE * mmap.PAGESIZE
+        _mapped(self.path).madvise(mmap.MADV_WILLNEED, first, offset + count - first)
 
     def read(self, index: int, into_ATD: Tensor) -> None:
         """The features of a row, into the first L positions of a tensor [A + 1, T, D] of `origin.row_dtype`, and 0 into the others.
 
         Raises UserError where they are not what was written.
         """
-        parts, length = self.checked(index), len(self.rows[index])
-        into_ALD = into_ATD[:, :length]
+        length = len(self.rows[index])
         into_ATD[:, length:] = 0
-        if self.origin.stored == FP8:
-            vectors, scales = (torch.from_numpy(part.copy()) for part in parts)
-            vectors_ALD = vectors.view(torch.float8_e4m3fn).view(into_ALD.shape)
-            into_ALD.copy_(vectors_ALD.float() * scales.view(torch.float32).view(*into_ALD.shape[:2], 1))
-        else:
-            into = into_ALD.view(torch.uint8).numpy()
-            into[:] = parts[0].reshape(into.shape)
+        into = into_ATD[:, :length].view(torch.uint8).numpy()
+        into[:] = self.checked(index).reshape(into.shape)
 
-    def checked(self, index: int) -> list[Bytes]:
-        """The bytes of a row's features, and of its scales. Raises UserError where they are not what was written."""
-        parts = [np.frombuffer(_mapped(self.path), np.uint8, count, offset) for offset, count in self._places(index)]
-        if checksum(parts) != self.checksums[index]:
+    def checked(self, index: int) -> Bytes:
+        """The bytes of a row's features. Raises UserError where they are not what was written."""
+        offset, count = self._place(index)
+        found = np.frombuffer(_mapped(self.path), np.uint8, count, offset)
+        if checksum(found) != self.checksums[index]:
             raise unfit(self.path, f"is damaged (row {index})")
-        return parts
+        return found
 
-    def _places(self, index: int) -> list[tuple[int, int]]:
-        """(offset, number) of the bytes of a row's features, and of its scales."""
-        start, count = (self.origin.num_features * int(number) for number in (self.starts[index], len(self.rows[index])))
-        return [(self.offsets[name] + size * start, size * count) for name, size in self.origin.vector_bytes.items()]
+    def _place(self, index: int) -> tuple[int, int]:
+        """(offset, number) of the bytes of a row's features."""
+        size = self.origin.token_bytes
+        return self.begin + size * int(self.starts[index]), size * len(self.rows[index])
 
 
 def write_shard(path: Path, origin: Origin, rows: Sequence[Tokens], features: Sequence[Tensor]) -> None:
     """Write rows and their features [A + 1, L, D]: aside, to the disk, then in place. Raises OSError and SafetensorError."""
-    encoded = [_encoded(row, origin) for row in features]
-    parts = [[tensor.view(torch.uint8).numpy().reshape(-1) for tensor in row] for row in encoded]
+    vectors = [row.reshape(-1, origin.hidden_size).to(origin.row_dtype).contiguous() for row in features]  # [(A + 1) L, D] each
     tensors = {
         "input_ids": torch.from_numpy(np.concatenate([row.input_ids for row in rows])),
         "document_lengths": torch.from_numpy(np.concatenate([row.document_lengths for row in rows])),
         "num_documents": torch.tensor([len(row.document_lengths) for row in rows], dtype=torch.int32),
-        "checksums": torch.from_numpy(np.array(list(map(checksum, parts)), np.int64)),
-        **dict(zip(("features", "scales"), map(torch.cat, zip(*encoded, strict=True)), strict=False)),
+        "checksums": torch.from_numpy(np.array([checksum(row.view(torch.uint8).numpy()) for row in vectors], np.int64)),
+        "features": torch.cat(vectors),
     }
     aside = path.parent / ASIDE / path.name  # a folder of its own, in which safetensors has its own files, too
     aside.parent.mkdir(exist_ok=True)
@@ -232,21 +211,8 @@ def write_shard(path: Path, origin: Origin, rows: Sequence[Tokens], features: Se
         aside.unlink(missing_ok=True)
 
 
-def checksum(parts: Sequence[Bytes]) -> int:
-    digest = xxhash.xxh3_64()
-    for part in parts:
-        digest.update(part.data)
-    return int(np.uint64(digest.intdigest()).astype(np.int64))
-
-
-def _encoded(features: Tensor, origin: Origin) -> tuple[Tensor, ...]:
-    """Features [A + 1, L, D] as vectors [V, D], and in FP8 their scales [V]."""
-    vectors_VD = features.reshape(-1, origin.hidden_size)
-    if origin.stored != FP8:
-        return (vectors_VD.to(origin.row_dtype).contiguous(),)
-    largest_V1 = vectors_VD.abs().amax(-1, keepdim=True).float()
-    scales_V1 = largest_V1.clamp_min(1e-12) / LARGEST_FP8  # vectors of zeros, too, have a scale
-    return (vectors_VD / scales_V1).to(torch.float8_e4m3fn), scales_V1.flatten()
+def checksum(found: Bytes) -> int:
+    return int(np.uint64(xxhash.xxh3_64_intdigest(found.data)).astype(np.int64))
 
 
 def _sync(path: Path) -> None:
@@ -258,17 +224,12 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _tensors(path: Path) -> dict[str, Any]:
-    """Shape and bytes of each tensor of a safetensors file: the library does not say where they are, and cannot announce what is read."""
+def _place_of_features(path: Path) -> tuple[list[int], int]:
+    """Shape of the features, and bytes before them: the library does not say where they are, and cannot announce what is read."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
-        header = parse_json(file.read(size))
-    start = 8 + size
-    tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
-    return {
-        name: {**tensor, "data_offsets": [start + offset for offset in tensor["data_offsets"]]}
-        for name, tensor in tensors.items()
-    }
+        features = parse_json(file.read(size))["features"]
+    return features["shape"], 8 + size + features["data_offsets"][0]
 
 
 @lru_cache(maxsize=4096)

@@ -83,16 +83,13 @@ def test_processes_may_read_the_store(tmp_path: Path) -> None:
     assert history(tmp_path, target, "eagle", store, dataloader_num_workers=2) == expected
 
 
-def test_a_float32_target_is_near_in_bfloat16_and_less_near_in_float8(tmp_path: Path) -> None:
+def test_a_float32_target_is_near_in_bfloat16(tmp_path: Path) -> None:
     target = target_of(torch.float32)
     expected = torch.tensor(history(tmp_path, target, "eagle3", None)[::2])
     assert trainer(tmp_path, ROWS, target).objective.draft.aux_layers == AUX_LAYERS
-    errors = []
-    for kept in ("bfloat16", "float8_e4m3fn"):
-        store = stored(tmp_path / kept, target, AUX_LAYERS, kept)
-        losses = torch.tensor(history(tmp_path, target, "eagle3", store)[::2])
-        errors.append(float((losses / expected - 1).abs().max()))
-    assert 0 < errors[0] < 0.01 and errors[0] < errors[1] < 0.1
+    store = stored(tmp_path / "store", target, AUX_LAYERS, "bfloat16")
+    losses = torch.tensor(history(tmp_path, target, "eagle3", store)[::2])
+    assert 0 < float((losses / expected - 1).abs().max()) < 0.01
 
 
 def test_the_section_says_which_store(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -38,19 +38,7 @@ def test_rows_are_read_as_they_were_rounded_when_written(tmp_path: Path, stored:
         assert shard.rows[index].key == ROWS[index].key
 
 
-def test_float8_rounds_by_a_sixteenth_of_each_number_at_most(tmp_path: Path) -> None:
-    """Three bits behind the point, so half of 2^-3; numbers below 2^-6 of the scale, 1/448 of the largest, have fewer."""
-    of = origin("float8_e4m3fn")
-    shard = Shard.open(written(tmp_path / "shard", of), of)
-    for index, row in enumerate(ROWS):
-        exact = feature_of(row, of)
-        least = exact.abs().amax(-1, keepdim=True) / 448 * 2.0**-6
-        error = (read(shard, index).float() - exact).abs()
-        assert (error <= exact.abs() / 16 * 1.1 + least).all()
-        assert error.max() > 1e-3
-
-
-@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 def test_a_shard_is_little_more_than_its_features_and_always_the_same_bytes(tmp_path: Path, stored: str) -> None:
     of = origin(stored, hidden_size=256)
     one, other = (written(tmp_path / name, of).read_bytes() for name in ("one", "other"))
@@ -77,13 +65,12 @@ def test_a_row_is_its_tokens_and_the_borders_of_its_documents() -> None:
 def reading(path: Path, of: Origin) -> dict[bytes, bytes]:
     """The features of every row by its key, as bytes."""
     shard = Shard.open(path, of)
-    return {row.key: b"".join(part.tobytes() for part in shard.checked(index)) for index, row in enumerate(shard.rows)}
+    return {row.key: shard.checked(index).tobytes() for index, row in enumerate(shard.rows)}
 
 
-@pytest.mark.parametrize("stored", ["bfloat16", "float8_e4m3fn"])
-def test_no_damaged_byte_is_read(tmp_path: Path, stored: str) -> None:
+def test_no_damaged_byte_is_read(tmp_path: Path) -> None:
     """A row is not found by other tokens, or not read by its checksum; or nothing adds up, or the byte means nothing."""
-    of = origin(stored)
+    of = origin("bfloat16")
     whole = written(tmp_path / "whole", of).read_bytes()
     expected, damaged, num_noticed = reading(tmp_path / "whole", of), tmp_path / "damaged", 0
     places = [*range(0, 1100, 7), *range(1100, len(whole), 101), len(whole) - 1]
