@@ -183,7 +183,6 @@ def simulated_sweep(report: dict[str, Any], num_prompts: int = 24) -> dict[str, 
 def simulated_candidate(
     name: str,
     *,
-    vocabulary: float = 1.0,
     parameters: int = 410_000,
     training: dict[str, Any] | None = None,
     unexplained: int = 0,
@@ -198,7 +197,7 @@ def simulated_candidate(
         "unexplained_divergences": unexplained,
         "divergences": unexplained,
     }
-    return Measured(name, 1, 128, vocabulary, training, report, records)
+    return Measured(name, training, report, records)
 
 
 def edited(document: Any, path: Sequence[str | int], value: Any) -> Any:

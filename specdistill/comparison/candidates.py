@@ -9,11 +9,9 @@ from typing import Any
 
 from specdistill.errors import UserError, nearest
 from specdistill.methods import METHODS
-from specdistill.methods.checkpoint import read_config
-from specdistill.methods.load import implementation, locate, method_of
+from specdistill.methods.load import locate, method_of
 from specdistill.recipe.sections import LookupFirstConfig
 from specdistill.repositories import split_revision
-from specdistill.targets.files import NESTED
 
 KEY = "drafts"
 UNTRAINED = [name for name, method in METHODS.items() if not method.is_trained]  # named in place of a folder
@@ -21,16 +19,14 @@ UNTRAINED = [name for name, method in METHODS.items() if not method.is_trained] 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One draft. draft: its folder or Hub id as given; folder: of its files; num_layers, hidden_size: of its decoder, by its config.json;
-    all of these are None for a method without a draft. lookup_first: what stands in front of the draft.
+    """One draft. draft: its folder or Hub id as given; folder: of its files; both are None for a method without a draft. lookup_first: what
+    stands in front of the draft.
     """
 
     name: str
     method: str
     draft: str | None = None
     folder: Path | None = None
-    num_layers: int | None = None
-    hidden_size: int | None = None
     lookup_first: LookupFirstConfig | None = None
 
 
@@ -66,11 +62,7 @@ def find_candidates(
 def _candidate(name: str, entry: str, folder: Path | None, lookup_first: LookupFirstConfig | None) -> Candidate:
     if folder is None:
         return Candidate(name, entry)
-    method = method_of(folder, key=KEY)
-    config = read_config(folder, KEY)
-    nested = next((config[part] for part in NESTED if config.get(part)), config)
-    num_layers = implementation(method).num_layers(nested)
-    return Candidate(name, method, entry, folder, num_layers, nested.get("hidden_size"), lookup_first)
+    return Candidate(name, method_of(folder, key=KEY), entry, folder, lookup_first)
 
 
 def _locate(entry: str) -> Path:

@@ -26,7 +26,6 @@ from specdistill.statistics.records import PromptRecord
 
 MOSTLY = 2 / 3  # of the gap's logarithm: from this share on, the gap comes mostly from one part
 MIN_REASON = 0.005  # a smaller relative difference is not given as a reason, however certain it is
-FULL_COVERAGE = 0.9995  # rounds to 100 %
 
 Entry = Mapping[str, Any]
 
@@ -53,16 +52,9 @@ PARTS: dict[str, Metric] = {
 
 @dataclass(frozen=True)
 class Measured:
-    """One candidate's measurement.
-
-    num_layers, hidden_size: of the draft's decoder, None without weights. vocabulary: of the target's tokens, the share that it can
-    propose. training: its `History.summary()`, None where it is unknown.
-    """
+    """One candidate's measurement. training: its `History.summary()`, None where it is unknown."""
 
     name: str
-    num_layers: int | None
-    hidden_size: int | None
-    vocabulary: float
     training: dict[str, Any] | None
     report: dict[str, Any]
     records: Sequence[PromptRecord]
@@ -78,7 +70,6 @@ def compare(candidates: Sequence[Measured], *, seed: int = 0) -> dict[str, Any]:
     assert all(ids == prompts[0] for ids in prompts), "candidates were measured on different prompts"
     ordered = sorted(candidates, key=lambda entry: (not is_lossless(entry.report), -entry.report["results"][0]["speedup"]))
     sums = [_sums(candidate.records) for candidate in ordered]
-    frontier = pareto_frontier([candidate.report for candidate in ordered])
     differences = [None, *(_differences(own, sums[0], seed) for own in sums[1:])]
     ranking = [
         {
@@ -87,17 +78,14 @@ def compare(candidates: Sequence[Measured], *, seed: int = 0) -> dict[str, Any]:
             "speedup": candidate.report["results"][0]["speedup"],
             "lossless": is_lossless(candidate.report),
             "separable_from_best": is_separable(difference["speedup"]) if difference else None,
-            "on_pareto_frontier": on_frontier,
             "parts": {name: value(metric, own) for name, metric in PARTS.items()},
             "difference_to_best": difference,
         }
-        for rank, (candidate, own, on_frontier, difference) in enumerate(
-            zip(ordered, sums, frontier, differences, strict=True), start=1
-        )
+        for rank, (candidate, own, difference) in enumerate(zip(ordered, sums, differences, strict=True), start=1)
     ]
     listed = [{name: part for name, part in vars(candidate).items() if name != "records"} for candidate in candidates]
     return {
-        "schema_version": 2,
+        "schema_version": 3,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "specdistill_version": __version__,
         "candidates": listed,
@@ -111,19 +99,6 @@ def validate_comparison(comparison: Mapping[str, Any]) -> None:
     validate(comparison, "comparison.json", "comparison", ComparisonDocument)
     for candidate in comparison["candidates"]:
         validate(candidate["report"], f"comparison.json ({candidate['name']})", "comparison")
-
-
-def pareto_frontier(reports: Sequence[dict[str, Any]]) -> list[bool]:
-    """For each report, whether no other has both a higher acceptance length and a lower c; False where nothing was drafted."""
-    points = [
-        (report["results"][0]["mean_acceptance_length"], -report["theory"]["c"]) if "theory" in report else None
-        for report in reports
-    ]
-    drafting = [point for point in points if point]
-    return [
-        point is not None and not any(length >= point[0] and cheap >= point[1] for length, cheap in {*drafting} - {point})
-        for point in points
-    ]
 
 
 def _sums(records: Sequence[PromptRecord]) -> PromptSums:
@@ -164,16 +139,6 @@ def reasons(candidates: Sequence[Entry], ranking: Sequence[Entry]) -> Iterator[t
             completions = f"{lossless['unexplained_divergences']} of {lossless['prompts_checked']} greedy completions"
             placed = f"{entry['name']} is ranked below the lossless drafts whatever its speed"
             yield "lossless", f"{placed}: {completions} are not the target's."
-    for name, candidate in by_name.items():
-        row = candidate["report"]["results"][0]
-        covered = row.get("vocabulary_coverage", 1.0)
-        if covered < FULL_COVERAGE:
-            part = f"covers {covered:.1%} of the target's tokens; it cannot propose the others"
-            yield "coverage", f"The draft vocabulary of {name} ({candidate['vocabulary']:.1%} of the target's) {part}."
-        low, high = row.get("context_ratio_ci95", (1.0, 1.0))
-        if not low <= 1 <= high:
-            ratio = f"{percent(row['context_ratio'])} of that in short ones ({percent(low)} to {percent(high)})"
-            yield "context", f"In long contexts the acceptance length of {name} is {ratio}."
 
 
 def shown(difference: Mapping[str, Any] | None) -> float:

@@ -53,18 +53,8 @@ def measure_candidates(options: CommonOptions) -> list[Measured]:
 
     measured = []
     for one, own, proposer, history, (result, found) in zip(candidates, settings, proposers, histories, results, strict=True):
-        vocabulary, draft, plan = proposer.vocabulary, describe_draft(one.draft, one.method), MeasurementPlan(own, prompts)
+        draft, plan = describe_draft(one.draft, one.method), MeasurementPlan(own, prompts)
         report = draft_report(target, proposer, suite, [plan], [result], draft=draft, took=took, **found)
         report["digest"] = digest(report, result.records)
-        measured.append(
-            Measured(
-                name=one.name,
-                num_layers=one.num_layers,
-                hidden_size=one.hidden_size,
-                vocabulary=1.0 if vocabulary is None else len(vocabulary) / target.vocab_size,
-                training=history.summary() if history else None,
-                report=report,
-                records=result.records,
-            )
-        )
+        measured.append(Measured(one.name, history.summary() if history else None, report, result.records))
     return measured

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from specdistill.recipe.fields import AtLeastOne, NonNegative
-from specdistill.report.schema import ConfidenceInterval, Count, Document, Share, about, print_schema
+from specdistill.report.schema import ConfidenceInterval, Count, Document, about, print_schema
 
 Point = Annotated[list[float], Field(min_length=2, max_length=2)]
 
@@ -24,9 +24,6 @@ class TrainingDocument(Document):
 
 class CandidateDocument(Document):
     name: Annotated[str, about("also the folder of its own report")]
-    num_layers: Annotated[int | None, about("decoder layers of the draft; null without weights")]
-    hidden_size: Annotated[int | None, about("of the draft's decoder; null without weights")]
-    vocabulary: Annotated[Share, about("share of the target's vocabulary that the draft can propose")]
     training: Annotated[TrainingDocument | None, about("of the draft, from its run's history.json; null without one")]
     report: Annotated[dict[str, Any], about("to report.schema.json")]
 
@@ -64,18 +61,17 @@ class RankDocument(Document):
     separable_from_best: Annotated[
         bool | None, about("whether the interval of the difference in speedup excludes 0; null for the best")
     ]
-    on_pareto_frontier: Annotated[bool, about("no other candidate has a higher acceptance length and a lower c")]
     parts: PartsDocument
     difference_to_best: DifferencesDocument | None
 
 
 class ReasonDocument(Document):
-    name: Literal["fastest", "gap", "cause", "lossless", "coverage", "context"]
+    name: Literal["fastest", "gap", "cause", "lossless"]
     message: Annotated[str, about("sentences")]
 
 
 class ComparisonDocument(Document):
-    schema_version: Literal[2]
+    schema_version: Literal[3]
     created: Annotated[str, about("UTC, ISO 8601")]
     specdistill_version: Annotated[str, about("version of the package")]
     candidates: Annotated[list[CandidateDocument], Field(min_length=2, description="in the order they were given")]

@@ -64,7 +64,6 @@ class Implementation:
         config_of: config.json -> the config of a draft whose layout transformers does not know; None for any other.
         native_layers: (config.json, names of tensors as far as they are at hand, text config) of a target -> the key that says how many
             such layers it comes with, and how many; None for none.
-        num_layers: config.json, or the part of it that describes the layers -> decoder layers of a draft.
     """
 
     load_proposer: Callable[..., Proposer]
@@ -85,4 +84,3 @@ class Implementation:
     is_described: Callable[[Any, Any], bool] = lambda draft, target: False
     config_of: Callable[[Mapping[str, Any]], Any] = lambda config: None
     native_layers: Callable[[Mapping[str, Any], Set[str], Any], tuple[str, int] | None] = lambda config, names, text: None
-    num_layers: Callable[[Mapping[str, Any]], int | None] = lambda config: config.get("num_hidden_layers")

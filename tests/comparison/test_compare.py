@@ -1,4 +1,4 @@
-"""Drafts compared: ranking, frontier, parts and their paired differences, the sentences about them, and the pages."""
+"""Drafts compared: ranking, parts and their paired differences, the sentences about them, and the pages."""
 
 import copy
 import json
@@ -14,7 +14,6 @@ from specdistill.comparison.compare import (
     Measured,
     compare,
     is_separable,
-    pareto_frontier,
     reasons,
     validate_comparison,
 )
@@ -102,17 +101,6 @@ def test_an_interval_is_separable_when_it_leaves_out_zero() -> None:
     intervals = [[-0.2, -0.1], [0.1, 0.2], [-0.1, 0.1], [0.0, 0.2], None]
     assert [is_separable({"change": 0.1, "ci95": ends}) for ends in intervals] == [True, True, False, False, False]
     assert not is_separable(None)
-
-
-def test_the_frontier_is_what_nothing_beats_on_both_sides() -> None:
-    def report(length: float, cost: float) -> dict[str, Any]:
-        return {"results": [{"mean_acceptance_length": length}], "theory": {"c": cost}}
-
-    cheap, long, middle, beaten = report(2.0, 0.1), report(3.0, 0.4), report(2.5, 0.2), report(2.4, 0.3)
-    assert pareto_frontier([cheap, long, middle, beaten]) == [True, True, True, False]
-    assert pareto_frontier([cheap, cheap]) == [True, True]
-    assert pareto_frontier([cheap, report(2.0, 0.2), report(1.9, 0.1)]) == [True, False, False]
-    assert pareto_frontier([cheap, {"results": [{}]}]) == [True, False]
 
 
 # Parts and differences
@@ -252,26 +240,6 @@ def test_a_difference_that_does_not_reach_the_speed() -> None:
     differences["speedup"] = {"change": -0.02, "ci95": [-0.03, -0.01]}
     ranking[1]["separable_from_best"] = True
     assert "2.0% slower than best (−3.0% to −1.0%)" in gap() and "Neither" in gap()
-
-
-def test_a_vocabulary_that_leaves_tokens_out_is_said_so(candidates: list[Measured]) -> None:
-    pruned = simulated_candidate("pruned", vocabulary=0.25)
-    pruned.report["results"][0]["vocabulary_coverage"] = 0.913
-    printed = told([pruned], "coverage", candidates[1])
-    assert "pruned (25.0%" in printed and "91.3%" in printed
-    assert sentences(compare(candidates), "coverage") == []
-
-
-def test_less_acceptance_in_long_contexts_is_said() -> None:
-    steady, tired, unknown = drafts = [simulated_candidate(name, num_prompts=8) for name in ("steady", "tired", "unknown")]
-    steady.report["results"][0] |= {"context_ratio": 0.99, "context_ratio_ci95": [0.9, 1.1]}
-    tired.report["results"][0] |= {"context_ratio": 0.57, "context_ratio_ci95": [0.49, 0.66]}
-    for name in ("context_ratio", "context_ratio_ci95"):
-        unknown.report["results"][0].pop(name, None)
-    comparison = compare(drafts)
-    (changed,) = sentences(comparison, "context")
-    assert "tired" in changed and "57%" in changed and "(49% to 66%)" in changed
-    assert "57% of that in short ones (49% to 66%)" in to_markdown(comparison)
 
 
 # The file

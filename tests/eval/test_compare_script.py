@@ -4,7 +4,6 @@ import json
 import re
 
 import pytest
-from transformers import AutoTokenizer
 
 from specdistill.command import COMPARE, run
 from specdistill.comparison import measure
@@ -81,7 +80,6 @@ def test_a_comparison_leaves_its_pages_and_every_report(arguments, tmp_path, cap
     comparison = json.loads((out / "comparison.json").read_text())
     validate_comparison(comparison)
     assert [candidate["name"] for candidate in comparison["candidates"]] == names
-    assert [candidate["num_layers"] for candidate in comparison["candidates"]] == [1, 1, None]
     trained, *others = (candidate["training"] for candidate in comparison["candidates"])
     assert trained == {"seconds": 7.5, "steps": 4, "curve": [[2, 1.2], [4, 1.3]]}
     assert others == [None, None]
@@ -195,10 +193,6 @@ def test_a_draft_of_another_family_is_compared(arguments, tmp_path, capsys):
     assert command(*family, "heterogeneous_vocab=true") == ExitCode.DONE
     comparison = json.loads((tmp_path / "out" / "comparison.json").read_text())
     candidates = {candidate["name"]: candidate for candidate in comparison["candidates"]}
-    target = AutoTokenizer.from_pretrained("target").get_vocab()
-    both = target.keys() & AutoTokenizer.from_pretrained("foreign").get_vocab().keys()
-    assert candidates["foreign"]["vocabulary"] == len(both) / 260 < candidates["small"]["vocabulary"] == 1
-    assert [candidates[name]["hidden_size"] for name in ("foreign", "small")] == [32, 64]
     assert candidates["foreign"]["report"]["settings"]["drafting"]["heterogeneous_vocab"] is True
     assert all(entry["lossless"] for entry in comparison["ranking"])
 

@@ -112,7 +112,6 @@ METHOD = Implementation(
     is_described=lambda draft, target: "mtp" in draft.calls_itself,
     config_of=config_of,
     native_layers=native_layers,
-    num_layers=lambda config: 1,
     check_served=check_served,
     export=export,
 )

@@ -178,5 +178,4 @@ METHOD = Implementation(
         repaired=swapped,
     ),
     planned=planned,
-    num_layers=lambda config: 0,
 )
