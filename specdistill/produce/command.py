@@ -6,7 +6,7 @@ from specdistill.command import keys_of
 from specdistill.errors import ExitCode, UserError, nearest
 from specdistill.launch import LaunchOptions, run_script
 from specdistill.methods.recipe import Recipe, TrainedRecipe
-from specdistill.produce.fleet import FleetOptions, job_set, make_on_ray, slurm_script
+from specdistill.produce.fleet import FleetOptions, array_job, make_on_ray
 from specdistill.recipe.fields import Section, option
 from specdistill.recipe.load import load_own_keys, load_recipe
 from specdistill.suites.conversations import use_template
@@ -82,7 +82,7 @@ def _make_on(options: FleetOptions, recipe: TrainedRecipe, keys: list[str]) -> E
     """The shards by Ray, or what another cluster is given to make them."""
     options.check(recipe.data)
     if options.on != "ray":
-        text = (slurm_script if options.on == "slurm" else job_set)(keys, options, recipe.target, recipe.data)
+        text = array_job(keys, options, recipe.target, recipe.data)
         print(text, end="")
         result({options.on: text})
         return ExitCode.DONE

@@ -14,8 +14,11 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
+
+from jinja2 import Environment, StrictUndefined
 
 from specdistill.engines.completions import LOOPBACK
 from specdistill.errors import ResourceError, UserError
@@ -24,6 +27,7 @@ from specdistill.recipe.fields import ReadWhen, Section, option
 from specdistill.recipe.sections import DataConfig, TargetConfig
 
 REPEATS = 8  # of a shard
+TEMPLATES: dict[str | None, str] = {"slurm": "slurm.sh.j2", "kubernetes": "kubernetes.yaml.j2"}
 LOCK_SECONDS = 30.0  # a network's file system keeps the locks of a lost node for a minute or two
 ON_CLUSTER = ReadWhen("with on=…", lambda it: it.on is not None)
 ON_KUBERNETES = ReadWhen("with on=kubernetes", lambda it: it.on == "kubernetes")
@@ -102,97 +106,22 @@ def _make_shard(make: Callable[[list[str]], int], folder: str, arguments: list[s
         raise ResourceError(str(error), next_step="end the other process") from error
 
 
-def slurm_script(keys: Sequence[str], options: FleetOptions, target: TargetConfig, config: DataConfig) -> str:
-    """For `sbatch`. With `--array=3,17` on its command line it repeats shards 3 and 17."""
-    gpus = f" --gpus-per-node={options.gpus}" * bool(options.gpus)
-    shard = f'"data.shard=$SLURM_ARRAY_TASK_ID/{options.shards}"'
-    served = ""
-    if server := _server(target, config, options):
-        command, port = server
-        served = f"""{shlex.join(command)} > "vllm-$SLURM_ARRAY_JOB_ID-$SLURM_ARRAY_TASK_ID.log" 2>&1 &
-trap "kill $!" EXIT
-until curl --silent --fail http://127.0.0.1:{port}/health; do kill -0 $!; sleep 5; done
-"""
-    return f"""#!/bin/bash
-#SBATCH --job-name=specdistill-data --array=0-{options.shards - 1} --requeue
-#SBATCH --nodes=1 --ntasks=1 --cpus-per-task={options.cpus}{gpus}
-# When all tasks have ended: {shlex.join(["specdistill", "data", "merge", *keys])}
-set -euo pipefail
-cd {shlex.quote(os.getcwd())}
-{served}{shlex.join(["specdistill", "data", "make", *keys])} {shard}
-"""
+def array_job(keys: Sequence[str], options: FleetOptions, target: TargetConfig, config: DataConfig) -> str:
+    """The script for `sbatch`, which repeats shards 3 and 17 with `--array=3,17` on its command line, or the manifest for `kubectl apply`.
 
-
-JOB_SET = """\
-# The volume claim specdistill holds what the recipe and its keys name, and data.cache_dir: paths in /work, which every pod mounts.
-apiVersion: jobset.x-k8s.io/v1alpha2
-kind: JobSet
-metadata: {{name: specdistill-data}}
-spec:
-  replicatedJobs:
-    - name: make
-      template:
-        spec:
-          completionMode: Indexed
-          completions: {count}
-          parallelism: {count}
-          backoffLimitPerIndex: {repeats}
-          template:
-            spec:
-              restartPolicy: Never{server}
-              containers:
-                - name: make
-                  command: {make}
-                  resources: {{requests: {{cpu: {cpus}}}{gpus}}}
-                  {container}
-              {volumes}
-    - name: merge
-      dependsOn: [{{name: make, status: Complete}}]
-      template:
-        spec:
-          template:
-            spec:
-              restartPolicy: Never
-              containers:
-                - name: merge
-                  command: {merge}
-                  {container}
-              {volumes}
-"""
-SIDECAR = """
-              initContainers:
-                - name: server
-                  image: vllm/vllm-openai:v0.32.0
-                  restartPolicy: Always
-                  command: {command}
-                  startupProbe: {{httpGet: {{path: /health, port: {port}}}, periodSeconds: 10, failureThreshold: 360}}
-                  resources: {{{gpus}}}
-                  {mounts}"""
-
-
-def job_set(keys: Sequence[str], options: FleetOptions, target: TargetConfig, config: DataConfig) -> str:
-    """For `kubectl apply`: a server of this node's starts before the shard, and ends after it."""
-    mounts = (
-        "workingDir: /work\n" + 18 * " " + "volumeMounts: [{name: work, mountPath: /work}, {name: memory, mountPath: /dev/shm}]"
-    )
-    cache = "env: [{name: HF_HOME, value: /work/.cache/huggingface}]"
-    gpus, served = f"limits: {{nvidia.com/gpu: {options.gpus}}}" * bool(options.gpus), ""
-    if server := _server(target, config, options):
-        command, port = server
-        served, gpus = (
-            SIDECAR.format(command=json.dumps(command), port=port, gpus=gpus, mounts=f"{mounts}\n{18 * ' '}{cache}"),
-            "",
-        )
-    return JOB_SET.format(
-        count=options.shards,
+    A server of a node's own starts before the shard, and ends after it.
+    """
+    quoted, shard = (shlex.join, []) if options.on == "slurm" else (json.dumps, [f"data.shard=auto/{options.shards}"])
+    command, port = _server(target, config, options) or ([], 0)
+    templates = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
+    return templates.from_string(Path(__file__).with_name(TEMPLATES[options.on]).read_text(encoding="utf-8")).render(
+        options=options,
         repeats=REPEATS,
-        cpus=options.cpus,
-        gpus=gpus and f", {gpus}",
-        server=served,
-        make=json.dumps(["specdistill", "data", "make", *keys, f"data.shard=auto/{options.shards}"]),
-        merge=json.dumps(["specdistill", "data", "merge", *keys]),
-        container=f"image: {options.image}\n{18 * ' '}{mounts}\n{18 * ' '}{cache}",
-        volumes="volumes: [{name: work, persistentVolumeClaim: {claimName: specdistill}}, {name: memory, emptyDir: {medium: Memory}}]",
+        folder=shlex.quote(os.getcwd()),
+        server=command and quoted(command),
+        port=port,
+        make=quoted(["specdistill", "data", "make", *keys, *shard]),
+        merge=quoted(["specdistill", "data", "merge", *keys]),
     )
 
 
@@ -204,12 +133,5 @@ def _server(target: TargetConfig, config: DataConfig, options: FleetOptions) -> 
     words = {"--revision": target.revision, "--tensor-parallel-size": options.gpus if options.gpus > 1 else None}
     given = [word for name, value in words.items() if value is not None for word in (name, str(value))]
     port = address.port or 80
-    return [
-        "vllm",
-        "serve",
-        target.model,
-        "--port",
-        str(port),
-        *given,
-        *["--trust-remote-code"] * target.trust_remote_code,
-    ], port
+    trust = ["--trust-remote-code"] * target.trust_remote_code
+    return ["vllm", "serve", target.model, "--port", str(port), *given, *trust], port
