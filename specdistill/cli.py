@@ -123,10 +123,10 @@ def compare(arguments: list[str]) -> int:
 
 
 def table(arguments: list[str]) -> int:
-    """print the numbers of reports as a table: markdown, csv or latex
+    """print the numbers of reports as a table in Markdown
 
-    specdistill table runs/mine/report runs/other/report format=latex
-    specdistill table runs/comparison format=csv"""
+    specdistill table runs/mine/report runs/other/report
+    specdistill table runs/comparison --json"""
     from specdistill.report.command import print_table  # here, and not above, because it imports scipy
 
     return print_table(keys_of(arguments))

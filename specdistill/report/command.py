@@ -1,11 +1,9 @@
-"""`specdistill table`: a row for each report, for a paper, a spreadsheet or a page."""
+"""`specdistill table`: a row for each report, for a page; with `--json` its numbers."""
 
-import csv
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from specdistill.errors import ExitCode, UserError
 from specdistill.recipe.fields import Section, option
@@ -16,13 +14,10 @@ from specdistill.report.text import plain, table
 from specdistill.terminal import result
 
 HEAD = ("method", "draft", "target", "suite", "K", "acceptance length", "speedup", "lossless", "verdict")
-NAMED = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "×": r"$\times$", "–": "--"}
-LATEX = str.maketrans({**{letter: f"\\{letter}" for letter in "&%$#_{}"}, **NAMED})
 
 
 class TableOptions(Section):
     reports: list[str] = option(..., "report.json files or their folders, or folders of these; also without reports=")
-    format: Literal["markdown", "csv", "latex"] = option("markdown", "csv: numbers and bounds in columns; latex: for booktabs")
 
 
 def print_table(given: Sequence[str]) -> int:
@@ -30,16 +25,8 @@ def print_table(given: Sequence[str]) -> int:
     keys = [argument for argument in given if "=" in argument or argument[0] == "-"]
     options = load_recipe(TableOptions, [*keys, *([f"reports={json.dumps(places)}"] if places else [])])
     reports = [read_document(path, "reports") for place in options.reports for path in _reports(Path(place))]
-    rows, shown = [*map(_numbers, reports)], [*map(_cells, reports)]
-    if options.format == "csv":
-        csv.writer(sys.stdout, lineterminator="\n").writerows([rows[0], *(row.values() for row in rows)])
-    elif options.format == "markdown":
-        print(table(HEAD, ([plain(cell) for cell in cells] for cells in shown)))
-    else:
-        lines = [" & ".join(cell.translate(LATEX) for cell in cells) + r" \\" for cells in shown]
-        head = rf"{' & '.join(HEAD)} \\"
-        print(r"\begin{tabular}{llllrllll}", r"\toprule", head, r"\midrule", *lines, r"\bottomrule", r"\end{tabular}", sep="\n")
-    result(rows)
+    print(table(HEAD, ([plain(cell) for cell in _cells(report)] for report in reports)))
+    result([*map(_numbers, reports)])
     return ExitCode.DONE
 
 
