@@ -23,7 +23,6 @@ from specdistill.project import PICO
 
 # httpx's base class, under the name of the release that huggingface_hub stands on.
 HTTP_ERROR: type[BaseException] = HfHubHTTPError.__bases__[0]
-NAMES_SHOWN = 6
 
 
 def resolve(model: str, key: str = "target.model") -> str:
@@ -66,11 +65,11 @@ def hub_errors(key: str, name: str, *, expected: str) -> Iterator[None]:
 def _not_fetched(error: BaseException, key: str, name: str, expected: str) -> UserError | ResourceError:
     if Path(name).is_dir():
         return UserError(key, got=f"{name}, which lacks files", expected=expected)
-    reason, next_step = _reason(error, *split_revision(name))
+    reason, next_step = _reason(error, split_revision(name)[0])
     return ResourceError(f"{key}: {name} is no folder here, and {reason}", next_step=next_step)
 
 
-def _reason(error: BaseException, repository: str, revision: str | None) -> tuple[str, str]:
+def _reason(error: BaseException, repository: str) -> tuple[str, str]:
     """Why the Hub did not give a repository, and what to do about it: told by the error, or by the one behind it."""
     chain = [error]
     while behind := chain[-1].__cause__ or chain[-1].__context__:
@@ -83,24 +82,12 @@ def _reason(error: BaseException, repository: str, revision: str | None) -> tupl
             reason = f"{constants.ENDPOINT} has no such repository, or it is private"
             return reason, f"check the name; if it is private, {login}"
         if isinstance(each, RevisionNotFoundError):
-            return f"could not be fetched from the Hub: {repository} has no such revision", _revisions(repository, revision)
+            return f"could not be fetched from the Hub: {repository} has no such revision", "check its name"
     if constants.HF_HUB_OFFLINE or any(isinstance(each, HTTP_ERROR) and not isinstance(each, HfHubHTTPError) for each in chain):
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "offline?"
         return f"{constants.ENDPOINT} cannot be reached to look it up ({why})", "check the network, or name a folder"
     message = next(iter(str(error).splitlines()), "") or type(error).__name__
     return f"could not be fetched from the Hub ({message})", "check the path or the id, HF_TOKEN and the network"
-
-
-def _revisions(repository: str, revision: str | None) -> str:
-    """The names that a repository has instead, the nearest first."""
-    try:
-        refs = HfApi().list_repo_refs(repository)
-    except (HTTP_ERROR, OfflineModeIsEnabled):
-        return "check its name"
-    names = [ref.name for ref in (*refs.tags, *refs.branches)]
-    close = nearest(revision or "", names)
-    hint = f"did you mean {close}? " if close else ""
-    return f"{hint}it has {', '.join(names[:NAMES_SHOWN])}{', …' * (len(names) > NAMES_SHOWN)}"
 
 
 def _is_of_cache(error: OSError) -> bool:

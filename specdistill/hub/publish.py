@@ -15,7 +15,7 @@ from specdistill.engines import ENGINES
 from specdistill.engines.engine import Engine, Served, Serving
 from specdistill.engines.llama_cpp import GGUF
 from specdistill.engines.loader import check_loader, loader_of
-from specdistill.errors import ResourceError, UserError, logger
+from specdistill.errors import UserError, logger
 from specdistill.export import as_measured, check_exports, export, measured_lookup
 from specdistill.files.documents import read_json, read_keys
 from specdistill.files.folders import new_folder
@@ -83,22 +83,16 @@ def publish_run(options: PublishOptions) -> Publication:
     recipe = load_recipe(Recipe, [f"recipe={run / RECIPE}", *RUNS_NOTHING])
     config = recipe.publish.model_copy(update=given)
     name = check_names(config.repo, tag)
-    try:
-        if not options.dry_run:
-            with hub_failures(name):
-                HfApi().whoami()
-        there, is_reached = Repository.read(name), True
-    except ResourceError as error:
-        if not options.dry_run:
-            raise
-        logger.warning(f"{error}. Previewed as the first release of a new repository.")
-        there, is_reached = Repository(name), False
+    if not options.dry_run:
+        with hub_failures(name):
+            HfApi().whoami()
+    there = Repository.read(name)
     there.check_visible(config.private)
     if known := next((it for it in ([tag] if tag else there.tags) if is_released(run, there.at(it))), None):
         return Publication(name, known, (), commit=there.tags[known])
     if tag in there.tags:
         raise UserError("tag", got=f"{tag}, which is another release of {name}", expected=f"a new one, e.g. {there.next_tag}")
-    tag, last = tag or there.next_tag, last_release(there, options.baseline) if is_reached else None
+    tag, last = tag or there.next_tag, last_release(there, options.baseline)
     release = read_release(run, recipe, last.evidence if last else None)
     target, base_model = find_target(release, config.base_model)
     if base_model == name:
