@@ -24,7 +24,6 @@ from specdistill.project import SUITES
 from specdistill.recipe.fields import default_of
 from specdistill.report import phrases, tables
 from specdistill.report.text import cells, measured, plain, table
-from specdistill.statistics.records import ALL
 from specdistill.targets.identity import TargetIdentity
 from specdistill.training.history import History
 
@@ -68,7 +67,8 @@ def model_card(of: CardContents, serving: Sequence[tuple[str, str]]) -> ModelCar
     Everything from outside is escaped; names of repositories and tags are checked by the Hub's own rules before.
     """
     release, report = of.release, of.release.report
-    numbers = tables.by_category(report)
+    numbers, lookup = tables.by_category(report), measured_lookup(report["settings"])
+    engines = [ENGINES[name] for name in METHODS[release.method].serving() if ENGINES[name].serve_command]
     numbers_of_all = measured({name: part for name, part in report.items() if name != "baseline"})
     card: ModelCard = ModelCard.from_template(
         metadata(of),
@@ -76,9 +76,10 @@ def model_card(of: CardContents, serving: Sequence[tuple[str, str]]) -> ModelCar
         of=of,
         report=report,
         phrases=phrases,
+        tables=tables,
         plain=plain,
+        endpoint=constants.ENDPOINT,
         overridden=[refusal.replace(f"{release.run}/", "") for refusal in of.overridden],  # a folder of one machine
-        target=_target(of),
         summary=METHODS[release.method].summary,
         terms=list(dict.fromkeys(part.terms for part in of.parts if part.terms)),
         version=__version__,
@@ -87,8 +88,7 @@ def model_card(of: CardContents, serving: Sequence[tuple[str, str]]) -> ModelCar
         serving=serving,
         placeholders=_placeholders(of),
         measured=re.sub("^#", "##", numbers_of_all, flags=re.MULTILINE),  # below the heading of a section
-        limits=list(_limits(release)),
-        training=list(_training(of)),
+        front=of_lookup(engines, lookup, report["settings"]["num_speculative_tokens"]) if lookup else "",
         parts=table(("", "what", "licence"), ((part.what, plain(part.name), plain(part.shown)) for part in of.parts)),
         identity=_identity(release.made_for),
         again=measured_again(of),
@@ -182,13 +182,6 @@ def _results(of: CardContents) -> Iterator[EvalResult]:
             )
 
 
-def _target(of: CardContents) -> str:
-    if of.base_model:
-        return f"[{of.base_model}]({constants.ENDPOINT}/{of.base_model})"
-    is_pico = of.release.made_for.name_or_path == "pico"
-    return "pico, the target that ships with specdistill" if is_pico else "a target of the publisher's"
-
-
 def _placeholders(of: CardContents) -> str:
     """What the capital words in commands stand for; empty where there are none."""
     report, is_pico = of.release.report, of.release.made_for.name_or_path == "pico"
@@ -204,42 +197,6 @@ def _placeholders(of: CardContents) -> str:
     return " ".join(filter(None, [target, suite, gguf]))
 
 
-def _limits(release: Release) -> Iterator[str]:
-    """What the numbers are about; outside of it nothing is known."""
-    report, rows = release.report, release.report["results"]
-    lengths = [record.num_prompt_tokens for record in release.records]
-    most = report["settings"]["max_new_tokens"]
-    yield f"Contexts: prompts of {min(lengths):,} to {max(lengths):,} tokens, and {most:,} tokens generated at most."
-    temperatures = ", ".join(f"{value:g}" for value in sorted({row["temperature"] for row in rows}))
-    sizes = ", ".join(map(str, sorted({row["batch_size"] for row in rows})))
-    yield f"Temperatures: {temperatures} (0 is greedy). Prompts at once: {sizes}. Speed at other loads differs, and may be a loss."
-    suite, categories = report["suite"], [phrases.row_name(row) for row in tables.main_rows(report) if row["category"] != ALL]
-    kinds = f", in the categories {', '.join(map(plain, categories))}" if categories else ""
-    yield (
-        f"Languages and subjects: those of the suite {plain(suite['name'])} ({plain(suite['source'])}; licence "
-        f"{plain(suite['licence'])}){kinds}; others were not measured."
-    )
-    if lookup := phrases.lookup_first(report["settings"]):
-        k = report["settings"]["num_speculative_tokens"]
-        engines = [ENGINES[name] for name in METHODS[release.method].serving() if ENGINES[name].serve_command]
-        yield f"Measured behind a lookup: {plain(lookup)}. {of_lookup(engines, measured_lookup(report['settings']), k)}"
-    yield from map(plain, release.notes)
-    dtype = report["target"].get("dtype")
-    yield plain(f"Hardware: {report['hardware']['name']}{f', with the target in {dtype}' if dtype else ''}.")
-
-
-def _training(of: CardContents) -> Iterator[str]:
-    recipe, provenance, history = of.release.recipe, of.release.provenance, of.history
-    yield "[recipe.yaml](recipe.yaml) holds every setting, [provenance.json](provenance.json) versions, commit, command and data."
-    data, rows = getattr(recipe, "data", None), provenance.get("rows")
-    if data and rows:
-        yield f"Data: {rows:,} packed rows of {data.max_length:,} tokens."
-    if history:
-        resumed = "in a time that is not known, as it was resumed"
-        time = resumed if history.seconds is None else f"in {phrases.duration(history.seconds)}"
-        yield f"Training: {history.steps:,} steps {time}."
-
-
 def _identity(target: TargetIdentity) -> str:
     rows = {
         "name": Path(target.name_or_path).name if Path(target.name_or_path).is_absolute() else target.name_or_path,
@@ -248,10 +205,8 @@ def _identity(target: TargetIdentity) -> str:
         "sha256 of its weights' sha256": target.weights,
         "sha256 of its tokenizer's sha256": target.tokenizer,
     }
-    shown = table(
-        ("", ""), ((name, f"`{plain(value)}`" if "sha256" in name else plain(value)) for name, value in rows.items() if value)
-    )
-    return f"{shown}\n\n`specdistill` refuses to decode with it for a target with other hashes."
+    shown = ((name, f"`{plain(value)}`" if "sha256" in name else plain(value)) for name, value in rows.items() if value)
+    return table(("", ""), shown)
 
 
 def _is_named_suite(report: Mapping[str, Any]) -> bool:
