@@ -4,7 +4,7 @@ Prompts are found by word n-grams as in GPT-3 (arXiv 2005.14165, appendix C): a 
 Words are compared in lower case and without punctuation; a character of a script that is written without spaces is a word. A prompt of
 fewer words overlaps a text or turn that holds all of it, one of fewer than five only one that says nothing else.
 
-What is filtered is found once, listed in a file, and counted in a table.
+What is filtered is found once, and listed in a file.
 """
 
 import json
@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any
 
 from datasets.fingerprint import Hasher
-from rich.table import Table
 
 from specdistill.errors import ResourceError, UserError, logger
 from specdistill.files.documents import read_json
@@ -26,13 +25,11 @@ from specdistill.project import SUITES
 from specdistill.recipe.sections import DataConfig
 from specdistill.rows.files import cache_folder, is_first_here, on_disk, quiet
 from specdistill.suites.suite import Suite, check_suite, load_suite
-from specdistill.terminal import Console
 
 VERSION = 1  # of the rules below: raise it when equal rows are filtered differently
 SUITE_NGRAM, SHORT = 13, 5
 SPACELESS = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"  # Thai to Chinese
 WORD = re.compile(rf"[{SPACELESS}]|[^\W{SPACELESS}]+")
-MOST_LINES = 20  # of the table
 
 WordTuple = tuple[str, ...]
 
@@ -133,7 +130,9 @@ def cleaned(
             aside.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
             os.replace(aside, path)
         if found:
-            Console(stderr=True).print(table(found, num_rows), f"listed in {path}", sep="\n")
+            of = Counter(row["of"].partition(":")[0] for row in found).most_common()
+            holds = ", ".join(f"{count:,} with prompts of {suite}" for suite, count in of)
+            logger.info(f"{len(found):,} of {num_rows:,} rows are filtered ({holds}), listed in {path}")
     found = read_json(path)
     gone = {(row["source"], row["row"]) for row in found}
     kept = [[row for row in range(len(source.rows)) if (number, row) not in gone] for number, source in enumerate(sources)]
@@ -144,7 +143,7 @@ def cleaned(
         return [
             source if len(rows) == len(source.rows) else replace(source, rows=source.rows.select(rows).flatten_indices())
             for source, rows in zip(sources, kept, strict=True)
-        ], Counter(row["rule"] for row in found)
+        ], +Counter(contaminated=len(found))
 
 
 def overlaps(sources: Sequence[Source], suites: Sequence[Suite]) -> Iterator[dict[str, Any]]:
@@ -155,19 +154,5 @@ def overlaps(sources: Sequence[Source], suites: Sequence[Suite]) -> Iterator[dic
             for position, row in enumerate(source.rows):
                 if overlap := index.overlap(row):
                     of, shared = overlap
-                    yield {"source": number, "row": position, "rule": "contaminated", "of": of, "shared": shared}
+                    yield {"source": number, "row": position, "of": of, "shared": shared}
                 advance()
-
-
-def table(found: Sequence[Mapping[str, Any]], num_rows: int) -> Table:
-    """The prompts that most rows overlap, of `num_rows` in all."""
-    drawn = Table("filtered", "of", "rows", title=f"{len(found):,} of {num_rows:,} rows are filtered")
-    drawn.add_column("example", max_width=40)
-    examples = {row["of"]: row for row in reversed(found)}
-    counts = Counter(row["of"] for row in found).most_common()
-    for of, count in counts[:MOST_LINES]:
-        row = examples[of]
-        drawn.add_row("contaminated", of, f"{count:,}", f"row {row['row']}: {row['shared']}"[:80])
-    if rest := counts[MOST_LINES:]:
-        drawn.add_row("contaminated", f"{len(rest):,} prompts more", f"{sum(count for _, count in rest):,}", "")
-    return drawn
