@@ -26,10 +26,9 @@ from specdistill.monitor.command import monitor
 from specdistill.next_step import next_step
 from specdistill.planning.command import plan
 from specdistill.produce.command import data
-from specdistill.project import PICO
 from specdistill.recipe.fields import Section
 from specdistill.recipe.load import load_own_keys, load_recipe, merged
-from specdistill.terminal import JSON, QUIET, result
+from specdistill.terminal import JSON, result
 
 DEMO_RECIPE, DEMO_FOLDER = "pico/eagle3", "runs/demo"
 
@@ -154,15 +153,6 @@ def demo(arguments: list[str]) -> int:
     return ExitCode.DONE
 
 
-def path(arguments: list[str]) -> int:
-    """print the folder of pico, the bundled target: specdistill path pico"""
-    if [argument for argument in arguments if argument not in (JSON, QUIET)] != [PICO.name]:
-        raise UserError("specdistill path", got=" ".join(arguments) or "nothing", expected=PICO.name)
-    print(PICO)
-    result({"path": PICO})
-    return ExitCode.DONE
-
-
 class Verb(NamedTuple):
     """Of the docstring of `run`, the first line says what the verb does, the others are examples.
 
@@ -216,5 +206,4 @@ VERBS = {
     "table": Verb(table, "report.command:TableOptions"),
     "publish": Verb(publish, "hub.command:PublishOptions"),
     "monitor": Verb(monitor, "monitor.command:MonitorOptions"),
-    "path": Verb(path),
 }

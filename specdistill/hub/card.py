@@ -185,8 +185,12 @@ def _results(of: CardContents) -> Iterator[EvalResult]:
 def _placeholders(of: CardContents) -> str:
     """What the capital words in commands stand for; empty where there are none."""
     report, is_pico = of.release.report, of.release.made_for.name_or_path == "pico"
-    folder = "the folder that `specdistill path pico` prints" if is_pico else "a folder with the target"
-    target = "" if of.base_model else f"`TARGET` stands for {folder}, whose hashes are below."
+    pico = "the folder that `python -c 'from specdistill.project import PICO; print(PICO)'` prints"
+    target = (
+        ""
+        if of.base_model
+        else f"`TARGET` stands for {pico if is_pico else 'a folder with the target'}, whose hashes are below."
+    )
     name, sha256 = (plain(report["suite"][key]) for key in ("name", "sha256"))
     suite = "" if _is_named_suite(report) else f"`SUITE` stands for the file of the suite {name}, with sha256 `{sha256}`."
     files = " and ".join(f"`{file}`" for file in _gguf_files(of).values())

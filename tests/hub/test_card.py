@@ -156,4 +156,4 @@ def test_a_target_that_is_on_no_hub(published: CardContents) -> None:
     assert card.data.base_model is None and card.data.get("base_model_relation") is None
     assert "/home/me" not in str(card) and "| name | mine |" in card.text and "target=TARGET" in card.text
     pico = model_card(of_target(here, name_or_path="pico")).text
-    assert "`specdistill path pico`" in pico and "target=pico" in pico
+    assert "import PICO" in pico and "target=pico" in pico
