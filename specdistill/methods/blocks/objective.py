@@ -96,18 +96,14 @@ class BlockObjective(nn.Module):
     def forward(
         self,
         input_ids: Tensor,
-        loss_mask: Tensor,
-        document_ids: Tensor,
         position_ids: Tensor,
-        loss_positions: Tensor,
-        cumulative_lengths: Tensor,
-        longest: int,
         anchors: Tensor,
         has_loss: Tensor,
         spans: list[tuple[int, int, int, int]],
         features: Features,
         soft_targets: SoftTargets,
         measure: bool = False,
+        **unread: Any,  # the batch's other columns
     ) -> tuple[Tensor, StepSums]:
         """The loss summed over the blocks of packed rows [B, T] (see specdistill.rows.packing), and the sums of each drafted position.
 

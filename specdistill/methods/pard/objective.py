@@ -73,16 +73,13 @@ class ParallelDistillation(Distillation):
     def forward(  # type: ignore[override] # rows have masks
         self,
         input_ids: Tensor,
-        loss_mask: Tensor,
-        document_ids: Tensor,
         position_ids: Tensor,
         loss_positions: Tensor,
-        cumulative_lengths: Tensor,
-        longest: int,
         mask_columns: Tensor,
         mask_numbers: Tensor,
         soft_targets: SoftTargets | None,
         measure: bool = False,
+        **unread: Any,  # the batch's other columns
     ) -> tuple[Tensor, StepSums]:
         """The loss summed over the predicted tokens of packed rows [B, T] (see specdistill.rows.packing), and the sums of each drafted
         position. measure: also fill the metrics that cost time.
