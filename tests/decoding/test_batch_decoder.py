@@ -82,9 +82,8 @@ def test_greedy_text_of_each_row_is_its_text_alone(target: FrozenTarget, plain: 
 @pytest.mark.parametrize(
     "name",
     [
-        "draft_model, threshold",
-        "draft_model, window",
-        "pard, window",
+        "draft_model",
+        "pard",
         "eagle3, window",
         "ngram",
         "ngram+eagle3",
@@ -111,7 +110,7 @@ TREES: list[tuple[str, TreeShape | None]] = [
     ("dspark, rnn", STATIC),
     ("dflash", DYNAMIC),
     ("draft_model", DYNAMIC),
-    ("pard, window", STATIC),
+    ("pard", STATIC),
     ("draft_model, of transformers", DYNAMIC),
     ("draft_model, other vocabulary", STATIC),
     ("ngram+tree of eagle3", None),  # the lookup's chains beside it
@@ -166,7 +165,7 @@ def test_near_ties_are_broken_as_for_one_text(name: str, monkeypatch: Any) -> No
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "eagle3", "eagle3, pruned", "draft_model, threshold", "draft_model, shared half", "ngram", "ngram+eagle3"]
+    "name", ["plain", "eagle3", "eagle3, pruned", "draft_model", "draft_model, shared half", "ngram", "ngram+eagle3"]
 )
 def test_sampled_text_is_the_rows_own_whatever_stands_beside_it(target: FrozenTarget, name: str) -> None:
     """The same generator gives the same text: alone, and in two batches with other neighbours."""

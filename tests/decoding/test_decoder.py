@@ -32,7 +32,7 @@ NAMES = (
     "dspark",
     "dspark, rnn",
     "pard",
-    "pard, of transformers, threshold",
+    "pard, of transformers",
     "ngram",
     "ngram+eagle3",
     "online eagle3",
