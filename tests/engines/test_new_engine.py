@@ -37,7 +37,7 @@ TOY = Engine(
 )
 TOY_EAGLE3 = Serving(
     "eagle3",
-    Layout(lambda export: head_config(export, architecture="Toy"), (SEVERAL_LAYERS,)),
+    Layout(lambda export: head_config(export) | {"architectures": ["Toy"]}, (SEVERAL_LAYERS,)),
     (
         Loader(
             architectures=frozenset({"Toy"}),
