@@ -100,10 +100,6 @@ SOURCES = {
         f"{GITHUB}/yizhongw/self-instruct/0b26ccaa415992100fa32df62d41b994cf928e23/data/seed_tasks.jsonl",
         "7779004fa198fdf27cf70a159363879d8a26c53329e11b436af17b3941875f48",
     ),
-    "glaive_toolcall_demo.json": Source(
-        f"{GITHUB}/hiyouga/LLaMA-Factory/ff6d4d1/data/glaive_toolcall_en_demo.json",
-        "8b84773e44e71881f32490080350734cad3069dc227eafd771ccfb80732f6437",
-    ),
     "gsm8k_train.jsonl": Source(
         f"{GITHUB}/openai/grade-school-math/3101c7d5072418e28b9008a6636bde82a006892c/grade_school_math/data/train.jsonl",
         "17f347dc51477c50d4efb83959dbb7c56297aba886e5544ee2aaed3024813465",
