@@ -30,9 +30,9 @@ PAGE = ROOT / "docs" / "decoding.md"
 K, NEW_TOKENS, NUM_PROMPTS = 4, 96, 16
 LENGTHS = (256, 2048, 8192)
 PARTS = {
-    "_propose": f"draft: {K} steps of the head",
+    "propose": f"draft: {K} steps of the head",
     "read": "target: one pass over the proposal",
-    "_verify": "verify: best tokens, near-ties",
+    "verify": "verify: best tokens, near-ties",
     "rest": "rest: trim the cache, hand features back",
     "round": "the round",
 }
@@ -51,8 +51,8 @@ class TimedDecoder(Decoder):
         super().__init__(*arguments, **options)
         self.rounds: Rounds = []
         self.spent: dict[str, float] = {}
-        for part in ("_propose", "_verify"):
-            setattr(self, part, self._timed(part, getattr(self, part)))
+        for part, owner in (("propose", self.proposer), ("verify", self)):
+            setattr(owner, part, self._timed(part, getattr(owner, part)))
 
     def _timed(self, part: str, work: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any, **options: Any) -> Any:

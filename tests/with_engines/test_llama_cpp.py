@@ -39,6 +39,16 @@ Files = Callable[[str], tuple[Path, Path]]
 class AsLlamaServer(Decoder):
     """Drops of a draft what reaches past the last token but one of a completion."""
 
+    def __init__(self, target: FrozenTarget, proposer: Any) -> None:
+        propose = proposer.propose
+
+        def propose_up_to_the_end(state: DecodingState, *others: Any) -> list[Proposal]:
+            proposals = zip(propose(state, *others), state.token_ids, strict=True)
+            return [Proposal(proposal.tokens[: self.limit - len(text) - 1]) for proposal, text in proposals]
+
+        proposer.propose = propose_up_to_the_end
+        super().__init__(target, proposer)
+
     def count(self, prompt: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, int, tuple[int, ...]]]:
         """The completion, and its drafts, draft tokens and accepted tokens of each position."""
         self.limit = len(prompt) + NEW_TOKENS
@@ -46,10 +56,6 @@ class AsLlamaServer(Decoder):
         drafts = [entry for entry in generation.rounds if entry.drafted]
         reached = tuple(sum(entry.num_accepted > position for entry in drafts) for position in range(K))
         return generation.token_ids, (len(drafts), sum(len(entry.drafted) for entry in drafts), reached)
-
-    def _propose(self, state: DecodingState, ahead: Any, *others: Any) -> Proposal:
-        room = self.limit - len(state.token_ids) - 1
-        return Proposal(super()._propose(state, ahead, *others).tokens[:room])
 
 
 @pytest.fixture(scope="session")
