@@ -52,7 +52,8 @@ class TimedDecoder(Decoder):
         self.rounds: Rounds = []
         self.spent: dict[str, float] = {}
         for part, owner in (("propose", self.proposer), ("verify", self)):
-            setattr(owner, part, self._timed(part, getattr(owner, part)))
+            if owner is not None:
+                setattr(owner, part, self._timed(part, getattr(owner, part)))
 
     def _timed(self, part: str, work: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any, **options: Any) -> Any:
