@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from specdistill.decoding import verify
-from specdistill.decoding.proposer import DecodingState, Proposal, Proposer, TreeProposer
+from specdistill.decoding.proposer import DecodingState, Proposal, Proposer, TreeProposer, reader_of
 from specdistill.decoding.readers import CachedTarget, CompiledTarget, SequenceReader, cache_size
 from specdistill.decoding.sampling import GREEDY, Generators, Random, Sampling, uniforms
 from specdistill.decoding.transformers_models import check_reads_trees, padded
@@ -137,6 +137,9 @@ class Decoder:
         self.proposer = proposer
         self.rule = rule
         self.compiled = compiled
+        self._shared = reader_of(proposer)
+        if compiled and self._shared:
+            raise UserError("eval.compile", got="true with a draft that runs layers of the target", expected="false")
         self.aux_layers = proposer.aux_layers if proposer else ()
         self._reads_trees = False
         self._compiled_targets: dict[tuple[int, int], CompiledTarget] = {}  # by tokens of a pass and positions of the KV cache
@@ -179,7 +182,7 @@ class Decoder:
     def _reader(self, limit: int, num_speculative_tokens: int) -> SequenceReader:
         """For a sequence of up to `limit` tokens; compiles where there is no graph for it yet."""
         if not self.compiled:
-            return CachedTarget(self.target, self.aux_layers)
+            return self._shared or CachedTarget(self.target, self.aux_layers)
         num_tokens = 1 + num_speculative_tokens if self.proposer else 1
         shape = num_tokens, cache_size(limit) + num_tokens
         if shape not in self._compiled_targets:

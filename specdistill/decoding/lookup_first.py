@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from specdistill.decoding.proposer import DecodingState, Proposal, Proposer, Remembering, TreeProposer, Unread
+from specdistill.decoding.proposer import DecodingState, Proposal, Proposer, Remembering, TreeProposer, Unread, reader_of
 from specdistill.decoding.sampling import Generators, Sampling
 from specdistill.decoding.tree import TreeShape, tree_shape
 from specdistill.errors import UserError
@@ -37,7 +37,7 @@ class LookupFirstProposer:
             raise UserError("eval.lookup_first.draft_tree", got=got, expected="null")
         self.draft, self.lookup = draft, lookup
         self.levels = config.levels
-        self.aux_layers, self.depends_on_width = draft.aux_layers, draft.depends_on_width
+        self.aux_layers, self.depends_on_width, self.reader = draft.aux_layers, draft.depends_on_width, reader_of(draft)
         self.num_parameters, self.num_bytes = draft.num_parameters, draft.num_bytes
         self.settings: dict[str, Any] = {**draft.settings, "lookup_first": config.described}
 

@@ -28,7 +28,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from specdistill.decoding.proposer import DecodingState, Proposal, Proposer, Remembering, Unread
+from specdistill.decoding.proposer import DecodingState, Proposal, Proposer, Remembering, Unread, reader_of
 from specdistill.decoding.sampling import Generators, Sampling
 from specdistill.decoding.tree import TreeShape
 
@@ -153,7 +153,7 @@ class OnlineLengthProposer:
         self.draft, self.rule = draft, LengthRule(isinstance(draft, ConfidentProposer))
         if isinstance(draft, ConfidentProposer):
             draft.is_enough = self.rule.is_enough
-        self.aux_layers, self.depends_on_width = draft.aux_layers, draft.depends_on_width
+        self.aux_layers, self.depends_on_width, self.reader = draft.aux_layers, draft.depends_on_width, reader_of(draft)
         self.num_parameters, self.num_bytes, self.vocabulary = draft.num_parameters, draft.num_bytes, draft.vocabulary
         self.settings: dict[str, Any] = {**draft.settings, "draft_length": "online"}
 

@@ -106,6 +106,19 @@ class CompiledProposer(Protocol):
     compiled: bool
 
 
+@runtime_checkable
+class SharesLayers(Protocol):
+    """A proposer that runs layers of the target, over the target's KV cache. reader: what reads the target in the decoder's place (see
+    specdistill.decoding.readers), and does not run them again; None for a proposer in front of a draft without one.
+    """
+
+    reader: Any
+
+
+def reader_of(proposer: Proposer | None) -> Any:
+    return proposer.reader if isinstance(proposer, SharesLayers) else None
+
+
 class Unread:
     """Features of the positions that were committed since a draft drafted last, of each of B rows: it reads them when it drafts again."""
 

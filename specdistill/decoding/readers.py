@@ -41,8 +41,12 @@ class CachedTarget:
     def begin(self, token_ids: Sequence[int]) -> tuple[Tensor, Features]:
         """Read a prompt: logits [1, 1, V] after its last token, and features [1, T, D] of all."""
         self.cache = new_cache(self.target.config)
-        features = read(self.target, token_ids, self.cache, self.aux_layers)
+        features = self.features(token_ids)
         return self.target.logits(features.last_hidden[:, -1:]), features
+
+    def features(self, token_ids: Sequence[int], step: Step | None = None) -> Features:
+        """Of tokens that continue the cached ones, as a chain or as the nodes of a tree."""
+        return read(self.target, token_ids, self.cache, self.aux_layers, step)
 
     def read(self, token_ids: Sequence[int], tree: Tree | None = None) -> tuple[Tensor, Features]:
         """Read the sequence's last token and the draft tokens proposed after it, a chain or the nodes of a tree.
@@ -52,7 +56,7 @@ class CachedTarget:
         self._last, self._tree = token_ids, tree
         self._before = snapshot(self.cache) if self.target.is_recurrent and len(token_ids) > 1 else None
         step = Step.whole([tree], [self.cache.get_seq_length()], self.target.device) if tree else None
-        features = read(self.target, token_ids, self.cache, self.aux_layers, step)
+        features = self.features(token_ids, step)
         return self.target.logits(features.last_hidden), features
 
     def keep(self, path: Sequence[int]) -> None:

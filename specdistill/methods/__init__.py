@@ -93,6 +93,12 @@ METHODS = {
         "specdistill.methods.mtp",
         in_target=True,
     ),
+    "early_exit": Method(
+        "the target's first layers and an exit; verification runs the others alone (arXiv 2309.08168)",
+        "train/eagle.py",
+        MethodCost("K", features=2, positions=1),
+        "specdistill.methods.early_exit",
+    ),
     "dflash": Method(
         "a block of masks that reads the target's layers and is filled in one pass (arXiv 2602.06036)",
         "train/eagle.py",

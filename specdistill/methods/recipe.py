@@ -174,18 +174,22 @@ class LayerSizes(Section):
     sliding_window: int | None = option(None, "sliding attention window in tokens; null: full attention", ge=2)
 
 
-class SoftLossConfig(Section):
-    """Of what learns the target's distributions at several drafted positions."""
+class DivergenceConfig(Section):
+    """Of what learns the target's distributions."""
 
     divergence: Any = option("forward_kl", DIVERGENCE)
-    step_decay: float = option(0.8, "loss weight of drafted position k is step_decay ** k", ge=0, le=1)
     temperature: float = option(1.0, "divides both sets of logits", ge=0.01)
+
+
+class SoftLossConfig(DivergenceConfig):
+    """At several drafted positions."""
+
+    step_decay: float = option(0.8, "loss weight of drafted position k is step_decay ** k", ge=0, le=1)
 
 
 class FeatureRecipe(TrainedRecipe):
     """The recipe of a draft that reads the target's features."""
 
-    loss: SoftLossConfig = section(SoftLossConfig)
     hidden_states: HiddenStatesConfig = section(HiddenStatesConfig)
 
     @model_validator(mode="after")

@@ -163,6 +163,27 @@ class StepSums:
         ):
             sums += values.float().cumprod(0).sum(1).unbind()
 
+    def add_consecutive(
+        self,
+        num_positions: int,
+        shape: torch.Size,
+        loss_positions_R: Tensor,
+        has_loss_R: Tensor,
+        correct_R: Tensor,
+        accepted_R: Tensor,
+    ) -> None:
+        """Of a draft that predicts every token from the one before: accuracy, acceptance, and chains of K draft tokens in a row. shape: of
+        the batch, [B, T].
+        """
+        self.correct, self.accepted = [correct_R.sum()], [accepted_R.sum()]
+        roots_R = (loss_positions_R - 1).clamp_min(0)
+        chains = []
+        for values_R in (has_loss_R, correct_R, accepted_R):
+            values_BT = values_R.new_zeros(shape.numel()).scatter_add(0, roots_R, values_R).view(shape)
+            # Consecutive positions with a loss are in one document: its last token has none.
+            chains.append(torch.stack([shift_left(values_BT, k, 0).flatten() for k in range(num_positions)]))
+        self.add_chains(*chains)
+
     def table(self) -> Tensor:
         """[8, K] float32 in the order above; what was not measured is NaN."""
         rows = list(vars(self).values())

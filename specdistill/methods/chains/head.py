@@ -122,9 +122,16 @@ def initialized(head: Callable[[], T], seed: int) -> T:
 def create_head(
     recipe: Any, target: FrozenTarget, build: Callable[..., Any], load: Callable[..., Any], longest: str = "ttt_steps"
 ) -> Any:
-    """The draft of a recipe before its first step: trained, from `draft.init`, or fresh. longest: the key of what must fit in its window.
+    """`create_or_load` for a head with a window. longest: the key of what must fit in it; raises UserError for one that does not."""
+    head = create_or_load(recipe, target, build, load)
+    check_window(head.config, getattr(recipe.draft, longest), key=f"draft.{longest}")
+    return head
 
-    Raises UserError for a shape asked of a trained head that has another, and for an unroll longer than the head's window; as `locate`.
+
+def create_or_load(recipe: Any, target: FrozenTarget, build: Callable[..., Any], load: Callable[..., Any]) -> Any:
+    """The draft of a recipe before its first step: trained, from `draft.init`, or fresh.
+
+    Raises UserError for a shape asked of a trained head that has another; as `locate`.
     """
     asked = recipe.draft
     if not asked.init:
@@ -137,5 +144,4 @@ def create_head(
             value = tuple(value) if isinstance(value, list) else value
             if value != default_of(type(asked).model_fields[name]) and value != has:
                 raise UserError(f"draft.{name}", got=value, expected=f"{has}, as {asked.init} has")
-    check_window(head.config, getattr(asked, longest), key=f"draft.{longest}")
     return head

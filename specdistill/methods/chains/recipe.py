@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from specdistill.methods.recipe import FeatureRecipe, LayerSizes
+from specdistill.methods.recipe import FeatureRecipe, LayerSizes, SoftLossConfig
 from specdistill.recipe.fields import Section, option, section
 
 
@@ -23,6 +23,7 @@ class HeadSizes(LayerSizes, HeadDraftConfig):
 
 class HeadRecipe(FeatureRecipe):
     draft: HeadDraftConfig = section(HeadDraftConfig)
+    loss: SoftLossConfig = section(SoftLossConfig)
 
     @property
     def num_positions(self) -> int:

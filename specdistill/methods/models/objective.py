@@ -38,7 +38,6 @@ from specdistill.training.objective import (
     TargetDistributions,
     before,
     loss_rows,
-    shift_left,
     with_metrics,
 )
 
@@ -127,7 +126,7 @@ class Distillation(nn.Module):
         total, (losses_R, *measured) = self.losses(rows_RH, weights_R, next_R, soft_targets, measure)
         sums = StepSums(loss=[losses_R.sum()], loss_tokens=[weights_R.sum()])
         if measured:
-            self._measure(sums, input_ids.shape, loss_positions, weights_R, *measured)
+            sums.add_consecutive(self.num_positions, input_ids.shape, loss_positions, weights_R, *measured)
         return total, sums
 
     def losses(
@@ -165,24 +164,6 @@ class Distillation(nn.Module):
         assert soft is not None
         return with_metrics(losses_r, logits_rV, soft, None)
 
-    def _measure(
-        self,
-        sums: StepSums,
-        shape: torch.Size,
-        loss_positions_R: Tensor,
-        has_loss_R: Tensor,
-        correct_R: Tensor,
-        accepted_R: Tensor,
-    ) -> None:
-        """Accuracy, acceptance at temperature 1, and chains of K draft tokens in a row."""
-        sums.correct, sums.accepted = [correct_R.sum()], [accepted_R.sum()]
-        roots_R = (loss_positions_R - 1).clamp_min(0)
-        chains = []
-        for values_R in (has_loss_R, correct_R, accepted_R):
-            values_BT = values_R.new_zeros(shape.numel()).scatter_add(0, roots_R, values_R).view(shape)
-            # Consecutive positions with a loss are in one document: its last token has none.
-            chains.append(torch.stack([shift_left(values_BT, k, 0).flatten() for k in range(self.num_positions)]))
-        sums.add_chains(*chains)
 
 
 def repeated_names(module: nn.Module) -> list[str]:

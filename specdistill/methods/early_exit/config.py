@@ -1,0 +1,30 @@
+"""The recipe of early exits."""
+
+from typing import Any
+
+from specdistill.methods.recipe import DivergenceConfig, FeatureRecipe
+from specdistill.recipe.fields import Section, option, section
+from specdistill.recipe.sections import EvalConfig
+
+
+class ExitDraftConfig(Section):
+    exit_layer: int | None = option(None, "layers of the target that draft, its first; null: an eighth of them", ge=1)
+    intermediate_size: int | None = option(None, "width of the exit's MLP; null: the target's", ge=1)
+    init: str | None = option(None, "initialization: the folder or Hub id of a trained draft; null: new weights")
+
+    def shape(self) -> dict[str, Any]:
+        """What a fresh exit is built from."""
+        return self.model_dump(exclude={"init"})
+
+
+class ExitEvalConfig(EvalConfig):
+    num_speculative_tokens: int = option(4, "K, draft tokens per round, also of simulated rounds in training", ge=1)
+
+
+class ExitRecipe(FeatureRecipe):
+    draft: ExitDraftConfig = section(ExitDraftConfig)
+    loss: DivergenceConfig = section(DivergenceConfig)
+    eval: ExitEvalConfig = section(ExitEvalConfig)
+
+
+RECIPE = ExitRecipe
