@@ -12,6 +12,8 @@ from specdistill.decoding.proposer import DecodingState, Proposal, Proposer
 from specdistill.decoding.sampling import Generators, Sampling, draw
 from specdistill.decoding.tree import DynamicTree, StaticTree, Tree, candidates_are_drawn
 from specdistill.methods.chains.proposer import HeadProposer
+from specdistill.methods.early_exit.module import build_exit
+from specdistill.methods.early_exit.proposer import ExitProposer
 from specdistill.methods.load import implementation
 from specdistill.methods.models.proposer import DraftModelProposer
 from specdistill.methods.models.vocabulary import SharedVocabulary
@@ -158,6 +160,14 @@ OTHERS: dict[str, Callable[[FrozenTarget], Proposer]] = {
 }
 
 
+# One sequence, and this decoder alone.
+SHARING: dict[str, Callable[[FrozenTarget], Proposer]] = {
+    "early_exit": lambda target: ExitProposer(build_exit(target), target),
+    "ngram+early_exit": lambda target: behind_lookup(proposer_of("early_exit", target), min=1),
+    "online early_exit": lambda target: OnlineLengthProposer(proposer_of("early_exit", target)),
+}
+
+
 def behind_lookup(draft: Proposer, **keys: Any) -> LookupFirstProposer:
     config = LookupFirstConfig(**keys)
     lookup = implementation(config.method).lookup
@@ -165,7 +175,7 @@ def behind_lookup(draft: Proposer, **keys: Any) -> LookupFirstProposer:
 
 
 def proposer_of(name: str, target: FrozenTarget) -> Proposer:
-    if name in OTHERS:
-        return OTHERS[name](target)
+    if build := OTHERS.get(name) or SHARING.get(name):
+        return build(target)
     method, shape = SHAPES[name]
     return HeadProposer(build_head(method, target, **shape))

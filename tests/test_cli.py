@@ -183,7 +183,11 @@ def test_plan_for_pico_names_its_own_recipe_and_writes_its_numbers(tmp_path: Pat
     plan = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))
     assert plan["target"]["parameters"] == 3_674_240
     methods = {row["method"] for row in plan["methods"]}
-    assert methods == {"eagle", "eagle3", "dflash", "dspark", "mtp", "pard", "draft_model", "ngram", "suffix"} >= set(METHODS)
+    assert (
+        methods
+        == {"eagle", "eagle3", "dflash", "dspark", "mtp", "pard", "draft_model", "ngram", "suffix", "early_exit"}
+        >= set(METHODS)
+    )
     eagle3 = next(row for row in plan["methods"] if row["method"] == "eagle3")
     assert (eagle3["training_tokens"], eagle3["training_source"]) == (420_000, "recipe pico/eagle3")
     assert eagle3["recipe"] == "pico/eagle3"

@@ -19,7 +19,7 @@ from specdistill.methods.models.proposer import DraftModelProposer
 from specdistill.methods.ngram.method import NgramProposer
 from specdistill.targets.frozen import FrozenTarget
 from tests import mtp_targets
-from tests.proposers import SHAPES, Oracle, proposer_of
+from tests.proposers import SHAPES, SHARING, Oracle, proposer_of
 from tests.refusals import refused
 from tests.tiny import qwen, tiny_target_model, tiny_tokenizer
 
@@ -38,6 +38,7 @@ NAMES = (
     "online eagle3",
     "ngram+online eagle3",
     "ngram+tree of eagle3",
+    *SHARING,
 )
 
 

@@ -55,7 +55,7 @@ def check_exit(
 
 def config_from_json(raw: Mapping[str, Any], key: str) -> ExitConfig:
     """Raises UserError for a size that is not there or no number, and for layers that the target cannot have."""
-    sizes = {field.name: raw.get(field.name) for field in dataclasses.fields(ExitConfig)}
+    sizes: dict[str, Any] = {field.name: raw.get(field.name) for field in dataclasses.fields(ExitConfig)}
     for name, size in sizes.items():
         if type(size) is not int or not 0 < size <= checkpoint.LARGEST_SIZE:
             got, expected = f"{name} {size!r}"[:80], f"a whole number from 1 to {checkpoint.LARGEST_SIZE:,}"

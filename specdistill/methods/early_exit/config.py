@@ -9,7 +9,7 @@ from specdistill.recipe.sections import EvalConfig
 
 class ExitDraftConfig(Section):
     exit_layer: int | None = option(None, "layers of the target that draft, its first; null: an eighth of them", ge=1)
-    intermediate_size: int | None = option(None, "width of the exit's MLP; null: the target's", ge=1)
+    intermediate_size: int | None = option(None, "width of the exit's MLP; null: twice the target's hidden size", ge=1)
     init: str | None = option(None, "initialization: the folder or Hub id of a trained draft; null: new weights")
 
     def shape(self) -> dict[str, Any]:

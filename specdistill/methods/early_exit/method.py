@@ -1,7 +1,6 @@
 """Early exits as a row of the table: how they are recognized, created, trained, examined and planned."""
 
-from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ PUBLISHED = sizes.PublishedFigures(None, "none is published for an exit of this 
 
 
 def is_named(config: Any, names: Any = ()) -> bool:
-    return config.get("architectures") == [ARCHITECTURE]
+    return bool(config.get("architectures") == [ARCHITECTURE])
 
 
 def objective(draft: ExitDraft, recipe: ExitRecipe, target: FrozenTarget) -> ExitDistillation:
@@ -43,9 +42,9 @@ def planned(target: sizes.Described, given: sizes.Described | None, settings: di
     layers = sum(sizes.parameters_read(layer, target.text) for layer in target.layers[: config.exit_layer])
     read = exit_size + layers + config.vocab_size * config.hidden_size
     parts = sizes.ParameterCounts(exit_size, read, config.exit_layer)
-    shape = replace(sizes.shape_of(target.text), num_layers=1, intermediate_size=config.intermediate_size)
+    shape = sizes.ModelShape(1, config.hidden_size, config.intermediate_size, 0, 0, 0)  # no attention
     note = f"the target's first {config.exit_layer} layers draft, and are not run again to verify; no engine serves it"
-    build: Callable[[FrozenTarget], ExitDraft] = lambda full: ExitDraft(config, full)  # noqa: E731
+    build = partial(ExitDraft, config)
     return sizes.PlannedDraft(
         parts, shape, config.vocab_size, note, PUBLISHED, recipe_keys=("draft.exit_layer=null",), build=build
     )

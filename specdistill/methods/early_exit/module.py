@@ -4,7 +4,8 @@ Shapes: T positions, H hidden size (the target's), V vocabulary (the target's).
 
 At position t the exit reads the state h_t that the target's layer E passes on, and predicts what the target's last layer would say:
 
-    o_t = norm(h_t + mlp(exit_norm(h_t)))          norm is the target's final one
+    g_t = exit_norm(h_t)                           so that the MLP's output is of its size
+    o_t = norm(g_t + mlp(g_t))                     norm is the target's final one
     q_t = softmax(head(o_t))                       head is the target's; the distribution of x_{t+1}
 
 With mlp = 0, from which training starts, q_t is what the target's own head makes of h_t. Positions do not see each other: what came before
@@ -45,12 +46,17 @@ class ExitLayer(nn.Module):
         self.mlp = LlamaMLP(config)
 
     def forward(self, hidden_TH: Tensor) -> Tensor:
-        output: Tensor = hidden_TH + self.mlp(self.exit_norm(hidden_TH))
+        normed = self.exit_norm(hidden_TH)
+        output: Tensor = normed + self.mlp(normed)
         return output
 
 
 class ExitDraft(nn.Module):
     """The exit. Final norm and head are the target's own modules, and no part of its state."""
+
+    layers: Any
+    norm: Any
+    logits: Any
 
     def __init__(self, config: ExitConfig, target: FrozenTarget) -> None:
         super().__init__()
@@ -75,7 +81,7 @@ def exit_config(target: Any, *, exit_layer: int | None = None, intermediate_size
         hidden_size=text.hidden_size,
         num_target_layers=depth,
         exit_layer=exit_layer,
-        intermediate_size=intermediate_size or text.intermediate_size,
+        intermediate_size=intermediate_size or 2 * text.hidden_size,
     )
 
 

@@ -44,7 +44,8 @@ class ExitDistillation(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        return self.draft.layers
+        layers: nn.ModuleList = self.draft.layers
+        return layers
 
     def activation_checkpointing_enable(self, **options: Any) -> None:
         """Called by transformers' Trainer for `train.activation_checkpointing`."""

@@ -88,6 +88,8 @@ def part(target: FrozenTarget, start: int, stop: int) -> Any:
     view = copy.copy(target.backbone)
     view._modules = dict(view._modules)
     names = {part: name for name, part in view.named_children()}
+    if not names.keys() >= {target.layers, target.norm}:
+        raise LookupError("its layers or its final norm are no direct parts of its decoder")
     setattr(view, names[target.layers], target.layers[start:stop])
     if stop < target.num_layers:
         setattr(view, names[target.norm], nn.Identity())
