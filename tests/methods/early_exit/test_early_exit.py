@@ -78,8 +78,8 @@ def test_what_it_cannot_do_is_refused_by_name(target: FrozenTarget) -> None:
         Decoder(target, proposer).generate(PROMPT, max_new_tokens=4, tree=StaticTree((2, 2)))
     with refused("custom_generate"):
         Draft("early_exit", proposer, target)(target.model, torch.tensor([PROMPT]))
-    with refused("draft.exit_layer", 2):
-        build_exit(target, exit_layer=2)
+    with refused("draft.exit_layer", target.num_layers):
+        build_exit(target, exit_layer=target.num_layers)
     with refused("target.model", holds="recurrent"):
         build_exit(mtp_targets.tiny_target("qwen3_next"))
 
