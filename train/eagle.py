@@ -1,5 +1,5 @@
 """Train a head for a frozen target: EAGLE (arXiv 2401.15077), EAGLE-3 (2503.01840) or multi-token prediction (DeepSeek-V3, 2412.19437);
-or a block drafter: DFlash (2602.06036) or DSpark (2607.05147).
+or an early exit (2309.08168); or a block drafter: DFlash (2602.06036) or DSpark (2607.05147).
 
 accelerate launch --config_file accelerate_configs/cpu.yaml train/eagle.py recipe=pico/eagle3
 """
