@@ -70,5 +70,4 @@ METHOD = Implementation(
     planned=planned,
     is_described=lambda draft, target: is_named(draft.raw),
     config_of=lambda raw: PreTrainedConfig.from_dict(dict(raw)) if is_named(raw) else None,
-    num_layers=lambda config: 1,
 )
