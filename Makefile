@@ -12,7 +12,7 @@ READY := $(VENV)/.ready
 export PATH := $(abspath $(BIN)):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-launches test-all lint format site bench methods smollm2 smollm2-engines engines test-engines test-lowest cuda-check gpu mutants kills fuzz
+.PHONY: help setup demo test test-long test-launches test-all lint format site bench methods smollm2 smollm2-methods smollm2-engines engines test-engines test-lowest cuda-check gpu mutants kills fuzz
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,6 +62,9 @@ methods: $(READY)  ## train every method for pico, compare them in one run, writ
 
 smollm2: $(READY)  ## train a draft for SmolLM2-135M-Instruct, measure, gate: about 90 minutes; ARGS="small=true" for a few
 	$(BIN)/python -m bench.smollm2 $(ARGS)
+
+smollm2-methods: $(READY)  ## every method for that target on equal data, minutes and tokens: about two hours; ARGS="small=true" for a few
+	$(BIN)/python -m bench.smollm2_methods $(ARGS)
 
 smollm2-engines: $(READY) engines  ## those drafts in vLLM and in llama.cpp: as much accepted, how much faster; ARGS="small=true" for few prompts
 	SPECDISTILL_ENGINES=$(abspath $(ENGINES)) $(BIN)/python -m bench.smollm2_engines $(ARGS)

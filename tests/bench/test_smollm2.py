@@ -6,12 +6,12 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from bench import smollm2
+from bench import smollm2, smollm2_methods
 from bench.drafts import train
 from specdistill.errors import ResourceError
 from specdistill.gate.rules import load_gate
@@ -31,10 +31,10 @@ DTYPE = "bfloat16" if BFLOAT16 else "float32"
 pytestmark = pytest.mark.xdist_group("smollm2")  # which share what was made
 
 
-def make(folder: Path, data: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """`make smollm2` in a folder of its own."""
+def make(folder: Path, data: Path, *arguments: str, script: str = "smollm2") -> subprocess.CompletedProcess[str]:
+    """`make smollm2`, or another, in a folder of its own."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "SPECDISTILL_TEST_DATA": str(data)}
-    command = [sys.executable, "-m", "bench.smollm2", "small=true", *arguments]
+    command = [sys.executable, "-m", f"bench.{script}", "small=true", *arguments]
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60 * MINUTES, check=False
     )
@@ -52,7 +52,6 @@ class MadeRun(NamedTuple):
 def made(tmp_path_factory: pytest.TempPathFactory, shared_data: Path) -> MadeRun:
     folder = tmp_path_factory.mktemp("made")
     keys = [
-        "recipes=[draft,eagle3]",
         f"data.cache_dir={folder / 'cache'}",
         *([] if BFLOAT16 else ["target.dtype=float32", "train.bf16=false"]),
     ]
@@ -66,34 +65,29 @@ def made(tmp_path_factory: pytest.TempPathFactory, shared_data: Path) -> MadeRun
 @pytest.mark.long  # drafts of a real target, by processes that a user starts
 @pytest.mark.timeout(60 * MINUTES)
 def test_the_line_from_the_package_to_the_verdict(made: MadeRun, shared_data: Path) -> None:
-    done, folder = made.done, made.folder / smollm2.FOLDER
+    folder = made.folder / smollm2.FOLDER
 
     # The target is the GGUF file's, in bfloat16, with its chat template
     config = json.loads((folder / "target" / "config.json").read_text())
     assert (config["num_hidden_layers"], config["hidden_size"], config["dtype"]) == (30, 576, "bfloat16")
     assert "<|im_start|>" in (folder / "target" / "chat_template.jinja").read_text()
 
-    # Both methods in one paired run, lossless, each suite a category
-    compared = folder / "small" / "methods"
+    # The head, the lookup and the head behind it in one paired run, lossless, each suite a category
+    compared = folder / "small"
     comparison = json.loads((compared / "comparison.json").read_text())
-    *alone, chain = (each["report"] for each in comparison["candidates"])
-    reports = {report["draft"]["method"]: report for report in alone}
-    assert set(reports) == {"draft_model", "eagle3", "ngram"}
-    assert chain["draft"]["model"] in [each["draft"]["model"] for each in alone]
+    head, lookup, chain = (each["report"] for each in comparison["candidates"])
+    assert [report["draft"]["method"] for report in (head, lookup, chain)] == ["eagle3", "ngram", "eagle3"]
+    assert chain["draft"]["model"] == head["draft"]["model"]
     assert "draft_tokens" in chain["settings"]["drafting"]["lookup_first"]
-    for report in [*alone, chain]:
+    for report in (head, lookup, chain):
         validate(report)
         assert {row["category"] for row in report["results"]} == {"all", *smollm2.MEASURED_ON}
         assert report["target"]["dtype"] == DTYPE and not report["lossless"]["unexplained_divergences"]
         assert report["results"][0]["temperature"] == 0
-    assert "training" in reports["draft_model"]["draft"]  # whose layers are the target's
-    assert "training" not in reports["eagle3"]["draft"]
     sampled = json.loads((compared / "sampled" / "comparison.json").read_text())
     assert [each["report"]["settings"]["temperature"] for each in sampled["candidates"]] == [1.0] * 3
 
-    # One generation for both, and a verdict on what is released: the best draft's chain behind a lookup
-    assert done.stdout.count("$ specdistill train") == 2
-    assert done.stderr.count("Generating training data") >= 1
+    # A verdict on what is released: the chain behind a lookup
     released, _ = read_report(made.folder / Path(chain["draft"]["model"]).parent / "report")
     assert len(released["gate"]["rules"]) == len(load_gate("smollm2"))
     assert released["settings"]["drafting"] == chain["settings"]["drafting"]
@@ -102,6 +96,29 @@ def test_the_line_from_the_package_to_the_verdict(made: MadeRun, shared_data: Pa
     again = make(made.folder, shared_data, *made.keys)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "$ specdistill train" not in again.stdout and "$ specdistill compare" not in again.stdout
+
+
+@pytest.mark.long  # two methods are trained and measured in every way
+@pytest.mark.timeout(60 * MINUTES)
+def test_methods_are_compared_on_equal_data(made: MadeRun, shared_data: Path) -> None:
+    options = ["recipes=[eagle3,early_exit]", "longer=[early_exit]", "steps=4", "minutes=0.05", "longer_steps=4"]
+    few = ["num_prompts=3", "max_new_tokens=6"]
+    done = make(made.folder, shared_data, *made.keys, *options, *few, script="smollm2_methods")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Generating training data" not in done.stderr  # the rows are those of make smollm2
+    folder = made.folder / smollm2.FOLDER / "small" / "methods"
+    names = {}
+    for way, temperature, batch_size in (("T0", 0, 1), ("T1", 1, 1), ("T0-4-at-a-time", 0, 4), ("T0-16-at-a-time", 0, 16)):
+        comparison = json.loads((folder / "minutes" / way / "comparison.json").read_text())
+        for report in (each["report"] for each in comparison["candidates"]):
+            validate(report)
+            assert (report["settings"]["temperature"], report["settings"]["batch_size"]) == (temperature, batch_size)
+            assert report["lossless"]["greedy_identical"] or not report["lossless"]["unexplained_divergences"]
+        names[way] = [each["name"] for each in comparison["candidates"]]
+    assert len(names["T0"]) == 7 and len(names["T0-4-at-a-time"]) == 5  # an early exit drafts chains, for one request at a time
+    shown = done.stdout[done.stdout.index("Equal minutes") :]
+    for line in ("| `ngram+early_exit` | 4 |", "| `eagle3`, a tree |", "| `suffix` | – |", "| `early_exit-4` |"):
+        assert line.replace("early_exit-4", "early_exit") in shown, shown
 
 
 # What makes the commands of the page small. The draft has hardly been trained: its gate fails, so that only `force` publishes it.
@@ -125,9 +142,9 @@ specdistill() {
 def test_the_page_leads_from_the_run_to_the_hub_and_to_an_engine(made: MadeRun, shared_data: Path, tmp_path: Path) -> None:
     lines = [line.command for line in shell_lines(smollm2.PAGE)]
     begin = next(number for number, line in enumerate(lines) if line.startswith("specdistill eval"))
-    # The page is about the whole run of one recipe; small ones, of several, are in a folder of their own.
+    # The page is about the whole run; small ones are in a folder of their own.
     *typed, serve = (
-        line.replace("runs/smollm2/eagle3", "runs/smollm2/small/methods/eagle3").replace("dtype=bfloat16", f"dtype={DTYPE}")
+        line.replace("runs/smollm2/eagle3", "runs/smollm2/small/eagle3").replace("dtype=bfloat16", f"dtype={DTYPE}")
         for line in lines[begin:]
     )
     with loopback_hub(tmp_path / "hub", "xet") as hub:
@@ -152,7 +169,7 @@ def test_the_page_leads_from_the_run_to_the_hub_and_to_an_engine(made: MadeRun, 
 
     # What was fetched drafts as it did before it was published, with the K and the lookup of the page
     runs = made.folder / smollm2.FOLDER
-    before, after = (read_report(runs / name) for name in ("small/methods/eagle3/report", "fetched"))
+    before, after = (read_report(runs / name) for name in ("small/eagle3/report", "fetched"))
     assert before[0]["settings"]["num_speculative_tokens"] == after[0]["settings"]["num_speculative_tokens"] == 14
     assert before[0]["settings"]["drafting"]["lookup_first"] == after[0]["settings"]["drafting"]["lookup_first"]
     assert [(record.id, record.text) for record in before[1]] == [(record.id, record.text) for record in after[1]]
@@ -203,18 +220,15 @@ def test_a_training_is_not_overwritten_by_another(in_empty_folder: Path) -> None
         train(Path("trained"), "recipe=smollm2/eagle3", "train.learning_rate=1e-3")
 
 
-def test_a_share_of_steps_keeps_the_schedule_and_is_evaluated_at_its_end() -> None:
-    whole = load_recipe(Recipe, ["recipe=smollm2/eagle3"]).train
-    part = load_recipe(Recipe, ["recipe=smollm2/eagle3", *smollm2.share_of_steps("eagle3", 0.1)]).train
-    steps = dict.fromkeys(("max_steps", "eval_steps", "save_steps"), whole["max_steps"] // 10)
-    assert part == whole | steps | {"warmup_steps": whole["warmup_steps"] // 10}
-    assert smollm2.share_of_steps("eagle3", 1.0) == []
+def test_other_steps_keep_the_share_of_warmup_and_are_evaluated_equally_often() -> None:
+    whole: Any = load_recipe(Recipe, ["recipe=smollm2/eagle3"])
+    part: Any = load_recipe(Recipe, ["recipe=smollm2/eagle3", *smollm2_methods.of_steps(whole, 190, 2)])
+    assert part.train == whole.train | {"max_steps": 190, "warmup_steps": 4, "eval_steps": 95, "save_steps": 95}
 
 
-def test_recipes_share_data_and_measurement_and_say_so_where_they_do_not() -> None:
-    recipes = {name: load_recipe(Recipe, [f"recipe=smollm2/{name}"]) for name in ("draft", "eagle", "eagle3", "mtp")}
-    assert smollm2.alike(recipes, "data").regenerate.num_tokens > 0
-    assert smollm2.alike(recipes, "eval").suite == "runs/smollm2/suites/smollm2.yaml"
+def test_recipes_share_data_and_say_so_where_they_do_not() -> None:
+    recipes = {name: load_recipe(Recipe, [f"recipe=smollm2/{name}"]) for name in smollm2_methods.SECONDS}
+    smollm2_methods.check_same_data(recipes)
     recipes["mtp"] = load_recipe(Recipe, ["recipe=smollm2/mtp", "data.max_length=64"])
-    with refused("data.max_length", "64 in smollm2/mtp and 384 in smollm2/draft"):
-        smollm2.alike(recipes, "data")
+    with refused("data.max_length", "64 in smollm2/mtp and 384 in smollm2/eagle3"):
+        smollm2_methods.check_same_data(recipes)

@@ -1,0 +1,208 @@
+"""Every method for SmolLM2-135M-Instruct on the same data: as many training tokens, or minutes, each, and as many draft tokens verified.
+
+    make smollm2-methods                       # what is done stays done when it is killed: about two hours on two CPU cores
+    make smollm2-methods ARGS="small=true"     # the line on little of everything, in minutes: its numbers mean nothing
+
+takes the target, the prompts and the answers of `make smollm2`. Trains each recipe of recipes/smollm2 for as many steps (equal tokens),
+each for as many as take the same time (equal minutes), and two of them longer, evaluated on the way; heads that feed their states back for
+as many steps as they draft. Measures them, n-gram and suffix lookup, each draft as a tree and behind n-gram lookup, greedily and at
+temperature 1, one request and several at a time: a round never verifies more than K draft tokens. Leaves a comparison for each way of
+measuring in runs/smollm2/methods, and the tables of docs/methods.md.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.drafts import caption, drafts_by, reports, train
+from bench.pages import write_between
+from bench.smollm2 import FOLDER, Shape, compare, fetch_all, is_own, small_keys
+from specdistill.command import run
+from specdistill.errors import ExitCode, UserError
+from specdistill.methods.recipe import Recipe
+from specdistill.project import ROOT
+from specdistill.recipe.fields import Section, option
+from specdistill.recipe.load import load_recipe
+from specdistill.report.phrases import between, number, per_round, times
+from specdistill.report.text import table
+from specdistill.training.history import History, read_history
+
+PAGE = ROOT / "docs" / "methods.md"
+# Of a step, two processes with a row of 384 tokens each: processor time of one of them on an AMD EPYC, evaluations left out.
+SECONDS = {"eagle3": 0.0, "dflash": 1.63, "dspark": 1.98, "pard": 2.70, "draft": 1.88, "mtp": 0, "early_exit": 0}
+LOOKUPS = ["ngram", "suffix"]
+ONE_SEQUENCE = "early_exit"  # drafts chains for one request at a time
+K = 4
+CHAIN, TREE = Shape(K), Shape(3, {"budget": K, "depth": 3, "top_k": 2})
+BEHIND_LOOKUP = Shape(K, lookup_first={"draft_tokens": K})
+# The keys of each way of measuring.
+WAYS: dict[str, dict[str, Any]] = {
+    "T = 0": {},
+    "T = 1": {"temperature": 1.0},
+    "T = 0, 4 at a time": {"batch_size": 4},
+    "T = 1, 4 at a time": {"batch_size": 4, "temperature": 1.0},
+    "T = 0, 16 at a time": {"batch_size": 16},
+}
+SHORT = ["T = 0", "T = 1"]
+Measured = dict[str, dict[str, dict[str, Any]]]  # by way and by candidate: the report
+
+
+class Options(Section):
+    small: bool = option(False, "little of everything")
+    recipes: list[str] = option([*SECONDS], "recipes of recipes/smollm2", min_length=2)
+    steps: int = option(100, "training steps of each at equal tokens", ge=1)
+    minutes: float = option(3.0, "minutes of training of each at equal minutes, on two idle cores", gt=0)
+    longer: list[str] = option(["eagle3", "dspark"], "recipes that are also trained longer")
+    longer_steps: int = option(400, "their training steps, evaluated after each quarter", ge=4)
+    num_prompts: int = option(24, "prompts to measure on", ge=3)
+    max_new_tokens: int = option(48, "tokens generated per prompt", ge=1)
+
+
+def main(options: Options) -> ExitCode:
+    keys = {name: keys_of(name, options) for name in options.recipes}
+    recipes: dict[str, Any] = {name: load_recipe(Recipe, given) for name, given in keys.items()}
+    check_same_data(recipes)
+    place = (FOLDER / "small" if options.small else FOLDER) / "methods"
+    fetch_all()
+
+    def trained(steps: Mapping[str, int], evaluations: int = 1) -> list[str]:
+        """The drafts of recipes after so many steps."""
+        folders = [place / f"{name}-{num_steps}" for name, num_steps in steps.items()]
+        for folder, (name, num_steps) in zip(folders, steps.items(), strict=True):
+            train(folder, *keys[name], *of_steps(recipes[name], num_steps, evaluations), launch="cpu_processes")
+        return [str(folder / "draft") for folder in folders]
+
+    tokens = trained(dict.fromkeys(recipes, options.steps))
+    minutes = trained({name: max(1, round(options.minutes * 60 / SECONDS[name])) for name in recipes})
+    longer = trained(dict.fromkeys(options.longer, options.longer_steps), evaluations=4)
+
+    first, *_ = recipes.values()
+    phase = {
+        "target.model": first.target.model,
+        "target.dtype": first.target.dtype,
+        "suite": first.eval.suite,
+        "num_prompts": options.num_prompts,
+        "max_new_tokens": options.max_new_tokens,
+        "repeats": 1,
+        "sampling_draws": 0,
+    }
+    by_minutes = measure(place / "minutes", minutes, phase, list(WAYS), [CHAIN, TREE, BEHIND_LOOKUP])
+    by_tokens = measure(place / "tokens", tokens, phase, SHORT, [CHAIN])
+    after_more = measure(place / "longer", longer, phase, SHORT, [CHAIN])
+
+    sections = [
+        said(by_minutes),
+        "Equal minutes of training:",
+        methods_table(by_minutes),
+        f"Equal tokens, {options.steps} steps each:",
+        methods_table(by_tokens),
+        f"{options.longer_steps} steps, and the simulated acceptance length on held-out rows on the way:",
+        methods_table(after_more),
+        curves(longer),
+    ]
+    shown = "\n\n".join(sections)
+    print(shown, flush=True)
+    if not options.small:
+        write_between(PAGE, "smollm2_methods", shown)
+    return ExitCode.DONE
+
+
+def keys_of(name: str, options: Options) -> list[str]:
+    """A recipe's keys: features made in every step, since filling a store would spare one method what the others do; a head as deep as it
+    drafts.
+    """
+    recipe = f"recipe=smollm2/{name}"
+    whole: Any = load_recipe(Recipe, [recipe])
+    online = ["hidden_states.mode=online", "hidden_states.path=null"] if "hidden_states" in whole.model_fields_set else []
+    deep = [f"draft.ttt_steps={K}"] if hasattr(whole.draft, "ttt_steps") else []
+    small = small_keys(name) if options.small else []
+    return [recipe, *online, *deep, *small, *(each for each in sys.argv[1:] if not is_own(each, Options))]
+
+
+def check_same_data(recipes: Mapping[str, Any]) -> None:
+    """Raises UserError where recipes are not trained on the same rows."""
+    first, *others = recipes
+    for other in others:
+        one, two = (recipes[name].data.model_dump() for name in (first, other))
+        if differing := next((key for key in one if one[key] != two[key]), None):
+            got = f"{two[differing]} in smollm2/{other} and {one[differing]} in smollm2/{first}"
+            raise UserError(f"data.{differing}", got=got, expected="the same in all: their drafts are compared")
+
+
+def of_steps(recipe: Any, num_steps: int, evaluations: int) -> list[str]:
+    """Keys for so many steps of a recipe, with the same share of warm-up; evaluated equally often in all of them."""
+    warmup = max(1, round(num_steps * recipe.train["warmup_steps"] / recipe.train["max_steps"]))
+    named = {"max_steps": num_steps, "warmup_steps": warmup} | dict.fromkeys(
+        ("eval_steps", "save_steps"), num_steps // evaluations
+    )
+    return [f"train.{name}={value}" for name, value in named.items()]
+
+
+def measure(
+    place: Path, drafts: Sequence[str], phase: Mapping[str, Any], ways: Sequence[str], shapes: Sequence[Shape]
+) -> Measured:
+    """Drafts in all shapes, and the lookups, in one paired run for each way of measuring; without what a draft cannot do."""
+    found = {}
+    for way in ways:
+        in_batch = "batch_size" in WAYS[way]
+        candidates = [
+            (draft, shape)
+            for shape in shapes
+            for draft in drafts
+            if ONE_SEQUENCE not in draft or not (in_batch or shape is TREE)
+        ]
+        folder = place / way.replace(" = ", "").replace(", ", "-").replace(" ", "-")
+        found[way] = reports(compare(folder, [*candidates, *((lookup, CHAIN) for lookup in LOOKUPS)], {**phase, **WAYS[way]}))
+    return found
+
+
+# What is written
+
+
+def said(measured: Measured) -> str:
+    """How the tables were measured."""
+    report = next(iter(next(iter(measured.values())).values()))
+    return caption(
+        report, "SmolLM2-135M-Instruct, dequantised from Q4_1, by `make smollm2-methods`", f"up to {K} draft tokens verified"
+    )
+
+
+def methods_table(measured: Measured) -> str:
+    """A line for each candidate: what it accepts and how fast it is, each way."""
+    accepted = [way for way in measured if way in SHORT]
+    head = ["drafts by", "steps", *(f"acceptance length, {way}" for way in accepted), *(f"speedup, {way}" for way in measured)]
+    lines = []
+    for name, report in measured[accepted[0]].items():
+        rows = [found[name]["results"][0] if name in found else {} for found in measured.values()]
+        lengths = [
+            f"{number(row['mean_acceptance_length'])}{between(row, 'mean_acceptance_length')} {per_round(row)}".strip()
+            for way, row in zip(measured, rows, strict=True)
+            if way in accepted
+        ]
+        model = report["draft"]["model"]
+        steps = f"{history_of(model).steps}" if model else "–"
+        lines.append([what(report), steps, *lengths, *(times(row.get("speedup")) for row in rows)])
+    return table(head, lines)
+
+
+def what(report: Mapping[str, Any]) -> str:
+    return f"`{drafts_by(report)}`{', a tree' if report['settings']['tree'] else ''}"
+
+
+def history_of(draft: str) -> History:
+    history = read_history(Path(draft), key="drafts")
+    assert history, draft
+    return history
+
+
+def curves(drafts: Sequence[str]) -> str:
+    """Simulated acceptance length by steps, a line for each draft."""
+    points = {Path(draft).parent.name: dict(history_of(draft).summary()["curve"]) for draft in drafts}
+    steps = sorted(next(iter(points.values())))
+    lines = [[f"`{name.rpartition('-')[0]}`", *(number(curve[step]) for step in steps)] for name, curve in points.items()]
+    return table(("", *(f"{step} steps" for step in steps)), lines)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, Options, [argument for argument in sys.argv[1:] if is_own(argument, Options)]))
