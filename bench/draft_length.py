@@ -1,16 +1,18 @@
 """Draft length chosen online against every fixed K, on three suites and on their mixture.
 
     python bench/draft_length.py draft=runs/demo/draft
+    python bench/draft_length.py draft=runs/pico-dspark/draft num_speculative_tokens=4 fixed=[1,2,3,4]     # by its confidence head
 
-decodes with pico and an EAGLE-3 head, and prices each round at the processor time that a round with as many draft tokens takes on one
+decodes with pico and a draft, and prices each round at the processor time that a round with as many draft tokens takes on one
 thread: what is compared are counts of rounds, which other work on the machine does not change. `timed=true` measures speed instead, all
-lengths interleaved, on an idle machine. The table goes between two marks of docs/decoding.md, of each way of measuring its own.
+lengths interleaved, on an idle machine. The table goes between two marks of docs/decoding.md, of each method and way of measuring its own.
 """
 
 import sys
 import time
 from collections.abc import Sequence
 from itertools import product
+from pathlib import Path
 from statistics import mean, median
 
 import torch
@@ -26,7 +28,7 @@ from specdistill.measurement.configurations import Settings
 from specdistill.measurement.hardware import hardware
 from specdistill.measurement.measure import calibrate, measure_together
 from specdistill.measurement.timing import prompt_timing
-from specdistill.methods.load import load_proposer
+from specdistill.methods.load import load_proposer, method_of
 from specdistill.project import ROOT
 from specdistill.recipe.fields import AtLeastOne, Section, option
 from specdistill.report.text import table
@@ -38,7 +40,7 @@ SUITES, MIXTURE = ("pico", "pico-short", "pico-edit"), "all three"
 
 
 class Options(Section):
-    draft: str = option("runs/demo/draft", "folder of an EAGLE-3 head for pico")
+    draft: str = option("runs/demo/draft", "folder of a draft for pico")
     num_speculative_tokens: int = option(8, "largest K of the online rule", ge=1)
     fixed: list[AtLeastOne] = option([1, 2, 3, 4, 5, 6, 7, 8], "every K to compare it with")
     max_new_tokens: int = option(128, "tokens generated for each prompt", ge=1)
@@ -55,7 +57,8 @@ def main(options: Options) -> ExitCode:
     room = {"max_new_tokens": options.max_new_tokens, "max_length": target.max_length}
     suites = {name: tokenize(load_suite(name), target.tokenizer, **room) for name in SUITES}
     suites[MIXTURE] = [prompt for prompts in suites.values() for prompt in prompts]
-    fixed, chosen = (load_proposer("eagle3", options.draft, target, draft_length=how) for how in ("fixed", "online"))
+    method = method_of(Path(options.draft))
+    fixed, chosen = (load_proposer(method, options.draft, target, draft_length=how) for how in ("fixed", "online"))
     assert isinstance(chosen, OnlineLengthProposer)
     k, sampling = options.num_speculative_tokens, Sampling(options.temperature)
     seconds = prices(target, chosen, suites[MIXTURE], k)
@@ -83,9 +86,9 @@ def main(options: Options) -> ExitCode:
         rows.append([name, *cells, f"{speeds[0]:.2f}", f"{speeds[0] / best:.3f}", f"{mean(lengths):.1f}", f"{share:.1%}"])
         print(*rows[-1], flush=True)
     head = ("suite", *(f"K = {k}" for k in options.fixed), "online", "over the best", "mean K", "plain rounds")
-    shown = f"{caption(target, options, seconds)}\n\n{table(head, rows)}"
+    shown = f"{caption(method, options, seconds)}\n\n{table(head, rows)}"
     print(shown)
-    write_between(PAGE, f"draft-length{'-timed' if options.timed else ''}", shown)
+    write_between(PAGE, f"draft-length-{method}{'-timed' if options.timed else ''}", shown)
     return ExitCode.DONE
 
 
@@ -118,8 +121,8 @@ def speed(prompts: Sequence[Sequence[Generation]]) -> float:
     return sum(timing.num_tokens for timing in timings) / sum(timing.seconds for timing in timings)
 
 
-def caption(target: FrozenTarget, options: Options, seconds: Sequence[float]) -> str:
-    machine, steps = hardware(target.device), [round(price / seconds[0], 2) for price in seconds]
+def caption(method: str, options: Options, seconds: Sequence[float]) -> str:
+    machine, steps = hardware(torch.device("cpu")), [round(price / seconds[0], 2) for price in seconds]
     sampling = f"T = {options.temperature:g}" if options.temperature else "greedy"
     how = (
         f"speed over plain decoding, lower medians of {options.repeats} repetitions, interleaved, {machine['cpu_threads']} threads"
@@ -127,7 +130,7 @@ def caption(target: FrozenTarget, options: Options, seconds: Sequence[float]) ->
         else "tokens per plain step, rounds priced by processor time on one thread"
     )
     return (
-        f"pico with an EAGLE-3 head, {sampling}, float32, {options.max_new_tokens} tokens a prompt; {how}; {machine['cpu']}. A round with "
+        f"pico with a draft of `{method}`, {sampling}, float32, {options.max_new_tokens} tokens a prompt; {how}; {machine['cpu']}. A round with "
         f"0, 1, … {len(steps) - 1} draft tokens costs {', '.join(f'{step:.2f}' for step in steps)} plain steps."
     )
 
