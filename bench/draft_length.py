@@ -130,8 +130,8 @@ def caption(method: str, options: Options, seconds: Sequence[float]) -> str:
         else "tokens per plain step, rounds priced by processor time on one thread"
     )
     return (
-        f"pico with a draft of `{method}`, {sampling}, float32, {options.max_new_tokens} tokens a prompt; {how}; {machine['cpu']}. A round with "
-        f"0, 1, … {len(steps) - 1} draft tokens costs {', '.join(f'{step:.2f}' for step in steps)} plain steps."
+        f"pico with a draft of `{method}`, {sampling}, float32, {options.max_new_tokens} tokens a prompt; {how}; {machine['cpu']}. A round "
+        f"with 0, 1, … {len(steps) - 1} draft tokens costs {', '.join(f'{step:.2f}' for step in steps)} plain steps."
     )
 
 

@@ -3,6 +3,7 @@
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from specdistill.methods import METHODS
@@ -24,13 +25,14 @@ def recommend(rows: Sequence[PlanRow], target: Mapping[str, Any], whole: Budget 
 
     target: as in a plan. whole: what one device holds that serves it without a draft.
 
-    It is what has the highest middle of its speedup, n-gram lookup included. Layers that come with the target cost no training either: they
-    win unless another draft promises more at its low end, or n-gram lookup at its high end.
+    It is what has the highest middle of its speedup, n-gram lookup included; of drafts, one for which the target has a recipe of its own
+    goes first, and one that can be trained. Layers that come with the target cost no training: they win unless n-gram lookup promises more
+    at its high end.
     """
     ends = {row.method: (row.low.speedup, row.high.speedup) for row in rows if row.low and row.high}
     lookup = next(row for row in rows if not METHODS[row.method].is_trained)
-    drafts = sorted((row for row in rows if row.method in ends and row is not lookup), key=lambda row: -row.middle)
-    native = drafts and target["native_mtp"] and METHODS[max(drafts, key=lambda row: ends[row.method][0]).method].in_target
+    drafts = sorted((row for row in rows if row.method in ends and row is not lookup), key=partial(_order, target))
+    native = target["native_mtp"] and any(METHODS[row.method].in_target for row in drafts)
     if native:
         drafts.sort(key=lambda row: not METHODS[row.method].in_target)
     promise = (lambda row: ends[row.method][1]) if native else (lambda row: row.middle)
@@ -41,15 +43,26 @@ def recommend(rows: Sequence[PlanRow], target: Mapping[str, Any], whole: Budget 
     advice: dict[str, str | None] = {"lookup": _measuring(lookup, target, whole, suite)}
     if high <= 1:
         return {"method": None, "reason": "no method promises more than plain decoding", "start": None, **advice}
-    why = "the highest middle of all methods"
+    why = "by a recipe of this target's own" if _is_own(best, target) else "the highest middle of what can be trained here"
+    if best.middle == max(row.middle for row in rows):
+        why = "the highest middle of all methods"
     if best is lookup:
         why = "without training, and no draft promises more"
     elif native:
-        why = "its layer comes with the target, and nothing else promises more at its low end"
+        why = "its layer comes with the target"
     is_there = best.draft or not METHODS[best.method].is_trained
     start = _measuring(best, target, whole, suite) if is_there else _training(best, target, whole)
     reason = f"an estimated {low:.2f} to {high:.2f} times the speed of plain decoding, {why}.{_needs(best, target, start)}"
     return {"method": best.method, "reason": reason, "start": start, **advice}
+
+
+def _order(target: Mapping[str, Any], row: PlanRow) -> tuple[bool, bool, float]:
+    """Drafts that are there and recipes of the target's own come first, then what can be trained, then what promises more."""
+    return not (row.draft or _is_own(row, target)), not (row.draft or row.training_launch), -row.middle
+
+
+def _is_own(row: PlanRow, target: Mapping[str, Any]) -> bool:
+    return row.recipe is not None and bool(read_recipe(row.recipe)["target"]["model"] == target["model"])
 
 
 def _needs(row: PlanRow, target: Mapping[str, Any], start: str | None) -> str:
@@ -94,7 +107,7 @@ def _training(row: PlanRow, target: Mapping[str, Any], whole: Budget | None) -> 
         return None
     number, trusted = launch.num_processes, target["trust_remote_code"]
     launched: dict[str, Any] = {"launch": launch.configuration, "num_processes": number} if number > 1 else {}
-    if read_recipe(row.recipe)["target"]["model"] == target["model"]:
+    if _is_own(row, target):
         header = (RECIPES / f"{row.recipe}.yaml").read_text(encoding="utf-8").replace(" \\\n#      ", "")
         before = re.findall(r"^#   ((vllm|specdistill) (?:serve|data make) .*)$", header, re.MULTILINE)
         train = _command("train", target, {"recipe": row.recipe, **launched})

@@ -192,6 +192,8 @@ def row_of(method: str, given: Described | None, scenario: Scenario) -> PlanRow:
     """The method's row, for the draft that is given or else for the one a recipe would train."""
     target = scenario.target
     recipe, settings = recipe_for(method, target.name)
+    if not settings and recipe and target.parameters <= SMALL:
+        settings = read_recipe(recipe)
     plan = METHODS[method].implementation().planned
     if plan is None:
         return PlanRow(method, False, "nothing is known of its cost", recipe)
@@ -201,8 +203,6 @@ def row_of(method: str, given: Described | None, scenario: Scenario) -> PlanRow:
         if given is not None:
             raise
         return PlanRow(method, False, str(error), recipe)
-    if not settings and recipe and target.parameters <= SMALL:
-        settings = read_recipe(recipe)
     generated = settings.get("data", {}).get("regenerate", {}).get("num_tokens")
     size, read = _bytes(method, planned, given, scenario)
     speed = _speed(planned, METHODS[method].cost, scenario, read)

@@ -132,8 +132,8 @@ def test_commands_for_a_target_are_taken_up_to_its_weights(
 
 def test_what_no_machine_holds_is_trained_in_smaller_batches(large: dict[str, Described]) -> None:
     small = ServingSettings(memory=24 * 2**30)
-    advice = make_plan(large["8B"], serving=small, batch_size=16).recommendation
-    assert advice["start"] is None and "16 rows of 2,048 tokens on each of 8 devices" in str(advice["reason"])
+    advice = make_plan(large["8B"], serving=small, batch_size=64).recommendation
+    assert advice["start"] is None and "64 rows of 2,048 tokens on each of 8 devices" in str(advice["reason"])
     server, make, train, _ = printed(make_plan(large["8B"], serving=small, batch_size=1))
     assert "train.per_device_train_batch_size=1" in train and server[:2] == ["vllm", "serve"] and make[2] == "make"
 

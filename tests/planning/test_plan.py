@@ -106,8 +106,11 @@ def test_llama_8b(plan_for: Callable[..., Plan]):
     assert head.low.acceptance_length == pytest.approx(2.26)  # the source's own K
     # 2.26 / (1.18 + 3 · (0.0499 + 3/32))
     assert head.low.speedup == pytest.approx(1.403, abs=2e-3)
-    assert plan.recommendation["method"] == "eagle3"
-    assert plan.recommendation["start"].startswith("specdistill train recipe=small/eagle3 target.model=")
+    assert plan.recommendation["method"] == "dspark"
+    assert plan.recommendation["start"].startswith("specdistill train recipe=small/dspark target.model=")
+    assert (
+        "draft.num_layers=5 draft.block_size=8" in plan.recommendation["start"]
+    )  # as the row describes, not as the recipe has it
     small = row_of(plan, "draft_model")
     # two of its layers between embedding and head; 0.962B weights read of 7.505B, and KV caches of 2,048 tokens, 8 and 128 KiB each
     assert small.parameters == 2 * 218_112_000 + 2 * 525_336_576 + 4096

@@ -99,7 +99,8 @@ def planned(
     with torch.device("meta"):
         parts = parameter_counts(kind.draft(config), once_per_round={"fc.weight"})
     note = f"blocks of {config.block_size}, reads {num_read} of the target's layers, borrows its head"
-    return sizes.PlannedDraft(parts, shape, width, note, published, sizes.cache_of_head(shape, given), build=whole)
+    keys = tuple(f"draft.{name}={asked[name]}" for name in ("num_layers", "block_size", "markov_rank") if name in asked)
+    return sizes.PlannedDraft(parts, shape, width, note, published, sizes.cache_of_head(shape, given), keys, build=whole)
 
 
 def is_named(kind: Kind, config: Any, names: Set[str]) -> bool:

@@ -165,7 +165,6 @@ class Distillation(nn.Module):
         return with_metrics(losses_r, logits_rV, soft, None)
 
 
-
 def repeated_names(module: nn.Module) -> list[str]:
     """Names in a module's state that stand for a tensor named before: a head that is the embedding."""
     first: dict[tuple[int, torch.Size], str] = {}

@@ -19,13 +19,14 @@ from specdistill.methods.mask_token import mask_token
 from specdistill.methods.models import method as models
 from specdistill.methods.pard.config import PardRecipe
 from specdistill.methods.pard.objective import objective
+from specdistill.statistics.theory import alpha_from_acceptance_length
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 
 PUBLISHED = sizes.PublishedFigures(
-    None,
-    "no figure to compare with the others': AL 2.52 at K = 3 (0.6B for Qwen3, greedy, vLLM's tests); 3.83x faster at the best K (1B for "
-    "Llama-3.1-8B, mean of three suites, arXiv 2504.18583)",
+    (alpha_from_acceptance_length(2.52, 3),) * 2,
+    "AL 2.52 at K = 3 (0.6B for Qwen3, greedy, vLLM's tests); 3.83x faster at the best K (1B for Llama-3.1-8B, mean of three suites, "
+    "arXiv 2504.18583)",
     532_000 * sizes.TOKENS_PER_SAMPLE,
     "assumed, as for draft_model: no figure is published for this shape",
 )
