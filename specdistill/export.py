@@ -21,7 +21,7 @@ from specdistill.methods.checkpoint import read_config
 from specdistill.methods.contract import Draft
 from specdistill.methods.load import create_draft, implementation, method_of
 from specdistill.methods.recipe import Recipe, TrainedRecipe
-from specdistill.methods.target_record import check_target, copy_record, save_draft
+from specdistill.methods.target_record import TEMPLATE, check_target, copy_record, save_draft
 from specdistill.recipe.sections import LookupFirstConfig
 from specdistill.report.draft_lengths import DraftLength, by_length, draft_lengths, usual_length
 from specdistill.report.files import read_document
@@ -92,6 +92,7 @@ def export(
             serving=given,
             in_target=METHODS[method].in_target,
             lookup_first=lookup,
+            chat_template=str(output_dir / TEMPLATE) if (folder / TEMPLATE).is_file() else None,
             **drafting,
         )
         (folder / "SERVE.md").write_text(serve_md(to, served, measured, lengths), encoding="utf-8")

@@ -14,6 +14,7 @@ from specdistill.measurement.measure import calibrate, measure_together, prompt_
 from specdistill.measurement.measured import MeasuredConfiguration, draft_report
 from specdistill.methods.load import describe_draft, load_proposer
 from specdistill.methods.recipe import options_by_method
+from specdistill.methods.target_record import use_recorded_template
 from specdistill.report.files import digest
 from specdistill.suites.suite import load_suite, num_measured, tokenize
 from specdistill.targets.frozen import FrozenTarget
@@ -35,6 +36,7 @@ def measure_candidates(options: CommonOptions) -> list[Measured]:
             "compile": options.compile,
         }
         proposers.append(load_proposer(one.method, one.folder, target, key="drafts", **shape, **keys))
+    use_recorded_template([one.folder for one in candidates if one.folder], target.tokenizer, "drafts")
     histories = [read_history(one.folder, key="drafts") if one.folder else None for one in candidates]
     limits: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "num_prompts": num_measured(suite, options.num_prompts)}
     prompts = tokenize(suite, target.tokenizer, max_length=target.max_length, vocab_size=target.vocab_size, **limits)

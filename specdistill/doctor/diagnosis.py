@@ -34,7 +34,7 @@ from specdistill.methods.layers import HeadShape
 from specdistill.methods.load import implementation, load_proposer, locate, method_of
 from specdistill.methods.mtp.checkpoint import check_native
 from specdistill.methods.recipe import options_by_method
-from specdistill.methods.target_record import check_target
+from specdistill.methods.target_record import check_target, use_recorded_template
 from specdistill.rows.packing import indexed
 from specdistill.targets.files import INDEX, SINGLE, Shards, TargetFiles
 from specdistill.targets.frozen import FrozenTarget
@@ -132,6 +132,7 @@ def diagnose(options: CommonDoctorOptions) -> Diagnosis:
         made.findings.append(problem(f"specdistill starts {ENGINES[engine].title} without a lookup in front"))
     if model and options.decode and made.method is not None and not made.refused:
         loaded = FrozenTarget.load(**vars(options.target))
+        use_recorded_template([draft], loaded.tokenizer, KEY)
         prompts, made.prompts, is_known = prompts_of(run, options.eval.suite, loaded, options.eval.num_prompts)
         if not is_known:
             made.recorded = None  # of other text, it may be

@@ -74,6 +74,7 @@ class Served:
     num_tokens: K. lengths: (sequences at once, K) from each such number on, where K changes with it.
     lookup_first: the `LookupFirstConfig` of what stands in front of the draft, None for nothing.
     max_length: tokens of a sequence that the target has room for. dtype: of its weights. num_gpus: that share it.
+    chat_template: the file of the template that the draft was trained with, None for the target's own.
     samples: whether the draft was measured with drafts that are drawn, not greedy.
     config: the config.json that was written; the settings of a method without a draft.
     """
@@ -87,6 +88,7 @@ class Served:
     serving: Serving = Serving()
     in_target: bool = False
     lookup_first: Any = None
+    chat_template: str | None = None
     revision: str | None = None
     draft_revision: str | None = None
     lengths: tuple[tuple[int, int], ...] = ()

@@ -78,7 +78,8 @@ def serve_command(served: Served) -> str:
     if served.revision:  # the converter takes a folder
         target = f'"$(hf download {target} --revision {served.revision})"'
     commands = [f"python convert_hf_to_gguf.py {target} --outtype f16 --outfile target.gguf", convert(served, output, target)]
-    return "\n".join([*commands, f"llama-server -m target.gguf {shlex.join(speculation(served, 'draft.gguf'))}"])
+    template = ["--jinja", "--chat-template-file", served.chat_template] if served.chat_template else []
+    return "\n".join([*commands, f"llama-server -m target.gguf {shlex.join([*speculation(served, 'draft.gguf'), *template])}"])
 
 
 def convert(served: Served, draft: str, target: str) -> str:

@@ -45,6 +45,7 @@ def server_options(served: Served) -> dict[str, Any]:
         "model_path": served.model,
         "revision": served.pinned,
         "tp_size": served.num_gpus if served.num_gpus > 1 else None,
+        "chat_template": served.chat_template,
     }
     chain = {"speculative_num_steps": k, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": k + 1}
     drafting = {

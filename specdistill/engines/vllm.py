@@ -59,7 +59,8 @@ def arguments(served: Served) -> list[str]:
     shared = ["--tensor-parallel-size", str(served.num_gpus)] if served.num_gpus > 1 else []
     drafting = ["--speculative-config", json.dumps(served_config(served))] if served.method is not None else []
     looked_up = ["--no-async-scheduling"] if drafting and served.lookup_first else []
-    return [served.model, *pinned, *shared, *drafting, *looked_up]
+    template = ["--chat-template", served.chat_template] if served.chat_template else []
+    return [served.model, *pinned, *shared, *drafting, *looked_up, *template]
 
 
 def variables(served: Served) -> dict[str, str]:

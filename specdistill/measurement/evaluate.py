@@ -23,8 +23,9 @@ from specdistill.measurement.measured import (
 )
 from specdistill.measurement.quality import add_quality
 from specdistill.methods import METHODS
-from specdistill.methods.load import describe_draft, load_proposer
+from specdistill.methods.load import describe_draft, load_proposer, locate
 from specdistill.methods.recipe import Recipe
+from specdistill.methods.target_record import use_recorded_template
 from specdistill.processes import is_first, join, of_all
 from specdistill.recipe.sections import EvalConfig
 from specdistill.report.text import print_power_analysis
@@ -176,6 +177,7 @@ def load_pair(recipe: Recipe) -> tuple[FrozenTarget, Proposer, str | None]:
         raise UserError("eval.draft", got="null", text=text)
     draft = recipe.eval.draft or str(own) if trained else None
     target = FrozenTarget.load(**vars(recipe.target))
+    use_recorded_template([locate(draft)] if draft else [], target.tokenizer, "eval.draft")
     use_template(target.tokenizer, recipe)
     fit_threads(target)
     shape: dict[str, Any] = {name: getattr(recipe.eval, name) for name in ("lookup_first", "draft_length", "compile")}

@@ -35,7 +35,7 @@ from specdistill.measurement.servers import (
 from specdistill.methods import METHODS
 from specdistill.methods.load import describe_draft, locate
 from specdistill.methods.recipe import Recipe
-from specdistill.methods.target_record import check_target
+from specdistill.methods.target_record import TEMPLATE, check_target, use_recorded_template
 from specdistill.project import git_revision
 from specdistill.report.build import build_report, headline, result_rows
 from specdistill.report.text import print_power_analysis
@@ -84,12 +84,13 @@ def measure_in_engine(recipe: Recipe, suite: Suite, folder: Path) -> tuple[dict[
     tokenizer, _, max_length = read_tokenizer(
         target.model, revision=target.revision, trust_remote_code=target.trust_remote_code
     )
-    use_template(tokenizer, recipe)
 
     # What can be refused before anything is measured
     if config.server:  # which does not say what it drafts with, unless that is in the target's checkpoint
         if draft is not None and not METHODS[recipe.method].in_target:
-            check_target(locate(draft, patterns=("config.json",)), files, "eval.draft")
+            folder_of_draft = locate(draft, patterns=("config.json", TEMPLATE))
+            check_target(folder_of_draft, files, "eval.draft")
+            use_recorded_template([folder_of_draft], tokenizer, "eval.draft")
         speculative, baseline = connect_pair(config, (target.model, files.name))
         max_length = min(max_length, speculative.identity.max_length or max_length)
     else:
@@ -98,6 +99,8 @@ def measure_in_engine(recipe: Recipe, suite: Suite, folder: Path) -> tuple[dict[
         if METHODS[recipe.method].is_trained:
             draft = draft or str(Path(recipe.train["output_dir"]) / "draft")
             check_target(locate(draft), files, "eval.draft")
+            use_recorded_template([locate(draft)], tokenizer, "eval.draft")
+    use_template(tokenizer, recipe)
     task = ServerTask.of(config, suite, tokenizer, max_length)
     print_power_analysis(power_analysis(len(task.prompts)))
 

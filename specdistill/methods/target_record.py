@@ -1,11 +1,14 @@
-"""The record of its target in a draft's config.json, `{"specdistill": {"target": …}}`: what else is given as its target is refused.
+"""The record of its target in a draft's config.json, `{"specdistill": {"target": …}}`: what else is given as its target is refused; and,
+in a file of its own, the chat template that `data.chat_template` gave the target when the draft was trained.
 
-It stands there because it is uploaded, exported and copied with the weights; engines and transformers leave keys alone that they do not
+The record stands there because it is uploaded, exported and copied with the weights; engines and transformers leave keys alone that they do not
 know. Drafts without it, as other projects write them, are for whichever target they fit.
 """
 
 import dataclasses
 import json
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +23,36 @@ from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.identity import TargetIdentity
 
 SECTION = "specdistill"
+TEMPLATE = "target_chat_template.jinja"  # a draft model's folder has a tokenizer's, too
 
 
 def save_draft(
     method: Implementation, target: FrozenTarget, draft: Draft, folder: Path, chat_template: str | None = None
 ) -> None:
     """Write a draft in its method's public layout, with the record of its target; of one made in memory there is none. chat_template: of
-    `data:`, saved for the servers that it has to be given to.
+    `data:`, which the target's tokenizer has then.
     """
     assert method.save is not None
     method.save(draft, target, folder)
     if chat_template is not None:
-        (folder / "chat_template.jinja").write_text(target.tokenizer.chat_template, encoding="utf-8")
+        (folder / TEMPLATE).write_text(target.tokenizer.chat_template, encoding="utf-8")
     _write(folder, target.identity if target.files else None)
 
 
 def copy_record(draft: Path, output: Path) -> None:
-    """Give an export the record that the exported draft has."""
+    """Give an export the record, and the chat template, that the exported draft has."""
     _write(output, recorded_target(draft, "draft"))
+    if (draft / TEMPLATE).is_file():
+        shutil.copyfile(draft / TEMPLATE, output / TEMPLATE)
+
+
+def use_recorded_template(drafts: Iterable[Path], tokenizer: Any, key: str) -> None:
+    """Give a target's tokenizer the chat template that drafts were trained with. Raises UserError for drafts of several."""
+    found = {(draft / TEMPLATE).read_text(encoding="utf-8") for draft in drafts if (draft / TEMPLATE).is_file()}
+    if len(found) > 1:
+        raise UserError(key, got=f"drafts with different files {TEMPLATE}", expected="drafts of one chat template")
+    for template in found:
+        tokenizer.chat_template = template
 
 
 validated = TypeAdapter(TargetIdentity).validate_python

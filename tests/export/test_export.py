@@ -18,7 +18,7 @@ from specdistill.files.documents import read_json
 from specdistill.methods.eagle3.checkpoint import load_eagle3
 from specdistill.methods.load import implementation, method_of
 from specdistill.methods.mtp.checkpoint import build_mtp, save_mtp
-from specdistill.methods.target_record import SECTION, save_draft
+from specdistill.methods.target_record import SECTION, TEMPLATE, save_draft
 from specdistill.project import ROOT
 from specdistill.report.schema import PER_POSITION
 from specdistill.targets.files import TargetFiles
@@ -109,6 +109,16 @@ def test_an_adapted_target_is_served_as_a_merged_copy(engine: str, folder: Path,
     ids = torch.arange(4, 28)[None]
     assert torch.allclose(AutoModelForCausalLM.from_pretrained(merged)(ids).logits, adapted(ids).logits, atol=1e-5)
     assert AutoTokenizer.from_pretrained(merged)("ab").input_ids == target.tokenizer("ab").input_ids
+
+
+@pytest.mark.parametrize(("engine", "flag"), [("vllm", ""), ("sglang", ""), ("gguf", "-file")])
+def test_a_template_that_replaces_the_targets_is_served(engine: str, flag: str, folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "run" / "draft", tmp_path / "draft")
+    (tmp_path / "draft" / TEMPLATE).write_text("{{ messages }}")
+    export(tmp_path / "draft", engine, tmp_path / "out")
+    words, _ = served(tmp_path / "out")
+    place = words[words.index(f"--chat-template{flag}") + 1]
+    assert place == str(tmp_path / "out" / TEMPLATE) and Path(place).read_text() == "{{ messages }}"
 
 
 def test_sglang_is_told_steps_and_drafted_tokens(folder: Path, tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_a_gguf_file_is_trained_for_measured_examined_and_judged(tmp_path: Path,
     measured = [f"eval.suite={tmp_path / 'suite.jsonl'}", "eval.max_new_tokens=8", "eval.repeats=1", "eval.warmup=0"]
     gate = ["eval.sampling_draws=0", f"gate={tmp_path / 'gate.yaml'}"]
     assert train(tmp_path, run, f"target.model={target}", *generated, *measured, *gate).returncode == 0
-    assert (run / "draft" / "chat_template.jinja").read_text(encoding="utf-8") == template
+    assert (run / "draft" / "target_chat_template.jinja").read_text(encoding="utf-8") == template
     assert evaluate(f"recipe={run / 'run' / 'recipe.yaml'}") == 0
     report = json.loads((run / "report" / "report.json").read_text())
     assert report["gate"]["passed"] and report["target"]["model"] == target.name
@@ -74,6 +74,21 @@ def test_a_gguf_file_is_trained_for_measured_examined_and_judged(tmp_path: Path,
     assert main(["data", "show", f"recipe={run / 'run' / 'recipe.yaml'}"]) == 0
     assert "<|user|>\nWrite " in capsys.readouterr().out
     assert main(["doctor", f"draft={run / 'draft'}", f"target={target}", "decode=false"]) == 0
+
+    # Without the recipe, the template is the draft's own
+    suite, both = f"suite={tmp_path / 'suite.jsonl'}", f"output_dir={tmp_path / 'both'}"
+    quick = ["max_new_tokens=8", "repeats=1", "warmup=0", "sampling_draws=0"]
+    with pytest.raises(SystemExit) as ended:
+        main(["compare", f"target={target}", f"drafts=[{run / 'draft'},ngram]", suite, both, *quick])
+    assert ended.value.code == 0
+    completions = [
+        [json.loads(line)["text"] for line in (folder / "samples.jsonl").read_text().splitlines()]
+        for folder in (run / "report", tmp_path / "both" / "draft", tmp_path / "both" / "ngram")
+    ]
+    assert completions[0] == completions[1] == completions[2]
+    capsys.readouterr()
+    assert main(["doctor", f"draft={run / 'draft'}", f"target={target}", suite]) in (0, 1)
+    assert "Write 0 and 0." in capsys.readouterr().out
 
 
 @pytest.mark.long  # compiles
