@@ -38,6 +38,7 @@ from bench.pages import write_between
 from specdistill.command import run
 from specdistill.comparison.pages import by_category, settings
 from specdistill.errors import ExitCode, ResourceError
+from specdistill.methods import METHODS
 from specdistill.methods.load import draft_hash
 from specdistill.methods.recipe import Recipe
 from specdistill.pico import standard_library
@@ -301,7 +302,7 @@ def compare(folder: Path, shapes: Sequence[tuple[str, Shape]], phase: dict[str, 
         f"output_dir={folder}",
         *(f"{key}={value}" for key, value in phase.items()),
     ]
-    once(folder, {draft for draft, _ in shapes} - {"ngram"}, "compare", arguments)
+    once(folder, {draft for draft, _ in shapes if draft not in METHODS}, "compare", arguments)
     comparison: dict[str, Any] = json.loads((folder / "comparison.json").read_text(encoding="utf-8"))
     return comparison
 

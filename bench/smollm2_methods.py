@@ -37,15 +37,15 @@ ONE_SEQUENCE = "early_exit"  # drafts chains for one request at a time
 K = 4
 CHAIN, TREE = Shape(K), Shape(3, {"budget": K, "depth": 3, "top_k": 2})
 BEHIND_LOOKUP = Shape(K, lookup_first={"draft_tokens": K})
-# The keys of each way of measuring.
-WAYS: dict[str, dict[str, Any]] = {
-    "T = 0": {},
-    "T = 1": {"temperature": 1.0},
-    "T = 0, 4 at a time": {"batch_size": 4},
-    "T = 1, 4 at a time": {"batch_size": 4, "temperature": 1.0},
-    "T = 0, 16 at a time": {"batch_size": 16},
+# Of each way of measuring, its keys, and in what shapes drafts are measured so.
+WAYS: dict[str, tuple[dict[str, Any], list[Shape]]] = {
+    "T = 0": ({}, [CHAIN, TREE, BEHIND_LOOKUP]),
+    "T = 1": ({"temperature": 1.0}, [CHAIN, TREE, BEHIND_LOOKUP]),
+    "T = 0, 4 at a time": ({"batch_size": 4}, [CHAIN, BEHIND_LOOKUP]),
+    "T = 1, 4 at a time": ({"batch_size": 4, "temperature": 1.0}, [CHAIN]),
+    "T = 0, 16 at a time": ({"batch_size": 16}, [CHAIN]),
 }
-SHORT = ["T = 0", "T = 1"]
+ONE_AT_A_TIME = ["T = 0", "T = 1"]
 Measured = dict[str, dict[str, dict[str, Any]]]  # by way and by candidate: the report
 
 
@@ -56,8 +56,8 @@ class Options(Section):
     minutes: float = option(3.2, "minutes of training of each at equal minutes, on two idle cores", gt=0)
     longer: list[str] = option(["eagle3", "dspark"], "recipes that are also trained longer")
     longer_steps: int = option(300, "their training steps, evaluated after each quarter", ge=4)
-    num_prompts: int = option(24, "prompts to measure on", ge=3)
-    max_new_tokens: int = option(48, "tokens generated per prompt", ge=1)
+    num_prompts: int = option(18, "prompts to measure on", ge=3)
+    max_new_tokens: int = option(40, "tokens generated per prompt", ge=1)
 
 
 def main(options: Options) -> ExitCode:
@@ -88,9 +88,10 @@ def main(options: Options) -> ExitCode:
         "repeats": 1,
         "sampling_draws": 0,
     }
-    by_minutes = measure(place / "minutes", minutes, phase, list(WAYS), [CHAIN, TREE, BEHIND_LOOKUP])
-    by_tokens = measure(place / "tokens", tokens, phase, SHORT, [CHAIN])
-    after_more = measure(place / "longer", longer, phase, SHORT, [CHAIN])
+    by_minutes = measure(place / "minutes", minutes, phase, WAYS)
+    chains = {way: (WAYS[way][0], [CHAIN]) for way in ONE_AT_A_TIME}
+    by_tokens = measure(place / "tokens", tokens, phase, chains)
+    after_more = measure(place / "longer", longer, phase, chains)
 
     sections = [
         said(by_minutes),
@@ -141,20 +142,19 @@ def of_steps(recipe: Any, num_steps: int, evaluations: int) -> list[str]:
 
 
 def measure(
-    place: Path, drafts: Sequence[str], phase: Mapping[str, Any], ways: Sequence[str], shapes: Sequence[Shape]
+    place: Path, drafts: Sequence[str], phase: Mapping[str, Any], ways: Mapping[str, tuple[dict[str, Any], list[Shape]]]
 ) -> Measured:
-    """Drafts in all shapes, and the lookups, in one paired run for each way of measuring; without what a draft cannot do."""
+    """Drafts, and the lookups, in one paired run for each way of measuring; without what a draft cannot do."""
     found = {}
-    for way in ways:
-        in_batch = "batch_size" in WAYS[way]
+    for way, (keys, shapes) in ways.items():
         candidates = [
             (draft, shape)
             for shape in shapes
             for draft in drafts
-            if ONE_SEQUENCE not in draft or not (in_batch or shape is TREE)
+            if ONE_SEQUENCE not in draft or not ("batch_size" in keys or shape is TREE)
         ]
         folder = place / way.replace(" = ", "").replace(", ", "-").replace(" ", "-")
-        found[way] = reports(compare(folder, [*candidates, *((lookup, CHAIN) for lookup in LOOKUPS)], {**phase, **WAYS[way]}))
+        found[way] = reports(compare(folder, [*candidates, *((lookup, CHAIN) for lookup in LOOKUPS)], {**phase, **keys}))
     return found
 
 
@@ -171,7 +171,7 @@ def said(measured: Measured) -> str:
 
 def methods_table(measured: Measured) -> str:
     """A line for each candidate: what it accepts and how fast it is, each way."""
-    accepted = [way for way in measured if way in SHORT]
+    accepted = [way for way in measured if way in ONE_AT_A_TIME]
     head = ["drafts by", "steps", *(f"acceptance length, {way}" for way in accepted), *(f"speedup, {way}" for way in measured)]
     lines = []
     for name, report in measured[accepted[0]].items():

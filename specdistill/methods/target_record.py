@@ -1,8 +1,8 @@
 """The record of its target in a draft's config.json, `{"specdistill": {"target": …}}`: what else is given as its target is refused; and,
 in a file of its own, the chat template that `data.chat_template` gave the target when the draft was trained.
 
-The record stands there because it is uploaded, exported and copied with the weights; engines and transformers leave keys alone that they do not
-know. Drafts without it, as other projects write them, are for whichever target they fit.
+The record stands there because it is uploaded, exported and copied with the weights; engines and transformers leave keys alone that they
+do not know. Drafts without it, as other projects write them, are for whichever target they fit.
 """
 
 import dataclasses
