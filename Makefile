@@ -57,7 +57,7 @@ site: $(READY)  ## the pages of docs/ as a site, in site/
 bench: $(READY)  ## measure speed on this machine
 	$(BIN)/python bench/run.py $(ARGS)
 
-methods: $(READY)  ## train every method for pico, compare them in one run, write the README's table
+methods: $(READY)  ## train every method for pico, compare them in one run, write the table of docs/methods.md
 	$(BIN)/python -m bench.methods $(ARGS)
 
 smollm2: $(READY)  ## train a draft for SmolLM2-135M-Instruct, measure, gate: about 90 minutes; ARGS="small=true" for a few

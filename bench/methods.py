@@ -1,9 +1,9 @@
-"""Every method on the pico suite, in one paired run, and the table of them in the README.
+"""Every method on the pico suite, in one paired run, and the table of them in docs/methods.md.
 
     make methods
 
 trains each method by its recipe where that is not done yet (runs/methods/<method>), compares them (runs/methods/comparison.json, with each
-one's report), and writes the README's table. Twenty to forty minutes on two CPU cores.
+one's report), and writes the table of docs/methods.md. Twenty to forty minutes on two CPU cores.
 """
 
 import json
@@ -29,7 +29,7 @@ def main() -> int:
     comparison = json.loads((FOLDER / "comparison.json").read_text(encoding="utf-8"))
     candidates = comparison["candidates"]
     shown = f"{caption(candidates[0]['report'], 'pico by `make methods`')}\n\n{methods_table(candidates)}"
-    write_between(ROOT / "README.md", "methods", shown)
+    write_between(ROOT / "docs" / "methods.md", "methods", shown)
     print(shown)
     return ExitCode.DONE
 

@@ -7,7 +7,7 @@ takes the target, the prompts and the answers of `make smollm2`. Trains each rec
 each for as many as take the same time (equal minutes), and two of them longer, evaluated on the way; heads that feed their states back for
 as many steps as they draft. Measures them, n-gram and suffix lookup, each draft as a tree and behind n-gram lookup, greedily and at
 temperature 1, one request and several at a time: a round never verifies more than K draft tokens. Leaves a comparison for each way of
-measuring in runs/smollm2/methods, and the tables of docs/methods.md.
+measuring in runs/smollm2/methods, and the tables of docs/methods.md and of the README.
 """
 
 import sys
@@ -29,7 +29,7 @@ from specdistill.report.text import table
 from specdistill.training.history import History, read_history
 
 PAGE = ROOT / "docs" / "methods.md"
-# Of a step, two processes with a row of 384 tokens each: processor time of one of them on an AMD EPYC, evaluations left out.
+# Of a step over a row of 384 tokens, in processor time of one thread on an AMD EPYC, evaluations left out.
 SECONDS = {"eagle3": 1.60, "dflash": 1.63, "dspark": 1.98, "pard": 2.70, "draft": 1.88, "mtp": 1.96, "early_exit": 1.04}
 TENS = 10  # steps at equal minutes are whole tens, so that some methods need one training for both
 LOOKUPS = ["ngram", "suffix"]
@@ -53,7 +53,7 @@ class Options(Section):
     small: bool = option(False, "little of everything")
     recipes: list[str] = option([*SECONDS], "recipes of recipes/smollm2", min_length=2)
     steps: int = option(100, "training steps of each at equal tokens", ge=1)
-    minutes: float = option(3.2, "minutes of training of each at equal minutes, on two idle cores", gt=0)
+    minutes: float = option(3.2, "minutes of processor time of each at equal minutes", gt=0)
     longer: list[str] = option(["eagle3", "dspark"], "recipes that are also trained longer")
     longer_steps: int = option(300, "their training steps, evaluated after each quarter", ge=4)
     num_prompts: int = option(18, "prompts to measure on", ge=3)
@@ -107,6 +107,8 @@ def main(options: Options) -> ExitCode:
     print(shown, flush=True)
     if not options.small:
         write_between(PAGE, "smollm2_methods", shown)
+        chains_alone = {way: without_trees(by_minutes[way]) for way in ONE_AT_A_TIME}
+        write_between(ROOT / "README.md", "smollm2_methods", f"{said(chains_alone)}\n\n{methods_table(chains_alone)}")
     return ExitCode.DONE
 
 
@@ -185,6 +187,10 @@ def methods_table(measured: Measured) -> str:
         steps = f"{history_of(model).steps}" if model else "–"
         lines.append([what(report), steps, *lengths, *(times(row.get("speedup")) for row in rows)])
     return table(head, lines)
+
+
+def without_trees(found: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {name: report for name, report in found.items() if not report["settings"]["tree"]}
 
 
 def what(report: Mapping[str, Any]) -> str:
