@@ -35,6 +35,7 @@ METHODS = {
     "mtp": ("train/mtp.py", ["draft.ttt_steps=3", "draft.init=scratch"]),
     "draft_model": ("train/draft.py", ["draft.init=layers", "draft.num_layers=2"]),
     "dspark": ("train/eagle.py", ["draft.num_layers=2", "draft.block_size=4", "draft.markov_rank=8", "draft.vocab_size=60"]),
+    "early_exit": ("train/eagle.py", ["draft.intermediate_size=32"]),
     "eagle3 bfloat16": ("train/eagle.py", ["draft.ttt_steps=3", "train.bf16=true", "target.dtype=bfloat16"]),
 }
 # What a process holds of the draft's weights and of the optimizer's state. Halves, and what is replicated because it is small.
@@ -50,10 +51,10 @@ CONFIGURATIONS = {
     "zero3_offload": ("DEEPSPEED", HALF, HALF),
     "zero3_multinode": ("DEEPSPEED", HALF, HALF),
 }
-# What make test-launches trains: two methods under each configuration, each method under three or four.
+# What make test-launches trains: two methods under each configuration, each method under two to four, early exits under one.
 TRAINED = {
     "cpu_processes": ("eagle", "draft_model"),
-    "ddp": ("mtp", "eagle3 bfloat16"),
+    "ddp": ("early_exit", "eagle3 bfloat16"),
     "ddp_multinode": ("eagle3", "dspark"),
     "fsdp2": ("dspark", "eagle3 bfloat16"),
     "zero1": ("eagle", "mtp"),
