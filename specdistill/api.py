@@ -35,7 +35,6 @@ from specdistill.hub.publish import Publication, publish_run
 from specdistill.measurement import evaluate as measurement
 from specdistill.measurement.configurations import Settings
 from specdistill.measurement.measured import discard_finished
-from specdistill.measurement.selection import decoded_acceptance_length
 from specdistill.methods import METHODS
 from specdistill.methods.load import create_draft, implementation, load_proposer, locate, method_of
 from specdistill.methods.recipe import Recipe, TrainedRecipe, check_trainable, own_eval_keys
@@ -196,7 +195,7 @@ def train_draft(recipe: TrainedRecipe, callbacks: Sequence[TrainerCallback] = ()
     # Train, and save the best
     optimizer = build_optimizer(recipe.optimizer, draft, run.arguments)
     save = partial(save_draft, method, target, chat_template=recipe.data.chat_template)
-    decode = decoded_acceptance_length(recipe, target)
+    decode = measurement.decoded_acceptance_length(recipe, target)
     options: dict[str, Any] = {"save": save, "decode": decode, "optimizer": optimizer, "store": store}
     trainer = training.DraftTrainer(objective, target, run.arguments, train_set, eval_set, **options)
     for callback in callbacks:

@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from specdistill.statistics.sample_size import minimum_detectable_change, power_analysis
+from specdistill.report.text import print_power_analysis
+from specdistill.statistics.intervals import minimum_detectable_change
 
 
 def test_the_formula_by_hand():
@@ -9,7 +10,8 @@ def test_the_formula_by_hand():
     assert minimum_detectable_change(320) == pytest.approx(minimum_detectable_change(80) / 2)
 
 
-def test_the_sentence_says_what_it_stands_on():
-    said = power_analysis(80)
+def test_the_sentence_says_what_it_stands_on(capsys: pytest.CaptureFixture[str]):
+    print_power_analysis(80)
+    said = capsys.readouterr().err
     for fact in ("80 prompts", "5.0% of the acceptance length", "power 80%", "two-sided 5%", "assumed spread of 16%"):
         assert fact in said
