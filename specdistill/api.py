@@ -45,7 +45,7 @@ from specdistill.produce.features import feature_store
 from specdistill.produce.make import open_rows
 from specdistill.recipe.load import flattened, load_recipe, merged, validate
 from specdistill.recipe.sections import HiddenStatesConfig, MeasurementConfig, TargetConfig
-from specdistill.report.files import check_replaceable, digest, write_report
+from specdistill.report.files import check_replaceable, digest, staged, write_report
 from specdistill.rows.row_set import RowTarget
 from specdistill.suites.conversations import use_template
 from specdistill.suites.suite import check_suite
@@ -256,10 +256,8 @@ class DraftTrainer:
                 raise UserError(
                     "train_dataset", got=f"other rows than those in {place}", expected="them, or another output_dir"
                 )
-            aside = place.with_name(f".{place.name}.{os.getpid()}")  # each process of a launch writes the same file
-            place.parent.mkdir(parents=True, exist_ok=True)
-            aside.write_text(text, encoding="utf-8")
-            os.replace(aside, place)
+            with staged(place.parent) as staging:  # each process of a launch writes the same file
+                (staging / place.name).write_text(text, encoding="utf-8")
         return train_draft(self.recipe, self.callbacks)
 
 

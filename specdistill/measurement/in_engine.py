@@ -17,7 +17,7 @@ from specdistill.engines import ENGINES
 from specdistill.engines.engine import Served
 from specdistill.engines.llama_cpp import convert
 from specdistill.engines.server import Completion
-from specdistill.errors import UserError
+from specdistill.errors import UserError, refusing
 from specdistill.export import export, merge_adapter
 from specdistill.files.folders import empty_own
 from specdistill.measurement.configurations import Settings
@@ -151,14 +151,10 @@ def target_file(config: LlamaCppConfig, target: TargetFiles, tokenizer: Any) -> 
             MODEL, got=config.model or "null", expected=f"the target as a GGUF file, as llama.cpp writes it: {convert}"
         )
     path = Path(named) if Path(named).is_file() else target.fetch(file) / file
-    try:
+    with refusing((ValueError, KeyError, IndexError), MODEL, path, "the GGUF file of a model"):
         fields = gguf.GGUFReader(path).fields
-        tokens, dtype = (
-            fields["tokenizer.ggml.tokens"].contents(),
-            gguf.LlamaFileType(fields["general.file_type"].contents()).name,
-        )
-    except (ValueError, KeyError, IndexError) as error:
-        raise UserError(MODEL, got=f"{path} ({error})", expected="the GGUF file of a model") from error
+        tokens = fields["tokenizer.ggml.tokens"].contents()
+        dtype = gguf.LlamaFileType(fields["general.file_type"].contents()).name
     ours = tokenizer.get_vocab()
     if config.model and sum(tokens[index : index + 1] != [token] for token, index in ours.items()) > MOST_OTHER * len(ours):
         raise UserError(MODEL, got=f"{path}, with another vocabulary", expected=f"{target.name}, as a GGUF file")
