@@ -13,7 +13,7 @@ torch's compiler fuses it for a CPU.
 import copy
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from torch._dynamo import callback
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -106,7 +106,13 @@ class Launches(Ledger):
             return func(*args, **(kwargs or {}))
         given = tensors((args, kwargs))
         held = {tensor.untyped_storage()._cdata for tensor in given}
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        try:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+        except DynamicOutputShapeException:
+            if func.overloadpacket is not aten.index:
+                raise
+            self.copies += 1
+            result = super().__torch_dispatch__(func, types, (args[0], whole(args[1])), kwargs)
         operation, made = func.overloadpacket, tensors(result)
         writes = func._schema.is_mutable or any(tensor.untyped_storage()._cdata not in held for tensor in made)
         on_device = any(tensor.device.type == self.device for tensor in (*given, *made))
@@ -159,6 +165,17 @@ class Launches(Ledger):
 
 def tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def whole(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Indices in the place of masks, for as many elements as masks that are true throughout would choose."""
+    chosen: list[Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype == torch.bool:
+            chosen += [index.new_empty(index.numel(), dtype=torch.long)] * index.dim()
+        else:
+            chosen.append(index)
+    return chosen
 
 
 @contextmanager
@@ -238,7 +255,7 @@ def counted(ledger: Launches) -> dict[str, float]:
         "kernels": ledger.kernels,
         "traffic_gb": round(ledger.traffic / 1e9, 1),
         "tflop": round(ledger.flops / 1e12, 2),
-        "waits": ledger.copies + ledger.data_dependent,
+        "waits": ledger.copies,
     }
 
 

@@ -26,8 +26,7 @@ from specdistill.decoding.sampling import Sampling
 from specdistill.errors import ExitCode
 from specdistill.measurement.configurations import Settings
 from specdistill.measurement.hardware import hardware
-from specdistill.measurement.measure import calibrate, measure_together
-from specdistill.measurement.timing import prompt_timing
+from specdistill.measurement.measure import calibrate, measure_together, prompt_timing
 from specdistill.methods.load import load_proposer, method_of
 from specdistill.project import ROOT
 from specdistill.recipe.fields import AtLeastOne, Section, option

@@ -92,7 +92,6 @@ def need(method: str, rows: int, length: int, draft_vocab_size: int, gradient_ch
         "peak_gib": round(account.peak_bytes / 2**30, 2),
         "traffic_gb": round(account.traffic_bytes / 1e9, 1),
         "tflop": round(account.flops / 1e12, 1),
-        "data_dependent_ops": account.data_dependent_ops,
     }
 
 

@@ -35,7 +35,6 @@ from specdistill.hub.publish import Publication, publish_run
 from specdistill.measurement import evaluate as measurement
 from specdistill.measurement.configurations import Settings
 from specdistill.measurement.measured import discard_finished
-from specdistill.measurement.selection import decoded_acceptance_length
 from specdistill.methods import METHODS
 from specdistill.methods.load import create_draft, implementation, load_proposer, locate, method_of
 from specdistill.methods.recipe import Recipe, TrainedRecipe, check_trainable, own_eval_keys
@@ -46,7 +45,7 @@ from specdistill.produce.features import feature_store
 from specdistill.produce.make import open_rows
 from specdistill.recipe.load import flattened, load_recipe, merged, validate
 from specdistill.recipe.sections import HiddenStatesConfig, MeasurementConfig, TargetConfig
-from specdistill.report.files import check_replaceable, digest, write_report
+from specdistill.report.files import check_replaceable, digest, staged, write_report
 from specdistill.rows.row_set import RowTarget
 from specdistill.suites.conversations import use_template
 from specdistill.suites.suite import check_suite
@@ -196,7 +195,7 @@ def train_draft(recipe: TrainedRecipe, callbacks: Sequence[TrainerCallback] = ()
     # Train, and save the best
     optimizer = build_optimizer(recipe.optimizer, draft, run.arguments)
     save = partial(save_draft, method, target, chat_template=recipe.data.chat_template)
-    decode = decoded_acceptance_length(recipe, target)
+    decode = measurement.decoded_acceptance_length(recipe, target)
     options: dict[str, Any] = {"save": save, "decode": decode, "optimizer": optimizer, "store": store}
     trainer = training.DraftTrainer(objective, target, run.arguments, train_set, eval_set, **options)
     for callback in callbacks:
@@ -257,10 +256,8 @@ class DraftTrainer:
                 raise UserError(
                     "train_dataset", got=f"other rows than those in {place}", expected="them, or another output_dir"
                 )
-            aside = place.with_name(f".{place.name}.{os.getpid()}")  # each process of a launch writes the same file
-            place.parent.mkdir(parents=True, exist_ok=True)
-            aside.write_text(text, encoding="utf-8")
-            os.replace(aside, place)
+            with staged(place.parent) as staging:  # each process of a launch writes the same file
+                (staging / place.name).write_text(text, encoding="utf-8")
         return train_draft(self.recipe, self.callbacks)
 
 

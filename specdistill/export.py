@@ -25,8 +25,8 @@ from specdistill.methods.target_record import TEMPLATE, check_target, copy_recor
 from specdistill.recipe.sections import LookupFirstConfig
 from specdistill.report.draft_lengths import DraftLength, by_length, draft_lengths, usual_length
 from specdistill.report.files import read_document
-from specdistill.report.phrases import between, failed_rules, lookup_first, online_length, times, tree, verdict
-from specdistill.report.tables import by_load
+from specdistill.report.phrases import between, failed_rules, lookup_first, per_position, settings_line, times, verdict
+from specdistill.report.tables import by_load, whole_suite
 from specdistill.report.text import cells, plain, table
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
@@ -267,25 +267,16 @@ def expectation(report: Mapping[str, Any] | None) -> str:
     """The acceptance that was measured, and under which settings."""
     if report is None:
         return "Not measured: no report.json was named by `report=` or lay in `../report` next to the draft. `specdistill eval` writes one."
-    row, settings, engine = report["results"][0], report["settings"], report.get("engine", {"name": "specdistill"})
-    length = row.get("mean_acceptance_length")
-    if length is None:
+    row = report["results"][0]
+    if "mean_acceptance_length" not in row:
         return "Not measured: the report has no acceptance length."
-    low, high = row.get("mean_acceptance_length_ci95") or (length, length)
-    positions = " / ".join(f"{rate:.0%}" for rate in row["acceptance_rate_per_position"])
-    decoder = "transformers" if engine["name"] == "specdistill" else f"{ENGINES[engine['name']].title} {engine['version']}"
-    k, temperature = settings["num_speculative_tokens"], f"at temperature {settings['temperature']:g}"
-    drafted = lookup_first(settings) or (
-        f"a {tree(settings['tree'])} {temperature}"
-        if settings.get("tree")
-        else f"{'up to ' * bool(online_length(row))}{k} draft tokens in a chain {temperature}"
-    )
-    others = "chains fewer" if settings.get("tree") else "trees more"
-    where = plain(f"{row['num_prompts']} prompts of suite {row['suite']}")
     target = plain(" in ".join(filter(None, (report["target"]["model"], report["target"].get("dtype")))))
-    return f"""Acceptance length **{length:.2f}** (95 % interval {low:.2f} to {high:.2f}), the target's own token included; accepted by
-position: {positions}. Measured in {plain(decoder)} with {drafted}, on {where},
-target {target}. Other prompts and temperatures give other numbers, and {others}."""
+    return f"""Measured with the target {target}; {plain(settings_line(report))}.
+
+{cells(whole_suite(report))}
+
+Accepted by position: {plain(per_position(row))}. The acceptance length counts the target's own token. Other prompts and
+temperatures give other numbers."""
 
 
 def find_report(draft: Path, report: Path | None, method: str) -> dict[str, Any] | None:

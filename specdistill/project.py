@@ -15,7 +15,7 @@ LAUNCHES = ROOT / "accelerate_configs"
 SUITES = ROOT / "eval" / "suites"
 GATES = ROOT / "eval" / "gates"
 PUBLISHED = ROOT / "eval" / "published"
-METRICS = ROOT / "eval" / "metrics"
+ANSWERS = ROOT / "eval" / "metrics" / "answers"
 PICO = _PACKAGE / "assets" / "pico"
 
 

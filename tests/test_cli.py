@@ -63,7 +63,6 @@ def test_an_interrupted_command_is_one_line(monkeypatch: pytest.MonkeyPatch, cap
         ("plan target=pico suite=pico", "suite: got an unknown key"),
         ("plan target=nowhere/at/all", "target.model: got nowhere/at/all"),
         ("plan target=pico training.batch_size=2147483648", "training.batch_size: got 2147483648 rows of 2048 tokens"),
-        ("plan target=pico output=no/such/plan.json", "output: got no/such/plan.json"),
         ("acquire target=pico", "method is required: "),
         ("acquire target=pico method=eagle4", "method: got 'eagle4'"),
         ("doctor draft=runs/x target.dtype=bfloat16", "target.dtype: got "),
@@ -178,9 +177,9 @@ def test_quiet_leaves_the_error_of_what_else_shows_progress(in_empty_folder: Pat
     assert [line.partition(":")[0] for line in quiet] == ["error"] and "all alike" in quiet[0]
 
 
-def test_plan_for_pico_names_its_own_recipe_and_writes_its_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["plan", "target=pico", f"output={tmp_path / 'plan.json'}"]) == 0
-    plan = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))
+def test_plan_for_pico_names_its_own_recipe_and_prints_its_numbers(capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "target=pico", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
     assert plan["target"]["parameters"] == 3_674_240
     methods = {row["method"] for row in plan["methods"]}
     assert (
@@ -193,13 +192,14 @@ def test_plan_for_pico_names_its_own_recipe_and_writes_its_numbers(tmp_path: Pat
     assert eagle3["recipe"] == "pico/eagle3"
     assert plan["recommendation"]["method"] == "ngram"  # which is what was measured to be the fastest (README.md)
     assert plan["hub"] == {"not_asked": "not asked: pico ships with this package", "drafts": []}
+    assert main(["plan", "target=pico"]) == 0
     assert plan["recommendation"]["start"] in " ".join(capsys.readouterr().out.replace("\\\n", " ").split())
 
 
-def test_plan_asks_the_hub_for_nothing_where_it_shall_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_plan_asks_the_hub_for_nothing_where_it_shall_not(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr("specdistill.planning.reading.known_drafts", None)
-    assert main(["plan", "target=pico", "hub=false", f"output={tmp_path / 'plan.json'}"]) == 0
-    assert "hub=false" in json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))["hub"]["not_asked"]
+    assert main(["plan", "target=pico", "hub=false", "--json"]) == 0
+    assert "hub=false" in json.loads(capsys.readouterr().out)["hub"]["not_asked"]
 
 
 class Shell:

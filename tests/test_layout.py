@@ -22,7 +22,6 @@ TESTED_ELSEWHERE = {
     "methods/*/method": "test_cli.py",
     "methods/chains/repairs": "doctor/test_diagnosis.py",
     "pico": "produce/test_sources.py",
-    "measurement/evaluate": "eval/test_run_script.py",
     "*/command": "test_cli.py",
     "comparison/measure": "eval/test_compare_script.py",
     "comparison/options": "eval/test_compare_script.py",

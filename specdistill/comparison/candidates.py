@@ -56,13 +56,10 @@ def find_candidates(
             got = f"{entries[one]} and {entries[two]}, which are the same draft"
             raise UserError(KEY, got=got, expected="different candidates, or different settings for them (…_each)")
     prefixes = [f"{lookup.method}+" if lookup else "" for lookup in lookups]
-    return [_candidate(*parts) for parts in zip(_names(prefixes, entries), entries, folders, lookups, strict=True)]
-
-
-def _candidate(name: str, entry: str, folder: Path | None, lookup_first: LookupFirstConfig | None) -> Candidate:
-    if folder is None:
-        return Candidate(name, entry)
-    return Candidate(name, method_of(folder, key=KEY), entry, folder, lookup_first)
+    return [
+        Candidate(name, method_of(folder, key=KEY), entry, folder, lookup) if folder else Candidate(name, entry)
+        for name, entry, folder, lookup in zip(_names(prefixes, entries), entries, folders, lookups, strict=True)
+    ]
 
 
 def _locate(entry: str) -> Path:

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-import numpy as np
-
 from specdistill import __version__
 from specdistill.comparison.schema import ComparisonDocument
 from specdistill.report.files import validate
@@ -69,7 +67,7 @@ def compare(candidates: Sequence[Measured], *, seed: int = 0) -> dict[str, Any]:
     prompts = [[record.id for record in candidate.records] for candidate in candidates]
     assert all(ids == prompts[0] for ids in prompts), "candidates were measured on different prompts"
     ordered = sorted(candidates, key=lambda entry: (not is_lossless(entry.report), -entry.report["results"][0]["speedup"]))
-    sums = [_sums(candidate.records) for candidate in ordered]
+    sums = [prompt_sums(candidate.records) for candidate in ordered]
     differences = [None, *(_differences(own, sums[0], seed) for own in sums[1:])]
     ranking = [
         {
@@ -99,18 +97,6 @@ def validate_comparison(comparison: Mapping[str, Any]) -> None:
     validate(comparison, "comparison.json", "comparison", ComparisonDocument)
     for candidate in comparison["candidates"]:
         validate(candidate["report"], f"comparison.json ({candidate['name']})", "comparison")
-
-
-def _sums(records: Sequence[PromptRecord]) -> PromptSums:
-    """`prompt_sums`, and those that separate the first drafted position from the later ones."""
-    drafts = [[(len(round.accepted), len(round.drafted)) for round in record.rounds if round.drafted] for record in records]
-    by_position = {
-        "num_accepted_first": [sum(accepted > 0 for accepted, _ in prompt) for prompt in drafts],
-        "num_accepted_later": [sum(max(accepted - 1, 0) for accepted, _ in prompt) for prompt in drafts],
-        # A position is reached when the one before it was accepted; the first rejection ends a draft.
-        "num_reached_later": [sum(min(accepted + 1, drafted) - 1 for accepted, drafted in prompt) for prompt in drafts],
-    }
-    return prompt_sums(records) | {name: np.array(counts, dtype=np.float64) for name, counts in by_position.items()}
 
 
 def _differences(sums: PromptSums, best: PromptSums, seed: int) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from specdistill.doctor.command import CommonDoctorOptions
 from specdistill.doctor.prompts import DEFAULT_SUITE, NUM_TOKENS, prompts_of, run_of
 from specdistill.engines import ENGINES
 from specdistill.engines.engine import Engine, Serving
-from specdistill.engines.loader import check_loader, loader_of
+from specdistill.engines.loader import TensorShape, check_loader, loader_of
 from specdistill.errors import UserError
 from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import FLOATS, extremes, read_config, read_tensors, stored_dtype
@@ -183,7 +183,8 @@ def examine(
     if target is not None:
         seen.findings += _against(target, seen.config, config)
     if engine is not None:
-        seen.findings += _engine(ENGINES[engine], seen, config, tensors, target)
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        seen.findings += findings_of_engine(ENGINES[engine], seen.method, seen.config, config, shapes, target)
     return seen
 
 
@@ -269,12 +270,18 @@ def _against(target: TargetFiles, head: HeadShape | None, config: Mapping[str, A
         yield warning(what, "longer sequences are not drafted for, or at positions that were never trained.")
 
 
-def _engine(
-    engine: Engine, seen: Diagnosis, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: TargetFiles | None
+def findings_of_engine(
+    engine: Engine,
+    method: str,
+    head: HeadShape | None,
+    config: Mapping[str, Any],
+    shapes: Mapping[str, TensorShape],
+    target: TargetFiles | None = None,
 ) -> Iterator[Finding]:
-    """What an engine would make of the folder. It loads a draft model as any model, and compares its tokens with the target's."""
-    assert seen.method is not None
-    row, size = METHODS[seen.method], config.get("vocab_size")
+    """What an engine would make of a draft's folder, by its config.json and the shapes of its tensors. It loads a draft model as any model,
+    and compares its tokens with the target's.
+    """
+    row, size = METHODS[method], config.get("vocab_size")
     serving = row.serving().get(engine.name, Serving())
     exported = f"specdistill export engine={engine.name} writes a draft as it loads it" if serving.layout else ""
     loader = loader_of(serving.loaders, config)
@@ -284,13 +291,12 @@ def _engine(
         if target is not None and size != target.vocab_size:
             wanted = f"{engine.title} needs a vocabulary of {target.vocab_size}, as the target has"
             yield problem(f"{wanted}, and the draft's is {size}")
-    elif seen.config is None:
-        yield problem(f"method {seen.method} does not say what its heads look like, so no loader can be checked", exported)
+    elif head is None:
+        yield problem(f"method {method} does not say what its heads look like, so no loader can be checked", exported)
     elif loader is None:
-        yield problem(f"{engine.title} is not known to load method {seen.method} in this layout", exported)
+        yield problem(f"{engine.title} is not known to load method {method} in this layout", exported)
     else:
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        result = check_loader(loader, config, shapes, seen.config, target)
+        result = check_loader(loader, config, shapes, head, target)
         name = f"{engine.title} {engine.loader_version or engine.versions}"
         yield from (problem(f"{name} stops: {what}", exported) for what in result.refused)
         yield from (problem(f"{name} does not say so, but {what}", exported) for what in result.silent)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from specdistill.errors import ResourceError, UserError
+from specdistill.errors import ResourceError, UserError, refusing
 
 MARK = ".specdistill"  # a file in a folder that is this package's to empty
 _HELD: set[int] = set()  # files and folders that this process locks
@@ -30,12 +30,11 @@ os.register_at_fork(after_in_child=_let_go)
 def check_writable(folder: Path, key: str) -> None:
     """Raises UserError, naming `key`, for a folder that could not be made or written; leaves nothing behind."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    try:
-        with tempfile.TemporaryFile(dir=existing):
-            pass
-    except OSError as error:
-        got = f"{folder} ({existing}: {error.strerror})"
-        raise UserError(key, got=got, expected="a folder that can be written") from error
+    with (
+        refusing(OSError, key, f"{folder}, in {existing}", "a folder that can be written"),
+        tempfile.TemporaryFile(dir=existing),
+    ):
+        pass
 
 
 def check_new(output: Path, key: str = "output_dir") -> None:

@@ -30,6 +30,7 @@ from specdistill.training.history import History
 TEMPLATE = Path(__file__).with_name("card.md.j2")
 METRICS = ("mean_acceptance_length", "acceptance_rate", "speedup")  # of a report's row, that a card's metadata has
 PICTURE = f"{REPORT}/picture.svg"
+GGUF_FILES = {"model": "TARGET.gguf", "model_draft": "DRAFT.gguf"}  # names, in commands, of what llama.cpp needs
 # Settings of a report that `eval:` has under the same name.
 SAMPLING = ("num_speculative_tokens", "temperature", "top_p", "top_k", "max_new_tokens", "seed")
 SETTINGS = (*SAMPLING, "batch_size", "compile", "repeats", "warmup")
@@ -67,7 +68,7 @@ def model_card(of: CardContents, serving: Sequence[tuple[str, str]]) -> ModelCar
     Everything from outside is escaped; names of repositories and tags are checked by the Hub's own rules before.
     """
     release, report = of.release, of.release.report
-    numbers, lookup = tables.by_category(report), measured_lookup(report["settings"])
+    lookup = measured_lookup(report["settings"])
     engines = [ENGINES[name] for name in METHODS[release.method].serving() if ENGINES[name].serve_command]
     numbers_of_all = measured({name: part for name, part in report.items() if name != "baseline"})
     card: ModelCard = ModelCard.from_template(
@@ -84,7 +85,7 @@ def model_card(of: CardContents, serving: Sequence[tuple[str, str]]) -> ModelCar
         terms=list(dict.fromkeys(part.terms for part in of.parts if part.terms)),
         version=__version__,
         picture=PICTURE,
-        headline=cells(numbers._replace(rows=numbers.rows[:1])),
+        headline=cells(tables.whole_suite(report)),
         serving=serving,
         placeholders=_placeholders(of),
         measured=re.sub("^#", "##", numbers_of_all, flags=re.MULTILINE),  # below the heading of a section
@@ -137,7 +138,7 @@ def measured_again(of: CardContents) -> str:
         if key in section.model_fields and value is not None and value != default_of(section.model_fields[key]):
             values[f"eval.{key}"] = value
     if engine == "llama.cpp":
-        values |= {f"eval.llama_cpp.{key}": file for key, file in _gguf_files(of).items()}
+        values |= {f"eval.llama_cpp.{key}": file for key, file in GGUF_FILES.items()}
     elif report["target"].get("dtype", "float32") != "float32":
         values["target.dtype"] = report["target"]["dtype"]
     if target.adapter:
@@ -146,13 +147,6 @@ def measured_again(of: CardContents) -> str:
     named = {"method": of.release.method, "target": name, "draft": f"{of.repository}@{of.tag}"}
     words = [shlex.quote(one_line(f"{key}={_yaml(value)}")) for key, value in {**named, **values}.items()]
     return " \\\n    ".join(["specdistill eval", *words])
-
-
-def _gguf_files(of: CardContents) -> dict[str, str]:
-    """Names, in commands, of the files that a measurement in llama.cpp needs."""
-    if of.release.report.get("engine", {}).get("name") != "llama.cpp":
-        return {}
-    return {"model": "TARGET.gguf", "model_draft": "DRAFT.gguf"}
 
 
 def _yaml(value: Any) -> str:
@@ -193,11 +187,9 @@ def _placeholders(of: CardContents) -> str:
     )
     name, sha256 = (plain(report["suite"][key]) for key in ("name", "sha256"))
     suite = "" if _is_named_suite(report) else f"`SUITE` stands for the file of the suite {name}, with sha256 `{sha256}`."
-    files = " and ".join(f"`{file}`" for file in _gguf_files(of).values())
-    gguf = (
-        files
-        and f"{files}: as llama.cpp's converter writes them, the target's in {plain(report['target'].get('dtype', 'any type'))}."
-    )
+    files, dtype = " and ".join(f"`{file}`" for file in GGUF_FILES.values()), plain(report["target"].get("dtype", "any type"))
+    is_llama_cpp = report.get("engine", {}).get("name") == "llama.cpp"
+    gguf = f"{files}: as llama.cpp's converter writes them, the target's in {dtype}." if is_llama_cpp else ""
     return " ".join(filter(None, [target, suite, gguf]))
 
 

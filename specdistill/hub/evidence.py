@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specdistill import __version__
 from specdistill.errors import UserError
 from specdistill.files.documents import read_keys
 from specdistill.gate.decide import Evidence, changes, judge
@@ -18,7 +17,6 @@ from specdistill.gate.rules import load_gate
 from specdistill.methods.load import draft_files, draft_hash
 from specdistill.methods.recipe import Recipe
 from specdistill.methods.target_record import recorded_target
-from specdistill.project import git_revision
 from specdistill.report.files import digest, read_report
 from specdistill.report.phrases import evidence, rule_name
 from specdistill.statistics.records import PromptRecord
@@ -35,8 +33,7 @@ class Release:
 
     draft: its files, which are published as they are. report, records: judged again; to be written by `write_report`, so that its pages
     are rendered from them. provenance: of the training. made_for: the target that the draft records, or else the recipe's.
-    refusals: none for a release; with `force` they are listed on the card. notes: sentences that a reader should know, and no reason to
-    refuse.
+    refusals: none for a release; with `force` they are listed on the card.
     """
 
     run: Path
@@ -47,7 +44,6 @@ class Release:
     records: Sequence[PromptRecord]
     made_for: TargetIdentity
     refusals: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
     @property
     def method(self) -> str:
@@ -82,7 +78,6 @@ def read_release(run: Path, recipe: Recipe, last: Evidence | None = None) -> Rel
         records=records,
         made_for=recorded or target,
         refusals=(*_other_files(run, report, records, target), *refused),
-        notes=tuple(_notes(report)),
     )
 
 
@@ -118,12 +113,3 @@ def _judged(recipe: Recipe, measured: Evidence, last: Evidence | None) -> tuple[
             name = "not compared" if elsewhere else f"gate {rule['verdict']}"
             refusals.append(f"{name}: {rule_name(rule)}: {evidence(rule)}")
     return judged, refusals
-
-
-def _notes(report: Mapping[str, Any]) -> Iterator[str]:
-    by, here = (report["specdistill_version"], report.get("git_revision")), (__version__, git_revision())
-    if (by[1] or "").endswith("-dirty"):
-        yield f"It was measured with changes to specdistill that were not committed ({by[1]})."
-    if by != here:
-        shown = (f"{version} ({revision or 'no git checkout'})" for version, revision in (by, here))
-        yield "It was measured by specdistill {} and judged by {}.".format(*shown)

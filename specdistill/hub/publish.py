@@ -11,19 +11,19 @@ from huggingface_hub import HfApi, constants
 from huggingface_hub.hf_api import RepoFile
 
 from specdistill.credentials import check_no_secret, without_places
+from specdistill.doctor.diagnosis import findings_of_engine
 from specdistill.engines import ENGINES
 from specdistill.engines.engine import Engine, Served, Serving
 from specdistill.engines.llama_cpp import GGUF
-from specdistill.engines.loader import check_loader, loader_of
 from specdistill.errors import UserError, logger
 from specdistill.export import as_measured, check_exports, export, measured_lookup
 from specdistill.files.documents import read_json, read_keys
 from specdistill.files.folders import new_folder
+from specdistill.gate.decide import FIRST_RELEASE, Evidence
 from specdistill.hub.card import PICTURE, CardContents, model_card
 from specdistill.hub.command import PublishOptions
 from specdistill.hub.evidence import DRAFT, FINISHED, PROVENANCE, RECIPE, Release, check_finished, read_release
 from specdistill.hub.licenses import CARD, TEXTS, Licensed, forbidden, license_of_draft, licensed_data, licensed_model
-from specdistill.hub.releases import last_release, tag_message, what_changed
 from specdistill.hub.repository import (
     LICENSES,
     NOTICE,
@@ -38,13 +38,16 @@ from specdistill.hub.repository import (
 )
 from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import link, read_config
-from specdistill.methods.load import draft_files, implementation
+from specdistill.methods.load import draft_files, draft_hash, implementation, locate
 from specdistill.methods.recipe import Recipe
 from specdistill.recipe.load import RUNS_NOTHING, load_recipe, recipe_yaml
 from specdistill.recipe.sections import PublishConfig
+from specdistill.report import phrases, tables
 from specdistill.report.draft_lengths import draft_lengths, usual_length
-from specdistill.report.files import SAMPLES, to_picture, write_report
+from specdistill.report.files import REPORT as REPORT_FILE
+from specdistill.report.files import SAMPLES, digest, read_report, to_picture, write_report
 from specdistill.report.phrases import size
+from specdistill.report.text import cells, plain
 from specdistill.repositories import fetch, hub_errors, split_gguf, split_revision
 from specdistill.targets.files import Shards, TargetFiles
 from specdistill.targets.identity import SHOWN
@@ -92,8 +95,8 @@ def publish_run(options: PublishOptions) -> Publication:
         return Publication(name, known, (), commit=there.tags[known])
     if tag in there.tags:
         raise UserError("tag", got=f"{tag}, which is another release of {name}", expected=f"a new one, e.g. {there.next_tag}")
-    tag, last = tag or there.next_tag, last_release(there, options.baseline)
-    release = read_release(run, recipe, last.evidence if last else None)
+    tag, (before, last) = tag or there.next_tag, last_release(there, options.baseline)
+    release = read_release(run, recipe, last)
     target, base_model = find_target(release, config.base_model)
     if base_model == name:
         raise UserError("repo", got=f"{name}, which is the target's", expected="one for the draft")
@@ -104,6 +107,7 @@ def publish_run(options: PublishOptions) -> Publication:
     if reason is not None and not refusals:
         raise UserError("force", got=reason, expected="no such key: nothing speaks against this release")
 
+    since = phrases.since(release.report) if last else "The first release."
     contents = CardContents(
         repository=name,
         tag=tag,
@@ -114,8 +118,8 @@ def publish_run(options: PublishOptions) -> Publication:
         license=license_of_draft(config.license, parts),
         overridden=refusals,
         reason=reason,
-        since=last.tag if last else None,
-        changes=what_changed(release.report) if last else "",
+        since=before,
+        changes=f"{plain(since)}\n\n{cells(tables.changes(release.report))}" if last else "",
     )
     folder = Path(options.output_dir or run / STAGED)
     if options.output_dir is None and folder.exists() and not (folder / Path(PROVENANCE).name).is_file():
@@ -124,9 +128,39 @@ def publish_run(options: PublishOptions) -> Publication:
     changes = difference(folder, there.files)
     if options.dry_run:
         return Publication(name, tag, refusals, folder, changes)
-    message = tag_message(release, tag, last)
+    message = f"Release {tag}\n\n{phrases.summary(release.report)}\n\n{since}"  # which `git tag` shows
     commit = upload(folder, changes, there, tag, message=message, private=config.private)
     return Publication(name, tag, refusals, folder, changes, commit)
+
+
+def last_release(repository: Repository, baseline: str | None) -> tuple[str, Evidence] | tuple[None, None]:
+    """The tag of the release before the next, and what the next is compared with: its report, as published, or measured again with the
+    settings of the new one. None for the first, which is one by name.
+
+    baseline: `none` for a first release; or a report of the last one that was measured again, its file or folder; None: as published.
+    Raises UserError for a first release that is not called one, for one that is none, and for a report of other weights than the last
+    release's; ResourceError when the Hub fails.
+    """
+    name, tag = repository.name, repository.last_release()
+    if tag is None:
+        if baseline != FIRST_RELEASE:
+            expected = f"{FIRST_RELEASE}: {name} has no release to compare with, and a first one is one by name"
+            raise UserError("baseline", got=baseline or "nothing", expected=expected)
+        return None, None
+    if baseline == FIRST_RELEASE:
+        expected = f"no such key: {name} has the release {tag}, which this one is compared with"
+        raise UserError("baseline", got=baseline, expected=expected)
+    patterns = [f"{REPORT}/{REPORT_FILE}", f"{REPORT}/{SAMPLES}"]
+    folder = fetch(name, key="repo", expected="a release", revision=repository.tags[tag], patterns=patterns)
+    key, place = ("baseline", Path(baseline)) if baseline else ("repo", folder / REPORT)
+    report, records = read_report(place, key)
+    if report.get("digest") != digest(report, records):
+        expected = "one as it was measured; eval measures a release again, and baseline= takes that report"
+        raise UserError(key, got=f"{baseline or f'{name}@{tag}'}, a report that was edited", expected=expected)
+    if baseline and report["draft"].get("weights") != draft_hash(locate(f"{name}@{repository.tags[tag]}", key="repo")):
+        raise UserError(key, got=f"{baseline}, a report of other weights", expected=f"one of {name}@{tag}")
+    report["draft"] |= {"model": name, "revision": tag}  # as a reader knows it, and not where it was measured
+    return tag, Evidence(report, records)
 
 
 def is_released(run: Path, files: Mapping[str, RepoFile]) -> bool:
@@ -241,11 +275,9 @@ def loads_as_is(engine: Engine, method: str, folder: Path) -> bool:
     if row.standalone:
         return engine is not GGUF  # whose files its converter makes
     config, shards = read_config(folder, "draft"), Shards.open(folder, "draft")
-    head, loader = implementation(method).head_shape(config, None), loader_of(serving.loaders, config)
-    if head is None or loader is None:
-        return False
-    result = check_loader(loader, config, {name: tuple(shards.describe(name)[1]) for name in shards.file_of}, head)
-    return not (result.refused or result.silent)
+    shapes = {name: tuple(shards.describe(name)[1]) for name in shards.file_of}
+    head = implementation(method).head_shape(config, None)
+    return all(found.severity != "problem" for found in findings_of_engine(engine, method, head, config, shapes))
 
 
 def serving_lines(
@@ -277,7 +309,11 @@ def print_outcome(made: Publication) -> None:
     """Each file and what becomes of it, and what was released; refusals on stderr."""
     name, url = f"{made.repository}@{made.tag}", f"{constants.ENDPOINT}/{made.repository}/tree/{made.tag}"
     if made.folder is not None:
-        print_changes(name, made.changes)
+        for change in made.changes:
+            print(f"{change.what:8} {size(change.size):>12}  {change.path}")
+        counts = Counter(change.what for change in made.changes)
+        total = sum(change.size for change in made.changes if change.what != "removed")
+        print(f"{name}: {size(total)} in {', '.join(f'{count} {what}' for what, count in counts.items())}")
         print(f"from {made.folder}")
         print(f"released: {url} (commit {made.commit[:SHOWN]})" if made.commit else DRY_RUN)
     elif made.refusals:
@@ -286,11 +322,3 @@ def print_outcome(made: Publication) -> None:
         logger.error("nothing was published; force=REASON publishes it anyway, with the reason on the card")
     else:
         print(f"{name} is this release already: {url}")
-
-
-def print_changes(name: str, changes: Sequence[FileChange]) -> None:
-    for change in changes:
-        print(f"{change.what:8} {size(change.size):>12}  {change.path}")
-    counts = Counter(change.what for change in changes)
-    total = sum(change.size for change in changes if change.what != "removed")
-    print(f"{name}: {size(total)} in {', '.join(f'{count} {what}' for what, count in counts.items())}")

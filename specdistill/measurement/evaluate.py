@@ -2,13 +2,17 @@
 each prompt with the draft and without.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from specdistill.decoding.batch_decoder import BatchDecoder
+from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.proposer import Proposer
+from specdistill.decoding.tree import tree_shape
 from specdistill.errors import UserError, logger
 from specdistill.measurement.configurations import MeasurementPlan, Settings, plan_configurations
 from specdistill.measurement.hardware import fit_threads, resources_used
@@ -24,13 +28,12 @@ from specdistill.measurement.measured import (
 from specdistill.measurement.quality import add_quality
 from specdistill.methods import METHODS
 from specdistill.methods.load import describe_draft, load_proposer, locate
-from specdistill.methods.recipe import Recipe
+from specdistill.methods.recipe import Recipe, TrainedRecipe
 from specdistill.methods.target_record import use_recorded_template
 from specdistill.processes import is_first, join, of_all
 from specdistill.recipe.sections import EvalConfig
 from specdistill.report.text import print_power_analysis
 from specdistill.statistics.records import PromptRecord
-from specdistill.statistics.sample_size import power_analysis
 from specdistill.suites.conversations import use_template
 from specdistill.suites.suite import Suite, cut_prompts, load_suite, num_measured, tokenize
 from specdistill.targets.frozen import FrozenTarget
@@ -53,7 +56,7 @@ def measure(recipe: Recipe, folder: Path) -> tuple[dict[str, Any], list[PromptRe
     target, proposer, draft = load_pair(recipe)
     plans = plan_all(config, suite, target)
     if is_first():
-        print_power_analysis(power_analysis(len(plans[0].prompts)))
+        print_power_analysis(len(plans[0].prompts))
     if any(plan.settings.batch_size > 1 for plan in plans):
         BatchDecoder(target, proposer)  # refuses what cannot be batched, before anything is measured
 
@@ -196,3 +199,35 @@ def plan_all(config: EvalConfig, suite: Suite, target: FrozenTarget) -> list[Mea
         axes,
         cut_prompts(suite, target.tokenizer, axes.context, num_prompts=num_prompts, **room),
     )
+
+
+def decoded_acceptance_length(recipe: TrainedRecipe, target: FrozenTarget) -> Callable[[Path], float] | None:
+    """What chooses the best of a training's checkpoints: (draft folder) -> tokens a target pass, decoding greedily as `eval:` says on the
+    prompts of `selection:`; None: not asked for.
+
+    Raises UserError for a suite that cannot be decoded with the target.
+    """
+    if recipe.selection is None:
+        return None
+    limit = recipe.selection.max_new_tokens
+    suite = load_suite(recipe.selection.suite, recipe.target.model)
+    room = {"max_new_tokens": limit, "max_length": target.max_length, "vocab_size": target.vocab_size}
+    prompts = tokenize(suite, target.tokenizer, num_prompts=recipe.selection.num_prompts, **room)
+    tree = tree_shape(**vars(recipe.eval.tree)) if recipe.eval.tree else None
+
+    def measure(folder: Path) -> float:
+        proposer = load_proposer(recipe.method, str(folder), target, **recipe.proposer_options())
+        decoder, k = Decoder(target, proposer), recipe.eval.num_speculative_tokens
+        with torch.compiler.set_stance("force_eager"):  # of a target that is compiled for training
+            runs = [
+                decoder.generate(prompt.token_ids, max_new_tokens=limit, num_speculative_tokens=k, tree=tree)
+                for prompt in prompts
+            ]
+        accepted = [round.num_accepted for run in runs for round in run.rounds if round.drafted]
+        if not accepted:
+            raise UserError(
+                "selection.suite", got=f"{suite.name}, whose completions end at once", expected="longer completions"
+            )
+        return 1 + sum(accepted) / len(accepted)
+
+    return measure

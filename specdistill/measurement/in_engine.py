@@ -10,16 +10,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import gguf
 import torch
 
 from specdistill.engines import ENGINES
 from specdistill.engines.engine import Served
+from specdistill.engines.llama_cpp import convert
 from specdistill.engines.server import Completion
-from specdistill.errors import UserError
+from specdistill.errors import UserError, refusing
 from specdistill.export import export, merge_adapter
 from specdistill.files.folders import empty_own
 from specdistill.measurement.configurations import Settings
-from specdistill.measurement.gguf_files import target_file, with_files
 from specdistill.measurement.hardware import hardware
 from specdistill.measurement.losslessness import first_difference, summary
 from specdistill.measurement.quality import add_quality
@@ -37,13 +38,15 @@ from specdistill.methods.load import describe_draft, locate
 from specdistill.methods.recipe import Recipe
 from specdistill.methods.target_record import TEMPLATE, check_target, use_recorded_template
 from specdistill.project import git_revision
+from specdistill.recipe.llama_cpp import LlamaCppConfig
 from specdistill.report.build import build_report, headline, result_rows
 from specdistill.report.text import print_power_analysis
+from specdistill.repositories import resolve, split_gguf
 from specdistill.statistics.records import PromptRecord, Timing
-from specdistill.statistics.sample_size import power_analysis
 from specdistill.suites.conversations import use_template
 from specdistill.suites.suite import Prompt, Suite
 from specdistill.targets.files import TargetFiles
+from specdistill.targets.identity import combined, file_hashes
 from specdistill.targets.loading import read_tokenizer
 
 # Why numbers are missing from the report of a server
@@ -70,6 +73,9 @@ DOCUMENT_REASONS = {
     **dict.fromkeys(("target.parameters", "draft.parameters", "draft.bytes"), UNSAID),
     **dict.fromkeys(("measurement.peak_memory_bytes", "settings.draft_sampling"), UNSAID),
 }
+# Keys of the files that llama.cpp's server is started with.
+MODEL, DRAFT = "eval.llama_cpp.model", "eval.llama_cpp.model_draft"
+MOST_OTHER = 0.01  # share of the tokens that a converter may spell in another way
 OF_RUNNING = {"hardware": "a server does not say what it runs on", "target.dtype": UNSAID}
 
 
@@ -102,7 +108,7 @@ def measure_in_engine(recipe: Recipe, suite: Suite, folder: Path) -> tuple[dict[
             use_recorded_template([locate(draft)], tokenizer, "eval.draft")
     use_template(tokenizer, recipe)
     task = ServerTask.of(config, suite, tokenizer, max_length)
-    print_power_analysis(power_analysis(len(task.prompts)))
+    print_power_analysis(len(task.prompts))
 
     # Measure
     named = f"{target.model} + {target.adapter}" if target.adapter else target.model
@@ -128,6 +134,46 @@ def measure_in_engine(recipe: Recipe, suite: Suite, folder: Path) -> tuple[dict[
         report["settings"]["drafting"] = {"lookup_first": config.lookup_first.described}
     add_quality(report, records, suite, special_tokens=tokenizer.all_special_tokens, run_code=config.run_code)
     return report, records
+
+
+class GgufTarget(NamedTuple):
+    """dtype: its file type. weights: sha256 of its sha256, as of a target that is a GGUF file."""
+
+    path: Path
+    dtype: str
+    weights: str
+
+
+def target_file(config: LlamaCppConfig, target: TargetFiles, tokenizer: Any) -> GgufTarget:
+    """Raises UserError without such a file, and for one with another vocabulary."""
+    named = resolve(config.model, MODEL) if config.model else target.name
+    file = split_gguf(named)[1]
+    if file is None or (config.model and not Path(named).is_file()):
+        convert = f"python convert_hf_to_gguf.py {target.name} --outtype f16 --outfile target.gguf"
+        raise UserError(
+            MODEL, got=config.model or "null", expected=f"the target as a GGUF file, as llama.cpp writes it: {convert}"
+        )
+    path = Path(named) if Path(named).is_file() else target.fetch(file) / file
+    with refusing((ValueError, KeyError, IndexError), MODEL, path, "the GGUF file of a model"):
+        fields = gguf.GGUFReader(path).fields
+        tokens = fields["tokenizer.ggml.tokens"].contents()
+        dtype = gguf.LlamaFileType(fields["general.file_type"].contents()).name
+    ours = tokenizer.get_vocab()
+    if config.model and sum(tokens[index : index + 1] != [token] for token, index in ours.items()) > MOST_OTHER * len(ours):
+        raise UserError(MODEL, got=f"{path}, with another vocabulary", expected=f"{target.name}, as a GGUF file")
+    return GgufTarget(path, dtype, combined(file_hashes([path])))
+
+
+def with_files(served: Served, config: LlamaCppConfig, target: Path) -> Served:
+    """What is served, from files. Raises UserError without one of a draft."""
+    if served.in_target:
+        return replace(served, target=str(target))
+    draft = resolve(config.model_draft, DRAFT) if config.model_draft else None
+    if draft is None or not Path(draft).is_file():
+        command = convert(served, "EXPORTED", served.target_name)
+        expected = f"the draft as a GGUF file, as llama.cpp writes it of its export (specdistill export engine=gguf): {command}"
+        raise UserError(DRAFT, got=draft or "null", expected=expected)
+    return replace(served, target=str(target), output=Path(draft))
 
 
 def _served(recipe: Recipe, draft: str | None, folder: Path, files: TargetFiles) -> Served:

@@ -2,7 +2,7 @@
 
 Timing is paired. The ways to decode a prompt (plain, and with each draft) run one right after the other, which of them comes first
 rotates, and every repetition goes through all prompts again, so that a drift of the machine affects all ways alike. A prompt's times are
-those of its rounds, robust to stalls (see `timing`); prompts with disturbed rounds are decoded again.
+those of its rounds, robust to stalls (see `prompt_timing`); prompts with disturbed rounds are decoded again.
 
 With a batch size above 1 prompts are decoded in batches, in the suite's order; all ways get the same batches. A prompt's times are then
 its shares (see `BatchDecoder.generate`), an equal part of each round that it took part in. They add up to the time of its batch, so
@@ -15,11 +15,14 @@ none.
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
 from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.decoder import Decoder, Generation, Round
@@ -28,11 +31,9 @@ from specdistill.decoding.online_length import OnlineLengthProposer
 from specdistill.decoding.proposer import Proposer, Remembering
 from specdistill.measurement.configurations import Settings
 from specdistill.measurement.hardware import frozen_garbage_collector
-from specdistill.measurement.journal import Journal, Ways
 from specdistill.measurement.reference import timed_generate
-from specdistill.measurement.timing import disturbed_rounds, prompt_timing
 from specdistill.progress import progress
-from specdistill.statistics.records import Configuration, HFGenerate, PromptRecord, RoundRecord
+from specdistill.statistics.records import Configuration, HFGenerate, PromptRecord, RoundRecord, Timing
 from specdistill.statistics.theory import RoundCost
 from specdistill.suites.suite import Prompt, evenly
 from specdistill.targets.frozen import FrozenTarget
@@ -43,8 +44,40 @@ NUM_CALIBRATION_PROMPTS, CALIBRATION_TOKENS = 8, 64  # of the draft length: some
 NUM_HF_PROMPTS = 32  # prompts on which transformers `generate()` is timed as well; fewer leave its interval wider than 5 %
 MOST_AGAIN = 3  # times that a prompt is decoded again because rounds of it were disturbed
 SPELLING_CONTEXT = 8  # tokens before a token that decide its text (spaces, halves of characters)
+# A round is disturbed when it took this many times its lower median, and this many seconds longer.
+DISTURBED_RATIO, DISTURBED_SECONDS = 3.0, 0.005
 
 AnyDecoder = Decoder | BatchDecoder
+Ways = list[list[Generation]]  # of each way of decoding, the generations of a batch
+GENERATIONS = TypeAdapter(Ways)
+
+
+class Journal:
+    """What a measurement has decoded, so that one that is interrupted resumes with the batch that it was at: a file with a line for each,
+    in their order, which follows from what was decoded before.
+
+    known: the lines of an interrupted measurement that are not read yet. seconds: of the decoding that was read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.seconds = path, 0.0
+        content = path.read_bytes() if path.exists() else b""
+        whole = content[: content.rfind(b"\n") + 1]  # the last line may have been cut
+        if content != whole:
+            path.write_bytes(whole)
+        self.known = deque(whole.splitlines())
+
+    def decoded(self, decode: Callable[[], Ways]) -> Ways:
+        """The next batch: as it was decoded before the interruption, or now."""
+        if self.known:
+            ways = GENERATIONS.validate_json(self.known.popleft())
+            self.seconds += sum(generation.seconds for generations in ways for generation in generations)
+            return ways
+        ways = decode()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("ab") as file:
+            file.write(GENERATIONS.dump_json(ways) + b"\n")
+        return ways
 
 
 @dataclass
@@ -260,7 +293,7 @@ def generate_as_long(
 def prompt_records(
     suite: str, configuration: Configuration, target: FrozenTarget, proposer: Proposer, runs: Sequence[PromptRuns]
 ) -> list[PromptRecord]:
-    """The records of a suite's prompts. Tokens are those of the first repetition, times are robust over all (see `timing`)."""
+    """The records of a suite's prompts. Tokens are those of the first repetition, times are robust over all (see `prompt_timing`)."""
     tokenizer, vocabulary, records = target.tokenizer, proposer.vocabulary, []
     for run in runs:
         prompt, generation, context = run.prompt, run.speculative[0], [*run.prompt.token_ids]
@@ -305,3 +338,36 @@ def spell(tokenizer: Any, context: Sequence[int], token_ids: Sequence[int]) -> t
         texts.append(after[len(before) :] if after.startswith(before) else tokenizer.decode([token]))
         before = after
     return tuple(texts)
+
+
+def prompt_timing(repetitions: Sequence[Generation]) -> Timing:
+    """The times of a prompt with or without a draft, which a stall does not change, from repetitions that generate the same tokens.
+
+    Round r does the same work in every repetition. Its time is the lower median over the repetitions, and a prompt's time is the sum over
+    its rounds: a stall of seconds falls into one round of one repetition and is dropped with it. The lower median of two is the faster.
+    Repetitions with another number of rounds than the first, e.g. of a device that rounds differently each time, are dropped.
+    """
+    alike = [one for one in repetitions if len(one.rounds) == len(repetitions[0].rounds)]
+    prefill = statistics.median_low(one.prefill_seconds for one in alike)
+    rounds = list(zip(*(one.rounds for one in alike), strict=True))
+    draft = sum(statistics.median_low(entry.draft_seconds for entry in same) for same in rounds)
+    verify = sum(statistics.median_low(entry.verify_seconds for entry in same) for same in rounds)
+    return Timing(
+        num_tokens=len(repetitions[0].token_ids),
+        num_rounds=len(rounds),
+        seconds=prefill + draft + verify,
+        prefill_seconds=prefill,
+        draft_seconds=draft,
+        verify_seconds=verify,
+        num_disturbed_rounds=sum(disturbed_rounds(repetitions)),
+    )
+
+
+def disturbed_rounds(repetitions: Sequence[Generation]) -> list[int]:
+    """How many rounds of each repetition, the prefill among them, took far longer than the same round of the others."""
+    times = [
+        [one.prefill_seconds, *(entry.draft_seconds + entry.verify_seconds for entry in one.rounds)] for one in repetitions
+    ]
+    usual = [statistics.median_low(same) for same in zip(*times, strict=False)]
+    allowed = [max(DISTURBED_RATIO * seconds, seconds + DISTURBED_SECONDS) for seconds in usual]
+    return [sum(took > most for took, most in zip(one, allowed, strict=False)) for one in times]

@@ -18,8 +18,8 @@ from specdistill.decoding.proposer import Proposer
 from specdistill.errors import logger
 from specdistill.measurement.configurations import MeasurementPlan
 from specdistill.measurement.hardware import hardware, software
-from specdistill.measurement.journal import Journal
 from specdistill.measurement.losslessness import Divergences, summary
+from specdistill.measurement.measure import Journal
 from specdistill.methods.load import locate
 from specdistill.project import git_revision
 from specdistill.report.build import build_report, context_rows, headline, result_rows, theory

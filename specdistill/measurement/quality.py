@@ -28,13 +28,12 @@ import evaluate
 import numpy as np
 from scipy import stats
 
-from specdistill.project import METRICS as METRIC_MODULES
+from specdistill.project import ANSWERS
 from specdistill.statistics.intervals import interval
 from specdistill.statistics.metrics import Metric
 from specdistill.statistics.records import PromptRecord, records_of
 from specdistill.suites.suite import Suite, SuiteRow
 
-METRICS = ("exact_match", "pass_rate", "python_syntax")  # modules under eval/metrics
 DIFFERENCE = Metric(("with_draft", "without_draft", "num_prompts"), lambda ours, theirs, number: (ours - theirs) / number)
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 INDENT = 4
@@ -85,7 +84,7 @@ def add_quality(
         if name == "pass_rate" and not run_code:
             absent[f"quality.{name}"] = "programs are run only with eval.run_code=true"
             continue
-        metric = evaluate.load(str(METRIC_MODULES / name), keep_in_memory=True)
+        metric = evaluate.load(str(ANSWERS), name, keep_in_memory=True)
         references = [reference for _, _, reference in chosen]
         with_draft, without_draft = (
             metric.compute(
@@ -121,25 +120,6 @@ def paired(with_draft: Sequence[bool], without_draft: Sequence[bool], *, seed: i
         "only_without_draft": only_theirs,
         "p_value": float(stats.binomtest(only_ours, only_ours + only_theirs).pvalue) if only_ours + only_theirs else 1.0,
     }
-
-
-def share(name: str, about: str | None, is_right: Callable[[str, str], bool]) -> type[evaluate.Metric]:
-    """What a module of `eval/metrics` holds for `evaluate.load`, which finds it by the module's path, offline: the share of texts that are
-    right by their references, under the metric's name, and `outcomes`, one by one.
-
-    about: the module's docstring, with the arguments under `Args:`.
-    """
-    description, _, arguments = str(about).partition("Args:")
-    features = datasets.Features(dict.fromkeys(("predictions", "references"), datasets.Value("string")))
-
-    def info(self: Any) -> evaluate.MetricInfo:
-        return evaluate.MetricInfo(description, "", features, inputs_description=f"Args:{arguments}")
-
-    def compute(self: Any, predictions: Sequence[str], references: Sequence[str]) -> dict[str, Any]:
-        outcomes = [is_right(text, reference) for text, reference in zip(predictions, references, strict=True)]
-        return {name: sum(outcomes) / len(outcomes), "outcomes": outcomes}
-
-    return type(name, (evaluate.Metric,), {"_info": info, "_compute": compute})
 
 
 def _reference(name: str, suite: Suite, row: SuiteRow, record: PromptRecord) -> str | None:
@@ -229,3 +209,23 @@ def passes(program: str, seconds: float = SECONDS) -> bool:
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
         return verdict.read() == nonce.encode()
+
+
+# What tells whether a text is right by its reference: an answer, the code of a test, or the source that the text continues.
+METRICS: dict[str, Callable[[str, str], bool]] = {
+    "exact_match": is_match,
+    "pass_rate": lambda text, test: passes(f"{text}\n{test}\n"),
+    "python_syntax": lambda text, source: is_python_so_far(source + text),
+}
+
+
+class Answers(evaluate.Metric):  # type: ignore[misc]
+    """Of texts, the share that is right by their references, under the name of a metric, and `outcomes`, one by one."""
+
+    def _info(self) -> evaluate.MetricInfo:
+        features = datasets.Features(dict.fromkeys(("predictions", "references"), datasets.Value("string")))
+        return evaluate.MetricInfo("The share of texts that are right by their references.", "", features)
+
+    def _compute(self, predictions: Sequence[str], references: Sequence[str]) -> dict[str, Any]:
+        outcomes = list(map(METRICS[self.config_name], predictions, references))
+        return {self.config_name: sum(outcomes) / len(outcomes), "outcomes": outcomes}

@@ -43,11 +43,11 @@ def monitor(arguments: list[str]) -> int:
         if output.exists() and not output.is_file():  # a folder or a device, whose place it would take
             raise UserError("output", got=repr(options.output or ""), expected="a JSON file")
         check_writable(output.parent, "output")
-        output.parent.mkdir(parents=True, exist_ok=True)
     server = Server(options.server, key="server", timeout=options.server_timeout, timeout_key="server_timeout")
     server.session.headers["Connection"] = "close"  # no engine keeps one alive from reading to reading
     from specdistill.gate.decide import EXIT_CODES  # here, and not above, because these import scipy
     from specdistill.monitor.acceptance import acceptance, engine_of
+    from specdistill.report.files import staged
 
     engine, client = engine_of(server)
     num_parts = NUM_PARTS if seconds else 1
@@ -64,9 +64,8 @@ def monitor(arguments: list[str]) -> int:
         print(f"{time.strftime('%H:%M:%S')} {line(found)}", flush=True)
         result(found)
         if options.output:
-            aside = output.with_name(f".{output.name}.{os.getpid()}")
-            aside.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-            os.replace(aside, output)  # whole at any time
+            with staged(output.parent) as staging:  # whole at any time
+                (staging / output.name).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
         if not options.watch:
             return EXIT_CODES[found["verdict"]]
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -38,15 +38,11 @@ LOOKUPS = {aten.embedding, aten.gather, aten.index, aten.index_select}  # they r
 
 @dataclass(frozen=True)
 class Account:
-    """Of one step. traffic_bytes: read and written by all operations but matrix products and attention. flops: of these two alone.
-
-    data_dependent_ops: operations whose result's shape depends on values, for which a GPU's host has to wait.
-    """
+    """Of one step. traffic_bytes: read and written by all operations but matrix products and attention. flops: of these two alone."""
 
     peak_bytes: int
     traffic_bytes: int
     flops: int
-    data_dependent_ops: int
 
 
 @dataclass(frozen=True)
@@ -68,29 +64,26 @@ H100 = Device("H100", 80 * 2**30, 989e12, 3.35e12)
 
 
 class Ledger(TorchDispatchMode):
-    """Counts what the operations within it do. A storage that no operation here made stands, and counts nothing."""
+    """Counts what the operations within it do. A storage that no operation here made stands, and counts nothing.
+
+    An operation whose result's shape depends on values, for which a GPU's host would have to wait, is torch's error.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.live = self.peak = self.traffic = self.flops = self.data_dependent = 0
+        self.live = self.peak = self.traffic = self.flops = 0
         self._known: set[int] = set()
 
     @property
     def account(self) -> Account:
-        return Account(self.peak, self.traffic, self.flops, self.data_dependent)
+        return Account(self.peak, self.traffic, self.flops)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = _tensors((args, kwargs))
         for tensor in given:
             self._enter(tensor, 0)
-        try:
-            result = func(*args, **kwargs)
-        except DynamicOutputShapeException:
-            if func.overloadpacket is not aten.index:
-                raise
-            self.data_dependent += 1
-            result = func(args[0], _whole(args[1]))
+        result = func(*args, **kwargs)
         made, operation = _tensors(result), func.overloadpacket
         new = [self._enter(tensor, tensor.untyped_storage().nbytes()) for tensor in made]
         if operation in flop_registry:
@@ -125,17 +118,6 @@ def _tensors(tree: Any) -> list[Tensor]:
 def _size(tensor: Tensor) -> int:
     """In bytes; no more than there are where a tensor repeats its elements."""
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
-
-
-def _whole(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Indices in the place of masks, for as many elements as masks that are true throughout would choose."""
-    whole: list[Tensor | None] = []
-    for index in indices:
-        if index is not None and index.dtype == torch.bool:
-            whole += [index.new_empty(index.numel(), dtype=torch.long)] * index.dim()
-        else:
-            whole.append(index)
-    return whole
 
 
 class WeightlessTarget(FrozenTarget):

@@ -1,11 +1,9 @@
 """`specdistill plan`: its keys, and what it prints."""
 
-import json
 import shlex
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import model_validator
@@ -14,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specdistill.command import TARGET, keys_of
-from specdistill.errors import ExitCode, UserError, refusing
+from specdistill.errors import ExitCode, UserError
 from specdistill.recipe.fields import Section, like, option, section
 from specdistill.recipe.load import load_recipe
 from specdistill.recipe.sections import TargetConfig
@@ -68,7 +66,6 @@ class PlanOptions(Section):
     training: PlannedTraining = section(PlannedTraining)
     details: bool = option(False, "print what takes the memory, where the numbers are from, and why a method is not to be had")
     hub: bool = option(True, "search the Hub for drafts of the target")
-    output: str | None = option(None, "JSON file for all numbers, their sources and assumptions; --json prints it")
 
 
 def plan(arguments: list[str]) -> int:
@@ -87,13 +84,8 @@ def plan(arguments: list[str]) -> int:
     serving = ServingSettings.of(target, **options.serving.model_dump())
     made = make_plan(target, draft, serving=serving, computed=True, **vars(options.training))
     drafts, not_asked = known_drafts(target.name, target.hub_id) if options.hub else ([], "not asked: hub=false")
-    found = {"not_asked": not_asked, "drafts": [asdict(entry) for entry in drafts]}
-    numbers = {**asdict(made), "hub": found}
-    if options.output is not None:
-        with refusing(OSError, "output", options.output, "a file that can be written"):
-            Path(options.output).write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
     print_plan(made, drafts, not_asked, details=options.details)
-    result(numbers)
+    result({**asdict(made), "hub": {"not_asked": not_asked, "drafts": [asdict(entry) for entry in drafts]}})
     return ExitCode.DONE
 
 

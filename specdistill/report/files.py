@@ -20,7 +20,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from pydantic import TypeAdapter, ValidationError
 
-from specdistill.errors import ResourceError, UserError
+from specdistill.errors import ResourceError, UserError, refusing
 from specdistill.files.documents import read_json
 from specdistill.files.folders import check_writable
 from specdistill.report import charts, phrases, tables
@@ -79,7 +79,7 @@ def staged(folder: Path) -> Iterator[Path]:
             for path in sorted(Path(name).iterdir(), key=lambda path: path.suffix != ".json"):
                 os.replace(path, folder / path.name)
     except OSError as error:
-        raise ResourceError(f"could not write the report to {folder} ({error.strerror})", next_step="free the disk") from error
+        raise ResourceError(f"could not write to {folder} ({error.strerror})", next_step="free the disk") from error
 
 
 def digest(report: Mapping[str, Any], records: Sequence[PromptRecord]) -> str:
@@ -98,10 +98,8 @@ def read_report(path: Path, key: str = "report") -> tuple[dict[str, Any], list[P
 def read_document(path: Path, key: str = "report") -> dict[str, Any]:
     """report.json (or its folder) alone. Raises as `read_report`."""
     path = path / REPORT if path.is_dir() else path
-    try:
+    with refusing((OSError, ValueError), key, path, "a report.json"):
         report: dict[str, Any] = read_json(path)
-    except (OSError, ValueError) as error:
-        raise UserError(key, got=f"{path} ({error})", expected="a report.json") from error
     validate(report, str(path), key)
     return report
 

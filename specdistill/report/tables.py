@@ -52,6 +52,11 @@ def by_category(report: Report) -> Table:
     return _numbers("category", phrases.row_name, main_rows(report))
 
 
+def whole_suite(report: Report) -> Table:
+    """`by_category` without the categories."""
+    return _numbers("suite", phrases.row_name, main_rows(report)[:1])
+
+
 def by_configuration(report: Report) -> Table:
     return _numbers("configuration", phrases.configuration_name, whole_rows(report))
 

@@ -16,6 +16,7 @@ from rich.text import Text
 from specdistill.report import phrases, tables
 from specdistill.report.draft_lengths import by_length, draft_lengths
 from specdistill.report.phrases import between, number, times
+from specdistill.statistics.intervals import ASSUMED_SPREAD, POWER, SIGNIFICANCE, minimum_detectable_change
 from specdistill.terminal import Console, printable
 
 COLOURS = {"passed": "green", "failed": "red", "inconclusive": "yellow", "not judged": "yellow", "warning": "yellow"}
@@ -114,8 +115,12 @@ def print_report(report: Mapping[str, Any], folder: Path) -> None:
     console.print(Text(f"report: {folder / 'report.html'}", style="bold"), soft_wrap=True)
 
 
-def print_power_analysis(sentence: str) -> None:
-    """The change that a run can detect, before it runs."""
+def print_power_analysis(num_prompts: int) -> None:
+    """The change that a run of so many prompts can detect, before it runs."""
+    sentence = (
+        f"{num_prompts} prompts can detect a change of {minimum_detectable_change(num_prompts):.1%} of the acceptance length: power "
+        f"{POWER:.0%}, two-sided {SIGNIFICANCE:.0%}, by an assumed spread of {ASSUMED_SPREAD:.0%} a prompt."
+    )
     Console(stderr=True).print(Text(sentence, style="dim"), soft_wrap=True)
 
 

@@ -4,6 +4,7 @@ A prompt's rounds succeed and fail together, so prompts are resampled, all sums 
 in one batch also share their times; intervals of times resample batches (see `metrics.measured`).
 """
 
+import math
 import warnings
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
@@ -17,6 +18,9 @@ from specdistill.statistics.metrics import METRICS, Metric, PromptSums, measured
 
 NUM_RESAMPLES = 4_000
 MIN_EXPECTED = 5.0  # the usual bound below which chi-square's approximation is poor
+POWER, SIGNIFICANCE = 0.8, 0.05
+# Of the acceptance length: with it 80 prompts detect a change of 5 %, the prompts and tolerance of vLLM's own acceptance test.
+ASSUMED_SPREAD = 0.16
 
 Interval = tuple[float, float]
 
@@ -115,6 +119,16 @@ def _bootstrap(metric: Metric, data: list[NDArray[np.float64]], confidence: floa
         return low, high
     # No spread at all has no bias to correct: the interval is the value. Anything else is not known.
     return (point, point) if np.allclose(result.bootstrap_distribution, point, rtol=1e-12) else None
+
+
+def minimum_detectable_change(num_prompts: int) -> float:
+    """The smallest relative change of the acceptance length that a comparison over `num_prompts` detects with POWER: that its interval then
+    excludes 0. By the normal approximation, with ASSUMED_SPREAD the standard deviation over prompts of their influence on the change:
+
+        (z(1 - significance / 2) + z(power)) · spread / √n
+    """
+    z: float = stats.norm.ppf(1 - SIGNIFICANCE / 2) + stats.norm.ppf(POWER)
+    return z * ASSUMED_SPREAD / math.sqrt(num_prompts)
 
 
 def chi_square(outcomes: Sequence[Hashable], probabilities: Mapping[Any, float]) -> tuple[float, float, int] | None:

@@ -63,12 +63,17 @@ def long_context_start(records: Sequence[PromptRecord]) -> int | None:
 
 def _sums(record: PromptRecord) -> dict[str, float | None]:
     drafts, hf = record.drafts(), record.hf_generate
+    positions = [(len(round.accepted), len(round.drafted)) for round in record.rounds if round.drafted]
     baseline = asdict(record.baseline) if record.baseline else {field.name: None for field in fields(Timing)}
     return {
         "num_prompts": 1,
         "num_drafts": len(drafts),
         "num_draft_tokens": sum(drafted for drafted, _ in drafts),
         "num_accepted_tokens": sum(accepted for _, accepted in drafts),
+        "num_accepted_first": sum(accepted > 0 for accepted, _ in positions),
+        "num_accepted_later": sum(max(accepted - 1, 0) for accepted, _ in positions),
+        # A position is reached when the one before it was accepted; the first rejection ends a draft.
+        "num_reached_later": sum(min(accepted + 1, drafted) - 1 for accepted, drafted in positions),
         **asdict(record.speculative),
         **{f"baseline_{name}": number for name, number in baseline.items()},
         "hf_num_tokens": hf.num_tokens if hf else None,

@@ -67,7 +67,7 @@ class SuiteHeader(Section):
         "of `turns: all`: by the turn's number, or by what it is (tool_call, reasoning, structured_output, prose); null: the row's",
         read_when=ReadWhen("with turns: all", lambda it: it.turns == "all"),
     )
-    quality: Literal["python_syntax"] | None = option(None, "the metric of `eval/metrics` that scores all answers")
+    quality: Literal["python_syntax"] | None = option(None, "the metric that scores all answers")
 
 
 @dataclass(frozen=True)

@@ -173,8 +173,8 @@ def test_what_was_measured_is_what_to_expect(named: bool, folder: Path, tmp_path
     export(tmp_path / "run" / "draft", "vllm", tmp_path / "out", report=place if named else None)
     words, text = served(tmp_path / "out")
     assert json.loads(words[4])["num_speculative_tokens"] == 4
-    assert "Acceptance length **2.89** (95 % interval 2.73 to 3.08)" in text
-    assert "70% / 55% / 40% / 30%" in text and "24 prompts of suite pico" in text and "temperature 0," in text
+    assert "| all of pico | 24 | 2.89 (2.73 to 3.08) |" in text
+    assert "70% 55% 40% 30%" in text and "K = 4 · greedy · suite pico" in text
 
 
 def test_a_report_of_a_tree_says_so(folder: Path, tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_a_report_of_a_tree_says_so(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text(json.dumps(report(tree=shape)))
     export(folder / "run" / "draft", "vllm", tmp_path / "out", report=tmp_path / "report.json")
     text = served(tmp_path / "out")[1]
-    assert "a tree of 6 tokens, 4 deep, top 3" in text and "in a chain" not in text
+    assert "· tree of 6 tokens, 4 deep, top 3" in text
 
 
 def test_what_speaks_against_serving_a_draft_stands_before_the_command(folder: Path, tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_an_engines_report_says_the_fastest_k_for_each_load(folder: Path, tmp_pa
     (tmp_path / "report.json").write_text(json.dumps(measured))
     export(folder / "run" / "draft", "vllm", tmp_path / "out", report=tmp_path / "report.json")
     text = served(tmp_path / "out")[1]
-    assert "Measured in vLLM 0.32.0 with 4 draft tokens" in text
+    assert "· vllm 0.32.0" in text and "K = 4 · greedy" in text
     assert "| 1 | 2 | 1.80× | 180 | 100 |" in text
     assert "| 16 | none (K = 2 loses least) | 0.90× | 90 | 100 |" in text
 

@@ -9,7 +9,7 @@ import pytest
 
 from specdistill.engines import start
 from specdistill.errors import ExitCode
-from specdistill.measurement.gguf_files import target_file
+from specdistill.measurement.in_engine import target_file
 from specdistill.project import PICO, ROOT
 from specdistill.recipe.llama_cpp import LlamaCppConfig
 from specdistill.report.files import read_report

@@ -17,11 +17,11 @@ from specdistill.measurement.measure import (
     in_batches,
     measure_together,
     prompt_records,
+    prompt_timing,
     round_costs,
     some,
     spell,
 )
-from specdistill.measurement.timing import prompt_timing
 from specdistill.methods.models.proposer import DraftModelProposer
 from specdistill.methods.ngram.method import NgramProposer
 from specdistill.report.build import result_rows

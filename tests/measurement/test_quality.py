@@ -21,7 +21,7 @@ from specdistill.gate.decide import Evidence, decide
 from specdistill.gate.rules import Rule
 from specdistill.measurement import quality
 from specdistill.measurement.quality import add_quality, is_match, is_python_so_far, paired, passes, program
-from specdistill.project import METRICS, SUITES
+from specdistill.project import ANSWERS, SUITES
 from specdistill.report.files import validate
 from specdistill.suites.suite import SuiteRow, load_suite, parse
 from tests.processes import fork
@@ -186,8 +186,8 @@ def is_free(file):
         ("python_syntax", ["    return 1\n", " return\n1 1\n\n"], ["def f():\n"] * 2, 0.5),
     ],
 )
-def test_the_modules_load_by_path_and_say_each_outcome(name, predictions, references, rate):
-    metric = evaluate.load(str(METRICS / name), keep_in_memory=True)
+def test_the_metrics_load_by_path_and_say_each_outcome(name, predictions, references, rate):
+    metric = evaluate.load(str(ANSWERS), name, keep_in_memory=True)
     assert metric.compute(predictions=predictions, references=references) == {name: rate, "outcomes": [True, False]}
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from specdistill.measurement import selection
+from specdistill.measurement import evaluate as measurement
 from specdistill.methods.recipe import Recipe
 from specdistill.recipe.load import load_recipe
 from tests.launches import tiny_files
@@ -70,10 +70,10 @@ def test_the_measure_is_the_acceptance_length_of_all_prompts_rounds(tmp_path: Pa
     """The target itself as the draft: of 7 tokens the first is from the prefill, then there are two rounds of 3."""
     (tmp_path / "few.jsonl").write_text('{"prompt": "Row 3"}\n{"prompt": "Row 5"}\n')
     target = tiny_target()
-    monkeypatch.setattr(selection, "load_proposer", lambda *given, **options: ModelProposer(target.model))
+    monkeypatch.setattr(measurement, "load_proposer", lambda *given, **options: ModelProposer(target.model))
     keys = [METRIC, f"selection={{suite: {tmp_path / 'few.jsonl'}, max_new_tokens: 7}}", "eval.num_speculative_tokens=2"]
     recipe = load_recipe(Recipe, ["target.model=pico", f"train.output_dir={tmp_path / 'run'}", *keys])
-    measure = selection.decoded_acceptance_length(recipe, target)  # type: ignore[arg-type]
+    measure = measurement.decoded_acceptance_length(recipe, target)  # type: ignore[arg-type]
     assert measure and measure(tmp_path) == 3
 
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from specdistill.decoding.decoder import Generation, Round
-from specdistill.measurement.timing import disturbed_rounds, prompt_timing
+from specdistill.measurement.measure import disturbed_rounds, prompt_timing
 
 STALL = 5.0  # seconds
 

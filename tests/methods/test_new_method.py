@@ -88,9 +88,9 @@ def test_the_doctor_knows_it(work: Path):
 
 
 def test_a_plan_has_a_row_for_it(work: Path):
-    output = work / "plan.json"
-    assert specdistill("plan", f"target={work / 'target'}", "hub=false", f"output={output}").returncode == 0
-    rows = {row["method"]: row for row in json.loads(output.read_text(encoding="utf-8"))["methods"]}
+    ended = specdistill("plan", f"target={work / 'target'}", "hub=false", "--json")
+    assert ended.returncode == 0
+    rows = {row["method"]: row for row in json.loads(ended.stdout)["methods"]}
     assert rows["block"]["available"] and rows["block"]["parameters"] == 1
 
 

@@ -24,7 +24,6 @@ def test_a_linear_layer_and_gelu_by_hand():
         peak_bytes=512 + 4 + 4 + 512,  # h, the sum, its gradient, and the gradient of h
         traffic_bytes=gelu + total + ones + gelu_backward + accumulate,
         flops=2 * (2 * 8 * 4 * 16),  # h and the gradient of the weight
-        data_dependent_ops=0,
     )
     assert ledger.live == 0
 
@@ -34,7 +33,7 @@ def test_views_lookups_and_overwritten_tensors_move_what_they_say():
         table, ids, x = torch.empty(1000, 8), torch.empty(4, dtype=torch.long), torch.empty(4, 8)
         with Ledger() as ledger:
             x.t().unsqueeze(0).expand(7, -1, -1)
-        assert ledger.account == Account(0, 0, 0, 0)
+        assert ledger.account == Account(0, 0, 0)
         with Ledger() as ledger:
             nn.functional.embedding(ids, table)  # 4 of 1000 rows of 32 bytes
         assert ledger.traffic == 32 + 128 + 128
@@ -43,14 +42,11 @@ def test_views_lookups_and_overwritten_tensors_move_what_they_say():
         assert (ledger.traffic, ledger.peak) == (128 + 128, 128)
 
 
-def test_a_mask_counts_as_data_dependent_and_as_if_it_chose_everything():
+def test_a_shape_that_depends_on_values_is_an_error():
     with FakeTensorMode():
         x, mask = torch.empty(4, 8), torch.empty(4, dtype=torch.bool)
-        with Ledger() as ledger:
-            chosen = x[mask]
-        assert chosen.shape == (4, 8) and ledger.data_dependent == 1
         with Ledger(), pytest.raises(DynamicOutputShapeException):
-            mask.nonzero()
+            x[mask]
 
 
 def test_counts_as_torch_counts():
@@ -80,6 +76,6 @@ def test_counts_as_torch_counts():
 
 def test_a_step_takes_the_time_of_its_products_and_of_its_traffic():
     device = Device("any", memory=1000, flops=100.0, bandwidth=10.0)
-    step = Account(peak_bytes=0, traffic_bytes=16, flops=60, data_dependent_ops=0)
+    step = Account(peak_bytes=0, traffic_bytes=16, flops=60)
     # (60 + 40) / 50 and 16 / 8 seconds
     assert device.tokens_per_second(step, 12, other_flops=40) == pytest.approx(12 / (2 + 2))

@@ -37,9 +37,9 @@ def plan(hub: Hub, home: Path, *arguments: str) -> subprocess.CompletedProcess[s
 
 
 def test_drafts_are_found_by_card_and_by_name(hub: Hub, tmp_path: Path):
-    result = plan(hub, tmp_path / "home", f"target={TARGET}", f"output={tmp_path / 'plan.json'}")
+    result = plan(hub, tmp_path / "home", f"target={TARGET}", "--json")
     assert result.returncode == 0, result.stderr
-    written = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))
+    written = json.loads(result.stdout)
     assert written["target"]["revision"] == hub.commits(TARGET)[0] and written["target"]["parameters"] == 3_674_240
     assert written["hub"] == {
         "not_asked": None,
@@ -48,7 +48,7 @@ def test_drafts_are_found_by_card_and_by_name(hub: Hub, tmp_path: Path):
             {"repository": "b/my-drafter", "method": "eagle3", "found_by": "card", "downloads": 7},
         ],
     }
-    assert "a/EAGLE3-TINY3.1-Instruct-4M" in result.stdout and fetched(tmp_path / "home") == {"config.json"}
+    assert fetched(tmp_path / "home") == {"config.json"}
 
 
 def test_a_plan_comes_without_the_hub_and_says_so(tmp_path: Path):

@@ -143,7 +143,7 @@ def test_the_page_on_scale_has_these_numbers(plan_for: Callable[..., Plan], name
 
 
 def test_what_is_computed_takes_the_place_of_what_is_roughly_so(plan_for: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch):
-    step = Account(peak_bytes=20 * 10**9, traffic_bytes=4 * 10**11, flops=10**14, data_dependent_ops=0)
+    step = Account(peak_bytes=20 * 10**9, traffic_bytes=4 * 10**11, flops=10**14)
     monkeypatch.setattr(estimates, "training_step", lambda *of, **shape: step)
     plan = plan_for(LLAMA_8B, computed=True)
     row = row_of(plan, "eagle3")

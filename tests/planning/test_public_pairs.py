@@ -1,6 +1,8 @@
 """Public targets and drafts, by config.json and tensors without content (see tests/public_pairs.py)."""
 
+import io
 import json
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +42,12 @@ def test_the_fixtures_are_as_large_as_what_is_published(repository: Repository, 
 
 def planned(pair: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, dict[str, Any]]:
     """The exit code of `specdistill plan` for a pair, without the seconds that a computed step takes, and its JSON."""
-    monkeypatch.setattr(estimates, "training_step", lambda *of, **shape: Account(1, 1, 1, 0))
+    monkeypatch.setattr(estimates, "training_step", lambda *of, **shape: Account(1, 1, 1))
     target, draft = pair.write(folder)
     given = [f"draft={draft}"] if pair.draft else []
-    code = main(["plan", f"target={target}", *given, "hub=false", f"output={folder / 'plan.json'}", *arguments])
-    return code, json.loads((folder / "plan.json").read_text(encoding="utf-8")) if code == 0 else {}
+    with redirect_stdout(io.StringIO()) as printed:
+        code = main(["plan", f"target={target}", *given, "hub=false", "--json", *arguments])
+    return code, json.loads(printed.getvalue()) if code == 0 else {}
 
 
 # Of the draft: parameters, bytes of its KV cache for a token in 16 bits, c of a step; of the target: GB of weights.

@@ -108,11 +108,9 @@ def test_every_command_takes_it(tmp_path: Path) -> None:
     drafted = [point["k"] for point in report["theory"]["curve"]]
     assert all(one < other for one, other in pairwise(drafted)) and drafted[-1] == 4
     assert "method early_exit" in specdistill("doctor", f"draft={run / 'draft'}", target, suite).stdout
-    planned = specdistill(
-        "plan", f"target={tmp_path / 'target'}", f"draft={run / 'draft'}", "hub=false", f"output={tmp_path / 'plan.json'}"
-    )
+    planned = specdistill("plan", f"target={tmp_path / 'target'}", f"draft={run / 'draft'}", "hub=false", "--json")
     assert planned.returncode == 0, planned.stderr
-    rows = {row["method"]: row for row in json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))["methods"]}
+    rows = {row["method"]: row for row in json.loads(planned.stdout)["methods"]}
     assert rows["early_exit"]["available"] and rows["early_exit"]["parameters"] == 3 * 64 * 128 + 64
     compared = [
         "drafts=[" + f"{run / 'draft'},ngram]",
