@@ -124,11 +124,15 @@ class Distillation(nn.Module):
         rows_RH = before(self._draft.hidden_states(input_ids, position_ids, documents), loss_positions, 1)
         weights_R = loss_rows(position_ids, loss_positions, ahead=1).float()
         next_R = input_ids.flatten()[loss_positions]
-        total, (losses_R, *measured) = self.losses(rows_RH, weights_R, next_R, soft_targets, measure)
-        sums = StepSums(loss=[losses_R.sum()], loss_tokens=[weights_R.sum()])
-        if measured:
-            self._measure(sums, input_ids.shape, loss_positions, weights_R, *measured)
-        return total, sums
+        total, metrics_MR = self.losses(rows_RH, weights_R, next_R, soft_targets, measure)
+
+        def by_chain(values_1R: Tensor) -> Tensor:
+            """Of K draft tokens in a row. Consecutive positions with a loss are in one document: its last token has none."""
+            roots_R = (loss_positions - 1).clamp_min(0)
+            values_BT = values_1R.new_zeros(input_ids.numel()).scatter_add(0, roots_R, values_1R[0]).view(input_ids.shape)
+            return torch.stack([shift_left(values_BT, k, 0).flatten() for k in range(self.num_positions)])
+
+        return total, StepSums.of(weights_R.unsqueeze(0), *metrics_MR.unsqueeze(1), by_chain=by_chain)
 
     def losses(
         self, rows_RH: Tensor, weights_R: Tensor, next_R: Tensor, soft_targets: SoftTargets | None, measure: bool
@@ -164,25 +168,6 @@ class Distillation(nn.Module):
             return losses_r, losses_r.detach().unsqueeze(0)
         assert soft is not None
         return with_metrics(losses_r, logits_rV, soft, None)
-
-    def _measure(
-        self,
-        sums: StepSums,
-        shape: torch.Size,
-        loss_positions_R: Tensor,
-        has_loss_R: Tensor,
-        correct_R: Tensor,
-        accepted_R: Tensor,
-    ) -> None:
-        """Accuracy, acceptance at temperature 1, and chains of K draft tokens in a row."""
-        sums.correct, sums.accepted = [correct_R.sum()], [accepted_R.sum()]
-        roots_R = (loss_positions_R - 1).clamp_min(0)
-        chains = []
-        for values_R in (has_loss_R, correct_R, accepted_R):
-            values_BT = values_R.new_zeros(shape.numel()).scatter_add(0, roots_R, values_R).view(shape)
-            # Consecutive positions with a loss are in one document: its last token has none.
-            chains.append(torch.stack([shift_left(values_BT, k, 0).flatten() for k in range(self.num_positions)]))
-        sums.add_chains(*chains)
 
 
 def repeated_names(module: nn.Module) -> list[str]:

@@ -93,15 +93,10 @@ class ParallelDistillation(Distillation):
         # Each chain is that of the token that its masks follow.
         index_R = numbers_R * input_ids.numel() + (labels_R - 1 - numbers_R).clamp_min(0)
         empty = weights_R.new_zeros(self.num_positions * input_ids.numel())
-        has_loss_KS, losses_KS, *measured = (
+        by_chain = (
             empty.scatter_add(0, index_R, values_R).view(self.num_positions, -1) for values_R in (weights_R, *metrics_MR)
         )
-        sums = StepSums(loss=[*losses_KS.sum(1)], loss_tokens=[*has_loss_KS.sum(1)])
-        if measured:
-            correct_KS, accepted_KS = measured
-            sums.correct, sums.accepted = [*correct_KS.sum(1)], [*accepted_KS.sum(1)]
-            sums.add_chains(has_loss_KS, correct_KS, accepted_KS)
-        return total, sums
+        return total, StepSums.of(*by_chain)
 
     def hidden_states(self, input_ids: Tensor, position_ids: Tensor, columns_BM: Tensor, numbers_BM: Tensor) -> Tensor:
         """What the head reads, [B, N, H]."""
