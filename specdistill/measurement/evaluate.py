@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from specdistill.decoding.batch_decoder import BatchDecoder
+from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.proposer import Proposer
 from specdistill.errors import UserError, logger
 from specdistill.measurement.configurations import MeasurementPlan, Settings, plan_configurations
@@ -54,7 +54,7 @@ def measure(recipe: Recipe, folder: Path) -> tuple[dict[str, Any], list[PromptRe
     if is_first():
         print_power_analysis(power_analysis(len(plans[0].prompts)))
     if any(plan.settings.batch_size > 1 for plan in plans):
-        BatchDecoder(target, proposer)  # refuses what cannot be batched, before anything is measured
+        Decoder(target, proposer).check_batches()  # before anything is measured
 
     identity = measurement_identity(target, proposer, suite, method=recipe.method, draft=draft)
     finished = FinishedConfigurations(folder / FINISHED, identity)
