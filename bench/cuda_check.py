@@ -41,7 +41,7 @@ from specdistill.losses import chunked
 from specdistill.methods import METHODS
 from specdistill.methods.chains.unroll import objective
 from specdistill.methods.eagle3 import method as eagle3
-from specdistill.methods.eagle3.module import default_aux_layers
+from specdistill.methods.eagle3.module import check_aux_layers
 from specdistill.methods.models.objective import PackedModel
 from specdistill.methods.sizes import PlannedDraft
 from specdistill.planning.accounting import UNWRITTEN, Ledger, WeightlessTarget, training_step
@@ -240,7 +240,7 @@ def compiled_target(batch: dict[str, Any]) -> dict[str, float]:
         ledger = Launches("cpu")
         ledger.compile(target, SimpleNamespace(layers=(), row_losses=len))
         with ledger, torch.autocast("cpu", torch.bfloat16):
-            target_pass(target, default_aux_layers(target.num_layers), batch)
+            target_pass(target, check_aux_layers(None, target.num_layers), batch)
     return counted(ledger)
 
 
@@ -316,7 +316,7 @@ class Decoding:
 
     @torch.no_grad()
     def prompt(self) -> None:
-        _, features = self.reader.begin(range(PROMPT))
+        _, features = self.reader.begin([range(PROMPT)])
         self.cache = DraftKVCache(partial(self.head.rotary, self.head.fc.weight), torch.device(DEVICE))
         self._step(torch.zeros(1, PROMPT, dtype=torch.long), self.head.fuse(features))
 
@@ -332,13 +332,13 @@ class Decoding:
 
     @torch.no_grad()
     def verify(self) -> None:
-        self.reader.read(range(1 + NUM_STEPS))
-        self.reader.keep([0, 1])
+        self.reader.read([range(1 + NUM_STEPS)])
+        self.reader.keep([[0, 1]])
 
     @torch.no_grad()
     def verify_tree(self) -> None:
-        _, features = self.reader.read(range(1 + len(TREE.parents)), TREE)
-        self.reader.keep([1, 4])
+        _, features = self.reader.read([range(1 + len(TREE.parents))], [TREE])
+        self.reader.keep([[1, 4]])
         features.at([0, 2, 5])
 
 

@@ -43,7 +43,6 @@ from bench.memory import CONFIG, NUM_STEPS, TARGET
 from bench.pages import write_between
 from bench.run import median_seconds
 from specdistill.command import run
-from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.decoder import Decoder, now
 from specdistill.decoding.tree import tree_shape
 from specdistill.errors import ExitCode, one_line
@@ -354,8 +353,8 @@ def decoding(shape: Shape) -> dict[str, Any]:
             }
     prompts = [prompt[: shape.prompts[0]]] * shape.batch
     for name, proposer, k in (("plain", None, 0), ("chain", head, K)):
-        decoder = BatchDecoder(target, proposer)
-        generations = [decoder.generate(prompts, max_new_tokens=48, num_speculative_tokens=k) for _ in range(2)][-1]
+        decoder = Decoder(target, proposer)
+        generations = [decoder.generate_all(prompts, max_new_tokens=48, num_speculative_tokens=k) for _ in range(2)][-1]
         seconds = sum(each.seconds - each.prefill_seconds for each in generations)
         found[f"batch of {shape.batch}, {name}"] = {"tokens_per_second": round(48 * shape.batch / seconds, 1)}
     return found

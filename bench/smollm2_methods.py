@@ -55,8 +55,8 @@ class Options(Section):
     steps: int = option(100, "training steps of each at equal tokens", ge=1)
     minutes: float = option(3.2, "minutes of processor time of each at equal minutes", gt=0)
     longer: list[str] = option(["eagle3", "dspark"], "recipes that are also trained longer")
-    longer_steps: int = option(300, "their training steps, evaluated after each quarter", ge=4)
-    num_prompts: int = option(18, "prompts to measure on", ge=3)
+    longer_steps: int = option(200, "their training steps, evaluated after each quarter", ge=4)
+    num_prompts: int = option(15, "prompts to measure on", ge=3)
     max_new_tokens: int = option(40, "tokens generated per prompt", ge=1)
 
 

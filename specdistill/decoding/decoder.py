@@ -8,7 +8,12 @@ outputs that should be equal diverge. This happens about once in a hundred thous
 once more in float64, with and without a draft alike. 16-bit targets are left alone: there near-ties are frequent, and are counted instead
 (specdistill.measurement.losslessness).
 
-Shapes: B sequences, T positions, N nodes of a tree, V vocabulary.
+Several sequences share the forward passes alone: each accepts its own number of tokens and advances independently, and one that is finished
+leaves the batch, which continues with the others. Greedy output of a float32 target is that of each alone, near-ties included. Row b draws
+from its own generator, as many numbers in the same order as on its own, so sampled output is the same unless a number falls within float
+rounding of a boundary.
+
+Shapes: B rows (sequences), T positions, N nodes of a tree, K draft tokens, R rows with equally many draft tokens, V vocabulary.
 """
 
 import time
@@ -23,7 +28,7 @@ from specdistill.decoding import verify
 from specdistill.decoding.proposer import DecodingState, Proposal, Proposer, TreeProposer, reader_of
 from specdistill.decoding.readers import CachedTarget, CompiledTarget, SequenceReader, cache_size
 from specdistill.decoding.sampling import GREEDY, Generators, Random, Sampling, uniforms
-from specdistill.decoding.transformers_models import check_reads_trees, padded
+from specdistill.decoding.transformers_models import check_batchable, check_reads_trees, padded
 from specdistill.decoding.tree import Tree, TreeShape
 from specdistill.errors import UserError
 from specdistill.targets.frozen import Features, FrozenTarget
@@ -124,10 +129,14 @@ class Running:
         return Generation(self.prompt_ids, new, tuple(self.rounds), self.prefill_seconds, self.seconds, self.stopped)
 
 
-class Decoder:
-    """Decodes one sequence at a time with a target and, optionally, a proposer. `rule` verifies above temperature 0.
+Verdict = tuple[Sequence[int], int]  # indices of the accepted draft tokens, and the token after them
 
-    compiled: passes over proposals are one compiled graph, for each K and each power of two of tokens; chains only (`CompiledTarget`).
+
+class Decoder:
+    """Decodes one sequence, or several together, with a target and, optionally, a proposer. `rule` verifies above temperature 0.
+
+    compiled: passes over proposals for one sequence are one compiled graph, for each K and each power of two of tokens; chains only
+    (`CompiledTarget`).
     """
 
     def __init__(
@@ -141,79 +150,147 @@ class Decoder:
         if compiled and self._shared:
             raise UserError("eval.compile", got="true with a draft that runs layers of the target", expected="false")
         self.aux_layers = proposer.aux_layers if proposer else ()
-        self._reads_trees = False
+        self._reads_trees = self._reads_batches = False
         self._compiled_targets: dict[tuple[int, int], CompiledTarget] = {}  # by tokens of a pass and positions of the KV cache
 
+    def generate(self, prompt_ids: Sequence[int], *, generator: Random = None, **options: Any) -> Generation:
+        """Continue a prompt, with the options of `generate_all`."""
+        (generation,) = self.generate_all([prompt_ids], generators=[generator], **options)
+        return generation
+
     @torch.inference_mode()
-    def generate(
+    def generate_all(
         self,
-        prompt_ids: Sequence[int],
+        prompts: Sequence[Sequence[int]],
         *,
         max_new_tokens: int,
         num_speculative_tokens: int = 0,
         tree: TreeShape | None = None,
         sampling: Sampling = GREEDY,
-        generator: Random = None,
-    ) -> Generation:
-        """Continue a prompt by up to `max_new_tokens` tokens, or to a stop token of the target (which is emitted).
+        generators: Generators | None = None,
+    ) -> list[Generation]:
+        """Continue each prompt by up to `max_new_tokens` tokens, or to a stop token of the target (which is emitted).
 
-        `num_speculative_tokens` is K, at least 1 with a proposer; a `tree` is drafted in place of a chain. Raises UserError when prompt
-        and continuation exceed the target's context, or when target or proposer cannot handle trees.
+        `num_speculative_tokens` is K, at least 1 with a proposer; a `tree` is drafted in place of a chain. generators: one for each
+        prompt; None: torch's default generator for all.
+
+        Times are shares: a round's seconds are divided equally among the rows that took part in it, the prefill's among all, so that they
+        add up to those of the batch. Raises UserError when prompt and continuation exceed the target's context, or when target or proposer
+        cannot handle trees, or several sequences.
         """
         if tree:
             self.check_tree()
             num_speculative_tokens = tree.depth
-        row = Running.begin(self, prompt_ids, max_new_tokens, num_speculative_tokens, generator)
+        if len(prompts) > 1:
+            self.check_batches()
+        all_rows = [
+            Running.begin(self, prompt_ids, max_new_tokens, num_speculative_tokens, generator)
+            for prompt_ids, generator in zip(prompts, generators or [None] * len(prompts), strict=True)
+        ]
         if self.proposer:
-            self.proposer.begin([row.limit + num_speculative_tokens])
-        reader = self._reader(row.limit, num_speculative_tokens)
+            self.proposer.begin([row.limit + num_speculative_tokens for row in all_rows])
+        rows, reader = all_rows, self._reader(all_rows, num_speculative_tokens)
 
-        start = self._now()
-        logits, features = reader.begin(row.token_ids)
-        _, first = self.verify(row.token_ids, Proposal([]), logits, sampling, generator)
-        row.token_ids.append(first)
-        state = DecodingState([row.token_ids], features, [len(prompt_ids)])
-        row.prefill_seconds = self._now() - start
-        while not row.is_done:
-            self._round(row, state, reader, tree or num_speculative_tokens, sampling)
-        row.seconds = self._now() - start
-        return row.generation()
+        start = now(self.target.device)
+        logits_B1V, features = reader.begin([row.token_ids for row in rows])
+        firsts = self.verify(rows, [Proposal([])] * len(rows), logits_B1V, sampling)
+        for row, (_, first) in zip(rows, firsts, strict=True):
+            row.token_ids.append(first)
+        state = DecodingState([row.token_ids for row in rows], features, [len(row.prompt_ids) for row in rows])
+        rows, lap = self._unfinished(rows, state, reader), now(self.target.device)
+        for row in all_rows:
+            row.prefill_seconds = row.seconds = (lap - start) / len(all_rows)
 
-    def _reader(self, limit: int, num_speculative_tokens: int) -> SequenceReader:
-        """For a sequence of up to `limit` tokens; compiles where there is no graph for it yet."""
-        if not self.compiled:
+        while rows:
+            taking_part, start = rows, lap
+            self._round(rows, state, reader, tree or num_speculative_tokens, sampling)
+            rows, lap = self._unfinished(rows, state, reader), now(self.target.device)
+            for row in taking_part:
+                row.seconds += (lap - start) / len(taking_part)
+        return [row.generation() for row in all_rows]
+
+    def _reader(self, rows: Sequence[Running], num_speculative_tokens: int) -> SequenceReader:
+        """Compiles where there is no graph for a sequence as long yet."""
+        if not self.compiled or len(rows) > 1:
             return self._shared or CachedTarget(self.target, self.aux_layers)
         num_tokens = 1 + num_speculative_tokens if self.proposer else 1
-        shape = num_tokens, cache_size(limit) + num_tokens
+        shape = num_tokens, cache_size(rows[0].limit) + num_tokens
         if shape not in self._compiled_targets:
             self._compiled_targets[shape] = CompiledTarget(self.target, self.aux_layers, *shape)
         return self._compiled_targets[shape]
 
     def _round(
-        self, row: Running, state: DecodingState, reader: SequenceReader, ahead: int | TreeShape, sampling: Sampling
+        self, rows: Sequence[Running], state: DecodingState, reader: SequenceReader, ahead: int | TreeShape, sampling: Sampling
     ) -> None:
         """Propose `ahead` (a chain of that many tokens, or a tree), verify, commit."""
-        start = self._now()
-        (proposal,) = propose(self.proposer, state, ahead, sampling, [row.generator])
-        drafted = self._now()
-        tokens, tree = proposal.tokens, proposal.tree
-        logits, features = reader.read([row.token_ids[-1], *tokens], tree)
-        path, next_token = self.verify(row.token_ids, proposal, logits, sampling, row.generator)
-        reader.keep(path)
-        state.fresh = kept_features(features, [path]) if tree else features
-        state.num_fresh = [1 + len(path)]
-        row.commit(proposal, path, next_token, drafted - start, self._now() - drafted)
+        start = now(self.target.device)
+        proposals = propose(self.proposer, state, ahead, sampling, [row.generator for row in rows])
+        drafted = now(self.target.device)
+        fed = [[row.token_ids[-1], *proposal.tokens] for row, proposal in zip(rows, proposals, strict=True)]
+        trees = [proposal.tree for proposal in proposals]
+        logits_BTV, features = reader.read(fed, trees)
+        verdicts = self.verify(rows, proposals, logits_BTV, sampling)
+        paths = [path for path, _ in verdicts]
+        reader.keep(paths)
+        state.fresh = kept_features(features, paths) if any(trees) else features
+        state.num_fresh = [1 + len(path) for path in paths]
+        verified = now(self.target.device)
+        draft_s, verify_s = (drafted - start) / len(rows), (verified - drafted) / len(rows)
+        for row, proposal, (path, next_token) in zip(rows, proposals, verdicts, strict=True):
+            row.commit(proposal, path, next_token, draft_s, verify_s)
+
+    def _unfinished(self, rows: Sequence[Running], state: DecodingState, reader: SequenceReader) -> list[Running]:
+        """The rows that are not done; the others leave the caches and the state."""
+        remaining = [index for index, row in enumerate(rows) if not row.is_done]
+        if remaining and len(remaining) < len(rows):
+            cache: Any = reader.cache
+            cache.keep(remaining)
+            if self.proposer:
+                self.proposer.keep(remaining)
+            state.token_ids = [state.token_ids[index] for index in remaining]
+            state.fresh = state.fresh.rows(remaining)
+            state.num_fresh = [state.num_fresh[index] for index in remaining]
+        return [rows[index] for index in remaining]
 
     def verify(
-        self, token_ids: list[int], proposal: Proposal, logits_1KV: Tensor, sampling: Sampling, generator: Random
-    ) -> tuple[Sequence[int], int]:
-        """(indices of the accepted draft tokens, the token after them). The logits follow the sequence and each draft token."""
+        self, rows: Sequence[Running], proposals: Sequence[Proposal], logits_BTV: Tensor, sampling: Sampling
+    ) -> list[Verdict]:
+        """Of each row. The logits follow the sequence and each draft token. Rows with chains of equally many draft tokens, all of them
+        drawn or all certain, are verified together."""
+        verdicts: dict[int, Verdict] = {}
+        kinds: dict[tuple[int, bool], list[int]] = {}
+        for index, (row, proposal) in enumerate(zip(rows, proposals, strict=True)):
+            if proposal.tree or len(rows) == 1:
+                verdicts[index] = self._verify(row, proposal, logits_BTV[index : index + 1], sampling)
+            else:
+                kinds.setdefault((len(proposal.tokens), proposal.probabilities is None), []).append(index)
+        for (width, _), chosen in kinds.items():
+            drafted, logits_RKV = [proposals[index].tokens for index in chosen], logits_BTV[chosen, : width + 1]
+            if sampling.is_greedy:
+                texts = [rows[index].token_ids for index in chosen]
+                choices = break_ties(self.target, texts, drafted, logits_RKV).argmax(-1).tolist()
+                found = [verify.greedy(*pair) for pair in zip(drafted, choices, strict=True)]
+            else:
+                distributions = [given for index in chosen if (given := proposals[index].probabilities) is not None]
+                uniforms_RK = uniforms(width + 1, [rows[index].generator for index in chosen]).to(logits_BTV.device)
+                num_accepted, next_token = verify.rejection(
+                    torch.tensor(drafted, dtype=torch.long, device=logits_BTV.device),
+                    sampling.probabilities(logits_RKV),
+                    torch.stack(distributions) if distributions else None,
+                    uniforms_RK,
+                )
+                found = [*zip(num_accepted.tolist(), next_token.tolist(), strict=True)]
+            verdicts |= {index: (range(count), token) for index, (count, token) in zip(chosen, found, strict=True)}
+        return [verdicts[index] for index in range(len(rows))]
+
+    def _verify(self, row: Running, proposal: Proposal, logits_1TV: Tensor, sampling: Sampling) -> Verdict:
+        tokens, logits_1KV = proposal.tokens, logits_1TV[:, : len(proposal.tokens) + 1]
         if not sampling.is_greedy:
-            return self.rule(proposal, sampling.probabilities(logits_1KV)[0], generator)
+            return self.rule(proposal, sampling.probabilities(logits_1KV)[0], row.generator)
         if proposal.tree:
-            return self._follow_best(token_ids, proposal.tokens, proposal.tree, logits_1KV)
-        (choices,) = break_ties(self.target, [token_ids], [proposal.tokens], logits_1KV).argmax(-1).tolist()
-        num_accepted, next_token = verify.greedy(proposal.tokens, choices)
+            return self._follow_best(row.token_ids, tokens, proposal.tree, logits_1KV)
+        (choices,) = break_ties(self.target, [row.token_ids], [tokens], logits_1KV).argmax(-1).tolist()
+        num_accepted, next_token = verify.greedy(tokens, choices)
         return range(num_accepted), next_token
 
     def _follow_best(self, token_ids: list[int], tokens: list[int], tree: Tree, logits_1NV: Tensor) -> tuple[list[int], int]:
@@ -239,8 +316,13 @@ class Decoder:
             check_reads_trees(self.target)
             self._reads_trees = True
 
-    def _now(self) -> float:
-        return now(self.target.device)
+    def check_batches(self) -> None:
+        """Raises UserError when target or proposer cannot handle several sequences at once."""
+        if not self._reads_batches:
+            check_batchable(self.target.model, self.target.name)
+            if self.proposer:
+                self.proposer.begin([1, 1])  # which may refuse
+            self._reads_batches = True
 
 
 def propose(

@@ -1,4 +1,5 @@
-"""How a target reads one sequence piece by piece, over a KV cache that forgets what was rejected: pass by pass, or by one compiled graph.
+"""How a target reads a sequence piece by piece, over a KV cache that forgets what was rejected: pass by pass, or by one compiled graph; and
+several sequences, whose passes are one.
 
 Of a `CompiledTarget` all passes over proposals have one shape (`eval.compile`). Its KV cache is allocated whole: slot s holds position s,
 and the mask hides what lies behind a query. The graph is told how many tokens are held, so forgetting the rejected ones is counting: the
@@ -17,11 +18,12 @@ from torch import Tensor
 from transformers import StaticCache
 from transformers.cache_utils import DummyLayer, StaticLayer, StaticSlidingWindowLayer
 
-from specdistill.decoding.transformers_models import keep_path, read
-from specdistill.decoding.tree import Step, Tree
+from specdistill.decoding.kv_cache import BatchKVCache
+from specdistill.decoding.transformers_models import cache_of, keep_path, last_of, read
+from specdistill.decoding.tree import ROOT, Step, Tree
 from specdistill.errors import UserError, one_line
 from specdistill.targets.anatomy import CLASS_ERRORS, reads_alike
-from specdistill.targets.cache import new_cache, roll_back, snapshot
+from specdistill.targets.cache import roll_back, snapshot
 from specdistill.targets.compiled import allow_graphs
 from specdistill.targets.frozen import Features, FrozenTarget, capture
 
@@ -32,45 +34,58 @@ PROMPT, REJECTED, NEXT = [1, 2, 3], [4, 5], [4, 6]  # of the sequence that shows
 
 
 class CachedTarget:
-    """Any target, pass by pass. What a pass costs besides the target's own work does not depend on the sequence's length."""
+    """Any target, pass by pass; of several sequences a pass is as long as the longest of their proposals. What a pass costs besides the
+    target's own work does not depend on a sequence's length.
+    """
 
     def __init__(self, target: FrozenTarget, aux_layers: Sequence[int]) -> None:
         self.target = target
         self.aux_layers = aux_layers
 
-    def begin(self, token_ids: Sequence[int]) -> tuple[Tensor, Features]:
-        """Read a prompt: logits [1, 1, V] after its last token, and features [1, T, D] of all."""
-        self.cache = new_cache(self.target.config)
+    def begin(self, token_ids: Sequence[Sequence[int]]) -> tuple[Tensor, Features]:
+        """Read the prompt of each row: logits [B, 1, V] after its last token, and features [B, T, D] of all."""
+        self.cache: Any = cache_of(self.target.config, len(token_ids), self.target.device)
         features = self.features(token_ids)
-        return self.target.logits(features.last_hidden[:, -1:]), features
+        last_B1D = last_of(features.last_hidden, [*map(len, token_ids)]).unsqueeze(1)
+        return self.target.logits(last_B1D), features
 
-    def features(self, token_ids: Sequence[int], step: Step | None = None) -> Features:
-        """Of tokens that continue the cached ones, as a chain or as the nodes of a tree."""
+    def features(self, token_ids: Sequence[Sequence[int]], step: Step | None = None) -> Features:
+        """Of tokens that continue each row's cached ones, as a chain or as the nodes of a tree."""
         return read(self.target, token_ids, self.cache, self.aux_layers, step)
 
-    def read(self, token_ids: Sequence[int], tree: Tree | None = None) -> tuple[Tensor, Features]:
-        """Read the sequence's last token and the draft tokens proposed after it, a chain or the nodes of a tree.
+    def read(self, token_ids: Sequence[Sequence[int]], trees: Sequence[Tree | None] = (None,)) -> tuple[Tensor, Features]:
+        """Read each sequence's last token and the draft tokens proposed after it, a chain or the nodes of a tree.
 
-        Returns logits [1, T, V] and features [1, T, D].
+        Returns logits [B, T, V] and features [B, T, D].
         """
-        self._last, self._tree = token_ids, tree
-        self._before = snapshot(self.cache) if self.target.is_recurrent and len(token_ids) > 1 else None
-        step = Step.whole([tree], [self.cache.get_seq_length()], self.target.device) if tree else None
+        self._last, self._trees = token_ids, trees
+        is_batch = isinstance(self.cache, BatchKVCache)
+        self._before = snapshot(self.cache) if self.target.is_recurrent and len(token_ids[0]) > 1 else None
+        self._held = [*self.cache.lengths] if is_batch else [self.cache.get_seq_length()]
+        step = None
+        if any(trees):
+            chains = (Tree(tuple(range(ROOT, len(row) - 2))) for row in token_ids)
+            all_trees = [tree or chain for tree, chain in zip(trees, chains, strict=True)]
+            step = Step.whole(all_trees, self._held, self.target.device)
         features = self.features(token_ids, step)
         return self.target.logits(features.last_hidden), features
 
-    def keep(self, path: Sequence[int]) -> None:
+    def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Forget the draft tokens read last but those of these indices: a chain's first, or a path of the tree."""
-        num_drafted = len(self._last) - 1
-        if self._tree:
+        if isinstance(self.cache, BatchKVCache):
+            self.cache.keep_paths([held + 1 for held in self._held], paths)
+            return
+        (path,), (last,) = paths, self._last
+        num_drafted = len(last) - 1
+        if any(self._trees):
             keep_path(self.cache, num_drafted, path)
         elif len(path) == num_drafted:
             pass
         elif self._before is None:
             self.cache.crop(len(path) - num_drafted)
         else:  # recurrent states have read what is rejected: back to before it, and over what is kept again
-            roll_back(self.cache, len(self._last), self._before)
-            read(self.target, self._last[: 1 + len(path)], self.cache)
+            roll_back(self.cache, len(last), self._before)
+            read(self.target, [last[: 1 + len(path)]], self.cache)
 
 
 def cache_size(num_tokens: int) -> int:
@@ -98,22 +113,23 @@ class CompiledTarget:
         self._graph = torch.compile(self._pass, fullgraph=True, dynamic=False, mode=mode)
         self._check()
 
-    def begin(self, token_ids: Sequence[int]) -> tuple[Tensor, Features]:
+    def begin(self, token_ids: Sequence[Sequence[int]]) -> tuple[Tensor, Features]:
         self._set_length(torch.tensor(0))
-        ids = torch.tensor([token_ids], device=self.target.device)
+        ids = torch.tensor(token_ids, device=self.target.device)
         features = self.target.features(ids, self.aux_layers, past_key_values=self.cache)
-        self._length = len(token_ids)
+        self._length = ids.shape[1]
         return self.target.logits(features.last_hidden[:, -1:]), features
 
-    def read(self, token_ids: Sequence[int], tree: Tree | None = None) -> tuple[Tensor, Features]:
-        assert tree is None and len(token_ids) <= self.num_tokens, (tree, token_ids)
-        padded = [*token_ids, *[0] * (self.num_tokens - len(token_ids))]
-        ids, length = (torch.tensor(numbers, device=self.target.device) for numbers in ([padded], self._length))
+    def read(self, token_ids: Sequence[Sequence[int]], trees: Sequence[Tree | None] = (None,)) -> tuple[Tensor, Features]:
+        (given,) = token_ids
+        assert not any(trees) and len(given) <= self.num_tokens, (trees, given)
+        filled = [*given, *[0] * (self.num_tokens - len(given))]
+        ids, length = (torch.tensor(numbers, device=self.target.device) for numbers in ([filled], self._length))
         logits, aux, last_hidden = self._graph(ids, length)
-        return logits[:, : len(token_ids)], Features(aux, last_hidden).first(len(token_ids))
+        return logits[:, : len(given)], Features(aux, last_hidden).first(len(given))
 
-    def keep(self, path: Sequence[int]) -> None:
-        self._length += 1 + len(path)
+    def keep(self, paths: Sequence[Sequence[int]]) -> None:
+        self._length += 1 + len(paths[0])
 
     def _pass(self, ids_1T: Tensor, length: Tensor) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
         self._set_length(length)
@@ -133,17 +149,17 @@ class CompiledTarget:
         target = self.target
         try:
             for _ in range(WARM_UP if target.device.type == "cuda" else 1):
-                self.begin(PROMPT)
-                self.read(REJECTED[: self.num_tokens])
-                self.keep([])
-                _, found = self.read(NEXT[1:])
+                self.begin([PROMPT])
+                self.read([REJECTED[: self.num_tokens]])
+                self.keep([[]])
+                _, found = self.read([NEXT[1:]])
         except torch.OutOfMemoryError:
             raise
         except CLASS_ERRORS as error:  # a cache that the class does not take, a graph that breaks, a compiler that is missing
             got = f"true for {target.name}, a {type(target.model).__name__}: {one_line(str(error))[:160]}"
             raise UserError(KEY, got=got, expected="false for this target, or on this machine") from error
         whole = CachedTarget(target, ())
-        _, expected = whole.begin([*PROMPT, *NEXT])
+        _, expected = whole.begin([[*PROMPT, *NEXT]])
         if not reads_alike(found.last_hidden[0], expected.last_hidden[0, -1:]):
             got = f"true for {target.name}, a {type(target.model).__name__}, which reads padded proposals differently"
             raise UserError(KEY, got=got, expected="false for this target")

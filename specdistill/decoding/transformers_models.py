@@ -43,31 +43,46 @@ def masks(config: Any, dtype: torch.dtype, visible: Callable[[int | None], Tenso
     return by_kind if len(by_kind) > 1 else by_kind.popitem()[1]
 
 
-# Trees
+def cache_of(config: Any, num_rows: int, device: torch.device) -> DynamicCache:
+    """Of a text config's model, for B sequences: a `BatchKVCache` for more than one."""
+    return new_cache(config) if num_rows == 1 else BatchKVCache(num_rows, device)
 
 
-def attention_masks(step: Step, config: Any, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
-    """`masks` of a tree's nodes. Raises UserError for attention that is neither full nor over a window."""
-    if unknown := layer_kinds(config) - KINDS:
+def masked_pass(
+    cache: DynamicCache, counts: Sequence[int], config: Any, dtype: torch.dtype, step: Step | None = None
+) -> tuple[Tensor | None, Tensor | dict[str, Tensor] | None]:
+    """Position ids [B, T] and `masks` of the next pass, in which row b gets counts[b] new tokens, or nodes of its tree; None for a chain
+    of one sequence, for which a model has its own. Raises UserError for a tree under attention that is neither full nor over a window.
+    """
+    if step and (unknown := layer_kinds(config) - KINDS):
         expected = "null: a tree needs full attention or a sliding window"
         raise UserError("eval.tree", got=f"layers with {', '.join(sorted(unknown))}", expected=expected)
-    return masks(config, dtype, lambda window: step.visible(window).unsqueeze(1))
+    if isinstance(cache, BatchKVCache):
+        position_BT = cache.extend(counts, step=step)
+        end_B1 = torch.tensor(cache.lengths, device=position_BT.device).unsqueeze(1)
+        return position_BT.where(position_BT < end_B1, 0), masks(
+            config, dtype, cache.visible
+        )  # padding needs some valid position
+    if step is None:
+        return None, None
+    position_BT = torch.tensor(step.new_positions, device=step.seen_BTF.device)
+    return position_BT, masks(config, dtype, lambda window: step.visible(window).unsqueeze(1))
 
 
 def read(
     target: FrozenTarget,
-    token_ids: Sequence[int],
+    token_ids: Sequence[Sequence[int]],
     cache: DynamicCache,
     aux_layers: Sequence[int] = (),
     step: Step | None = None,
 ) -> Features:
-    """The target over tokens that continue the cached ones, as a chain or as the nodes of a tree."""
-    ids = torch.tensor([token_ids], device=target.device)
-    if step is None:
-        return target.features(ids, aux_layers, past_key_values=cache)
-    positions = torch.tensor(step.new_positions, device=target.device)
-    mask = attention_masks(step, target.config, target.model.dtype)
+    """The target over each row's tokens that continue the cached ones, as a chain or as the nodes of a tree."""
+    positions, mask = masked_pass(cache, [*map(len, token_ids)], target.config, target.model.dtype, step)
+    ids = padded(token_ids, target.device)
     return target.features(ids, aux_layers, position_ids_BT=positions, attention_mask=mask, past_key_values=cache)
+
+
+# Trees
 
 
 def keep_path(cache: DynamicCache, num_nodes: int, path: Sequence[int]) -> None:
@@ -101,11 +116,11 @@ def check_reads_trees(target: FrozenTarget) -> None:
 def _reads_branches_apart(target: FrozenTarget) -> bool:
     text, nodes = [1, 2, 3], [4, 5, 6, 7]
     cache = new_cache(target.config)
-    read(target, text[:-1], cache)
+    read(target, [text[:-1]], cache)
     step = Step.whole([PROBE], [len(text) - 1], target.device)
-    together_TH = read(target, [text[-1], *nodes], cache, step=step).last_hidden[0]
+    together_TH = read(target, [[text[-1], *nodes]], cache, step=step).last_hidden[0]
     for path in ([0, 2], [1, 3]):
-        alone_TH = read(target, [*text, *(nodes[node] for node in path)], new_cache(target.config)).last_hidden[0, -2:]
+        alone_TH = read(target, [[*text, *(nodes[node] for node in path)]], new_cache(target.config)).last_hidden[0, -2:]
         if not reads_alike(together_TH[[node + 1 for node in path]], alone_TH):
             return False
     return True
@@ -122,15 +137,6 @@ def _succeeds(attempt: Callable[[], bool]) -> bool:
 # Batches
 
 
-def masked_pass(
-    cache: BatchKVCache, counts: Sequence[int], config: Any, dtype: torch.dtype, step: Step | None = None
-) -> tuple[Tensor, Tensor | dict[str, Tensor]]:
-    """Position ids [B, T] and `masks` of the next pass over a batch, in which row b gets counts[b] new tokens, or nodes of its tree."""
-    position_BT = cache.extend(counts, step=step)
-    end_B1 = torch.tensor(cache.lengths, device=position_BT.device).unsqueeze(1)
-    return position_BT.where(position_BT < end_B1, 0), masks(config, dtype, cache.visible)  # padding needs some valid position
-
-
 class TransformersLayers:
     """Any causal language model's layers, and the keys and values of B sequences so far: new ids [B, T], of which counts[b] are valid ->
     hidden states [B, T, H].
@@ -141,7 +147,7 @@ class TransformersLayers:
         self.config, self.device = model.config.get_text_config(decoder=True), model.device
 
     def begin(self, num_rows: int) -> None:
-        self.cache: Any = new_cache(self.config) if num_rows == 1 else BatchKVCache(num_rows, self.device)
+        self.cache: Any = cache_of(self.config, num_rows, self.device)
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Forget all but the first lengths[b] tokens of each row."""
@@ -152,13 +158,8 @@ class TransformersLayers:
 
     def __call__(self, ids_BT: Tensor, counts: Sequence[int], level: Step | None = None) -> Tensor:
         """level: of each row's tree, if the ids are one; what the cache holds with it."""
-        options: dict[str, Any] = {}
-        if isinstance(self.cache, BatchKVCache):
-            positions, mask = masked_pass(self.cache, counts, self.config, self.backbone.dtype, level)
-            options = {"position_ids": positions, "attention_mask": mask}
-        elif level:
-            positions = torch.tensor(level.new_positions, device=self.device)
-            options = {"position_ids": positions, "attention_mask": attention_masks(level, self.config, self.backbone.dtype)}
+        positions, mask = masked_pass(self.cache, counts, self.config, self.backbone.dtype, level)
+        options = {} if mask is None else {"position_ids": positions, "attention_mask": mask}
         output = self.backbone(input_ids=ids_BT, past_key_values=self.cache, use_cache=True, **options)
         hidden: Tensor = output.last_hidden_state
         return hidden

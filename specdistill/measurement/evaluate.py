@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.proposer import Proposer
 from specdistill.decoding.tree import tree_shape
@@ -58,7 +57,7 @@ def measure(recipe: Recipe, folder: Path) -> tuple[dict[str, Any], list[PromptRe
     if is_first():
         print_power_analysis(len(plans[0].prompts))
     if any(plan.settings.batch_size > 1 for plan in plans):
-        BatchDecoder(target, proposer)  # refuses what cannot be batched, before anything is measured
+        Decoder(target, proposer).check_batches()  # before anything is measured
 
     identity = measurement_identity(target, proposer, suite, method=recipe.method, draft=draft)
     finished = FinishedConfigurations(folder / FINISHED, identity)

@@ -5,7 +5,7 @@ rotates, and every repetition goes through all prompts again, so that a drift of
 those of its rounds, robust to stalls (see `prompt_timing`); prompts with disturbed rounds are decoded again.
 
 With a batch size above 1 prompts are decoded in batches, in the suite's order; all ways get the same batches. A prompt's times are then
-its shares (see `BatchDecoder.generate`), an equal part of each round that it took part in. They add up to the time of its batch, so
+its shares (see `Decoder.generate_all`), an equal part of each round that it took part in. They add up to the time of its batch, so
 totals and speedups are right. A single prompt's share depends on its neighbours: intervals of times resample batches.
 
 A proposer that looks up earlier outputs (`Remembering`) knows the plain outputs of the prompts that were measured before a prompt or its
@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 
-from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.decoder import Decoder, Generation, Round
 from specdistill.decoding.lookup_first import LookupFirstProposer
 from specdistill.decoding.online_length import OnlineLengthProposer
@@ -47,7 +46,6 @@ SPELLING_CONTEXT = 8  # tokens before a token that decide its text (spaces, halv
 # A round is disturbed when it took this many times its lower median, and this many seconds longer.
 DISTURBED_RATIO, DISTURBED_SECONDS = 3.0, 0.005
 
-AnyDecoder = Decoder | BatchDecoder
 Ways = list[list[Generation]]  # of each way of decoding, the generations of a batch
 GENERATIONS = TypeAdapter(Ways)
 
@@ -260,13 +258,11 @@ def some(batches: Sequence[PromptBatch], count: int) -> list[PromptBatch]:
     return evenly(batches, [batch.prompts[0].category for batch in batches], count)
 
 
-def decoder_for(target: FrozenTarget, settings: Settings, proposer: Proposer | None = None) -> AnyDecoder:
-    if settings.batch_size > 1:
-        return BatchDecoder(target, proposer)
-    return Decoder(target, proposer, compiled=settings.compile)
+def decoder_for(target: FrozenTarget, settings: Settings, proposer: Proposer | None = None) -> Decoder:
+    return Decoder(target, proposer, compiled=settings.compile and settings.batch_size == 1)
 
 
-def decode(decoder: AnyDecoder, batch: PromptBatch, settings: Settings) -> list[Generation]:
+def decode(decoder: Decoder, batch: PromptBatch, settings: Settings) -> list[Generation]:
     """Each prompt's generation; its seed is its own, whatever batch it is in."""
     generators = [torch.Generator().manual_seed(settings.seed + index) for index in range(batch.start, batch.end)]
     options: dict[str, Any] = {
@@ -275,10 +271,7 @@ def decode(decoder: AnyDecoder, batch: PromptBatch, settings: Settings) -> list[
         "tree": settings.tree if decoder.proposer else None,
         "sampling": settings.sampling,
     }
-    if isinstance(decoder, BatchDecoder):
-        return decoder.generate([prompt.token_ids for prompt in batch.prompts], generators=generators, **options)
-    (prompt,), (generator,) = batch.prompts, generators
-    return [decoder.generate(prompt.token_ids, generator=generator, **options)]
+    return decoder.generate_all([prompt.token_ids for prompt in batch.prompts], generators=generators, **options)
 
 
 def generate_as_long(

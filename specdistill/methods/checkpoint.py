@@ -10,7 +10,7 @@ import math
 import os
 import pickle
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from specdistill.engines.engine import HeadExport, Layout
 from specdistill.errors import UserError, one_line
 from specdistill.methods.layers import HeadShape, Rotary
 from specdistill.targets import files
-from specdistill.targets.files import EMBEDDING, INDEX, SINGLE, Shards, TargetFiles, needed
+from specdistill.targets.files import EMBEDDING, HEAD, INDEX, SINGLE, Shards, TargetFiles, needed
 from specdistill.targets.frozen import FrozenTarget
 
 AnyTarget = FrozenTarget | TargetFiles
@@ -155,6 +155,21 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype) -
     for parameter in module.parameters():
         nn.init.constant_(parameter, torch.nan)
     module.to(dtype).load_state_dict(tensors, strict=False)
+
+
+def load_reading(
+    check: Callable[..., tuple[Any, dict[str, Tensor]]],
+    make: Callable[[Any], nn.Module],
+    folder: Path | str,
+    target: FrozenTarget,
+    key: str,
+) -> Any:
+    """A draft that reads the target's features; the target has what its files omit. check: a method's. Raises UserError as that does."""
+    config, tensors = check(Path(folder), read_tensors(Path(folder), key), target, key=key, name=folder)
+    dtype = stored_dtype(tensors.values())
+    draft = make(config)
+    fill(draft, {EMBEDDING: target.tensor(EMBEDDING), HEAD: target.tensor(HEAD), **tensors}, dtype)
+    return draft
 
 
 def stored_dtype(tensors: Collection[Tensor]) -> torch.dtype:

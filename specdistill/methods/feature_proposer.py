@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specdistill.decoding.kv_cache import DraftKVCache, RaggedKVCache, kv_cache_of
 from specdistill.decoding.proposer import DecodingState, Proposal, Proposer
+from specdistill.decoding.sampling import Generators, Sampling, draw, uniforms
 from specdistill.decoding.tree import TreeDraft, candidates_are_drawn
 from specdistill.targets.frozen import FrozenTarget
 
@@ -58,10 +59,31 @@ class FeatureProposer:
         assert self.cache.lengths == held, (self.cache.lengths, committed, state.num_fresh)
         return committed
 
-    def chains(self, tokens: Sequence[Tensor], distributions: Sequence[Tensor]) -> list[Proposal]:
-        """From each step's tokens [B] and distributions [B, V], none where they are certain."""
-        probs_BKV = torch.stack([*distributions], dim=1) if distributions else [None] * len(tokens[0])
-        return [Proposal(row, probs) for row, probs in zip(torch.stack([*tokens], dim=1).tolist(), probs_BKV, strict=True)]
+    def chains(
+        self,
+        k: int,
+        sampling: Sampling,
+        generators: Generators,
+        next_logits: Callable[[int, Tensor | None], tuple[Tensor, Tensor | None]],
+    ) -> list[Proposal]:
+        """Chains of k draft tokens, or as many as are enough.
+
+        next_logits: (step, tokens [B] of the step before) -> logits [B, W], and the draft's own confidence [B] in the best token, if any.
+        """
+        uniforms_BK = None if sampling.is_greedy else uniforms(k, generators).to(self.device)
+        tokens: list[Tensor] = []
+        distributions: list[Tensor] = []
+        for step in range(k):
+            logits_BW, confidence_B = next_logits(step, tokens[-1] if tokens else None)
+            if uniforms_BK is None:
+                tokens.append(self.target_ids_W[logits_BW.argmax(-1)])
+            else:
+                distributions.append(self.over_target_vocabulary(sampling.probabilities(logits_BW)))
+                tokens.append(draw(distributions[-1], uniforms_BK[:, step]))
+            if self.is_enough and self.is_enough(sampling.confidence(logits_BW) if confidence_B is None else confidence_B):
+                break
+        probs_BKV = torch.stack(distributions, dim=1) if distributions else [None] * len(tokens[0])
+        return [Proposal(row, probs) for row, probs in zip(torch.stack(tokens, dim=1).tolist(), probs_BKV, strict=True)]
 
     def trees(self, drafts: Sequence[TreeDraft]) -> list[Proposal]:
         """In the target's ids."""

@@ -7,7 +7,7 @@ A `KVCache` holds keys and values and answers queries, so that cached decoding a
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedd
 
 from specdistill.errors import UserError
 from specdistill.methods.sizes import ModelShape
+from specdistill.targets.anatomy import LogitsHead
+from specdistill.targets.frozen import FrozenTarget
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,19 @@ class HeadShape(ModelShape):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     sliding_window: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureShape(HeadShape):
+    """Of a draft that reads several layers of the target. `aux_layers` counts "after L layers" (see specdistill.targets.frozen)."""
+
+    draft_vocab_size: int
+    aux_layers: tuple[int, ...]
+    target_num_layers: int
+
+    @property
+    def prunes_vocabulary(self) -> bool:
+        return self.draft_vocab_size < self.vocab_size
 
 
 def check_window(shape: HeadShape, num_steps: int, *, key: str) -> None:
@@ -97,6 +112,46 @@ class PlainLayer(nn.Module):
         hidden = hidden_BTH + self.self_attn(self.input_layernorm(hidden_BTH), rotary, self.index, kv_cache)
         output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return output
+
+
+class FeatureDraft(nn.Module):
+    """A draft of a `FeatureShape`. d2t [W] int64: offset from draft id to target id."""
+
+    config: Any
+    embed_tokens: nn.Embedding
+    d2t: Tensor
+
+    def end_with_head(self, config: FeatureShape) -> None:
+        """What stands behind the layers."""
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.rotary = Rotary(config)
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+
+    @torch.no_grad()
+    def begin(self, target: FrozenTarget, draft_vocabulary: Tensor | None, scale: float = 1.0) -> None:
+        """With the target's tables and final norm, where it is as wide. draft_vocabulary: sorted target ids [W], None for all."""
+        if draft_vocabulary is not None:
+            self.d2t.copy_(draft_vocabulary - torch.arange(len(draft_vocabulary), device=draft_vocabulary.device))
+        if self.config.hidden_size == target.hidden_size:
+            self.embed_tokens.weight.copy_(target.tensor("embed_tokens.weight"))
+            self.lm_head.weight.copy_(target.tensor("lm_head.weight")[self.target_ids_W] * scale)
+            if (final := getattr(target.norm, "weight", None)) is not None:  # some norms have none
+                self.norm.weight.copy_(final)
+
+    @property
+    def logits(self) -> LogitsHead:
+        return LogitsHead(self.lm_head)
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        layers: tuple[int, ...] = self.config.aux_layers
+        return layers
+
+    @property
+    def target_ids_W(self) -> Tensor:
+        """The target's id of each draft token."""
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
 
 class Rotary(LlamaRotaryEmbedding):

@@ -7,19 +7,20 @@ Shapes: B rows of a batch, T positions, R loss tokens (padded), r of a chunk of 
 vocabulary, K drafted positions.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import EvalPrediction
 
 from specdistill.errors import UserError
-from specdistill.losses.divergence import acceptance
+from specdistill.losses.divergence import Divergence, acceptance
 from specdistill.targets.anatomy import LogitsHead
 from specdistill.targets.frozen import Features, FrozenTarget
 from specdistill.targets.packed_rows import Documents
@@ -72,14 +73,6 @@ class SoftTargets:
             return TargetDistributions(logits_rV.softmax(-1), torch.ones_like(top1_r, dtype=torch.float32), top1_r)
         logits_rW = logits_rV.index_select(-1, self.ids_W)
         return TargetDistributions(logits_rW.softmax(-1), (logits_rW.logsumexp(-1) - logits_rV.logsumexp(-1)).exp(), top1_r)
-
-
-def features_of(target: FrozenTarget, inputs: dict[str, Any], aux_layers: Sequence[int]) -> Features:
-    """Of a batch [B, T, D]: those that it has from a store, or the target's own."""
-    if "features" in inputs:
-        return Features.unstacked(inputs["features"].to(target.tensor("embed_tokens.weight").dtype))
-    documents = Documents(inputs["cumulative_lengths"], inputs["longest"])
-    return target.features(inputs["input_ids"], aux_layers, position_ids_BT=inputs["position_ids"], documents=documents)
 
 
 def pruned(head: LogitsHead, ids_W: Tensor) -> LogitsHead | None:
@@ -136,62 +129,92 @@ def checkpoint_mlps(layers: nn.ModuleList) -> None:
         mlp.forward = partial(checkpoint, mlp.forward, use_reentrant=False)
 
 
+class FeatureObjective(nn.Module):
+    """What the objectives of drafts have in common that read the target's features. step_weights: [K], of the drafted positions."""
+
+    step_weights: Tensor
+
+    def __init__(self, draft: Any, divergence: Divergence, temperature: float, step_weights: Tensor) -> None:
+        super().__init__()
+        self.draft: Any = draft
+        self.divergence, self.temperature = divergence, temperature
+        self.register_buffer("step_weights", step_weights, persistent=False)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        layers: nn.ModuleList = self.draft.layers
+        return layers
+
+    def activation_checkpointing_enable(self, **options: Any) -> None:
+        """Called by transformers' Trainer for `train.activation_checkpointing`. Not the attention, which would enter its keys and values
+        into the cache a second time.
+        """
+        checkpoint_mlps(self.layers)
+
+    def of_target(self, target: FrozenTarget, inputs: dict[str, Any], labels: Tensor) -> dict[str, Any]:
+        """Features [B, T, D], which a batch from a store has, and soft targets before the tokens at these flattened positions."""
+        if "features" in inputs:
+            features = Features.unstacked(inputs["features"].to(target.tensor("embed_tokens.weight").dtype))
+        else:
+            documents = Documents(inputs["cumulative_lengths"], inputs["longest"])
+            rows = {"position_ids_BT": inputs["position_ids"], "documents": documents}
+            features = target.features(inputs["input_ids"], self.draft.aux_layers, **rows)
+        options = self.draft.target_ids_W, self.temperature
+        return {"features": features, "soft_targets": SoftTargets.of(target.logits, features.last_hidden, labels, *options)}
+
+
 @dataclass
 class StepSums:
-    """Sums over the loss tokens of one batch, an entry for each drafted position; divide by `loss_tokens`, those of chains by `chains`.
+    """Sums [K] over the loss tokens of one batch; divide by `loss_tokens`, those of chains by `chains`. None: not measured.
 
     loss: nats; correct: the draft's top-1 is the target's; accepted: expected acceptance (losses.divergence.acceptance);
     chain_correct: correct at this and every earlier position of the chain; chain_accepted: the product of their expected acceptances;
     chain_uncorrected: as chain_correct, without a block drafter's correction.
     """
 
-    loss: list[Tensor] = field(default_factory=list)
-    loss_tokens: list[Tensor] = field(default_factory=list)
-    correct: list[Tensor] = field(default_factory=list)
-    accepted: list[Tensor] = field(default_factory=list)
-    chain_correct: list[Tensor] = field(default_factory=list)
-    chain_accepted: list[Tensor] = field(default_factory=list)
-    chains: list[Tensor] = field(default_factory=list)
-    chain_uncorrected: list[Tensor] = field(default_factory=list)
+    loss: Tensor
+    loss_tokens: Tensor
+    correct: Tensor | None = None
+    accepted: Tensor | None = None
+    chain_correct: Tensor | None = None
+    chain_accepted: Tensor | None = None
+    chains: Tensor | None = None
+    chain_uncorrected: Tensor | None = None
 
-    def add_chains(self, has_loss_KS: Tensor, correct_KS: Tensor, accepted_KS: Tensor) -> None:
-        """Follow each of S chains through its K drafted positions; correct and accepted are zero where there is no loss."""
-        for values, sums in (
-            (has_loss_KS, self.chains),
-            (correct_KS, self.chain_correct),
-            (accepted_KS, self.chain_accepted),
-        ):
-            sums += values.float().cumprod(0).sum(1).unbind()
+    @classmethod
+    def of(
+        cls,
+        has_loss_KR: Tensor,
+        losses_KR: Tensor,
+        *measured: Tensor,
+        by_chain: Callable[[Tensor], Tensor] = lambda values_KR: values_KR,
+    ) -> "StepSums":
+        """Of R loss tokens: losses and, where they are measured, correct and accepted, all zero where there is no loss.
 
-    def add_consecutive(
-        self,
-        num_positions: int,
-        shape: torch.Size,
-        loss_positions_R: Tensor,
-        has_loss_R: Tensor,
-        correct_R: Tensor,
-        accepted_R: Tensor,
-    ) -> None:
-        """Of a draft that predicts every token from the one before: accuracy, acceptance, and chains of K draft tokens in a row. shape: of
-        the batch, [B, T].
+        by_chain: the same values [K, S] of S chains, each of which is followed through its K drafted positions.
         """
-        self.correct, self.accepted = [correct_R.sum()], [accepted_R.sum()]
-        roots_R = (loss_positions_R - 1).clamp_min(0)
-        chains = []
-        for values_R in (has_loss_R, correct_R, accepted_R):
-            values_BT = values_R.new_zeros(shape.numel()).scatter_add(0, roots_R, values_R).view(shape)
-            # Consecutive positions with a loss are in one document: its last token has none.
-            chains.append(torch.stack([shift_left(values_BT, k, 0).flatten() for k in range(num_positions)]))
-        self.add_chains(*chains)
+        sums = [values_KR.sum(1) for values_KR in (losses_KR, has_loss_KR, *measured)]
+        chains = [chain_products(by_chain(values_KR)) for values_KR in (*measured, has_loss_KR)] if measured else []
+        return cls(*sums, *chains)
 
     def table(self) -> Tensor:
         """[8, K] float32 in the order above; what was not measured is NaN."""
-        rows = list(vars(self).values())
-        table = torch.full((len(rows), max(map(len, rows))), torch.nan, device=self.loss[0].device)
-        for index, row in enumerate(rows):
-            if row:
-                table[index, : len(row)] = torch.stack(row).float()
-        return table
+        rows = [self.loss.new_empty(0) if row is None else row for row in vars(self).values()]
+        return pad_sequence([row.float() for row in rows], batch_first=True, padding_value=torch.nan)
+
+
+def in_a_row(loss_positions_R: Tensor, shape: torch.Size, num_positions: int, values_1R: Tensor) -> Tensor:
+    """[K, S] of chains of K draft tokens, where a draft predicts every token [B, T] from the one before. Consecutive positions with a loss
+    are in one document: its last token has none.
+    """
+    roots_R = (loss_positions_R - 1).clamp_min(0)
+    values_BT = values_1R.new_zeros(shape.numel()).scatter_add(0, roots_R, values_1R[0]).view(shape)
+    return torch.stack([shift_left(values_BT, k, 0).flatten() for k in range(num_positions)])
+
+
+def chain_products(values_KS: Tensor) -> Tensor:
+    """[K]: the sum over chains of what was at this and every earlier position."""
+    return values_KS.float().cumprod(0).sum(1)
 
 
 def step_metrics(prediction: EvalPrediction) -> dict[str, float]:

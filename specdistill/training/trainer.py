@@ -159,7 +159,7 @@ class DraftTrainer(ResumableTrainer):
         with torch.no_grad():
             total, sums = self._loss_sum(model, inputs, measure=True)
         total = total.reshape(-1)
-        counts = torch.stack(sums.loss_tokens[: len(total)]).to(total)
+        counts = sums.loss_tokens[: len(total)].to(total)
         return None, sums.table().unsqueeze(0), torch.stack((total, counts)).unsqueeze(0)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdistill.decoding import batch_decoder as batch
-from specdistill.decoding.batch_decoder import BatchDecoder
+from specdistill.decoding import decoder
 from specdistill.decoding.decoder import Decoder, Generation
 from specdistill.decoding.proposer import Proposer
 from specdistill.decoding.sampling import GREEDY, Sampling
@@ -46,8 +45,7 @@ PROMPTS = prompts_of(64)
 @pytest.fixture(scope="module")
 def plain(target: FrozenTarget) -> list[Generation]:
     """Each prompt on its own, without a draft."""
-    decoder = Decoder(target)
-    return [decoder.generate(prompt, max_new_tokens=NEW_TOKENS) for prompt in PROMPTS]
+    return [Decoder(target).generate(prompt, max_new_tokens=NEW_TOKENS) for prompt in PROMPTS]
 
 
 NAMES = ("plain", *SHAPES, *OTHERS)
@@ -61,7 +59,7 @@ def decode(
     target: FrozenTarget, proposer: Proposer | None, prompts: Sequence[Sequence[int]], **options: Any
 ) -> list[Generation]:
     k = 3 if proposer else 0
-    return BatchDecoder(target, proposer).generate(prompts, max_new_tokens=NEW_TOKENS, num_speculative_tokens=k, **options)
+    return Decoder(target, proposer).generate_all(prompts, max_new_tokens=NEW_TOKENS, num_speculative_tokens=k, **options)
 
 
 def texts(generations: Sequence[Generation]) -> list[tuple[int, ...]]:
@@ -127,7 +125,7 @@ def test_trees_are_those_of_the_row_alone(target: FrozenTarget, name: str, tree:
     def seeded(row: int) -> torch.Generator:
         return torch.Generator().manual_seed(row)
 
-    together = BatchDecoder(target, proposer).generate(PROMPTS[:3], generators=[*map(seeded, range(3))], **options)
+    together = Decoder(target, proposer).generate_all(PROMPTS[:3], generators=[*map(seeded, range(3))], **options)
     for row, (prompt, generation) in enumerate(zip(PROMPTS, together, strict=False)):
         alone = Decoder(target, proposer).generate(prompt, generator=seeded(row), **options)
         assert [(r.drafted, r.num_accepted, r.emitted, r.num_off_path) for r in generation.rounds] == [
@@ -157,7 +155,7 @@ def test_near_ties_are_broken_as_for_one_text(name: str, monkeypatch: Any) -> No
     target = twins()
     alone = [Decoder(target).generate(prompt, max_new_tokens=NEW_TOKENS) for prompt in PROMPTS[:3]]
     assert texts(decode(target, drafting(name, target), PROMPTS[:3])) == texts(alone)
-    monkeypatch.setattr(batch, "break_ties", lambda target, texts, drafted, logits: logits)
+    monkeypatch.setattr(decoder, "break_ties", lambda target, texts, drafted, logits: logits)
     assert texts(decode(target, drafting(name, target), PROMPTS[:3])) != texts(alone)
 
 
@@ -197,7 +195,7 @@ def test_shares_of_the_time_add_up_to_the_batchs(target: FrozenTarget, monkeypat
         ticks[0] += 1
         return float(ticks[0])
 
-    monkeypatch.setattr(batch, "now", tick)
+    monkeypatch.setattr(decoder, "now", tick)
     generations = decode(target, proposer_of("draft_model", target), PROMPTS)
     assert sum(generation.seconds for generation in generations) == pytest.approx(ticks[0] - 1)
     assert len({len(generation.rounds) for generation in generations}) > 3
@@ -215,12 +213,12 @@ def test_shares_of_the_time_add_up_to_the_batchs(target: FrozenTarget, monkeypat
 )
 def test_prompts_that_do_not_fit_are_refused(target: FrozenTarget, prompts: list[list[int]], got: str) -> None:
     with refused("eval.max_new_tokens", got):
-        BatchDecoder(target, NgramProposer()).generate(prompts, max_new_tokens=8, num_speculative_tokens=2)
+        Decoder(target, NgramProposer()).generate_all(prompts, max_new_tokens=8, num_speculative_tokens=2)
 
 
 def test_what_cannot_be_batched_is_refused(target: FrozenTarget) -> None:
     recurrent = mtp_targets.tiny_target("qwen3_next")
     with refused("eval.batch_size", "more than 1 for tiny qwen3_next, a model with recurrent layers"):
-        BatchDecoder(recurrent)
+        Decoder(recurrent).check_batches()
     with refused("eval.batch_size", "more than 1 for the draft, a model with recurrent layers"):
-        BatchDecoder(target, DraftModelProposer(recurrent.model))
+        Decoder(target, DraftModelProposer(recurrent.model)).check_batches()

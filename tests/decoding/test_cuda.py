@@ -6,7 +6,6 @@ import pytest
 import torch
 from datasets import Dataset
 
-from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.proposer import CompiledProposer
 from specdistill.decoding.sampling import Sampling
@@ -47,7 +46,7 @@ def test_batches_write_what_each_row_writes_alone(target: FrozenTarget) -> None:
     plain = [Decoder(target).generate(prompt, max_new_tokens=60).token_ids for prompt in prompts]
     for proposer in (None, HeadProposer(build_eagle3(target)), DraftModelProposer(target.model), NgramProposer()):
         k = 4 if proposer else 0
-        generations = BatchDecoder(target, proposer).generate(prompts, max_new_tokens=60, num_speculative_tokens=k)
+        generations = Decoder(target, proposer).generate_all(prompts, max_new_tokens=60, num_speculative_tokens=k)
         assert [generation.token_ids for generation in generations] == plain
 
 

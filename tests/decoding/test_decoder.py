@@ -10,7 +10,6 @@ import pytest
 import torch
 from scipy.stats import chi2_contingency
 
-from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.decoder import Decoder, Running
 from specdistill.decoding.proposer import Proposal
 from specdistill.decoding.sampling import Sampling
@@ -195,7 +194,7 @@ def test_a_round_reads_as_many_tokens_however_long_the_text_is(
     prompt = [5 + index * index % 97 for index in range(length)]
     options = {"max_new_tokens": 40, "num_speculative_tokens": 4}
     if in_batches:
-        BatchDecoder(target, proposer).generate([prompt], **options)
+        Decoder(target, proposer).generate_all([prompt], **options)
     else:
         Decoder(target, proposer).generate(prompt, **options)
     rounds = [after - before for before, after in pairwise(marks)]

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.decoder import Decoder, propose
 from specdistill.decoding.lookup_first import LookupFirstProposer
 from specdistill.decoding.proposer import DecodingState, Proposal
@@ -83,7 +82,7 @@ def test_rows_are_looked_up_and_drawn_in_one_round_of_a_batch(target: FrozenTarg
     def seeded(row: int) -> torch.Generator:
         return torch.Generator().manual_seed(row)
 
-    together = BatchDecoder(target, proposer).generate(prompts, generators=[seeded(0), seeded(1)], **options)
+    together = Decoder(target, proposer).generate_all(prompts, generators=[seeded(0), seeded(1)], **options)
     alone = [Decoder(target, proposer).generate(prompt, generator=seeded(row), **options) for row, prompt in enumerate(prompts)]
     assert [run.token_ids for run in together] == [run.token_ids for run in alone]
 

@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.decoder import Decoder, Generation, Round
 from specdistill.decoding.online_length import WEIGHT, LengthRule, OnlineLengthProposer
 from specdistill.decoding.proposer import DecodingState, Proposal, Remembering
@@ -134,7 +133,7 @@ def test_a_draft_ends_with_a_token_that_it_is_unsure_of() -> None:
 
 def test_the_rows_of_a_batch_share_a_length(target: FrozenTarget) -> None:
     proposer, prompts = online(DraftModelProposer(target.model), PAYS), [[3, 4], PROMPT, [8] * 9]
-    runs = BatchDecoder(target, proposer).generate(prompts, max_new_tokens=40, num_speculative_tokens=K)
+    runs = Decoder(target, proposer).generate_all(prompts, max_new_tokens=40, num_speculative_tokens=K)
     alone = [Decoder(target).generate(prompt, max_new_tokens=40) for prompt in prompts]
     assert [run.token_ids for run in runs] == [run.token_ids for run in alone]
     shared = [*zip(*map(lengths, runs), strict=False)]

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
-from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.decoding.sampling import Sampling
@@ -144,11 +143,11 @@ def test_a_pass_over_a_tree_reads_each_branch_as_it_reads_it_alone(kind: str) ->
     with torch.inference_mode():
         for path in ([0, 2], [0, 3], [1, 4], [1], []):
             cache, alone_cache = DynamicCache(), DynamicCache()
-            read(target, text[:-1], cache)
+            read(target, [text[:-1]], cache)
             step = Step.whole([DIAGRAM], [len(text) - 1], target.device)
-            together = read(target, [text[-1], *tokens], cache, layers, step)
+            together = read(target, [[text[-1], *tokens]], cache, layers, step)
             branch = [tokens[node] for node in path]
-            alone = read(target, [*text, *branch], alone_cache, layers)
+            alone = read(target, [[*text, *branch]], alone_cache, layers)
             rows = [0, *(node + 1 for node in path)]
             kept = together.at(torch.tensor([rows]))
             last = target.logits(alone.last_hidden)[:, len(text) - 1 :]
@@ -246,7 +245,7 @@ def test_a_head_gets_the_features_of_the_accepted_path(target: FrozenTarget, nam
     if len(prompts) == 1:
         runs = [Decoder(target, guided).generate(PROMPT, **options)]
     else:
-        runs = BatchDecoder(target, guided).generate(prompts, **options)
+        runs = Decoder(target, guided).generate_all(prompts, **options)
     assert [[r.num_accepted for r in run.rounds] for run in runs] == [[3] * 4] * len(prompts)
     fresh: Any = proposer_of(name, target)
     for text, proposal in zip(guided.texts, guided.proposals, strict=True):

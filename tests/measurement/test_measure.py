@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import DynamicTree, StaticTree
@@ -98,13 +97,13 @@ def test_a_stall_in_the_library_s_generate_is_found_alike(target, proposer, monk
 
 def test_the_order_alternates_over_prompts_and_repetitions(target, proposer, monkeypatch, simulated_clock):
     order = []
-    generate = Decoder.generate
+    generate = Decoder.generate_all
 
-    def watched(decoder, prompt_ids, **options):
-        order.append((prompt_ids[0] - 20, decoder.proposer is not None))
-        return generate(decoder, prompt_ids, **options)
+    def watched(decoder, prompts, **options):
+        order.append((prompts[0][0] - 20, decoder.proposer is not None))
+        return generate(decoder, prompts, **options)
 
-    monkeypatch.setattr(measuring.Decoder, "generate", watched)
+    monkeypatch.setattr(measuring.Decoder, "generate_all", watched)
     measure(target, proposer, PROMPTS, Settings(num_speculative_tokens=1, max_new_tokens=2, repeats=2, warmup=0))
     assert order == [
         (0, False), (0, True), (1, True), (1, False), (2, False), (2, True),
@@ -290,10 +289,10 @@ def test_a_reference_that_padding_changed_is_generated_alone(target, proposer, p
 
 def test_costs_of_shorter_drafts_are_those_of_batches(target, proposer, monkeypatch):
     sizes = []
-    generate = BatchDecoder.generate
+    generate = Decoder.generate_all
     monkeypatch.setattr(
-        BatchDecoder,
-        "generate",
+        Decoder,
+        "generate_all",
         lambda decoder, prompts, **options: sizes.append(len(prompts)) or generate(decoder, prompts, **options),
     )
     assert [cost.k for cost in round_costs(target, proposer, FIVE, IN_PAIRS)] == [1, 2]

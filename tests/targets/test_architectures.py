@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.decoder import Decoder, exact, in_float64
 from specdistill.decoding.proposer import Proposal, Proposer
 from specdistill.decoding.sampling import Random, Sampling
@@ -128,7 +127,7 @@ def check_samples(target: FrozenTarget, proposer: Proposer) -> None:
     prompt, seeds = PROMPT[0].tolist(), range(16)
     options: dict[str, Any] = {"max_new_tokens": 4, "num_speculative_tokens": 2, "sampling": SAMPLING}
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    together = BatchDecoder(target, proposer).generate([prompt] * len(seeds), generators=generators, **options)
+    together = Decoder(target, proposer).generate_all([prompt] * len(seeds), generators=generators, **options)
     for seed, result in zip(seeds, together, strict=True):
         alone = Decoder(target, proposer).generate(prompt, generator=torch.Generator().manual_seed(seed), **options)
         assert result.token_ids == alone.token_ids

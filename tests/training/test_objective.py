@@ -13,9 +13,8 @@ def test_a_chain_ends_with_its_first_token_without_loss_or_wrong() -> None:
     has_loss = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 0]])
     correct = torch.tensor([[1, 1, 1], [1, 0, 1], [1, 1, 0]])
     accepted = torch.tensor([[0.5, 0.5, 1.0], [0.5, 0.25, 1.0], [0.5, 1.0, 0.0]])
-    sums = StepSums()
-    sums.add_chains(has_loss, correct, accepted)
-    assert [list(map(float, row)) for row in (sums.chains, sums.chain_correct, sums.chain_accepted)] == [
+    sums = StepSums.of(has_loss, has_loss, correct, accepted)
+    assert [row.tolist() for row in (sums.chains, sums.chain_correct, sums.chain_accepted)] == [
         [3.0, 3.0, 2.0],
         [3.0, 2.0, 1.0],
         [2.0, 0.25 + 0.125 + 1.0, 0.125 + 0.125],

@@ -11,6 +11,7 @@ What goes over the edge here and nowhere else:
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from specdistill.engines.engine import HeadExport, Layout
 from specdistill.errors import UserError
 from specdistill.methods import checkpoint
 from specdistill.methods.blocks.module import BlockConfig, BlockDraft
-from specdistill.methods.layers import HeadShape
+from specdistill.methods.layers import FeatureShape
 from specdistill.targets.files import EMBEDDING, HEAD, TargetFiles, needed, stated
 from specdistill.targets.frozen import FrozenTarget
 
@@ -48,7 +49,7 @@ class Kind:
         return [field.name for field in dataclasses.fields(self.config) if field.name not in COMMON]
 
 
-COMMON = {field.name for field in dataclasses.fields(HeadShape)} | {"draft_vocab_size", "aux_layers", "target_num_layers"}
+COMMON = {field.name for field in dataclasses.fields(FeatureShape)}
 
 
 def save(draft: BlockDraft, kind: Kind, folder: Path) -> None:
@@ -63,13 +64,7 @@ def load(kind: Kind, folder: Path | str, target: FrozenTarget, *, key: str = "ev
     """Read a draft for a target. Raises UserError as `load_eagle3` does, for a mask or layers that the target does not have, and for what
     block drafters do not have here.
     """
-    folder = Path(folder)
-    config, tensors = check(kind, folder, checkpoint.read_tensors(folder, key), target, key=key, name=folder)
-    dtype = checkpoint.stored_dtype(tensors.values())
-    for name in (EMBEDDING, HEAD):
-        tensors.setdefault(name, target.tensor(name))
-    draft = kind.draft(config)
-    checkpoint.fill(draft, tensors, dtype)
+    draft: BlockDraft = checkpoint.load_reading(partial(check, kind), kind.draft, folder, target, key)
     return draft
 
 

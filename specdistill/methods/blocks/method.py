@@ -35,15 +35,9 @@ def build(
     config = kind.config(**block_config(target, width, **options))
     target.features(torch.zeros(1, 1, dtype=torch.long, device=target.device), config.aux_layers)  # which may refuse
     draft = initialized(lambda: kind.draft(config), seed)
-    if draft_vocabulary is not None:
-        draft.d2t.copy_(draft_vocabulary - torch.arange(width, device=draft_vocabulary.device))
-    with torch.no_grad():
-        draft.embed_tokens.weight.copy_(target.tensor("embed_tokens.weight"))
-        draft.lm_head.weight.copy_(target.tensor("lm_head.weight")[draft.target_ids_W])
-        if (final := getattr(target.norm, "weight", None)) is not None:
-            draft.norm.weight.copy_(final)
-        if draft.correction is not None:
-            draft.correction.begin(draft.embed_tokens.weight, draft.lm_head.weight)
+    draft.begin(target, draft_vocabulary)
+    if draft.correction is not None:
+        draft.correction.begin(draft.embed_tokens.weight, draft.lm_head.weight)
     return draft.to(target.device)
 
 

@@ -15,7 +15,7 @@ Embedding and head are the target's, the head cut to a pruned vocabulary's rows.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,29 +23,21 @@ from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_
 
 from specdistill.errors import UserError
 from specdistill.methods.chains.head import head_shape
-from specdistill.methods.layers import HeadShape, KVCache, RMSNorm, Rotary
+from specdistill.methods.layers import FeatureDraft, FeatureShape, KVCache, RMSNorm
 from specdistill.methods.mask_token import mask_token
-from specdistill.targets.anatomy import LogitsHead
 from specdistill.targets.frozen import Features, FrozenTarget
 
 Rotation = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockConfig(HeadShape):
-    """Shape and switches of a block drafter. `aux_layers` counts "after L layers" (see specdistill.targets.frozen)."""
+class BlockConfig(FeatureShape):
+    """Shape and switches of a block drafter."""
 
-    draft_vocab_size: int
-    aux_layers: tuple[int, ...]
-    target_num_layers: int
     block_size: int
     mask_token_id: int
     is_causal: bool = False
     sample_from_anchor: bool = False
-
-    @property
-    def prunes_vocabulary(self) -> bool:
-        return self.draft_vocab_size < self.vocab_size
 
     @property
     def first_slot(self) -> int:
@@ -109,37 +101,11 @@ class BlockLayer(nn.Module):
         return output
 
 
-class Correction(Protocol):
-    """What a drafter adds to its logits once the tokens before a slot are known. E: its width.
-
-    weight: [W, E], whose products with what follows are added to the logits.
+class BlockDraft(FeatureDraft):
+    """The drafter. What a subclass may have: `correction`, which is added to its logits once the tokens before a slot are known (see
+    specdistill.methods.dspark), and `confidence`, from hidden states [..., H] and embeddings [..., E] of the tokens before them to logits
+    [...] of the chance that a draft token is accepted.
     """
-
-    weight: Tensor
-
-    def __call__(self, hidden_NKH: Tensor, previous_ids_NK: Tensor) -> tuple[Tensor, Tensor]:
-        """All slots at once, the token before each being known: what is multiplied [N, K, E], and the tokens' embeddings [N, K, E]."""
-        ...
-
-    def begin(self, embedding_VH: Tensor, head_WH: Tensor) -> None:
-        """Its weights before training, by the target's embedding and the rows of its head: no correction."""
-        ...
-
-    def start(self, hidden_BKH: Tensor) -> Tensor:
-        """The state [B, E] before the first slot."""
-        ...
-
-    def step(self, hidden_BH: Tensor, previous_ids_B: Tensor, state_BE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """One slot: the same two, [B, E] each, and the state after it."""
-        ...
-
-
-class BlockDraft(nn.Module):
-    """The drafter. What a subclass may have: `correction`, and `confidence`, from hidden states [..., H] and embeddings [..., E] of the
-    tokens before them to logits [...] of the chance that a draft token is accepted.
-    """
-
-    d2t: Tensor
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
@@ -148,15 +114,11 @@ class BlockDraft(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size).requires_grad_(False)
         self.layers = nn.ModuleList([BlockLayer(config, index) for index in range(config.num_layers)])
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False).requires_grad_(False)
-        self.rotary = Rotary(config)
-        # d2t [W] int64: offset from draft id to target id.
-        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+        self.end_with_head(config)
+        self.lm_head.requires_grad_(False)
 
     @property
     def correction(self) -> Any:
-        """A `Correction`, or None."""
         return None
 
     @property
@@ -164,20 +126,8 @@ class BlockDraft(nn.Module):
         return None
 
     @property
-    def logits(self) -> LogitsHead:
-        return LogitsHead(self.lm_head)
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        return self.config.aux_layers
-
-    @property
     def shared(self) -> frozenset[str]:
         return frozenset({"embed_tokens.weight"} | (set() if self.config.prunes_vocabulary else {"lm_head.weight"}))
-
-    @property
-    def target_ids_W(self) -> Tensor:
-        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     def context(self, features: Features) -> Tensor:
         """[B, T, H] of which every layer makes keys and values."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from specdistill.losses.chunked import head_loss
 from specdistill.losses.divergence import Divergence, build_divergence
@@ -23,16 +23,16 @@ from specdistill.methods.blocks.module import BlockDraft
 from specdistill.methods.blocks.recipe import BlockRecipe
 from specdistill.targets.frozen import Features, FrozenTarget
 from specdistill.training.objective import (
+    FeatureObjective,
     SoftTargets,
     StepSums,
     TargetDistributions,
-    checkpoint_mlps,
-    features_of,
+    chain_products,
     with_metrics,
 )
 
 
-class BlockObjective(nn.Module):
+class BlockObjective(FeatureObjective):
     """A block drafter as the trainer sees it: target features in, loss sums of each drafted position out.
 
     Args:
@@ -40,8 +40,6 @@ class BlockObjective(nn.Module):
         step_decay: drafted position k counts step_decay ** k; alpha: or by D-PACE.
         confidence_weight: of the cross-entropy of the confidence in each slot, where the draft states one, with its expected acceptance.
     """
-
-    step_weights: Tensor
 
     def __init__(
         self,
@@ -55,21 +53,9 @@ class BlockObjective(nn.Module):
         confidence_weight: float = 0.0,
         seed: int = 0,
     ) -> None:
-        super().__init__()
-        self.draft: Any = draft
-        self.divergence, self.temperature = divergence, temperature
+        super().__init__(draft, divergence, temperature, geometric(step_decay, draft.config.num_drafted))
         self.num_anchors, self.seed = num_anchors, seed
         self.alpha, self.confidence_weight = alpha, confidence_weight
-        self.register_buffer("step_weights", geometric(step_decay, draft.config.num_drafted), persistent=False)
-
-    @property
-    def layers(self) -> nn.ModuleList:
-        layers: nn.ModuleList = self.draft.layers
-        return layers
-
-    def activation_checkpointing_enable(self, **options: Any) -> None:
-        """Called by transformers' Trainer for `train.activation_checkpointing`."""
-        checkpoint_mlps(self.layers)
 
     def prepare(self, batch: dict[str, Any], number: int | None) -> dict[str, Any]:
         """The batch with its blocks, which are drawn anew each time that a row is read."""
@@ -84,14 +70,8 @@ class BlockObjective(nn.Module):
         return blocks
 
     def read_target(self, target: FrozenTarget, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Features [B, T, D], which a batch from a store has, and the target's distributions where slots predict."""
-        features = features_of(target, inputs, self.draft.aux_layers)
-        labels_R = self._labels(inputs["anchors"], inputs["input_ids"].numel()).flatten()
-        options = self.draft.target_ids_W, self.temperature
-        return {
-            "features": features,
-            "soft_targets": SoftTargets.of(target.logits, features.last_hidden, labels_R, *options),
-        }
+        """Features, and the target's distributions where slots predict."""
+        return self.of_target(target, inputs, self._labels(inputs["anchors"], inputs["input_ids"].numel()).flatten())
 
     def forward(
         self,
@@ -147,16 +127,10 @@ class BlockObjective(nn.Module):
             confidence_NK = draft.confidence(rows_NKH, embedded_NKE)
             error_NK = F.binary_cross_entropy_with_logits(confidence_NK.float(), measured[1], reduction="none")
             total = total + self.confidence_weight * (error_NK * has_loss * self.step_weights).sum()
-        counts_NK = has_loss.float()
-        sums = StepSums(loss=[*losses_NK.sum(0)], loss_tokens=[*counts_NK.sum(0)])
-        if measure:
-            correct_NK, accepted_NK = measured
-            sums.correct, sums.accepted = [*correct_NK.sum(0)], [*accepted_NK.sum(0)]
-            sums.add_chains(counts_NK.T, correct_NK.T, accepted_NK.T)
-            if correction is not None:
-                _, uncorrected_M1R = losses()
-                right_NK = uncorrected_M1R[1, 0].unflatten(0, has_loss.shape) * has_loss
-                sums.chain_uncorrected = [*right_NK.cumprod(1).sum(0)]
+        sums = StepSums.of(has_loss.float().T, losses_NK.T, *(values_NK.T for values_NK in measured if measure))
+        if measure and correction is not None:
+            _, uncorrected_M1R = losses()
+            sums.chain_uncorrected = chain_products((uncorrected_M1R[1, 0].unflatten(0, has_loss.shape) * has_loss).T)
         return total, sums
 
     def row_losses(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specdistill.decoding.proposer import DecodingState, Proposal
-from specdistill.decoding.sampling import Generators, Sampling, draw, uniforms
+from specdistill.decoding.sampling import Generators, Sampling
 from specdistill.decoding.tree import TreeShape, at_nodes
 from specdistill.errors import UserError
 from specdistill.methods.blocks.module import BlockDraft
@@ -32,23 +32,13 @@ class BlockProposer(FeatureProposer):
         return 1 if k else 0
 
     def propose(self, state: DecodingState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
-        """Chains of k draft tokens, or as many as are enough."""
-        uniforms_BK = None if sampling.is_greedy else uniforms(k, generators).to(self.device)
         slots = self._block(state, k, key="eval.num_speculative_tokens")
-        tokens: list[Tensor] = []
-        distributions: list[Tensor] = []
-        for step in range(k):
-            logits_B1W, confidence_B1 = slots.next(step, tokens[-1].unsqueeze(1) if tokens else None, sampling)
-            logits_BW = logits_B1W[:, 0]
-            if uniforms_BK is None:
-                token_B = self.target_ids_W[logits_BW.argmax(-1)]
-            else:
-                distributions.append(self.over_target_vocabulary(sampling.probabilities(logits_BW)))
-                token_B = draw(distributions[-1], uniforms_BK[:, step])
-            tokens.append(token_B)
-            if self.is_enough and self.is_enough(confidence_B1[:, 0]):
-                break
-        return self.chains(tokens, distributions)
+
+        def next_logits(step: int, token_B: Tensor | None) -> tuple[Tensor, Tensor | None]:
+            logits_B1W, confidence_B1 = slots.next(step, None if token_B is None else token_B.unsqueeze(1))
+            return logits_B1W[:, 0], None if confidence_B1 is None else confidence_B1[:, 0]
+
+        return self.chains(k, sampling, generators, next_logits)
 
     def propose_tree(
         self, state: DecodingState, shape: TreeShape, sampling: Sampling, generators: Generators
@@ -58,9 +48,9 @@ class BlockProposer(FeatureProposer):
 
         def expand(index_BT: Tensor, rows_BT: Tensor) -> Tensor:
             slots.follow(rows_BT)
-            return slots.next(next(levels), self.target_ids_W[index_BT], sampling)[0]
+            return slots.next(next(levels), self.target_ids_W[index_BT])[0]
 
-        logits_B1W, _ = slots.next(0, None, sampling)
+        logits_B1W, _ = slots.next(0, None)
         return self.trees(shape.grow(logits_B1W[:, 0], expand, sampling, generators))
 
     def _block(self, state: DecodingState, k: int, *, key: str) -> "_Slots":
@@ -90,17 +80,16 @@ class _Slots:
         """From now on the nodes of a level, rows_BT being each one's parent in the level before."""
         self.state_BTE = None if self.state_BTE is None else at_nodes(self.state_BTE, rows_BT)
 
-    def next(self, slot: int, token_BT: Tensor | None, sampling: Sampling) -> tuple[Tensor, Tensor]:
-        """Logits [B, T, W] of a slot after the tokens drafted in the one before it, and the confidence [B, T] in its best token."""
+    def next(self, slot: int, token_BT: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Logits [B, T, W] of a slot after the tokens drafted in the one before, and the confidence [B, T] of a draft that states one."""
         draft, previous_BT = self.draft, self.previous_B1 if token_BT is None else token_BT
         logits_BTW, hidden_BTH = (
             of_slots[:, slot : slot + 1].expand(-1, previous_BT.shape[1], -1) for of_slots in (self.logits_BKW, self.hidden_BKH)
         )
         if draft.correction is None:
-            return logits_BTW, sampling.confidence(logits_BTW)
+            return logits_BTW, None
         assert self.state_BTE is not None
         correction_BTE, embedded_BTE, self.state_BTE = draft.correction.step(hidden_BTH, previous_BT, self.state_BTE)
         logits_BTW = logits_BTW + correction_BTE @ draft.correction.weight.T
-        if draft.confidence is None:
-            return logits_BTW, sampling.confidence(logits_BTW)
-        return logits_BTW, draft.confidence(hidden_BTH, embedded_BTE).float().sigmoid()
+        confidence = draft.confidence
+        return logits_BTW, None if confidence is None else confidence(hidden_BTH, embedded_BTE).float().sigmoid()

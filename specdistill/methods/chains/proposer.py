@@ -1,22 +1,58 @@
 """A head drafts: chains or trees, for one sequence or several, from the target's features and its own hidden states.
 
-Shapes: B rows, F freshly committed positions, H draft hidden size, K draft tokens, V target vocabulary, W draft vocabulary.
+Shapes: B rows, T positions of a pass, F freshly committed positions, H draft hidden size, K draft tokens, V target vocabulary, W draft
+vocabulary.
 """
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from specdistill.decoding.kv_cache import DraftKVCache
 from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.decoding.readers import cache_size
-from specdistill.decoding.sampling import Generators, Sampling, draw, uniforms
+from specdistill.decoding.sampling import Generators, Sampling
 from specdistill.decoding.transformers_models import last_of, padded
 from specdistill.decoding.tree import Step, TreeShape, at_nodes
-from specdistill.methods.chains.compiled import CompiledSteps
 from specdistill.methods.chains.head import Head
 from specdistill.methods.feature_proposer import FeatureProposer
 from specdistill.methods.layers import check_window
+from specdistill.targets.compiled import allow_graphs
+
+
+class CompiledSteps:
+    """A head's passes over few tokens as graphs (`eval.compile`): one over K + 1 of them, which reads what was committed, and one over one.
+
+    As the target's (specdistill.decoding.readers): the KV cache of `size` positions is allocated whole, after a prompt was read into it,
+    uncompiled; the graph is told how many positions are held, and fewer committed tokens are padded, whose slots the next pass writes over.
+    """
+
+    def __init__(self, head: Head, cache: DraftKVCache, size: int) -> None:
+        self.head, self.logits, self.cache = head, head.logits, cache
+        cache.reserve(size)
+        allow_graphs()
+        mode = "reduce-overhead" if head.target_ids_W.is_cuda else None
+        self._graph = torch.compile(self._pass, fullgraph=True, dynamic=False, mode=mode)
+
+    def read(self, next_ids_1T: Tensor, hidden_1TH: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """Logits [1, W] and the next hidden state [1, H] after T <= `width` tokens; `width` is the pass's."""
+        count, device = next_ids_1T.shape[1], next_ids_1T.device
+        # Not padded views: a graph is made for each layout that it meets.
+        ids, hidden = next_ids_1T.new_zeros(1, width), hidden_1TH.new_zeros(1, width, hidden_1TH.shape[-1])
+        ids[:, :count], hidden[:, :count] = next_ids_1T, hidden_1TH
+        for buffer in self.cache.buffers if device.type == "cuda" else ():
+            torch._dynamo.mark_static_address(buffer)  # which a CUDA graph may write to
+        held, last = (torch.tensor(number, device=device) for number in (self.cache.length, count - 1))
+        logits_1W, next_hidden_1H = self._graph(ids, hidden, held, last)
+        self.cache.length += count
+        return logits_1W, next_hidden_1H
+
+    def _pass(self, ids_1T: Tensor, hidden_1TH: Tensor, held: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+        rotary, slots = self.cache.slots(held, ids_1T.shape[1])
+        normed, next_hidden = self.head(ids_1T, hidden_1TH, rotary, slots)
+        normed_1H, next_hidden_1H = (x.index_select(1, last.unsqueeze(0)).squeeze(1) for x in (normed, next_hidden))
+        return self.logits(normed_1H), next_hidden_1H
 
 
 class HeadProposer(FeatureProposer):
@@ -48,26 +84,21 @@ class HeadProposer(FeatureProposer):
         self.cache.truncate([0])
 
     def propose(self, state: DecodingState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
-        """Chains of k draft tokens, or as many as are enough."""
         check_window(self.head.config, k, key="eval.num_speculative_tokens")
-        uniforms_BK = None if sampling.is_greedy else uniforms(k, generators).to(self.device)
         next_ids, hidden, committed = self._fresh(state)
         counts = state.num_fresh
-        tokens: list[Tensor] = []
-        distributions: list[Tensor] = []
-        for step in range(k):
+
+        def next_logits(step: int, token_B: Tensor | None) -> tuple[Tensor, None]:
+            nonlocal next_ids, hidden, counts
+            if token_B is not None:
+                next_ids, counts = token_B.unsqueeze(1), [1] * len(counts)
             logits_BW, hidden_BH = self._step(next_ids, hidden, counts, 1 + k)
-            if uniforms_BK is None:
-                token_B = self.target_ids_W[logits_BW.argmax(-1)]
-            else:
-                distributions.append(self.over_target_vocabulary(sampling.probabilities(logits_BW)))
-                token_B = draw(distributions[-1], uniforms_BK[:, step])
-            tokens.append(token_B)
-            if self.is_enough and self.is_enough(sampling.confidence(logits_BW)):
-                break
-            next_ids, hidden, counts = token_B.unsqueeze(1), hidden_BH.unsqueeze(1), [1] * len(counts)
+            hidden = hidden_BH.unsqueeze(1)
+            return logits_BW, None
+
+        proposals = self.chains(k, sampling, generators, next_logits)
         self.cache.truncate(committed)  # drafted positions used the head's own states: forget them
-        return self.chains(tokens, distributions)
+        return proposals
 
     def propose_tree(
         self, state: DecodingState, shape: TreeShape, sampling: Sampling, generators: Generators

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from specdistill.losses.chunked import head_loss
 from specdistill.losses.divergence import Divergence, build_divergence
@@ -31,19 +31,18 @@ from specdistill.methods.chains.head import Head
 from specdistill.methods.chains.recipe import HeadRecipe
 from specdistill.targets.frozen import Features, FrozenTarget
 from specdistill.training.objective import (
+    FeatureObjective,
     SoftTargets,
     StepSums,
     TargetDistributions,
     before,
-    checkpoint_mlps,
-    features_of,
     loss_rows,
     shift_left,
     with_metrics,
 )
 
 
-class TrainingTimeTest(nn.Module):
+class TrainingTimeTest(FeatureObjective):
     """A head as the trainer sees it: target features in, per-step loss sums out.
 
     Args:
@@ -52,8 +51,6 @@ class TrainingTimeTest(nn.Module):
         feature_weight: how much SmoothL1 to the target's next feature counts, a mean over its elements, in addition to the divergence.
         noise: at most this much is added to each element of the first hidden state, uniformly, in training.
     """
-
-    step_weights: Tensor
 
     def __init__(
         self,
@@ -65,25 +62,10 @@ class TrainingTimeTest(nn.Module):
         feature_weight: float = 0.0,
         noise: float = 0.0,
     ) -> None:
-        super().__init__()
-        self.draft: Any = draft
-        self.divergence = divergence
+        super().__init__(draft, divergence, temperature, geometric(step_decay, num_steps))
         self.num_steps = num_steps
-        self.temperature = temperature
         self.feature_weight = feature_weight
         self.noise = noise
-        self.register_buffer("step_weights", geometric(step_decay, num_steps), persistent=False)
-
-    @property
-    def layers(self) -> nn.ModuleList:
-        layers: nn.ModuleList = self.draft.layers
-        return layers
-
-    def activation_checkpointing_enable(self, **options: Any) -> None:
-        """Called by transformers' Trainer for `train.activation_checkpointing`. Not the attention, which would enter its keys and values
-        into the cache a second time.
-        """
-        checkpoint_mlps(self.layers)
 
     def prepare(self, batch: dict[str, Any], number: int | None) -> dict[str, Any]:
         """The batch as it is: every position of it is the root of a chain."""
@@ -94,12 +76,8 @@ class TrainingTimeTest(nn.Module):
         return loss_rows(batch["position_ids"], batch["loss_positions"], ahead=2).sum()
 
     def read_target(self, target: FrozenTarget, inputs: dict[str, Any]) -> dict[str, Any]:
-        """What `forward` needs from the frozen target: its features [B, T, D], which a batch from a store has, and soft targets."""
-        features = features_of(target, inputs, self.draft.aux_layers)
-        soft_targets = SoftTargets.of(
-            target.logits, features.last_hidden, inputs["loss_positions"], self.draft.target_ids_W, self.temperature
-        )
-        return {"features": features, "soft_targets": soft_targets}
+        """What `forward` needs from the frozen target."""
+        return self.of_target(target, inputs, inputs["loss_positions"])
 
     def forward(
         self,
@@ -145,25 +123,19 @@ class TrainingTimeTest(nn.Module):
             partial(soft_targets.at, measure=measure),
             partial(self.row_losses, self.draft.target_ids_W),
         )
-        losses_KR, *measured = metrics_MKR * has_loss_KR
-        sums = StepSums(loss=[*losses_KR.sum(1)], loss_tokens=[*has_loss_KR.sum(1)])
-        if measured:
-            correct_KR, accepted_KR = measured
-            sums.correct, sums.accepted = [*correct_KR.sum(1)], [*accepted_KR.sum(1)]
-            sums.add_chains(
-                *(self._by_chain(values_KR, position_ids, loss_positions) for values_KR in (has_loss_KR, *measured))
-            )
+
+        def by_chain(values_KR: Tensor) -> Tensor:
+            """A row's value at the root of its chain, 2 + k before the token that it predicts, where it has a loss; elsewhere 0."""
+            roots_KR = torch.stack([loss_positions - 2 - k for k in range(self.num_steps)]).clamp_min(0)
+            return values_KR.new_zeros(self.num_steps, position_ids.numel()).scatter_add(1, roots_KR, values_KR)
+
+        sums = StepSums.of(has_loss_KR, *(metrics_MKR * has_loss_KR), by_chain=by_chain)
         return total + self.feature_weight * errors, sums
 
     def row_losses(self, target_ids_W: Tensor, logits_rW: Tensor, soft: TargetDistributions, k: int) -> tuple[Tensor, Tensor]:
         """Of step k's logits: nats [r], and the metrics of each row [M, r]; see `head_loss`."""
         logits_rW = logits_rW / self.temperature
         return with_metrics(self.divergence(logits_rW, soft.probs_rW), logits_rW, soft, target_ids_W)
-
-    def _by_chain(self, values_KR: Tensor, position_ids_BT: Tensor, loss_positions_R: Tensor) -> Tensor:
-        """[K, S]: a row's value at the root of its chain, 2 + k before the token that it predicts, where it has a loss; elsewhere 0."""
-        roots_KR = torch.stack([loss_positions_R - 2 - k for k in range(self.num_steps)]).clamp_min(0)
-        return values_KR.new_zeros(self.num_steps, position_ids_BT.numel()).scatter_add(1, roots_KR, values_KR)
 
 
 def objective(draft: Head, recipe: HeadRecipe, target: FrozenTarget) -> TrainingTimeTest:

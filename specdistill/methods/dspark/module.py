@@ -31,7 +31,7 @@ class DSparkConfig(BlockConfig):
 
 
 class MarkovHead(nn.Module):
-    """A `Correction` of rank E."""
+    """The correction, of rank E. weight: [W, E], whose products with what `step` and the call return are added to the logits."""
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
@@ -49,7 +49,9 @@ class MarkovHead(nn.Module):
 
     @torch.no_grad()
     def begin(self, embedding_VH: Tensor, head_WH: Tensor) -> None:
-        """Tokens begin as the target has them, in the directions in which its head differs most, and nothing is corrected."""
+        """Before training, by the target's embedding and rows of its head: tokens begin as the target has them, in the directions in which
+        its head differs most, and nothing is corrected.
+        """
         width = min(self.markov_w1.embedding_dim, *head_WH.shape)
         directions_HE = torch.linalg.svd(head_WH.float(), full_matrices=False).Vh[:width].T
         embedded_VE = embedding_VH.float() @ directions_HE
@@ -62,9 +64,11 @@ class MarkovHead(nn.Module):
             self.markov_w2.weight.zero_()
 
     def start(self, hidden_BKH: Tensor) -> Tensor:
+        """The state [B, E] before the first slot."""
         return hidden_BKH.new_zeros(len(hidden_BKH), self.markov_w1.embedding_dim)
 
     def step(self, hidden_BH: Tensor, previous_ids_B: Tensor, state_BE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """One slot: what is multiplied and the token's embedding, [B, E] each, and the state after it."""
         embedded: Tensor = self.markov_w1(previous_ids_B)
         if self.kind == "vanilla":
             return embedded, embedded, state_BE
@@ -75,6 +79,7 @@ class MarkovHead(nn.Module):
         return output.tanh(), embedded, kept * state_BE + (1 - kept) * candidate.tanh()
 
     def forward(self, hidden_NKH: Tensor, previous_ids_NK: Tensor) -> tuple[Tensor, Tensor]:
+        """All slots, the token before each being known: the same two [N, K, E]."""
         state_NE, found = self.start(hidden_NKH), []
         for hidden_NH, previous_N in zip(hidden_NKH.unbind(1), previous_ids_NK.unbind(1), strict=True):
             correction_NE, embedded_NE, state_NE = self.step(hidden_NH, previous_N, state_NE)

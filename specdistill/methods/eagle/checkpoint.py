@@ -36,28 +36,18 @@ def load_eagle(folder: Path | str, target: FrozenTarget, *, key: str = "eval.dra
     Raises UserError when files are missing or broken, when a tensor is missing, unknown or of another shape or kind, when the head is for
     another hidden size, vocabulary or scale of logits than the target's, or brings an embedding or a head that is not the target's.
     """
-    folder = Path(folder)
-    config, tensors = read_eagle(folder, target, key=key)
-    for name in sorted(EagleDraft.shared & tensors.keys()):
-        if not checkpoint.is_copy(tensors.pop(name), target.tensor(name)):
-            raise UserError(key, got=f"{folder} with another {name} than {target.name} has", expected="a head made for it")
-    if config.logit_scale != 1 and not math.isclose(config.logit_scale, target.logits.scale, rel_tol=1e-4):
-        got = f"{folder} with logit_scale {config.logit_scale:g}"
+    draft: EagleDraft = checkpoint.load_reading(check_eagle, EagleDraft, folder, target, key)
+    if draft.config.logit_scale != 1 and not math.isclose(draft.config.logit_scale, target.logits.scale, rel_tol=1e-4):
+        got = f"{folder} with logit_scale {draft.config.logit_scale:g}"
         raise UserError(key, got=got, expected=f"{target.logits.scale:g}, as {target.name} has")
-    draft = EagleDraft(config)
-    checkpoint.fill(draft, tensors, checkpoint.stored_dtype(tensors.values()))
     draft.borrow(target)
     return draft
-
-
-def read_eagle(folder: Path, target: checkpoint.AnyTarget | None, *, key: str) -> tuple[EagleConfig, dict[str, Tensor]]:
-    return check_eagle(folder, checkpoint.read_tensors(folder, key), target, key=key, name=folder)
 
 
 def check_eagle(
     folder: Path, tensors: Mapping[str, Tensor], target: checkpoint.AnyTarget | None, *, key: str, name: Path | str
 ) -> tuple[EagleConfig, dict[str, Tensor]]:
-    """A head's config and tensors, checked against each other; it may bring copies of the target's embedding and head, or not.
+    """A head's config and tensors, checked against each other, without the copies of the target's embedding and head that it may bring.
 
     Tensors need have no content: an `fc.bias` is then taken for zeros where the config says that there is none. Raises UserError as
     `load_eagle` does.
@@ -73,6 +63,11 @@ def check_eagle(
     with torch.device("meta"):
         expected = EagleDraft(config).state_dict()
     checkpoint.check_tensors(expected, tensors, name, key, what=WHAT, optional=EagleDraft.shared)
+    if target is not None:
+        for shared in sorted(EagleDraft.shared & tensors.keys()):
+            given = tensors.pop(shared)
+            if not given.is_meta and not checkpoint.is_copy(given, target.tensor(shared)):
+                raise UserError(key, got=f"{name} with another {shared} than {target.name} has", expected="a head made for it")
     return config, tensors
 
 
@@ -82,11 +77,10 @@ def export(
     """Write a head for an engine. Raises UserError, before anything is written, for what the engine cannot express, and for a head with
     an embedding or an output layer that is not the target's.
     """
-    config, tensors = read_eagle(draft, target, key="draft")
+    config, tensors = check_eagle(draft, checkpoint.read_tensors(draft, "draft"), target, key="draft", name=draft)
     layout.check(engine, config, draft)
-    for name in EagleDraft.shared & tensors.keys():
-        if not checkpoint.is_copy(tensors.pop(name), needed(target, f"{draft} repeats its {name}").tensor(name)):
-            raise UserError("draft", got=f"{draft} with another {name} than its target has", expected="a head made for it")
+    if repeated := EagleDraft.shared & tensors.keys():
+        needed(target, f"{draft} repeats its {min(repeated)}")
     dtype = checkpoint.stored_dtype(tensors.values())
     if layout.fc_bias:
         tensors.setdefault("fc.bias", torch.zeros(config.hidden_size, dtype=dtype))

@@ -64,18 +64,8 @@ def load_eagle3(folder: Path | str, target: FrozenTarget, *, key: str = "eval.dr
     missing, unknown or of another shape or kind, when the config asks for what heads do not have here, or when the head is for another
     hidden size, vocabulary or depth than the target's.
     """
-    folder = Path(folder)
-    config, tensors = read_eagle3(folder, target, key=key)
-    dtype = checkpoint.stored_dtype(tensors.values())
-    for name in (EMBEDDING, HEAD):
-        tensors.setdefault(name, target.tensor(name))
-    draft = Eagle3Draft(config)
-    checkpoint.fill(draft, tensors, dtype)
+    draft: Eagle3Draft = checkpoint.load_reading(check_eagle3, Eagle3Draft, folder, target, key)
     return draft
-
-
-def read_eagle3(folder: Path, target: checkpoint.AnyTarget | None, *, key: str) -> tuple[Eagle3Config, dict[str, Tensor]]:
-    return check_eagle3(folder, checkpoint.read_tensors(folder, key), target, key=key, name=folder)
 
 
 def check_eagle3(
@@ -127,7 +117,7 @@ def export(
     draft: Path, engine: str, layout: Layout, output: Path, target: TargetFiles | None, num_speculative_tokens: int
 ) -> None:
     """Write a head for an engine. Raises UserError, before anything is written, for what the engine cannot express."""
-    config, tensors = read_eagle3(draft, target, key="draft")
+    config, tensors = check_eagle3(draft, checkpoint.read_tensors(draft, "draft"), target, key="draft", name=draft)
     if target is None and EMBEDDING in tensors and config.hidden_size == config.target_hidden_size:
         config = dataclasses.replace(config, own_embedding=True)  # as far as is known
     layout.check(engine, config, draft)

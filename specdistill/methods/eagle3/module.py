@@ -22,32 +22,24 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from specdistill.engines.loader import engine_aux_layers
 from specdistill.errors import UserError
 from specdistill.methods.chains.head import head_shape, initialized
-from specdistill.methods.layers import Attention, HeadShape, KVCache, PlainLayer, RMSNorm, Rotary
-from specdistill.targets.anatomy import LogitsHead
+from specdistill.methods.layers import Attention, FeatureDraft, FeatureShape, KVCache, PlainLayer, RMSNorm
 from specdistill.targets.frozen import Features, FrozenTarget
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Config(HeadShape):
-    """Shape and switches of a head. `aux_layers` counts "after L layers" (see specdistill.targets.frozen).
+class Eagle3Config(FeatureShape):
+    """Shape and switches of a head.
 
     fc_norm: a norm for each auxiliary state; norm_before_fc: one for all of them side by side (speculators' heads have it).
     own_embedding: the head has another embedding than a target of its width.
     """
 
-    draft_vocab_size: int
     target_hidden_size: int
-    aux_layers: tuple[int, ...]
-    target_num_layers: int
     fc_norm: bool = False
     norm_output: bool = False
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     own_embedding: bool = False
-
-    @property
-    def prunes_vocabulary(self) -> bool:
-        return self.draft_vocab_size < self.vocab_size
 
     @property
     def owns_embedding(self) -> bool:
@@ -76,10 +68,8 @@ class FirstLayer(nn.Module):
         return output
 
 
-class Eagle3Draft(nn.Module):
+class Eagle3Draft(FeatureDraft):
     """The head. The embedding is a frozen copy of the target's, unless the widths differ (then it is the draft's own and trains)."""
-
-    d2t: Tensor
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
@@ -93,28 +83,11 @@ class Eagle3Draft(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_tokens.weight.requires_grad_(config.owns_embedding)
         self.layers = nn.ModuleList([FirstLayer(config), *(PlainLayer(config, index) for index in range(1, config.num_layers))])
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-        self.rotary = Rotary(config)
-        # d2t [W] int64: offset from draft id to target id.
-        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
-
-    @property
-    def logits(self) -> LogitsHead:
-        return LogitsHead(self.lm_head)
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        return self.config.aux_layers
+        self.end_with_head(config)
 
     @property
     def shared(self) -> frozenset[str]:
         return frozenset() if self.config.owns_embedding else frozenset({"embed_tokens.weight"})
-
-    @property
-    def target_ids_W(self) -> Tensor:
-        """The target's id of each draft token."""
-        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     def fuse(self, features: Features) -> Tensor:
         """A auxiliary features [B, T, D] -> the first hidden state [B, T, H]."""
@@ -158,26 +131,18 @@ def build_eagle3(target: FrozenTarget, *, draft_vocabulary: Tensor | None = None
     config = eagle3_config(target, target.vocab_size if draft_vocabulary is None else len(draft_vocabulary), **options)
     target.features(torch.zeros(1, 1, dtype=torch.long, device=target.device), config.aux_layers)  # which may refuse
     draft = initialized(lambda: Eagle3Draft(config), seed)
-    if draft_vocabulary is not None:
-        draft.d2t.copy_(draft_vocabulary - torch.arange(len(draft_vocabulary), device=draft_vocabulary.device))
-    if config.hidden_size == target.hidden_size:  # the draft then starts in the target's own space
-        with torch.no_grad():
-            draft.embed_tokens.weight.copy_(target.model.get_input_embeddings().weight)
-            draft.lm_head.weight.copy_(target.lm_head.weight[draft.target_ids_W] * target.logits.scale)
-            if (final := getattr(target.norm, "weight", None)) is not None:  # some norms have none
-                draft.norm.weight.copy_(final)
+    draft.begin(target, draft_vocabulary, scale=target.logits.scale)
     return draft.to(target.device)
 
 
-def default_aux_layers(num_layers: int) -> list[int]:
-    """The engines' default; for targets too shallow for it, three different layers spread over the depth."""
-    layers = engine_aux_layers(num_layers)
-    return layers if layers == sorted(set(layers)) else sorted({min(1, num_layers), num_layers // 2, max(num_layers - 1, 0)})
-
-
 def check_aux_layers(aux_layers: Sequence[int] | None, num_layers: int) -> list[int]:
-    """The layers asked for, or the default. Raises UserError for repeated ones and for one outside 0..n."""
-    layers = default_aux_layers(num_layers) if aux_layers is None else list(aux_layers)
+    """The layers asked for, or the engines' default; for targets too shallow for that, three different layers spread over the depth.
+
+    Raises UserError for repeated ones and for one outside 0..n.
+    """
+    layers = engine_aux_layers(num_layers) if aux_layers is None else list(aux_layers)
+    if aux_layers is None and layers != sorted(set(layers)):
+        layers = sorted({min(1, num_layers), num_layers // 2, max(num_layers - 1, 0)})
     if not layers or not all(0 <= layer <= num_layers for layer in layers) or len(set(layers)) != len(layers):
         raise UserError("draft.aux_layers", got=layers, expected=f"different layers in 0..{num_layers} (the target's depth)")
     return layers

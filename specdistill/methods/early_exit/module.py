@@ -15,6 +15,7 @@ is in h_t, by the target's own layers (self-speculation: arXiv 2309.08168, with 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -63,6 +64,11 @@ class ExitDraft(nn.Module):
         self.config, self.aux_layers = config, (config.exit_layer,)
         self.layers = nn.ModuleList([ExitLayer(config)])
         vars(self).update(norm=target.norm, logits=target.logits)  # past nn.Module's own, which would take the norm in
+
+    @property
+    def target_ids_W(self) -> Tensor:
+        """All: the head is the target's."""
+        return torch.arange(self.config.vocab_size, device=self.layers[0].exit_norm.weight.device)
 
     def forward(self, hidden_TH: Tensor) -> Tensor:
         """From states after layer E to what `logits` reads."""

@@ -9,47 +9,34 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specdistill.losses.chunked import head_loss
 from specdistill.losses.divergence import Divergence
 from specdistill.methods.early_exit.module import ExitDraft
 from specdistill.targets.frozen import Features, FrozenTarget
 from specdistill.training.objective import (
+    FeatureObjective,
     SoftTargets,
     StepSums,
     TargetDistributions,
     before,
-    checkpoint_mlps,
-    features_of,
+    in_a_row,
     loss_rows,
     with_metrics,
 )
 
 
-class ExitDistillation(nn.Module):
+class ExitDistillation(FeatureObjective):
     """The exit as the trainer sees it: target features in, loss sums out.
 
     Args:
         num_positions: K of the simulated acceptance length.
-        temperature: divides both sets of logits.
     """
 
     def __init__(self, draft: ExitDraft, divergence: Divergence, num_positions: int, temperature: float = 1.0) -> None:
-        super().__init__()
-        self.draft = draft
-        self.divergence = divergence
+        super().__init__(draft, divergence, temperature, torch.ones(1))
         self.num_positions = num_positions
-        self.temperature = temperature
-
-    @property
-    def layers(self) -> nn.ModuleList:
-        layers: nn.ModuleList = self.draft.layers
-        return layers
-
-    def activation_checkpointing_enable(self, **options: Any) -> None:
-        """Called by transformers' Trainer for `train.activation_checkpointing`."""
-        checkpoint_mlps(self.layers)
 
     def prepare(self, batch: dict[str, Any], number: int | None) -> dict[str, Any]:
         """The batch as it is."""
@@ -59,11 +46,7 @@ class ExitDistillation(nn.Module):
         return loss_rows(batch["position_ids"], batch["loss_positions"], ahead=1).sum()
 
     def read_target(self, target: FrozenTarget, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The target's features [B, T, D], which a batch from a store has, and soft targets."""
-        features, all_ids = features_of(target, inputs, self.draft.aux_layers), torch.arange(target.vocab_size)
-        positions = inputs["loss_positions"]
-        soft_targets = SoftTargets.of(target.logits, features.last_hidden, positions, all_ids, self.temperature)
-        return {"features": features, "soft_targets": soft_targets}
+        return self.of_target(target, inputs, inputs["loss_positions"])
 
     def forward(
         self,
@@ -77,19 +60,12 @@ class ExitDistillation(nn.Module):
     ) -> tuple[Tensor, StepSums]:
         """The loss summed over the loss tokens of packed rows [B, T] (see specdistill.rows.packing), and the sums of the metrics."""
         rows_RH = self.draft(before(features.aux[0], loss_positions, 1))
-        weights_R = loss_rows(position_ids, loss_positions, ahead=1).float()
+        weights_1R = loss_rows(position_ids, loss_positions, ahead=1).float().unsqueeze(0)
         total, metrics_M1R = head_loss(
-            rows_RH.unsqueeze(0),
-            weights_R.unsqueeze(0),
-            self.draft.logits,
-            partial(soft_targets.at, measure=measure),
-            self.row_losses,
+            rows_RH.unsqueeze(0), weights_1R, self.draft.logits, partial(soft_targets.at, measure=measure), self.row_losses
         )
-        losses_R, *measured = metrics_M1R.squeeze(1) * weights_R
-        sums = StepSums(loss=[losses_R.sum()], loss_tokens=[weights_R.sum()])
-        if measured:
-            sums.add_consecutive(self.num_positions, input_ids.shape, loss_positions, weights_R, *measured)
-        return total, sums
+        by_chain = partial(in_a_row, loss_positions, input_ids.shape, self.num_positions)
+        return total, StepSums.of(weights_1R, *(metrics_M1R * weights_1R), by_chain=by_chain)
 
     def row_losses(self, logits_rV: Tensor, soft: TargetDistributions, k: int) -> tuple[Tensor, Tensor]:
         """Nats [r], and the metrics of each row [M, r]; see `head_loss`."""

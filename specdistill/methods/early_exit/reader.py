@@ -41,7 +41,7 @@ class SplitTarget(CachedTarget):
         if not alike:
             raise UserError("target.model", got=f"{what}, which reads differently in two parts", expected=EXPECTED)
 
-    def begin(self, token_ids: Sequence[int]) -> tuple[Tensor, Features]:
+    def begin(self, token_ids: Sequence[Sequence[int]]) -> tuple[Tensor, Features]:
         self._states = []
         return super().begin(token_ids)
 
@@ -51,9 +51,9 @@ class SplitTarget(CachedTarget):
         self._states.append(state)
         return state
 
-    def features(self, token_ids: Sequence[int], step: Step | None = None) -> Features:
-        ids_1T = torch.tensor([token_ids], device=self.target.device)
-        if more := len(token_ids) - sum(state.shape[1] for state in self._states):
+    def features(self, token_ids: Sequence[Sequence[int]], step: Step | None = None) -> Features:
+        ids_1T = torch.tensor(token_ids, device=self.target.device)
+        if more := ids_1T.shape[1] - sum(state.shape[1] for state in self._states):
             self.advance(ids_1T[:, -more:])
         state, self._states = torch.cat(self._states, dim=1), []
         # How much is held is asked of a cache's first layer: that of layer E stands in all places before it.
@@ -70,13 +70,13 @@ class SplitTarget(CachedTarget):
     @torch.inference_mode()
     def _reads_alike(self) -> bool:
         """Whether a short sequence with a rejection gives the target's own hidden states."""
-        self.begin(PROMPT)
+        self.begin([PROMPT])
         for token in REJECTED:
             self.advance(torch.tensor([[token]], device=self.target.device))
-        self.read([*REJECTED, *NEXT])
-        self.keep([])
-        _, found = self.read(NEXT[1:])
-        _, expected = CachedTarget(self.target, ()).begin([*PROMPT, *NEXT])
+        self.read([[*REJECTED, *NEXT]])
+        self.keep([[]])
+        _, found = self.read([NEXT[1:]])
+        _, expected = CachedTarget(self.target, ()).begin([[*PROMPT, *NEXT]])
         return reads_alike(found.last_hidden[0], expected.last_hidden[0, -1:])
 
 

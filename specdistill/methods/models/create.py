@@ -13,7 +13,7 @@ import peft
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from specdistill.errors import UserError, logger, refusing
 from specdistill.methods.models.checkpoint import INITIALIZATIONS, check_attention, load_alike
@@ -86,13 +86,6 @@ def step_ratio(target: PreTrainedModel, draft: PreTrainedModel) -> float:
     weights = weights_read(draft) / weights_read(target)
     layers: float = draft.config.get_text_config().num_hidden_layers / target.config.get_text_config().num_hidden_layers
     return max(weights, layers)
-
-
-def on_meta(config: Any, shape: ModelShape) -> PreTrainedModel:
-    """A model of a config in another shape, without weights, to be counted."""
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(reshaped(config, shape))
-    return model
 
 
 def _from_target(target: FrozenTarget, init: str, given: dict[str, int], seed: int) -> PreTrainedModel:

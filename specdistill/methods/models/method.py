@@ -8,8 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specdistill.decoding.proposer import Proposer
@@ -17,7 +19,7 @@ from specdistill.losses.divergence import build_divergence
 from specdistill.methods import sizes
 from specdistill.methods.contract import Implementation
 from specdistill.methods.models.checkpoint import check_outline, export, load_draft_model, save_draft_model
-from specdistill.methods.models.create import SHALLOWEST, check_decoder, create_draft_model, on_meta, with_lora
+from specdistill.methods.models.create import SHALLOWEST, check_decoder, create_draft_model, reshaped, with_lora
 from specdistill.methods.models.objective import Distillation, OnPolicyGeneration
 from specdistill.methods.models.proposer import DraftModelProposer
 from specdistill.methods.models.recipe import DraftModelRecipe
@@ -97,7 +99,9 @@ def planned(
     else:
         check_decoder(target.model)
         given_sizes = given_sizes or {"num_layers": min(SHALLOWEST, target.text.num_hidden_layers)}
-        model = on_meta(target.model.config, replace(sizes.shape_of(target.text), **given_sizes))
+        with torch.device("meta"):
+            shape = replace(sizes.shape_of(target.text), **given_sizes)
+            model = AutoModelForCausalLM.from_config(reshaped(target.model.config, shape))
     shape = sizes.shape_of(model.config.get_text_config())
     parts = sizes.ParameterCounts(int(model.num_parameters()), sizes.weights_read(model), shape.num_layers)
     keys = (f"draft.num_layers={shape.num_layers}",)

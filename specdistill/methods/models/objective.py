@@ -37,6 +37,7 @@ from specdistill.training.objective import (
     StepSums,
     TargetDistributions,
     before,
+    in_a_row,
     loss_rows,
     with_metrics,
 )
@@ -123,11 +124,9 @@ class Distillation(nn.Module):
         rows_RH = before(self._draft.hidden_states(input_ids, position_ids, documents), loss_positions, 1)
         weights_R = loss_rows(position_ids, loss_positions, ahead=1).float()
         next_R = input_ids.flatten()[loss_positions]
-        total, (losses_R, *measured) = self.losses(rows_RH, weights_R, next_R, soft_targets, measure)
-        sums = StepSums(loss=[losses_R.sum()], loss_tokens=[weights_R.sum()])
-        if measured:
-            sums.add_consecutive(self.num_positions, input_ids.shape, loss_positions, weights_R, *measured)
-        return total, sums
+        total, metrics_MR = self.losses(rows_RH, weights_R, next_R, soft_targets, measure)
+        by_chain = partial(in_a_row, loss_positions, input_ids.shape, self.num_positions)
+        return total, StepSums.of(weights_R.unsqueeze(0), *metrics_MR.unsqueeze(1), by_chain=by_chain)
 
     def losses(
         self, rows_RH: Tensor, weights_R: Tensor, next_R: Tensor, soft_targets: SoftTargets | None, measure: bool

@@ -143,16 +143,8 @@ class DraftModelProposer:
         self.layers.begin(len(max_lengths))
 
     def propose(self, state: DecodingState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
+        """Chains. Rows that have no more room in the draft's context are padded until the others are done."""
         uniforms_BK = None if sampling.is_greedy else uniforms(k, generators).to(self.draft.device)
-        return self.propose_from_uniforms(state, k, sampling, uniforms_BK)
-
-    def propose_from_uniforms(
-        self, state: DecodingState, k: int, sampling: Sampling, uniforms_BK: Tensor | None
-    ) -> list[Proposal]:
-        """`propose` as a function of its randomness: one uniform in [0, 1) for each draft token; None when greedy.
-
-        Rows that have no more room in the draft's context are padded until the others are done.
-        """
         feeds, steps = self._feed(state, k)
         counts, next_ids = [len(feed) for feed in feeds], padded(feeds, self.draft.device)
         logits_BKW = self._in_one_pass(feeds, steps)

@@ -8,6 +8,9 @@ A row is its tokens and, behind them, masks: mask i of the token at column t is 
 document up to x_t, the masks 1 to i of the same token, and nothing else. It learns the target's distribution of x_{t+1+i}, as the token
 itself does with i = 0. All count alike.
 
+The conditional drop: mask i is kept for a share max(min_retention, retention ** i) of the tokens, and never without mask i - 1, which it
+reads: chains stay whole.
+
 The model's own forward runs, under a mask in its own dtype: 4 N^2 bytes a row in float32, and as many for sliding windows where layers
 are of both kinds. With the defaults N is at most 3.4 T, 12 MB at T = 512, 190 MB at 2048.
 """
@@ -15,7 +18,9 @@ are of both kinds. With the defaults N is at most 3.4 T, 12 MB at T = 512, 190 M
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from specdistill.decoding.transformers_models import masks, unmaskable
@@ -23,9 +28,37 @@ from specdistill.errors import UserError
 from specdistill.losses.divergence import Divergence, build_divergence
 from specdistill.methods.models.objective import Distillation, PackedModel
 from specdistill.methods.pard.config import PardRecipe
-from specdistill.methods.pard.drop import draw_masks
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.objective import SoftTargets, StepSums, before, loss_rows
+
+SIZES = 8  # a row's masks are padded to multiples of T / SIZES, so that a compiled step meets few sizes
+
+
+def draw_masks(batch: dict[str, Any], num_predicted: int, retention: float, least: float, seed: int) -> tuple[Tensor, Tensor]:
+    """The columns [B, M] of the tokens that masks follow, and the masks' numbers [B, M], from 1 on; padding follows column 0 and has the
+    number `num_predicted`, which no mask has.
+
+    A mask is possible if what it predicts carries loss in its token's document, and all between the two do.
+    """
+    num_rows, length = batch["position_ids"].shape
+    num_tokens = num_rows * length
+    # Loss positions are never a document's first, so a run of them is in one document. Zeros past the end end the last one.
+    has_loss_S = torch.zeros(num_tokens + num_predicted, dtype=torch.bool).index_fill(0, batch["loss_positions"], True)
+    has_loss_S[0] = False  # padding of loss positions
+    possible_S = has_loss_S[1 : num_tokens + 1]
+    starts = possible_S.nonzero().flatten()
+    rank_S = torch.ones(num_tokens)
+    rank_S[starts] = torch.randperm(len(starts), generator=torch.Generator().manual_seed(seed)) / max(len(starts), 1)
+    kept = []
+    for i in range(1, num_predicted):
+        possible_S = possible_S & has_loss_S[1 + i : num_tokens + 1 + i]
+        kept.append(possible_S & (rank_S < max(least, retention**i)))
+    kept_SI = torch.stack(kept, 1) if kept else torch.zeros(num_tokens, 0, dtype=torch.bool)
+    found = [row.nonzero() for row in kept_SI.view(num_rows, length, -1)]
+    columns_BM = pad_sequence([pairs[:, 0] for pairs in found], batch_first=True)
+    numbers_BM = pad_sequence([pairs[:, 1] + 1 for pairs in found], batch_first=True, padding_value=num_predicted)
+    spare = -columns_BM.shape[1] % -(-length // SIZES)
+    return F.pad(columns_BM, (0, spare)), F.pad(numbers_BM, (0, spare), value=num_predicted)
 
 
 class ParallelDistillation(Distillation):
@@ -33,7 +66,7 @@ class ParallelDistillation(Distillation):
 
     Args:
         num_positions: K, of which K - 1 are masks.
-        retention, min_retention: see specdistill.methods.pard.drop.
+        retention, min_retention: of the conditional drop.
         seed: of the drop, which is drawn anew each time that a row is read; held-out rows always have the same.
 
     Raises UserError for a model that does not read what it is given under a mask of ours.
@@ -93,15 +126,10 @@ class ParallelDistillation(Distillation):
         # Each chain is that of the token that its masks follow.
         index_R = numbers_R * input_ids.numel() + (labels_R - 1 - numbers_R).clamp_min(0)
         empty = weights_R.new_zeros(self.num_positions * input_ids.numel())
-        has_loss_KS, losses_KS, *measured = (
+        by_chain = (
             empty.scatter_add(0, index_R, values_R).view(self.num_positions, -1) for values_R in (weights_R, *metrics_MR)
         )
-        sums = StepSums(loss=[*losses_KS.sum(1)], loss_tokens=[*has_loss_KS.sum(1)])
-        if measured:
-            correct_KS, accepted_KS = measured
-            sums.correct, sums.accepted = [*correct_KS.sum(1)], [*accepted_KS.sum(1)]
-            sums.add_chains(has_loss_KS, correct_KS, accepted_KS)
-        return total, sums
+        return total, StepSums.of(*by_chain)
 
     def hidden_states(self, input_ids: Tensor, position_ids: Tensor, columns_BM: Tensor, numbers_BM: Tensor) -> Tensor:
         """What the head reads, [B, N, H]."""

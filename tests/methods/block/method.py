@@ -79,11 +79,7 @@ class BlockLoss(nn.Module):
             totals.append(total)
             metrics.append(metrics_M1N.squeeze(1) * has_loss_KN[k])
         losses_KN, correct_KN, accepted_KN = torch.stack(metrics, 1)
-        sums = StepSums(loss=[*losses_KN.sum(1)], loss_tokens=[*has_loss_KN.sum(1)])
-        if measure:
-            sums.correct, sums.accepted = [*correct_KN.sum(1)], [*accepted_KN.sum(1)]
-            sums.add_chains(has_loss_KN, correct_KN, accepted_KN)
-        return torch.stack(totals), sums
+        return torch.stack(totals), StepSums.of(has_loss_KN, losses_KN, *((correct_KN, accepted_KN) if measure else ()))
 
 
 def row_losses(logits_rV: Tensor, soft: TargetDistributions, k: int) -> tuple[Tensor, Tensor]:

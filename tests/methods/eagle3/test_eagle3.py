@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig
 
 from specdistill.methods.eagle3.checkpoint import config_to_json, load_eagle3, save_eagle3
-from specdistill.methods.eagle3.module import build_eagle3, check_aux_layers, default_aux_layers
+from specdistill.methods.eagle3.module import build_eagle3, check_aux_layers
 from specdistill.targets.frozen import FrozenTarget
 from tests.export import layouts
 from tests.heads import causal
@@ -85,8 +85,8 @@ def test_rotary_and_window_keys_of_older_and_newer_writers_are_read(
 
 
 def test_default_layers_are_low_middle_high() -> None:
-    assert default_aux_layers(36) == [2, 18, 33]
-    assert [default_aux_layers(n) for n in (7, 5, 4, 2)] == [[2, 3, 4], [1, 2, 4], [1, 2, 3], [1]]
+    assert check_aux_layers(None, 36) == [2, 18, 33]
+    assert [check_aux_layers(None, n) for n in (7, 5, 4, 2)] == [[2, 3, 4], [1, 2, 4], [1, 2, 3], [1]]
     assert check_aux_layers(None, 16) == [2, 8, 13]
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from specdistill.decoding.assisted import Draft
-from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.tree import StaticTree
 from specdistill.methods.early_exit.checkpoint import load_exit, save_exit
@@ -71,7 +70,7 @@ def test_a_saved_exit_is_the_same_and_fits_its_target_alone(tmp_path: Path) -> N
 def test_what_it_cannot_do_is_refused_by_name(target: FrozenTarget) -> None:
     proposer = proposer_of("early_exit", target)
     with refused("eval.batch_size"):
-        BatchDecoder(target, proposer)
+        Decoder(target, proposer).check_batches()
     with refused("eval.compile"):
         Decoder(target, proposer, compiled=True)
     with refused("eval.tree"):

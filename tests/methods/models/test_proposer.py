@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from specdistill.decoding.proposer import Proposal
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import DynamicTree
 from specdistill.methods.load import load_proposer
+from specdistill.methods.models import proposer as proposing
 from specdistill.methods.models.layers import LlamaLayers
 from specdistill.methods.models.proposer import DraftModelProposer
 from specdistill.methods.models.vocabulary import match_vocabularies
@@ -92,7 +94,8 @@ def fresh(proposer: DraftModelProposer, k: int) -> Propose:
     def propose(text: list[int], sampling: Sampling, uniforms: list[float]) -> Proposal:
         proposer.begin([len(text) + k])
         padded = torch.tensor([[*uniforms, *[0.5] * (k - len(uniforms))]], dtype=torch.float64)
-        return proposer.propose_from_uniforms(state_of(text), k, sampling, padded)[0]
+        with mock.patch.object(proposing, "uniforms", return_value=padded):
+            return proposer.propose(state_of(text), k, sampling, [None])[0]
 
     return propose
 

@@ -17,8 +17,7 @@ from specdistill.export import export
 from specdistill.losses.divergence import forward_kl
 from specdistill.methods.load import create_draft, implementation, load_proposer, method_of
 from specdistill.methods.models.proposer import DraftModelProposer
-from specdistill.methods.pard.drop import draw_masks
-from specdistill.methods.pard.objective import ParallelDistillation
+from specdistill.methods.pard.objective import ParallelDistillation, draw_masks
 from specdistill.methods.recipe import Recipe
 from specdistill.recipe.load import load_recipe
 from specdistill.rows.packing import indexed

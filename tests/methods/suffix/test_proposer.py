@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.lookup_first import LookupFirstProposer
 from specdistill.decoding.proposer import Proposal
@@ -124,7 +123,7 @@ def test_greedy_output_is_that_of_generate(target: FrozenTarget, k: int) -> None
     proposer.remember(expected[1:])
     options = {"max_new_tokens": 60, "num_speculative_tokens": k}
     alone = [Decoder(target, proposer).generate(prompt, **options) for prompt in prompts]
-    batch = BatchDecoder(target, proposer).generate(prompts, **options)
+    batch = Decoder(target, proposer).generate_all(prompts, **options)
     assert [each.token_ids for each in alone] == [each.token_ids for each in batch] == expected
     assert [[entry.drafted for entry in each.rounds] for each in alone] == [
         [entry.drafted for entry in each.rounds] for each in batch
