@@ -36,6 +36,8 @@ def build(
     target.features(torch.zeros(1, 1, dtype=torch.long, device=target.device), config.aux_layers)  # which may refuse
     draft = initialized(lambda: kind.draft(config), seed)
     draft.begin(target, draft_vocabulary)
+    with torch.no_grad():  # the head is the target's, and engines do not scale what a draft's gives
+        draft.norm.weight.mul_(target.logits.scale)
     if draft.correction is not None:
         draft.correction.begin(draft.embed_tokens.weight, draft.lm_head.weight)
     return draft.to(target.device)

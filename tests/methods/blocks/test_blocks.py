@@ -19,6 +19,7 @@ from specdistill.methods import METHODS
 from specdistill.methods.blocks.anchors import draw_blocks, spans
 from specdistill.methods.blocks.attention import BlockMemory
 from specdistill.methods.blocks.checkpoint import load, save
+from specdistill.methods.blocks.method import build
 from specdistill.methods.blocks.module import BlockDraft, default_layers
 from specdistill.methods.blocks.objective import BlockObjective
 from specdistill.methods.blocks.proposer import BlockProposer
@@ -29,6 +30,8 @@ from specdistill.targets.frozen import FrozenTarget
 from tests.export import layouts
 from tests.heads import KINDS, build_block, document_rows
 from tests.refusals import refused
+from tests.targets.architectures import tiny_model
+from tests.tiny import tiny_tokenizer
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "dflash": ("dflash", {}),
@@ -311,6 +314,13 @@ def test_what_an_engine_cannot_express_is_refused(
     with refused("engine", holds=holds):
         export(tmp_path / "draft", engine, tmp_path / "out", TargetFiles(saved.name))
     assert not (tmp_path / "out").exists()
+
+
+def test_logits_begin_as_large_as_those_of_a_target_that_scales_them() -> None:
+    target = FrozenTarget(tiny_model("granite"), tiny_tokenizer(), name="granite")
+    draft, hidden = build(KINDS["dflash"], target, num_layers=2, mask_token_id=2), torch.randn(1, 3, target.hidden_size)
+    assert target.logits.scale != 1
+    assert torch.allclose(draft.logits(draft.norm(hidden)), target.logits(target.norm(hidden)), atol=1e-5)
 
 
 def test_layers_are_spread_as_the_authors_spread_them() -> None:
