@@ -25,7 +25,7 @@ def tiny_draft_model(vocab_size: int, seed: int) -> LlamaForCausalLM:
 
 def half_right(target: FrozenTarget, context: int = 256) -> LlamaForCausalLM:
     """The target with some noise on its weights: drafts that are accepted now and then."""
-    draft = tiny_target_model()
+    draft = tiny_target_model(target.num_layers)
     draft.load_state_dict(target.model.state_dict())
     draft.config.max_position_embeddings = context
     generator = torch.Generator().manual_seed(1)

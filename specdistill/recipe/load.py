@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import reduce
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args
 
@@ -72,9 +72,8 @@ def load_recipe(schema: type[S], arguments: Sequence[str]) -> S:
 
     A list may be given without brackets, which shells expand.
     """
-    lists = [key for key, kind, *_ in describe(schema) if kind.startswith("list of ")]
-    bare = re.compile(rf"({'|'.join(map(re.escape, lists))})=(?!\[|\$|null$|$)(.*)", re.DOTALL)
-    arguments = [bare.sub(r"\1=[\2]", argument) if lists and bare.fullmatch(argument) else argument for argument in arguments]
+    bare = _bare_list(schema)
+    arguments = [bare.sub(r"\1=[\2]", argument) if bare and bare.fullmatch(argument) else argument for argument in arguments]
     recipe, typed = validate(schema, merged(arguments)), dict(argument.split("=", 1) for argument in arguments)
     for argument in consent(recipe.model_dump()):
         key, _, value = argument.partition("=")
@@ -82,6 +81,13 @@ def load_recipe(schema: type[S], arguments: Sequence[str]) -> S:
             expected = f"it on the command line, after you have read the code: {shlex.quote(argument)}"
             raise UserError(key, got=f"{value} in {typed.get('recipe', 'a section')}", expected=expected)
     return recipe
+
+
+@cache
+def _bare_list(schema: type[Section]) -> re.Pattern[str] | None:
+    """Matches a list without brackets: its key and what it is given. None where no key has a list."""
+    lists = [key for key, kind, *_ in describe(schema) if kind.startswith("list of ")]
+    return re.compile(rf"({'|'.join(map(re.escape, lists))})=(?!\[|\$|null$|$)(.*)", re.DOTALL) if lists else None
 
 
 def consent(values: Mapping[str, Any]) -> list[str]:
@@ -148,9 +154,8 @@ def validate(schema: type[S], values: Mapping[str, Any], prefix: str = "") -> S:
     if not isinstance(values, Mapping):
         raise UserError(prefix.rstrip(".: ") or "recipe", got=repr(values), expected="a section with keys of its own")
     chosen = schema.schema_for(values)
-    required = {key for key, _, default, _ in leaves(chosen) if default == shown(PydanticUndefined)}
     try:
-        made = chosen.model_validate(_without_required(values, required))
+        made = chosen.model_validate(_without_required(values, _required(chosen)))
     except ValidationError as error:
         # Unknown keys come before wrong values, and those before missing ones: a misspelt key explains a missing one.
         order = {"extra_forbidden": 0, "missing": 2}
@@ -158,6 +163,11 @@ def validate(schema: type[S], values: Mapping[str, Any], prefix: str = "") -> S:
     _check_read(made, prefix)
     assert isinstance(made, schema)
     return made
+
+
+@cache
+def _required(schema: type[Section]) -> frozenset[str]:
+    return frozenset(key for key, _, default, _ in leaves(schema) if default == shown(PydanticUndefined))
 
 
 def flattened(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -146,10 +146,15 @@ def read_config(folder: Path, key: str, expected: str = "a checkpoint with its c
 def stated(config: Mapping[str, Any], name: str, kind: Any, key: str) -> Any:
     """A key's value, None where it is absent or null. Raises UserError for one of another kind than pydantic's `kind`."""
     try:
-        return TypeAdapter(kind | None).validate_python(config.get(name), strict=True)
+        return _adapter(kind).validate_python(config.get(name), strict=True)
     except ValidationError as error:
         expected = error.errors()[0]["msg"].removeprefix("Input should be ")
         raise UserError(key, got=f"a config.json with {name} {config[name]!r}", expected=expected) from error
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind | None)
 
 
 def _names(path: Path, key: str) -> list[str]:

@@ -45,15 +45,20 @@ def keep_drafts(proposer: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[int
     return kept
 
 
+@pytest.fixture(scope="module")
+def plain(target: FrozenTarget) -> list[int]:
+    return written(target)
+
+
 @pytest.mark.parametrize("name", [name for name in (*SHAPES, *OTHERS) if "tree" not in name and "online" not in name])
 def test_drafts_and_greedy_text_are_those_of_this_decoder_and_of_generate(
-    target: FrozenTarget, name: str, monkeypatch: pytest.MonkeyPatch
+    target: FrozenTarget, plain: list[int], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same drafts, round by round, up to the last ones, which are shorter: heads get the features that they read here."""
     here, there = proposer_of(name, target), proposer_of(name, target)
     drafted, drafted_there = keep_drafts(here, monkeypatch), keep_drafts(there, monkeypatch)
-    run = Decoder(target, here).generate(PROMPT[0].tolist(), max_new_tokens=40, num_speculative_tokens=4)
-    assert written(target, there) == written(target) == list(run.token_ids)
+    run = Decoder(target, here).generate(PROMPT[0].tolist(), max_new_tokens=30, num_speculative_tokens=4)
+    assert written(target, there, max_new_tokens=30) == plain[:30] == list(run.token_ids)
     assert drafted_there == drafted[: len(drafted_there)]
     assert len(drafted) - len(drafted_there) <= 4 and any(drafted_there)
 
@@ -68,8 +73,7 @@ def widths(target: FrozenTarget, proposer: Proposer, **options: Any) -> list[int
     return passes
 
 
-def test_nothing_is_drafted_past_a_stop_token_or_the_limit(target: FrozenTarget) -> None:
-    plain = written(target)
+def test_nothing_is_drafted_past_a_stop_token_or_the_limit(target: FrozenTarget, plain: list[int]) -> None:
     oracle = Oracle([*PROMPT[0].tolist(), *plain])
     assert widths(target, oracle, max_new_tokens=13) == [6, 5, 5, 2]
     assert widths(target, oracle, max_new_tokens=13, num_speculative_tokens=2) == [6, 3, 3, 3, 3]
@@ -93,8 +97,7 @@ def test_targets_with_other_layers_keep_their_text(kind: str) -> None:
     assert written(target, proposer_of("eagle", target)) == plain
 
 
-def test_text_ends_where_generate_ends_it(target: FrozenTarget) -> None:
-    plain = written(target)
+def test_text_ends_where_generate_ends_it(target: FrozenTarget, plain: list[int]) -> None:
     oracle = Oracle([*PROMPT[0].tolist(), *plain])
     assert written(target, oracle, eos_token_id=plain[6]) == plain[: plain.index(plain[6]) + 1]
     assert [written(target, oracle, max_new_tokens=count) for count in (1, 2, 7)] == [plain[:count] for count in (1, 2, 7)]
@@ -128,7 +131,7 @@ def test_sampled_text_follows_the_targets_distribution(one_hot: bool) -> None:
     assert chisquare([*observed, count - sum(observed)], [*wanted, count - sum(wanted)]).pvalue > 0.01
 
 
-def test_what_a_draft_cannot_read_is_refused(target: FrozenTarget) -> None:
+def test_what_a_draft_cannot_read_is_refused(target: FrozenTarget, plain: list[int]) -> None:
     draft: Any = Draft("eagle3", proposer_of("eagle3", target), target)
     with refused("custom_generate", "a draft of another model"):
         tiny_target_model().generate(PROMPT, custom_generate=draft, **GREEDY)
@@ -141,4 +144,4 @@ def test_what_a_draft_cannot_read_is_refused(target: FrozenTarget) -> None:
     with refused("custom_generate", holds="recurrent"):
         written(recurrent, Oracle([5] * 50))
     assert "_get_candidate_generator" not in vars(target.model)  # a call that failed leaves the model as it was
-    assert written(target, DraftModelProposer(target.model)) == written(target)
+    assert written(target, DraftModelProposer(target.model)) == plain

@@ -51,7 +51,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
     return found
 
 
-@pytest.mark.parametrize(("name", "build"), [*((name, tiny_target_model) for name in (None, *NAMES)), ("ngram", qwen)])
+@pytest.mark.parametrize(
+    ("name", "build"), [*((name, partial(tiny_target_model, num_layers=2)) for name in (None, *NAMES)), ("ngram", qwen)]
+)
 def test_output_is_what_transformers_generates_by_one_graph(name: str | None, build: Any, graphs: list[Any]) -> None:
     target = target_of(build())
     decoder = Decoder(target, name and proposer_of(name, target), compiled=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy.stats import chi2_contingency
 
-from specdistill.decoding.decoder import Decoder, Running
+from specdistill.decoding.decoder import Decoder, Generation, Running
 from specdistill.decoding.proposer import Proposal
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import DynamicTree, StaticTree
@@ -41,12 +41,16 @@ NAMES = (
 )
 
 
+@pytest.fixture(scope="module")
+def plain(target: FrozenTarget) -> Generation:
+    return Decoder(target).generate(PROMPT, max_new_tokens=41)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("k", [1, 4])
-def test_greedy_output_is_the_plain_output(target: FrozenTarget, name: str, k: int) -> None:
-    plain = Decoder(target).generate(PROMPT, max_new_tokens=40)
-    fast = Decoder(target, proposer_of(name, target)).generate(PROMPT, max_new_tokens=40, num_speculative_tokens=k)
-    assert fast.token_ids == plain.token_ids
+def test_greedy_output_is_the_plain_output(target: FrozenTarget, plain: Generation, name: str, k: int) -> None:
+    fast = Decoder(target, proposer_of(name, target)).generate(PROMPT, max_new_tokens=30, num_speculative_tokens=k)
+    assert fast.token_ids == plain.token_ids[:30]
 
 
 # --- What an oracle drafts, in chains and in trees
@@ -55,8 +59,7 @@ CHAIN, TREE = {"num_speculative_tokens": 4}, {"tree": StaticTree((2, 2, 2, 2))}
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
-def test_what_is_right_is_accepted_in_full(target: FrozenTarget, shape: dict[str, Any]) -> None:
-    plain = Decoder(target).generate(PROMPT, max_new_tokens=41)
+def test_what_is_right_is_accepted_in_full(target: FrozenTarget, plain: Generation, shape: dict[str, Any]) -> None:
     fast = Decoder(target, Oracle([*PROMPT, *plain.token_ids])).generate(PROMPT, max_new_tokens=41, **shape)
     assert fast.token_ids == plain.token_ids
     assert [(r.num_accepted, r.num_off_path) for r in fast.rounds] == [(4, 4 if shape is TREE else 0)] * 8
@@ -81,8 +84,9 @@ def test_targets_with_layers_of_every_kind_keep_their_text(kind: str) -> None:
 
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 5])
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
-def test_the_length_limit_cuts_accepted_tokens(target: FrozenTarget, shape: dict[str, Any], max_new_tokens: int) -> None:
-    plain = Decoder(target).generate(PROMPT, max_new_tokens=20)
+def test_the_length_limit_cuts_accepted_tokens(
+    target: FrozenTarget, plain: Generation, shape: dict[str, Any], max_new_tokens: int
+) -> None:
     run = Decoder(target, Oracle([*PROMPT, *plain.token_ids])).generate(PROMPT, max_new_tokens=max_new_tokens, **shape)
     assert run.token_ids == plain.token_ids[:max_new_tokens]
     assert sum(r.num_accepted for r in run.rounds) <= max_new_tokens - 1
@@ -90,8 +94,7 @@ def test_the_length_limit_cuts_accepted_tokens(target: FrozenTarget, shape: dict
 
 
 @pytest.mark.parametrize("shape", [None, CHAIN, TREE], ids=["plain", "chain", "tree"])
-def test_a_stop_token_ends_the_text_and_nothing_past_it_counts(target: FrozenTarget, shape: dict[str, Any] | None) -> None:
-    plain = Decoder(target).generate(PROMPT, max_new_tokens=20)
+def test_a_stop_token_ends_the_text_and_nothing_past_it_counts(plain: Generation, shape: dict[str, Any] | None) -> None:
     stop = plain.token_ids[6]
     first = plain.token_ids.index(stop)
     model = tiny_target_model()

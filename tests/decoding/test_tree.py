@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
-from specdistill.decoding.decoder import Decoder
+from specdistill.decoding.decoder import Decoder, Generation
 from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.transformers_models import check_reads_trees, keep_path, read
@@ -254,11 +254,17 @@ def test_a_head_gets_the_features_of_the_accepted_path(target: FrozenTarget, nam
         assert proposal.tokens[:2] == best.tolist()
 
 
+@pytest.fixture(scope="module")
+def plain(target: FrozenTarget) -> Generation:
+    return Decoder(target).generate(PROMPT, max_new_tokens=30)
+
+
 @pytest.mark.parametrize("name", [*NAMES, *BLOCKS])
 @pytest.mark.parametrize("shape", [DYNAMIC, STATIC])
-def test_greedy_output_is_the_plain_output(target: FrozenTarget, name: str, shape: StaticTree | DynamicTree) -> None:
-    plain = Decoder(target).generate(PROMPT, max_new_tokens=40)
-    fast = Decoder(target, proposer_of(name, target)).generate(PROMPT, max_new_tokens=40, tree=shape)
+def test_greedy_output_is_the_plain_output(
+    target: FrozenTarget, plain: Generation, name: str, shape: StaticTree | DynamicTree
+) -> None:
+    fast = Decoder(target, proposer_of(name, target)).generate(PROMPT, max_new_tokens=30, tree=shape)
     assert fast.token_ids == plain.token_ids == (fast.token_ids[0], *(token for r in fast.rounds for token in r.emitted))
     for r in fast.rounds:
         assert r.emitted[: r.num_accepted] == r.drafted[: r.num_accepted]
@@ -270,8 +276,8 @@ def test_greedy_output_is_the_plain_output(target: FrozenTarget, name: str, shap
 @pytest.mark.parametrize("name", ["draft_model", "draft_model, other vocabulary", "eagle3, pruned", *BLOCKS])
 @pytest.mark.parametrize("shape", [DynamicTree(budget=4, depth=4, top_k=1), StaticTree((1, 1, 1, 1))])
 def test_a_tree_of_one_branch_is_the_chain(target: FrozenTarget, name: str, shape: StaticTree | DynamicTree) -> None:
-    chain = Decoder(target, proposer_of(name, target)).generate(PROMPT, max_new_tokens=40, num_speculative_tokens=4)
-    tree = Decoder(target, proposer_of(name, target)).generate(PROMPT, max_new_tokens=40, tree=shape)
+    chain = Decoder(target, proposer_of(name, target)).generate(PROMPT, max_new_tokens=24, num_speculative_tokens=4)
+    tree = Decoder(target, proposer_of(name, target)).generate(PROMPT, max_new_tokens=24, tree=shape)
     rounds = [[(r.drafted, r.num_accepted, r.emitted, r.num_off_path) for r in run.rounds] for run in (chain, tree)]
     assert rounds[0] == rounds[1]
 

@@ -29,7 +29,7 @@ SMALL = {
     "eval": ["eval.num_prompts=4", "eval.max_new_tokens=12", "eval.repeats=1", "eval.warmup=0", "eval.sampling_draws=20"],
     "compare": ["num_prompts=2", "max_new_tokens=8", "repeats=1", "warmup=0", "sampling_draws=0"],
     "doctor": ["eval.num_prompts=1"],
-    "plan": ["serving.context=128"],
+    "plan": ["serving.context=128", "training.batch_size=1", "training.max_length=64"],
 }
 ROWS = [
     "data.max_length=64",

@@ -28,12 +28,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "extra",
     [
-        (),
-        ("draft.init=scratch", "draft.hidden_size=32", "draft.num_layers=1"),
-        ("loss.labels=hard",),
-        ("loss.divergence=[{name: forward_kl, weight: 0.5}, {name: tvd, weight: 0.5}]", "loss.temperature=2.0"),
+        ("draft.init=scratch", "draft.hidden_size=32", "draft.num_layers=1", "loss.labels=hard"),
+        (
+            "loss.divergence=[{name: forward_kl, weight: 0.5}, {name: tvd, weight: 0.5}]",
+            "loss.temperature=2.0",
+            "draft.lora.rank=4",
+            "train.activation_checkpointing=true",
+        ),
         ("on_policy.fraction=1.0", "on_policy.prompt_tokens=8", "on_policy.num_tokens=8"),
-        ("draft.lora.rank=4", "train.activation_checkpointing=true"),
     ],
 )
 def test_a_run_leaves_a_model_that_any_tool_loads(folder: Path, tmp_path: Path, extra: tuple[str, ...]) -> None:
@@ -75,7 +77,7 @@ def test_a_head_that_is_the_embedding_is_written_once_and_read_back(
     run = tmp_path / "run"
     assert train(folder, run, f"target.model={folder / 'tied'}", "method=draft_model").returncode == 0
     draft = AutoModelForCausalLM.from_pretrained(run / "draft")
-    assert draft.lm_head.weight is draft.model.embed_tokens.weight
+    assert draft.lm_head.weight is draft.model.embed_tokens.weight and draft.config.vocab_size == 260
     assert "lm_head.weight" not in load_file(run / "checkpoint-2" / "model.safetensors")
     assert "missing keys" not in caplog.text
 

@@ -31,9 +31,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_run_leaves_a_draft_its_record_and_a_curve(folder: Path, tmp_path: Path) -> None:
-    assert train(folder, tmp_path / "run", "train.max_steps=4").returncode == 0
-    run = tmp_path / "run"
+@pytest.fixture(scope="module")
+def run(folder: Path) -> Path:
+    assert train(folder, folder / "run", "train.max_steps=4").returncode == 0
+    return folder / "run"
+
+
+def test_a_run_leaves_a_draft_its_record_and_a_curve(folder: Path, run: Path) -> None:
     target = FrozenTarget.load(str(folder / "model"))
     assert load_eagle3(run / "draft", target).config.vocab_size == 260
     assert json.loads((run / "run" / "provenance.json").read_text())["data_fingerprint"]
@@ -129,11 +133,10 @@ def test_a_tracker_has_every_figure_by_step(folder: Path, tmp_path: Path) -> Non
     assert {"train/loss", "train/grad_norm", "train/tokens_per_second"} <= {*read.Tags()["scalars"]}
 
 
-def test_training_continues_an_earlier_draft(folder: Path, tmp_path: Path) -> None:
-    assert train(folder, tmp_path / "first").returncode == 0
-    start = f"draft.init={tmp_path / 'first' / 'draft'}"
+def test_training_continues_an_earlier_draft(folder: Path, run: Path, tmp_path: Path) -> None:
+    start = f"draft.init={run / 'draft'}"
     assert train(folder, tmp_path / "second", start, "train.learning_rate=0.0").returncode == 0
-    one, two = ((tmp_path / name / "draft" / "model.safetensors").read_bytes() for name in ("first", "second"))
+    one, two = ((path / "draft" / "model.safetensors").read_bytes() for path in (run, tmp_path / "second"))
     assert one == two
     refused = train(folder, tmp_path / "third", start, "draft.fc_norm=true")
     assert refused.returncode == 2 and refused_key(refused.stderr) == "draft.fc_norm"

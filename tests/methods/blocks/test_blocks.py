@@ -318,7 +318,10 @@ def test_what_an_engine_cannot_express_is_refused(
 
 def test_logits_begin_as_large_as_those_of_a_target_that_scales_them() -> None:
     target = FrozenTarget(tiny_model("granite"), tiny_tokenizer(), name="granite")
-    draft, hidden = build(KINDS["dflash"], target, num_layers=2, mask_token_id=2), torch.randn(1, 3, target.hidden_size)
+    draft, hidden = (
+        build(KINDS["dflash"], target, num_layers=2, block_size=4, mask_token_id=2),
+        torch.randn(1, 3, target.hidden_size),
+    )
     assert target.logits.scale != 1
     assert torch.allclose(draft.logits(draft.norm(hidden)), target.logits(target.norm(hidden)), atol=1e-5)
 
