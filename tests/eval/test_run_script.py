@@ -103,8 +103,8 @@ def test_trees_are_measured_and_reported(measured, tmp_path):
 
 def test_suffixes_are_looked_up_in_what_earlier_prompts_gave(measured, tmp_path):
     """The first prompt's rounds are those without past outputs, a later one's are not; whatever the repetition."""
-    keys = ("method=suffix", "eval.max_new_tokens=24", "eval.sampling_draws=20", "eval.temperature=1", "eval.top_k=2")
-    report, samples = measured(*keys, "eval.repeats=2", "eval.warmup=1")
+    keys = ("method=suffix", "eval.max_new_tokens=24", "eval.temperature=1", "eval.top_k=2")
+    report, samples = measured(*keys, "eval.sampling_draws=20", "eval.repeats=2", "eval.warmup=1")
     assert report["settings"]["drafting"]["max_cached_requests"] == 10000
     assert report["lossless"]["greedy_identical"] and report["gate"]["verdict"] == "passed"
     once = measured(*keys, folder=tmp_path / "once")[1]

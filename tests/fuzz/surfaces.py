@@ -49,6 +49,7 @@ STORED = "hidden_states.mode=hybrid hidden_states.path=features hidden_states.dt
 TINY = "eval.num_prompts=1 eval.max_new_tokens=4 eval.repeats=1 eval.warmup=0"
 EVAL = f"eval method=eagle3 target=target draft=trained/draft suite=suite.jsonl output_dir=out {TINY}"
 SERVED = f"{EVAL} eval.server=http://127.0.0.1:{PORT} eval.server_timeout=2 eval.num_speculative_tokens=3"
+PLAN = "plan hub=false training.batch_size=1 training.max_length=16"  # steps are computed operation by operation
 PUBLISH = "publish run=run repo=someone/half-right baseline=none dry_run=true"
 Hostile = Callable[[bytes], st.SearchStrategy[bytes]]
 
@@ -185,7 +186,7 @@ def arguments(options: Any, *without: str) -> st.SearchStrategy[list[str]]:
     return st.lists(own | odd, min_size=1, max_size=3)
 
 
-OF_MODELS = """plan target=target draft=run/draft hub=false
+OF_MODELS = f"""{PLAN} target=target draft=run/draft
     doctor draft=run/draft target=target engine=vllm decode=false
     doctor draft=trained/draft target=target engine=vllm decode=false
     doctor draft=run/draft target=target eval.num_prompts=1
@@ -204,7 +205,7 @@ CONFIGS = [f"target/{name}" for name in OF_TARGET] + [
 ]
 CHECKPOINT = [f"interrupted/checkpoint-2/{name}.json" for name in ("manifest", "trainer_state", "draft/config")]
 WITH_ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "plan target=target hub=false": (PlanOptions, "output"),
+    f"{PLAN} target=target": (PlanOptions, "output"),
     "doctor draft=trained/draft decode=false": (DoctorOptions,),
     "gate report=run/report output_dir=out": (GateOptions, "output_dir"),
     "export draft=run/draft engine=vllm output_dir=out": (ExportOptions, "output_dir"),
@@ -244,7 +245,7 @@ SURFACES = {
         OF_MODELS,
         {f"{name}/model.safetensors": safetensors_file for name in ("target", "run/draft", "trained/draft")}),
     "GGUF": Surface(
-        """plan target=gguf/target.gguf hub=false
+        f"""{PLAN} target=gguf/target.gguf
         doctor draft=gguf
         doctor draft=trained/draft target=gguf/target.gguf eval.num_prompts=1""",
         {"gguf/target.gguf": binary_file}),
