@@ -47,7 +47,7 @@ def recommend(rows: Sequence[PlanRow], target: Mapping[str, Any], whole: Budget 
     if best.middle == max(row.middle for row in rows):
         why = "the highest middle of all methods"
     if best is lookup:
-        why = "without training, and no draft promises more"
+        why = "without training, and nothing that is trained quickly promises more"
     elif native:
         why = "its layer comes with the target"
     is_there = best.draft or not METHODS[best.method].is_trained
@@ -56,9 +56,12 @@ def recommend(rows: Sequence[PlanRow], target: Mapping[str, Any], whole: Budget 
     return {"method": best.method, "reason": reason, "start": start, **advice}
 
 
-def _order(target: Mapping[str, Any], row: PlanRow) -> tuple[bool, bool, float]:
-    """Drafts that are there and recipes of the target's own come first, then what can be trained, then what promises more."""
-    return not (row.draft or _is_own(row, target)), not (row.draft or row.training_launch), -row.middle
+def _order(target: Mapping[str, Any], row: PlanRow) -> tuple[bool, bool, bool, float]:
+    """Drafts that are there and recipes of the target's own come first, then what can be trained, then what promises more. What fills a
+    block in one pass learns slowly: with what recipes of small targets train on, others are ahead (docs/methods.md).
+    """
+    is_slow = target["parameters"] <= SMALL and METHODS[row.method].cost.passes == "1"
+    return not (row.draft or _is_own(row, target)), not (row.draft or row.training_launch), is_slow, -row.middle
 
 
 def _is_own(row: PlanRow, target: Mapping[str, Any]) -> bool:

@@ -11,12 +11,15 @@ import torch
 from specdistill.decoding.assisted import Draft
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.tree import StaticTree
+from specdistill.losses.divergence import forward_kl
 from specdistill.methods.early_exit.checkpoint import load_exit, save_exit
 from specdistill.methods.early_exit.module import build_exit
+from specdistill.methods.early_exit.objective import ExitDistillation
 from specdistill.methods.early_exit.proposer import ExitProposer
+from specdistill.rows.packing import indexed
 from specdistill.targets.frozen import FrozenTarget
 from tests import mtp_targets
-from tests.methods.test_new_method import TEXTS
+from tests.heads import document_rows
 from tests.proposers import proposer_of
 from tests.refusals import refused, refused_key
 from tests.scripts import specdistill
@@ -24,6 +27,7 @@ from tests.targets.architectures import tiny_model
 from tests.tiny import SMALL, tiny_target_model, tiny_tokenizer
 
 PROMPT, K = [5, 9, 5, 9, 20, 31], 3
+TEXTS = [f"def f{number}(x):\n    return x * {number * 7} + {number}\n" for number in range(12)]
 
 
 @pytest.mark.parametrize("exit_layer", [1, 3])
@@ -35,6 +39,20 @@ def test_its_text_is_that_of_generate(kind: str, exit_layer: int) -> None:
     proposer = ExitProposer(build_exit(target, exit_layer=exit_layer, intermediate_size=32), target)
     run = Decoder(target, proposer).generate(PROMPT, max_new_tokens=30, num_speculative_tokens=K)
     assert list(run.token_ids) == theirs[0, len(PROMPT) :].tolist()
+
+
+def test_its_loss_is_the_divergence_from_what_all_layers_say() -> None:
+    target = FrozenTarget(tiny_target_model(), tiny_tokenizer(), name="tiny")
+    objective = ExitDistillation(build_exit(target, exit_layer=1), forward_kl, num_positions=K)
+    batch = objective.prepare(indexed(document_rows(PROMPT)), None)
+    total, sums = objective(**batch, **objective.read_target(target, batch), measure=True)
+    outputs = target.model(torch.tensor([PROMPT]), output_hidden_states=True)
+    early = target.model.lm_head(target.model.model.norm(outputs.hidden_states[1]))  # a fresh exit adds nothing
+    log_p, log_q = (logits[0, :-1].log_softmax(-1) for logits in (outputs.logits, early))
+    assert total.item() == pytest.approx((log_p.exp() * (log_p - log_q)).sum().item(), rel=1e-4)
+    right = (log_p.argmax(-1) == log_q.argmax(-1)).tolist()
+    chains = [sum(all(right[at : at + k]) for at in range(len(right) - k + 1)) for k in range(1, K + 1)]
+    assert sums.chain_correct is not None and sums.chain_correct.tolist() == chains
 
 
 def test_no_token_goes_through_a_layer_twice_but_what_was_rejected() -> None:
