@@ -43,7 +43,7 @@ def recommend(rows: Sequence[PlanRow], target: Mapping[str, Any], whole: Budget 
     advice: dict[str, str | None] = {"lookup": _measuring(lookup, target, whole, suite)}
     if high <= 1:
         return {"method": None, "reason": "no method promises more than plain decoding", "start": None, **advice}
-    why = "by a recipe of this target's own" if _is_own(best, target) else "the highest middle of what can be trained here"
+    why = "by a recipe of this target's own" if _is_own(best, target) else "the highest middle that fits here"
     if best.middle == max(row.middle for row in rows):
         why = "the highest middle of all methods"
     if best is lookup:

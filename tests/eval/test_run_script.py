@@ -10,7 +10,7 @@ import torch
 
 from specdistill.command import run
 from specdistill.errors import ExitCode
-from specdistill.measurement import evaluate, journal
+from specdistill.measurement import evaluate, measure
 from specdistill.measurement import measure as module
 from specdistill.methods.recipe import Recipe
 from specdistill.report.files import validate
@@ -322,7 +322,7 @@ def test_a_sweep_resumes_with_the_configuration_that_was_interrupted(measured, k
 
 def test_a_measurement_resumes_with_the_prompt_that_was_interrupted(measured, keys, tmp_path, monkeypatch, capsys):
     """Stopped after five of the eight runs of its prompts, the last of them cut on the disk."""
-    decoded, as_it_is = [], journal.Journal.decoded
+    decoded, as_it_is = [], measure.Journal.decoded
     monkeypatch.setattr(module, "MOST_AGAIN", 0)  # prompts of so few tokens are often disturbed
 
     def interrupted(self, decode):
@@ -332,7 +332,7 @@ def test_a_measurement_resumes_with_the_prompt_that_was_interrupted(measured, ke
         return decoded[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr(journal.Journal, "decoded", interrupted)
+        patch.setattr(measure.Journal, "decoded", interrupted)
         assert command(*keys, "eval.repeats=2", "eval.warmup=0") == ExitCode.INTERRUPTED
     (path,) = tmp_path.glob("report/configurations/*.jsonl")
     path.write_bytes(path.read_bytes()[:-9])
