@@ -169,15 +169,17 @@ def methods_table(measured: Measured) -> str:
     lines = []
     for name, report in measured[accepted[0]].items():
         rows = [found[name]["results"][0] if name in found else {} for found in measured.values()]
-        lengths = [
-            f"{number(row['mean_acceptance_length'])}{between(row, 'mean_acceptance_length')} {per_round(row)}".strip()
-            for way, row in zip(measured, rows, strict=True)
-            if way in accepted
-        ]
+        lengths = [length(row) for way, row in zip(measured, rows, strict=True) if way in accepted]
         model = report["draft"]["model"]
         steps = f"{history_of(model).steps}" if model else "–"
         lines.append([what(report), steps, *lengths, *(times(row.get("speedup")) for row in rows)])
     return table(head, lines)
+
+
+def length(row: Mapping[str, Any]) -> str:
+    """An acceptance length with its interval; of a candidate that was not measured so, none."""
+    value = row.get("mean_acceptance_length")
+    return f"{number(value)}{between(row, 'mean_acceptance_length')} {per_round(row)}".strip() if row else number(value)
 
 
 def without_trees(found: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
