@@ -27,6 +27,7 @@ from specdistill.report.phrases import (
 )
 from specdistill.report.text import table
 
+TRAINING = "Training is the time of its steps, without the generation of its data."
 HEAD = ("method", "acceptance length", "accepted at position 1, 2, …", "speedup", "lossless", "draft", "training")
 
 
@@ -67,7 +68,7 @@ def caption(report: Mapping[str, Any], measured_for: str, settings: str | None =
     repetitions = f"{repeats} repetitions" if repeats > 1 else "one repetition"
     return (
         f"Measured for {measured_for}: {settings or settings_line(report)}, {counted(threads, 'thread')}; {row['num_prompts']} prompts, "
-        f"one paired run of {repetitions}. Training is the time of its steps, without the generation of its data."
+        f"one paired run of {repetitions}."
     )
 
 

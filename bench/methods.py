@@ -10,7 +10,7 @@ import json
 import sys
 from pathlib import Path
 
-from bench.drafts import caption, methods_table, specdistill, train
+from bench.drafts import TRAINING, caption, methods_table, specdistill, train
 from bench.pages import write_between
 from specdistill.errors import ExitCode
 from specdistill.methods import METHODS
@@ -28,7 +28,8 @@ def main() -> int:
     specdistill("compare", "target=pico", f"drafts=[{drafts}]", "suite=pico", f"output_dir={FOLDER}", *sys.argv[1:])
     comparison = json.loads((FOLDER / "comparison.json").read_text(encoding="utf-8"))
     candidates = comparison["candidates"]
-    shown = f"{caption(candidates[0]['report'], 'pico by `make methods`')}\n\n{methods_table(candidates)}"
+    measured = caption(candidates[0]["report"], "pico by `make methods`")
+    shown = f"{measured} {TRAINING}\n\n{methods_table(candidates)}"
     write_between(ROOT / "docs" / "methods.md", "methods", shown)
     print(shown)
     return ExitCode.DONE

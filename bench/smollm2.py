@@ -33,7 +33,7 @@ from typing import Any
 
 import yaml
 
-from bench.drafts import caption, drafts_what, methods_table, reports, specdistill, train
+from bench.drafts import TRAINING, caption, drafts_what, methods_table, reports, specdistill, train
 from bench.pages import write_between
 from specdistill.command import run
 from specdistill.comparison.pages import by_category, settings
@@ -358,7 +358,7 @@ def page(compared: dict[str, Any], sampled: dict[str, Any], shapes: str) -> str:
     """The tables of docs/smollm2.md: the drafts, each suite, what was tried before, and temperature 1."""
     title = "SmolLM2-135M-Instruct, dequantised from Q4_1, by `make smollm2`"
     sections = [
-        caption(compared["candidates"][0]["report"], title, settings(compared)),
+        f"{caption(compared['candidates'][0]['report'], title, settings(compared))} {TRAINING}",
         methods_table(compared["candidates"]),
         *filter(None, map(drafts_what, reports(compared).values())),
         "By suite, the fastest first: speedup, and the acceptance length.",
