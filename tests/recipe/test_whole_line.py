@@ -45,6 +45,7 @@ AT_MOST: dict[str, tuple[float, str]] = {
     "data.regenerate.batch_size": (16, "a dozen answers"),
     "hidden_states.shard_tokens": (256, "a small store has several files"),
     "draft.vocab_size": (128, "the tiny target has not many more"),
+    "draft.exit_layer": (2, "the tiny target has four"),
     "draft.hidden_size": (64, "that of the tiny target"),
     "draft.intermediate_size": (96, "that of the tiny target"),
     "draft.lora.rank": (4, "the tiny target is narrow"),
