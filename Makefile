@@ -63,7 +63,7 @@ methods: $(READY)  ## train every method for pico, compare them in one run, writ
 smollm2: $(READY)  ## train a draft for SmolLM2-135M-Instruct, measure, gate: about 90 minutes; ARGS="small=true" for a few
 	$(BIN)/python -m bench.smollm2 $(ARGS)
 
-smollm2-methods: $(READY)  ## every method for that target on equal data, minutes and tokens: about two hours; ARGS="small=true" for a few
+smollm2-methods: $(READY)  ## every method for that target on equal data, minutes and tokens: hours; ARGS="small=true" for a few
 	$(BIN)/python -m bench.smollm2_methods $(ARGS)
 
 smollm2-engines: $(READY) engines  ## those drafts in vLLM and in llama.cpp: as much accepted, how much faster; ARGS="small=true" for few prompts

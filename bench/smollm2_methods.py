@@ -1,6 +1,6 @@
 """Every method for SmolLM2-135M-Instruct on the same data: as many training tokens, or minutes, each, and as many draft tokens verified.
 
-    make smollm2-methods                       # what is done stays done when it is killed: about two hours on two CPU cores
+    make smollm2-methods                       # what is done stays done when it is killed: hours on two CPU cores
     make smollm2-methods ARGS="small=true"     # the line on little of everything, in minutes: its numbers mean nothing
 
 takes the target, the prompts and the answers of `make smollm2`. Trains each recipe of recipes/smollm2 for as many steps (equal tokens),
