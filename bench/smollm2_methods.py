@@ -55,7 +55,7 @@ class Options(Section):
     minutes: float = option(3.2, "minutes of processor time of each at equal minutes", gt=0)
     longer: list[str] = option([], "recipes that are also trained longer, e.g. [eagle3,dspark]")
     longer_steps: int = option(200, "their training steps, evaluated after each quarter", ge=4)
-    num_prompts: int = option(9, "prompts to measure on", ge=3)
+    num_prompts: int = option(9, "prompts to measure on, at least as many as are decoded at a time", ge=4)
     max_new_tokens: int = option(32, "tokens generated per prompt", ge=1)
 
 

@@ -102,7 +102,7 @@ def test_the_line_from_the_package_to_the_verdict(made: MadeRun, shared_data: Pa
 @pytest.mark.timeout(60 * MINUTES)
 def test_methods_are_compared_on_equal_data(made: MadeRun, shared_data: Path) -> None:
     options = ["recipes=[eagle3,early_exit]", "longer=[early_exit]", "steps=4", "minutes=0.02", "longer_steps=8"]
-    few = ["num_prompts=3", "max_new_tokens=6"]
+    few = ["num_prompts=4", "max_new_tokens=6"]
     done = make(made.folder, shared_data, *made.keys, *options, *few, script="smollm2_methods")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Generating training data" not in done.stderr  # the rows are those of make smollm2
