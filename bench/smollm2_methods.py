@@ -40,8 +40,9 @@ BEHIND_LOOKUP = Shape(K, lookup_first={"draft_tokens": K})
 # Of each way of measuring, its keys, and in what shapes drafts are measured so.
 WAYS: dict[str, tuple[dict[str, Any], list[Shape]]] = {
     "T = 0": ({}, [CHAIN, TREE, BEHIND_LOOKUP]),
-    "T = 1": ({"temperature": 1.0}, [CHAIN, BEHIND_LOOKUP]),
-    "T = 0, 4 at a time": ({"batch_size": 4}, [CHAIN]),
+    "T = 1": ({"temperature": 1.0}, [CHAIN, TREE, BEHIND_LOOKUP]),
+    "T = 0, 4 at a time": ({"batch_size": 4}, [CHAIN, TREE]),
+    "T = 0, 16 at a time": ({"batch_size": 16, "num_prompts": 16}, [CHAIN]),
 }
 ONE_AT_A_TIME = ["T = 0", "T = 1"]
 SIMULATED = ["eval_acceptance_length", "eval_acceptance_length_sampled"]
