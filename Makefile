@@ -79,7 +79,7 @@ LLAMA := $(call environment,llama.cpp)
 engines: $(SPECULATORS)/.ready $(VLLM)/.ready $(LLAMA)/.ready  ## make an environment for each engine that reads our drafts (docs/engines.md)
 
 test-engines: $(READY) engines  ## drafts in those engines: same logits, same text, same counts of accepted tokens
-	SPECDISTILL_ENGINES=$(abspath $(ENGINES)) $(BIN)/python -m pytest tests/with_engines -m engines $(ARGS)
+	SPECDISTILL_ENGINES=$(abspath $(ENGINES)) $(BIN)/python -m pytest -n logical --maxprocesses 2 --dist loadfile tests/with_engines -m engines $(ARGS)
 
 # Warnings of old libraries about others are no failure, and the pins are other versions'. torch comes as its CUDA build (3 GB), which runs on
 # CPUs too.

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from bench.counting import ignore_stop_tokens
 from bench.engines import LLAMA_CPP, convert
@@ -44,29 +45,29 @@ def prompts(pico: FrozenTarget) -> list[tuple[int, ...]]:
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Name -> the folder of that draft, trained when it is first asked for."""
-    folder = tmp_path_factory.mktemp("drafts")
+def trained(tmp_path_factory: pytest.TempPathFactory, testrun_uid: str) -> Callable[[str], Path]:
+    """Name -> the folder of that draft, trained when a worker first asks for it."""
+    folder = tmp_path_factory.getbasetemp().parent / f"drafts-{testrun_uid}"
 
     def draft(name: str) -> Path:
-        recipe, changes = TRAINED[name]
         run = folder / name.replace(" ", "-")
-        if not run.exists():
-            small = ("max_steps=100", "eval_strategy=no", "save_strategy=no", "load_best_model_at_end=false", "warmup_steps=5")
-            data = (
-                "max_length=128",
-                "regenerate.num_tokens=40000",
-                "regenerate.prompt_tokens=32",
-                "regenerate.temperatures=[0.0]",
-            )
-            arguments = [f"recipe={recipe}", f"train.output_dir={run}", f"data.cache_dir={folder / 'cache'}"]
-            arguments += [f"train.{change}" for change in small] + [f"data.{change}" for change in data]
-            arguments += changes
-            done = specdistill("train", *arguments)
-            assert done.returncode == 0, done.stderr[-3000:]
+        folder.mkdir(exist_ok=True)
+        with FileLock(f"{run}.lock"):
+            if not run.exists():
+                train(name, run, folder / "cache")
         return run / "draft"
 
     return draft
+
+
+def train(name: str, run: Path, cache: Path) -> None:
+    recipe, changes = TRAINED[name]
+    small = ("max_steps=100", "eval_strategy=no", "save_strategy=no", "load_best_model_at_end=false", "warmup_steps=5")
+    data = ("max_length=128", "regenerate.num_tokens=40000", "regenerate.prompt_tokens=32", "regenerate.temperatures=[0.0]")
+    arguments = [f"recipe={recipe}", f"train.output_dir={run}", f"data.cache_dir={cache}"]
+    arguments += [f"train.{change}" for change in small] + [f"data.{change}" for change in data]
+    done = specdistill("train", *arguments, *changes)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.fixture(scope="session")
