@@ -166,15 +166,24 @@ def said(measured: Measured) -> str:
 def methods_table(measured: Measured) -> str:
     """A line for each candidate: what it accepts and how fast it is, each way."""
     accepted = [way for way in measured if way in ONE_AT_A_TIME]
-    head = ["drafts by", "steps", *(f"acceptance length, {way}" for way in accepted), *(f"speedup, {way}" for way in measured)]
+    speedups = [*(f"speedup, {way}" for way in measured), "more at a time, T = 0, computed"]
+    head = ["drafts by", "steps", *(f"acceptance length, {way}" for way in accepted), *speedups]
     lines = []
     for name, report in measured[accepted[0]].items():
         rows = [found[name]["results"][0] if name in found else {} for found in measured.values()]
         lengths = [length(row) for way, row in zip(measured, rows, strict=True) if way in accepted]
         model = report["draft"]["model"]
         steps = f"{history_of(model).steps}" if model else "–"
-        lines.append([what(report), steps, *lengths, *(times(row.get("speedup")) for row in rows)])
+        lines.append(
+            [what(report), steps, *lengths, *(times(row.get("speedup")) for row in rows), times(at_large_batches(rows[0]))]
+        )
     return table(head, lines)
+
+
+def at_large_batches(row: Mapping[str, Any]) -> float:
+    """The speedup where a pass costs in proportion to its tokens, and the draft nothing: tokens generated per token verified."""
+    verified = row["num_rounds"] + row["num_draft_tokens"]
+    return float(row["tokens_per_round"] * row["num_rounds"] / verified)
 
 
 def length(row: Mapping[str, Any]) -> str:

@@ -110,9 +110,10 @@ def gate(arguments: list[str]) -> int:
 
 
 def compare(arguments: list[str]) -> int:
-    """measure several drafts for one target in one interleaved run, and rank them; or compare a report with published figures
+    """measure several drafts for one target in one interleaved run, and rank them; or compare one with published figures
 
     specdistill compare target=pico drafts=runs/demo/draft,ngram suite=pico output_dir=runs/comparison
+    specdistill compare published=vllm-ci-qwen3-8b-eagle3 draft=path/to/draft
     specdistill compare published=vllm-ci-qwen3-8b-eagle3 report=runs/mine/report"""
     if any(argument.startswith("published=") for argument in arguments):
         from specdistill.comparison.published import compare_published  # here, and not above, because it imports scipy

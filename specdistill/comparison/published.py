@@ -1,4 +1,4 @@
-"""A report next to figures that others have published: `specdistill compare published=NAME report=…`. No torch.
+"""A draft next to figures that others have published: `specdistill compare published=NAME draft=…`, or a report that there is.
 
 A file of `eval/published` has the figures and the protocol that they were measured by. Acceptance lengths are compared where the report was
 measured by the same one, as far as the source states it: otherwise they say nothing about the draft.
@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from specdistill.command import keys_of
+from specdistill.command import SHORTHANDS, keys_of
 from specdistill.errors import ExitCode, UserError
 from specdistill.files.documents import read_keys
+from specdistill.methods.recipe import Recipe
 from specdistill.project import PUBLISHED, find_yaml
 from specdistill.recipe.fields import Section, option
-from specdistill.recipe.load import load_recipe, validate
+from specdistill.recipe.load import load_own_keys, load_recipe, validate
 from specdistill.report.files import read_document
 from specdistill.report.phrases import between, lookup_first, number, online_length, per_position, tree
 from specdistill.report.text import table
@@ -26,10 +27,12 @@ PROTOCOL = {
     "suite": "eval.suite",
     "num_prompts": "eval.num_prompts",
     "temperature": "eval.temperature",
+    "top_p": "eval.top_p",
+    "top_k": "eval.top_k",
     "max_new_tokens": "eval.max_new_tokens",
     "batch_size": "eval.concurrency",
 }
-A_CHAIN = "a chain of K tokens"
+A_CHAIN, OURS = "a chain of K tokens", "specdistill"
 
 
 class PublishedFigure(Section):
@@ -46,26 +49,34 @@ class PublishedFigures(Section):
     source: str = option(..., "address of what states the figures")
     target: str = option(..., "Hub id")
     draft: str | None = option(None, "Hub id of the draft that was measured")
-    engine: str = option(..., "what decoded")
+    engine: str = option(..., "what decoded: an engine, or specdistill")
     suite: str = option(..., "name under eval/suites")
-    num_prompts: int | None = option(None, "prompts that were measured", ge=1)
+    category: str = option("all", "of the suite")
+    num_prompts: int | None = option(None, "prompts that were measured, of the category", ge=1)
     temperature: float | None = option(None, "0 is greedy", ge=0)
+    top_p: float | None = option(None, "nucleus sampling", gt=0, le=1)
+    top_k: int | None = option(None, "0: off", ge=0)
     max_new_tokens: int | None = option(None, "tokens generated per prompt, at most", ge=1)
     batch_size: int | None = option(None, "requests in flight", ge=1)
+    template: dict[str, Any] = option({}, "arguments of the target's chat template")
     figures: list[PublishedFigure] = option(..., "one for each K", min_length=1)
 
-    def command(self) -> str:
-        """What measures a draft by this protocol."""
+    def keys(self) -> list[str]:
+        """Of `specdistill eval`, by which it measures a draft by this protocol: the whole suite, where the figures are of a category."""
         first, *others = (figure.num_speculative_tokens for figure in self.figures)
         stated = {key: getattr(self, name) for name, key in PROTOCOL.items() if getattr(self, name) is not None}
         keys = {**stated, "eval.num_speculative_tokens": first}
         keys |= {"eval.sweep.num_speculative_tokens": ",".join(map(str, others))} if others else {}
-        return " ".join(["specdistill eval method=METHOD eval.draft=DRAFT", *(f"{key}={value}" for key, value in keys.items())])
+        if self.category != "all":
+            keys.pop("eval.num_prompts", None)
+        if self.engine == OURS:
+            del keys["eval.engine"]
+        return [f"{key}={value}" for key, value in keys.items()]
 
 
 class PublishedOptions(Section):
-    published: str = option(..., "published figures to compare a report with: a name under eval/published, or a YAML file")
-    report: str | None = option(None, "report.json or its folder, with published=")
+    published: str = option(..., "published figures to compare with: a name under eval/published, or a YAML file")
+    report: str | None = option(None, "report.json or its folder, with published=; null: measured now, by keys of eval")
 
 
 def load_published(name: str) -> PublishedFigures:
@@ -75,11 +86,23 @@ def load_published(name: str) -> PublishedFigures:
 
 
 def compare_published(arguments: Sequence[str]) -> int:
-    options = load_recipe(PublishedOptions, keys_of([*arguments]))
+    options, others = load_own_keys(PublishedOptions, arguments)
     published = load_published(options.published)
+    keys = keys_of(others, SHORTHANDS)
+    if options.report is not None and keys:
+        raise UserError("report", got=f"{options.report}, and {keys[0]}", expected="a report, or what is measured now")
+    if options.report is None and not keys:
+        expected = (
+            f"a report.json, or a draft, e.g. method=eagle3 draft=path/to/draft, measured with {' '.join(published.keys())}"
+        )
+        raise UserError("report", got="nothing", expected=expected)
     if options.report is None:
-        raise UserError("report", got="nothing", expected=f"a report.json, measured by: {published.command()}")
-    compared = compared_with(published, read_document(Path(options.report)), options.report)
+        from specdistill.api import WITHOUT_RECIPE, evaluate  # here, and not above, because it imports torch
+
+        report, folder = evaluate(load_recipe(Recipe, [*WITHOUT_RECIPE, *published.keys(), *keys]))
+    else:
+        report, folder = read_document(Path(options.report)), Path(options.report)
+    compared = compared_with(published, report, f"{folder}")
     rows = [
         (
             str(figure.num_speculative_tokens),
@@ -95,6 +118,8 @@ def compare_published(arguments: Sequence[str]) -> int:
     print(f"\nAcceptance lengths, the bonus token included. {published.source}")
     if unstated := ", ".join(name for name in PROTOCOL if getattr(published, name) is None):
         print(f"Not compared, because the source does not state it: {unstated}.")
+    if published.template:
+        print(f"Not compared, because a report does not state it: arguments of the chat template, {published.template}.")
     result([{"published": figure, "measured": row, "verdict": judged(row, figure)} for figure, row in compared])
     return ExitCode.DONE
 
@@ -107,7 +132,10 @@ def compared_with(
     Raises UserError, saying what differs, for a report that has none. name: of the report, in the error.
     """
     figures = {figure.num_speculative_tokens: figure for figure in published.figures}
-    rows = [row for row in report["results"] if row["category"] == row["context_bucket"] == "all"]
+    rows = [row for row in report["results"] if (row["category"], row["context_bucket"]) == (published.category, "all")]
+    if not rows:
+        categories = ", ".join(sorted({row["category"] for row in report["results"]}))
+        raise UserError("report", got=f"{name} with categories {categories}", expected=f"category {published.category}")
     differing = [differences(published, report, row) for row in rows]
     if all(differing):
         wrong = min(differing, key=len)
@@ -128,8 +156,8 @@ def differences(published: PublishedFigures, report: Mapping[str, Any], row: Map
     settings = report["settings"]
     measured = {
         "target": report["target"]["model"],
-        "engine": report.get("engine", {"name": "specdistill"})["name"],
-        "max_new_tokens": settings["max_new_tokens"],
+        "engine": report.get("engine", {"name": OURS})["name"],
+        **{name: settings[name] for name in ("top_p", "top_k", "max_new_tokens")},
         **{name: row[name] for name in ("suite", "num_prompts", "temperature", "batch_size")},
     }
     other = {name: (measured[name], getattr(published, name)) for name in PROTOCOL if getattr(published, name) is not None}
