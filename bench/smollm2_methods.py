@@ -166,7 +166,9 @@ def said(measured: Measured) -> str:
 def methods_table(measured: Measured) -> str:
     """A line for each candidate: what it accepts and how fast it is, each way."""
     accepted = [way for way in measured if way in ONE_AT_A_TIME]
-    speedups = [*(f"speedup, {way}" for way in measured), "more at a time, T = 0, computed"]
+    in_batches = accepted != [*measured]
+    computed = ["speedup, T = 0, compute-bound (computed)"] if in_batches else []
+    speedups = [*(f"speedup, {way}" for way in measured), *computed]
     head = ["drafts by", "steps", *(f"acceptance length, {way}" for way in accepted), *speedups]
     lines = []
     for name, report in measured[accepted[0]].items():
@@ -174,9 +176,9 @@ def methods_table(measured: Measured) -> str:
         lengths = [length(row) for way, row in zip(measured, rows, strict=True) if way in accepted]
         model = report["draft"]["model"]
         steps = f"{history_of(model).steps}" if model else "–"
-        lines.append(
-            [what(report), steps, *lengths, *(times(row.get("speedup")) for row in rows), times(at_large_batches(rows[0]))]
-        )
+        cells = [f"{times(row.get('speedup'))}{between(row, 'speedup')}" for row in rows]
+        cells += [times(at_large_batches(rows[0]))] if in_batches else []
+        lines.append([what(report), steps, *lengths, *cells])
     return table(head, lines)
 
 
