@@ -48,13 +48,14 @@ def prompts(pico: FrozenTarget) -> list[tuple[int, ...]]:
 def trained(tmp_path_factory: pytest.TempPathFactory, testrun_uid: str) -> Callable[[str], Path]:
     """Name -> the folder of that draft, trained when a worker first asks for it."""
     folder = tmp_path_factory.getbasetemp().parent / f"drafts-{testrun_uid}"
+    cache = tmp_path_factory.mktemp("cache")  # of this worker: its rows have one writer at a time
 
     def draft(name: str) -> Path:
         run = folder / name.replace(" ", "-")
         folder.mkdir(exist_ok=True)
         with FileLock(f"{run}.lock"):
             if not run.exists():
-                train(name, run, folder / "cache")
+                train(name, run, cache)
         return run / "draft"
 
     return draft
