@@ -355,7 +355,7 @@ def acceptance_of(completions: Sequence[Generation], num_tokens: int) -> Simulat
 
 
 def _cause(
-    simulation: Simulation, proposer: Proposer, target: FrozenTarget, completions: Sequence[Generation], num_tokens: int
+    simulation: Simulation, proposer: Any, target: FrozenTarget, completions: Sequence[Generation], num_tokens: int
 ) -> Finding | None:
     """The likely cause whose repair brings the draft closest to the target's distributions on the completions, if one does beyond doubt."""
     completions = [completion for completion in completions if len(completion.token_ids) > 2 * num_tokens]
@@ -366,7 +366,7 @@ def _cause(
         objective = simulation.objective(candidate, num_tokens)
         return [_fit(objective, target, completion) for completion in completions]
 
-    draft = simulation.draft_of(proposer)
+    draft = proposer.draft
     before = best = fits(draft)
     best_fall, cause = 0.0, ""
     for likely, repaired in simulation.repaired(draft, target):

@@ -127,20 +127,18 @@ def check_tensors(
 
     Floating-point dtypes stand for each other, and so do integers. `what` is the kind of draft that it is, for errors.
     """
-    missing = sorted(expected.keys() - tensors.keys() - set(optional))
-    unknown = sorted(tensors.keys() - expected.keys())
-    both = sorted(expected.keys() & tensors.keys())
-    misshapen = [name for name in both if expected[name].shape != tensors[name].shape]
-    mistyped = [name for name in both if _kind(expected[name]) != _kind(tensors[name])]
-    if missing or unknown or misshapen or mistyped:
-        problems = [f"without {name}" for name in missing] + [f"with unknown {name}" for name in unknown]
-        problems += [f"with {name} of shape {tuple(tensors[name].shape)}" for name in misshapen]
-        problems += [f"with {name} in {tensors[name].dtype}" for name in mistyped]
-        wanted = [f"{name} of shape {tuple(expected[name].shape)}" for name in missing + misshapen]
-        wanted += [f"{name} in {_kind(expected[name])}" for name in mistyped]
-        raise UserError(
-            key, got=f"{folder} {', '.join(problems[:3])}", expected="; ".join(wanted[:3]) or f"the tensors of {what} alone"
-        )
+    missing = expected.keys() - tensors.keys() - set(optional)
+    problems = {f"without {name}": f"{name} of shape {tuple(expected[name].shape)}" for name in sorted(missing)}
+    problems |= {f"with unknown {name}": "" for name in sorted(tensors.keys() - expected.keys())}
+    for name in sorted(expected.keys() & tensors.keys()):
+        wanted, found = expected[name], tensors[name]
+        if wanted.shape != found.shape:
+            problems[f"with {name} of shape {tuple(found.shape)}"] = f"{name} of shape {tuple(wanted.shape)}"
+        if _kind(wanted) != _kind(found):
+            problems[f"with {name} in {found.dtype}"] = f"{name} in {_kind(wanted)}"
+    if problems:
+        instead = list(filter(None, problems.values()))[:3] or [f"the tensors of {what} alone"]
+        raise UserError(key, got=f"{folder} {', '.join(list(problems)[:3])}", expected="; ".join(instead))
 
 
 def _kind(tensor: Tensor) -> str:

@@ -25,12 +25,10 @@ class Simulation:
     """How the doctor asks why a draft accepts little: drafting simulated on completions of the target, with each likely cause repaired.
 
     Args:
-        draft_of: the module in a proposer.
-        objective: (draft, K) -> an objective that measures K draft tokens (see specdistill.training.trainer.Objective).
+        objective: (the proposer's `draft`, K) -> an objective that measures K draft tokens (see specdistill.training.trainer.Objective).
         repaired: (draft, target) -> one at a time, a likely cause in a draft whose files are right, and the draft without it.
     """
 
-    draft_of: Callable[[Any], Draft]
     objective: Callable[[Draft, int], nn.Module]
     repaired: Callable[[Draft, FrozenTarget], Iterator[tuple[str, Draft]]]
 

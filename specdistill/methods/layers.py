@@ -72,11 +72,9 @@ class KVCache(Protocol):
 
     def append(self, layer: int, key_BGTd: Tensor, value_BGTd: Tensor) -> None:
         """Take in this step's keys and values; a context that nothing is asked of has no queries."""
-        ...
 
     def attend(self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor) -> Tensor:
         """Take in this step's keys and values and return the attention output [B, N, T, d of the values]."""
-        ...
 
 
 class Attention(nn.Module):

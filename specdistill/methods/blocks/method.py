@@ -17,7 +17,7 @@ from specdistill.methods.blocks.module import BlockDraft, block_config
 from specdistill.methods.blocks.objective import BlockObjective, objective
 from specdistill.methods.blocks.proposer import BlockProposer
 from specdistill.methods.chains import repairs
-from specdistill.methods.chains.head import create_head, initialized, parameter_counts
+from specdistill.methods.chains.head import create_or_load, initialized, parameter_counts
 from specdistill.methods.contract import Implementation
 from specdistill.methods.feature_proposer import proposer_loader
 from specdistill.rows.packing import draft_vocabulary
@@ -48,7 +48,7 @@ def create(kind: Kind, recipe: Any, target: FrozenTarget, rows: Dataset) -> Bloc
         vocabulary = draft_vocabulary(rows, target.vocab_size, recipe.draft.vocab_size)
         return build(kind, target, draft_vocabulary=vocabulary, **options)
 
-    draft: BlockDraft = create_head(recipe, target, made, partial(checkpoint.load, kind), longest="block_size")
+    draft: BlockDraft = create_or_load(recipe, target, made, partial(checkpoint.load, kind), "block_size")
     return draft
 
 
@@ -118,7 +118,6 @@ def block_method(kind: Kind, published: sizes.PublishedFigures, recipe: Any, ten
         check=lambda *files, **names: checkpoint.check(kind, *files, **names)[0],
         simulation=repairs.simulation(
             likely_causes,
-            draft_of=lambda proposer: proposer.draft,
             objective=lambda draft, num_tokens: BlockObjective(draft, forward_kl, ALL_ANCHORS),
         ),
         likely_causes=repairs.LIKELY_CAUSES,

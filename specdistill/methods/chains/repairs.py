@@ -24,7 +24,6 @@ LIKELY_CAUSES = ("the features it was trained on came from elsewhere (other laye
 
 def simulation(
     likely_causes: Callable[[Any, FrozenTarget], Iterator[Repair]],
-    draft_of: Callable[[Any], Any] = lambda proposer: proposer.head,
     objective: Callable[[Any, int], nn.Module] = lambda head, num_tokens: TrainingTimeTest(head, forward_kl, num_tokens),
 ) -> Simulation:
     """By default the training-time test with plain KL, for as many steps as tokens are drafted; a method's repairs are made on copies."""
@@ -37,7 +36,7 @@ def simulation(
             repair(copied, *arguments)
             yield cause, copied
 
-    return Simulation(draft_of, objective, repaired)
+    return Simulation(objective, repaired)
 
 
 def of_layers(head: Any) -> Iterator[Repair]:

@@ -7,7 +7,7 @@ import torch
 
 from specdistill.methods import sizes
 from specdistill.methods.chains import repairs
-from specdistill.methods.chains.head import create_head, drafts_chains, head_shape, parameter_counts
+from specdistill.methods.chains.head import create_or_load, drafts_chains, head_shape, parameter_counts
 from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.chains.unroll import objective
 from specdistill.methods.contract import Implementation
@@ -70,7 +70,7 @@ METHOD = Implementation(
     load_proposer=proposer_loader(load_eagle, HeadProposer),
     has_tensors=lambda names: drafts_chains(names) and names >= TENSORS and "layers.0.hidden_norm.weight" not in names,
     is_named=is_named,
-    create=lambda recipe, target, rows: create_head(recipe, target, build_eagle, load_eagle),
+    create=lambda recipe, target, rows: create_or_load(recipe, target, build_eagle, load_eagle, "ttt_steps"),
     save=lambda draft, target, folder: save_eagle(draft, folder),
     objective=objective,
     head_shape=lambda config, num_layers: config_from_json(config, "draft"),

@@ -12,7 +12,7 @@ from specdistill.engines.loader import engine_aux_layers
 from specdistill.errors import UserError
 from specdistill.methods import sizes
 from specdistill.methods.chains import repairs
-from specdistill.methods.chains.head import create_head, drafts_chains, parameter_counts
+from specdistill.methods.chains.head import create_or_load, drafts_chains, parameter_counts
 from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.chains.unroll import objective
 from specdistill.methods.contract import Implementation
@@ -45,7 +45,7 @@ def create(recipe: Eagle3Recipe, target: FrozenTarget, rows: Dataset) -> Any:
         vocabulary = draft_vocabulary(rows, target.vocab_size, recipe.draft.vocab_size)
         return build_eagle3(target, draft_vocabulary=vocabulary, **options)
 
-    head: Eagle3Draft = create_head(recipe, target, build, load_eagle3)
+    head: Eagle3Draft = create_or_load(recipe, target, build, load_eagle3, "ttt_steps")
     if not recipe.draft.train_head:
         if not recipe.draft.init and head.config.owns_embedding:
             width = f"false with draft.hidden_size={head.config.hidden_size}, where its rows start at random"

@@ -63,7 +63,6 @@ METHOD = Implementation(
     objective=objective,
     check=check,
     simulation=Simulation(
-        lambda proposer: proposer.draft,
         lambda draft, num_tokens: ExitDistillation(draft, forward_kl, num_tokens),
         lambda draft, target: iter(()),
     ),

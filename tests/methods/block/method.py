@@ -169,7 +169,6 @@ METHOD = Implementation(
     save=save,
     objective=lambda draft, recipe, target: BlockLoss(draft, recipe.draft.block_size, recipe.loss.num_anchors),
     simulation=Simulation(
-        draft_of=lambda proposer: proposer.draft,
         objective=lambda draft, k: BlockLoss(draft, min(k, draft.slots.num_embeddings), 64),
         repaired=swapped,
     ),
