@@ -21,19 +21,6 @@ Draft = Any  # a method's own module
 
 
 @dataclass(frozen=True)
-class Simulation:
-    """How the doctor asks why a draft accepts little: drafting simulated on completions of the target, with each likely cause repaired.
-
-    Args:
-        objective: (the proposer's `draft`, K) -> an objective that measures K draft tokens (see specdistill.training.trainer.Objective).
-        repaired: (draft, target) -> one at a time, a likely cause in a draft whose files are right, and the draft without it.
-    """
-
-    objective: Callable[[Draft, int], nn.Module]
-    repaired: Callable[[Draft, FrozenTarget], Iterator[tuple[str, Draft]]]
-
-
-@dataclass(frozen=True)
 class Implementation:
     """The functions of a method.
 
@@ -53,7 +40,9 @@ class Implementation:
             one whose weights are not fetched yet. `name` is what errors call it.
         check_native: (shapes of the checkpoint's tensors by name, target) -> how many tensors such a layer has in the target's own
             checkpoint. Raises UserError where it holds none. None where targets have none.
-        simulation: None where drafting cannot be simulated on completions of the target.
+        simulated: (the `draft` of a proposer, K) -> an objective that measures K draft tokens on completions of the target, by which the
+            doctor asks why a draft accepts little; None where drafting cannot be simulated so.
+        repaired: (draft, target) -> one at a time, a likely cause in a draft whose files are right, and the draft without it.
         likely_causes: why a draft of this method may accept little, where no repair explains it.
         check_served: (engine, its layout, draft, target). Raises UserError for what the engine cannot express, the layout's `limits` apart.
         export: (folder, engine, its layout, output, target or None, K): write the draft for an engine (see `Serving`).
@@ -74,7 +63,8 @@ class Implementation:
     head_shape: Callable[[Mapping[str, Any], int | None], Any] = lambda config, num_layers: None
     check: Callable[..., Any] = lambda folder, tensors, target, **options: None
     check_native: Callable[[Mapping[str, Size], TargetFiles], int] | None = None
-    simulation: Simulation | None = None
+    simulated: Callable[[Draft, int], nn.Module] | None = None
+    repaired: Callable[[Draft, FrozenTarget], Iterator[tuple[str, Draft]]] = lambda draft, target: iter(())
     likely_causes: Sequence[str] = ()
     check_served: Callable[[str, Layout, Draft, FrozenTarget], None] = lambda engine, layout, draft, target: None
     export: Callable[..., None] | None = None

@@ -10,17 +10,9 @@ from pydantic.fields import FieldInfo
 from specdistill.errors import UserError, nearest
 from specdistill.methods import METHODS, method_named
 from specdistill.recipe.fields import ReadWhen, Section, default_of, like, option, section
-from specdistill.recipe.sections import (
-    DataConfig,
-    EvalConfig,
-    HiddenStatesConfig,
-    PublishConfig,
-    SelectionConfig,
-    TargetConfig,
-)
+from specdistill.recipe.sections import DataConfig, EvalConfig, HiddenStatesConfig, PublishConfig, SelectionConfig, TargetConfig
 
 DEFAULT_METHOD = "eagle3"
-DEFAULT_SEED = 42  # of transformers.TrainingArguments
 # Training arguments that the Trainer reads for an optimizer of its own; of these, muon_adamw takes learning_rate and weight_decay alone.
 READ_BY_ADAMW = ("optim", "optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon")
 # Patterns of training arguments that a draft's training does not follow, and why.
@@ -108,7 +100,7 @@ class TrainedRecipe(Recipe):
     @property
     def seed(self) -> int:
         """Of the draft's initialization: the Trainer's."""
-        return int(self.train.get("seed", DEFAULT_SEED))
+        return int(self.train.get("seed", 42))  # by default as of transformers.TrainingArguments
 
     @property
     def evaluates_first(self) -> bool:

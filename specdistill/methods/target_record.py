@@ -55,16 +55,13 @@ def use_recorded_template(drafts: Iterable[Path], tokenizer: Any, key: str) -> N
         tokenizer.chat_template = template
 
 
-validated = TypeAdapter(TargetIdentity).validate_python
-
-
 def recorded_target(draft: Path, key: str) -> TargetIdentity | None:
     """What the draft in a folder was made for; None where that is not recorded. Raises UserError for an invalid record."""
     section = read_config(draft, key).get(SECTION)
     if section is None:
         return None
     try:
-        return validated(vars(TargetIdentity(**section["target"])))
+        return TypeAdapter(TargetIdentity).validate_python(vars(TargetIdentity(**section["target"])))
     except (TypeError, KeyError, ValueError) as error:
         got = f'{draft / "config.json"} with "{SECTION}": {json.dumps(section)[:120]}'
         raise UserError(key, got=got, expected="the record of the draft's target, or no such key") from error

@@ -116,10 +116,8 @@ def block_method(kind: Kind, published: sizes.PublishedFigures, recipe: Any, ten
         objective=objective,
         head_shape=lambda config, num_layers: checkpoint.config_from_json(kind, config, num_layers, "draft"),
         check=lambda *files, **names: checkpoint.check(kind, *files, **names)[0],
-        simulation=repairs.simulation(
-            likely_causes,
-            objective=lambda draft, num_tokens: BlockObjective(draft, forward_kl, ALL_ANCHORS),
-        ),
+        simulated=lambda draft, num_tokens: BlockObjective(draft, forward_kl, ALL_ANCHORS),
+        repaired=partial(repairs.on_copies, likely_causes),
         likely_causes=repairs.LIKELY_CAUSES,
         planned=partial(planned, kind, published, defaults),
         is_described=lambda draft, target: kind.name in draft.calls_itself,

@@ -1,6 +1,7 @@
 """EAGLE-1 as a row of the table: how it is recognized, created, trained, examined, planned and exported."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,7 +76,8 @@ METHOD = Implementation(
     objective=objective,
     head_shape=lambda config, num_layers: config_from_json(config, "draft"),
     check=lambda *files, **names: check_eagle(*files, **names)[0],
-    simulation=repairs.simulation(likely_causes),
+    simulated=repairs.simulated,
+    repaired=partial(repairs.on_copies, likely_causes),
     likely_causes=repairs.LIKELY_CAUSES,
     planned=planned,
     is_described=is_described,

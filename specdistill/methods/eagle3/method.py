@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -150,7 +151,8 @@ METHOD = Implementation(
     objective=objective,
     head_shape=lambda config, num_layers: config_from_json(config, num_layers, "draft"),
     check=lambda *files, **names: check_eagle3(*files, **names)[0],
-    simulation=repairs.simulation(likely_causes),
+    simulated=repairs.simulated,
+    repaired=partial(repairs.on_copies, likely_causes),
     likely_causes=repairs.LIKELY_CAUSES,
     planned=planned,
     is_described=lambda draft, target: (

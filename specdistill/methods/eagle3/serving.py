@@ -3,12 +3,12 @@
 Read in the sources that `specdistill.engines` names.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from specdistill.engines.engine import HeadExport, Layout, Serving
-from specdistill.engines.loader import AUX_LAYERS, LLAMA_SETTINGS, Loader, Setting, Slot, layer_slots
+from specdistill.engines.loader import AUX_LAYERS, LLAMA_SETTINGS, Loader, Setting, Slot, engine_aux_layers, layer_slots
 from specdistill.engines.vllm import speculators_config
 from specdistill.methods.chains import limits
 
@@ -33,7 +33,7 @@ def head_config(
         **export.llama,
         "draft_vocab_size": head.draft_vocab_size,
         **{key: own[key] for key in keys},
-        **({} if limits.reads_default_layers(head) else aux_layers(layers)),
+        **({} if layers == engine_aux_layers(head.target_num_layers) else aux_layers(layers)),
     }
 
 
@@ -53,11 +53,6 @@ def of_speculators(export: HeadExport) -> dict[str, Any]:
 
 def aux_layers(layers: list[int]) -> dict[str, Any]:
     return {"eagle_config": {"use_aux_hidden_state": True, AUX_LAYERS: [layer - 1 for layer in layers]}}
-
-
-def sglang_options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The window of a draft is an option of its server."""
-    return {"speculative_draft_window_size": config["sliding_window"]} if config.get("layer_types") else {}
 
 
 SLOTS = (
@@ -189,7 +184,7 @@ SERVING = {
             ),
         ),
         (SGLANG,),
-        sglang_options,
+        lambda config: {"speculative_draft_window_size": config["sliding_window"]} if config.get("layer_types") else {},
     ),
     "speculators": Serving(
         "eagle3",

@@ -121,10 +121,10 @@ class DraftModelProposer(TokenProposer):
 
     @property
     def settings(self) -> dict[str, Any]:
-        shared = {"heterogeneous_vocab": True} if self.shared_vocabulary else {}
-        replaced = self.shared_vocabulary.replacements if self.shared_vocabulary else {}
-        replacements = {"token_replacements": dict(replaced)} if replaced else {}
-        return {**shared, **replacements}
+        if self.shared_vocabulary is None:
+            return {}
+        replaced = dict(self.shared_vocabulary.replacements)
+        return {"heterogeneous_vocab": True} | ({"token_replacements": replaced} if replaced else {})
 
     def passes(self, k: int) -> int:
         return k if self.mask_token_id is None else min(k, 1)

@@ -25,7 +25,6 @@ from torch import Tensor
 from specdistill.errors import UserError, sibling_key
 
 NUM_NAMED = 3  # differences that an error names
-NONE: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ def match_vocabularies(
     draft_vocab_size: int,
     *,
     heterogeneous_vocab: bool = False,
-    token_replacements: Mapping[str, str] = NONE,
+    token_replacements: Mapping[str, str] = MappingProxyType({}),
     key: str = "eval.draft",
 ) -> SharedVocabulary | None:
     """How a draft's ids stand to the target's: None where they are the same, down to the size of the logits.
