@@ -53,9 +53,7 @@ def create_draft(recipe: Any, target: FrozenTarget, rows: Dataset) -> Draft:
     rows: training data, by which methods choose a draft vocabulary. Raises UserError for settings that do
     not fit each other or the target.
     """
-    create = implementation(recipe.method).create
-    assert create is not None, recipe.method
-    return create(recipe, target, rows).float()
+    return implementation(recipe.method).create(recipe, target, rows).float()
 
 
 def load_proposer(
@@ -80,9 +78,8 @@ def load_proposer(
         behind = load_proposer(method, draft, target, key=key, draft_length=draft_length, compile=compile, **options)
         if lookup_first.draft_tree:
             check_reads_trees(target)
-        lookup = implementation(lookup_first.method).lookup
-        assert lookup is not None, lookup_first.method
-        return LookupFirstProposer(behind, lookup(lookup_first.min, lookup_first.max), lookup_first)
+        lookup = implementation(lookup_first.method).lookup(lookup_first.min, lookup_first.max)
+        return LookupFirstProposer(behind, lookup, lookup_first)
     if draft_length == "online":
         return OnlineLengthProposer(load_proposer(method, draft, target, key=key, compile=compile, **options))
     load = implementation(method).load_proposer

@@ -32,7 +32,6 @@ def save_draft(
     """Write a draft in its method's public layout, with the record of its target; of one made in memory there is none. chat_template: of
     `data:`, which the target's tokenizer has then.
     """
-    assert method.save is not None
     method.save(draft, target, folder)
     if chat_template is not None:
         (folder / TEMPLATE).write_text(target.tokenizer.chat_template, encoding="utf-8")
