@@ -40,11 +40,6 @@ def native_layers(raw: Mapping[str, Any], names: Set[str], text: Any) -> tuple[s
     """What config.json states, unless the names of tensors belie it; what transformers makes of the file does not count."""
     if names and naming_of(text.model_type).find_prefix(names, getattr(text, "num_hidden_layers", 0)) is None:
         return None
-    return stated_layers(raw)
-
-
-def stated_layers(raw: Mapping[str, Any]) -> tuple[str, int] | None:
-    """The key of a config.json that says how many layers predict further tokens, and how many."""
     parts = (raw, raw.get("text_config") or {})
     return next(((key, part[key]) for part in parts for key in NATIVE_KEYS if part.get(key)), None)
 
@@ -68,7 +63,7 @@ def planned(target: sizes.Described, given: sizes.Described | None, settings: di
     shape, published = replace(sizes.shape_of(target.text), num_layers=1), PUBLISHED if key else FRESH
     keys = ("draft.init=null",) if key else ()
     warnings: tuple[str, ...] = ()
-    if key is None and (stated := stated_layers(target.raw)):
+    if key is None and (stated := native_layers(target.raw, frozenset(), target.text)):
         warnings = (f"its config.json says {stated[0]}: {stated[1]}, and its files have no such layer",)
     full = [layer for layer in target.cache.layers if layer.size and layer.window is None] if target.cache else []
     cache = CacheSize((full[-1],)) if full else None  # of one layer as the target's last that sees all tokens
