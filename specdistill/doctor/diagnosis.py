@@ -336,7 +336,7 @@ def check_acceptance(
         found.append(cause)
     elif found:
         likely = ["it was trained for another target, or another revision of it", "it was hardly trained"]
-        likely += [*of_method.likely_causes, "the prompts are unlike its training data: choose others with suite="]
+        likely += [of_method.likely_cause, "the prompts are unlike its training data: choose others with suite="]
         found.append(note(f"likely causes: {'; '.join(likely)}"))
     elif expected is None:
         found.append(warning("no training history to compare with", "`specdistill eval` measures the draft"))

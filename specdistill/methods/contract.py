@@ -4,7 +4,7 @@ Each method's folder has a `method.py` with one `METHOD`. Commands reach it thro
 of the method, so that a new one is a folder and a row of the table.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ class Implementation:
         simulated: (the `draft` of a proposer, K) -> an objective that measures K draft tokens on completions of the target, by which the
             doctor asks why a draft accepts little; None where drafting cannot be simulated so.
         repaired: (draft, target) -> one at a time, a likely cause in a draft whose files are right, and the draft without it.
-        likely_causes: why a draft of this method may accept little, where no repair explains it.
+        likely_cause: why a draft of this method may accept little, where no repair explains it.
         check_served: (engine, its layout, draft, target). Raises UserError for what the engine cannot express, the layout's `limits` apart.
         export: (folder, engine, its layout, output, target or None, K): write the draft for an engine (see `Serving`).
         is_described: (draft, target) as their config.json describes them (see specdistill.methods.sizes) -> whether it is this method's.
@@ -71,7 +71,7 @@ class Implementation:
     check_native: Callable[[Mapping[str, Size], TargetFiles], int] | None = None
     simulated: Callable[[Draft, int], nn.Module] | None = None
     repaired: Callable[[Draft, FrozenTarget], Iterator[tuple[str, Draft]]] = lambda draft, target: iter(())
-    likely_causes: Sequence[str] = ()
+    likely_cause: str = "the features it was trained on came from elsewhere (other layers, quantised, before the final norm)"
     check_served: Callable[[str, Layout, Draft, FrozenTarget], None] = lambda engine, layout, draft, target: None
     export: Callable[..., None] = inapplicable
     is_described: Callable[[Any, Any], bool] = lambda draft, target: False

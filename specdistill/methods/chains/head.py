@@ -11,6 +11,7 @@ from collections.abc import Callable, Set
 from typing import Any, Protocol, TypeVar
 
 import torch
+from datasets import Dataset
 from torch import Tensor, nn
 
 from specdistill.errors import UserError
@@ -19,6 +20,7 @@ from specdistill.methods.layers import KVCache, check_window
 from specdistill.methods.load import locate
 from specdistill.methods.sizes import ParameterCounts, shape_of
 from specdistill.recipe.fields import default_of
+from specdistill.rows.packing import draft_vocabulary
 from specdistill.targets.anatomy import LogitsHead
 from specdistill.targets.frozen import Features, FrozenTarget
 
@@ -115,16 +117,22 @@ def initialized(head: Callable[[], T], seed: int) -> T:
 
 
 def create_or_load(
-    recipe: Any, target: FrozenTarget, build: Callable[..., Any], load: Callable[..., Any], longest: str = ""
+    recipe: Any,
+    target: FrozenTarget,
+    build: Callable[..., Any],
+    load: Callable[..., Any],
+    longest: str = "",
+    rows: Dataset | None = None,
 ) -> Any:
     """The draft of a recipe before its first step: trained, from `draft.init`, or fresh.
 
-    longest: of a head with a window, the key of what must fit in it. Raises UserError for what does not, and for a shape asked of a trained
-    head that has another; as `locate`.
+    longest: of a head with a window, the key of what must fit in it. rows: training data, by which a draft vocabulary is chosen. Raises
+    UserError for what does not fit, and for a shape asked of a trained head that has another; as `locate`.
     """
     asked = recipe.draft
     if not asked.init:
-        head = build(target, seed=recipe.seed, **asked.shape())
+        of_data = {} if rows is None else {"draft_vocabulary": draft_vocabulary(rows, target.vocab_size, asked.vocab_size)}
+        head = build(target, seed=recipe.seed, **of_data, **asked.shape())
     else:
         head = load(locate(asked.init, key="draft.init"), target, key="draft.init")
         for name in (*asked.shape(), *({"vocab_size"} & asked.model_fields_set)):

@@ -18,7 +18,6 @@ from specdistill.methods.layers import Rotary
 from specdistill.targets.frozen import FrozenTarget
 
 Repair = tuple[Any, ...]  # a cause, and what reverts it: a function of a head, and its other arguments
-LIKELY_CAUSES = ("the features it was trained on came from elsewhere (other layers, quantised, before the final norm)",)
 
 
 def simulated(head: Any, num_tokens: int) -> TrainingTimeTest:

@@ -73,7 +73,6 @@ METHOD = Implementation(
     check=lambda *files, **names: check_eagle(*files, **names)[0],
     simulated=repairs.simulated,
     repaired=partial(repairs.on_copies, likely_causes),
-    likely_causes=repairs.LIKELY_CAUSES,
     planned=planned,
     is_described=is_described,
     export=export,

@@ -21,7 +21,6 @@ from specdistill.methods.eagle3.checkpoint import check_eagle3, config_from_json
 from specdistill.methods.eagle3.config import Eagle3Recipe
 from specdistill.methods.eagle3.module import Eagle3Config, Eagle3Draft, build_eagle3, eagle3_config
 from specdistill.methods.feature_proposer import proposer_loader
-from specdistill.rows.packing import draft_vocabulary
 from specdistill.statistics.theory import alpha_from_acceptance_length
 from specdistill.targets.frozen import FrozenTarget
 
@@ -42,11 +41,7 @@ def is_named(config: Any, names: Any) -> bool:
 
 
 def create(recipe: Eagle3Recipe, target: FrozenTarget, rows: Dataset) -> Any:
-    def build(target: FrozenTarget, **options: Any) -> Eagle3Draft:
-        vocabulary = draft_vocabulary(rows, target.vocab_size, recipe.draft.vocab_size)
-        return build_eagle3(target, draft_vocabulary=vocabulary, **options)
-
-    head: Eagle3Draft = create_or_load(recipe, target, build, load_eagle3, "ttt_steps")
+    head: Eagle3Draft = create_or_load(recipe, target, build_eagle3, load_eagle3, "ttt_steps", rows)
     if not recipe.draft.train_head:
         if not recipe.draft.init and head.config.owns_embedding:
             width = f"false with draft.hidden_size={head.config.hidden_size}, where its rows start at random"
@@ -153,7 +148,6 @@ METHOD = Implementation(
     check=lambda *files, **names: check_eagle3(*files, **names)[0],
     simulated=repairs.simulated,
     repaired=partial(repairs.on_copies, likely_causes),
-    likely_causes=repairs.LIKELY_CAUSES,
     planned=planned,
     is_described=lambda draft, target: (
         "eagle3" in draft.calls_itself or bool({"draft_vocab_size", "eagle_config"} & draft.raw.keys())

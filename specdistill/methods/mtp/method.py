@@ -95,7 +95,6 @@ METHOD = Implementation(
     check_native=checkpoint.check_native,
     simulated=repairs.simulated,
     repaired=partial(repairs.on_copies, likely_causes),
-    likely_causes=repairs.LIKELY_CAUSES,
     planned=planned,
     is_described=lambda draft, target: "mtp" in draft.calls_itself,
     config_of=config_of,
