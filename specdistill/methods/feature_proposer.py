@@ -18,13 +18,11 @@ from specdistill.decoding.tree import Tree, candidates_are_drawn
 from specdistill.targets.frozen import FrozenTarget
 
 
-def proposer_loader(load: Callable[..., Any], proposer: Callable[[Any], Proposer]) -> Callable[..., Proposer]:
-    """From a method's `load(folder, target, key=)` to its `load_proposer`: the draft in the target's dtype, on its device."""
-
-    def load_proposer(folder: Path, target: FrozenTarget, *, key: str) -> Proposer:
-        return proposer(load(folder, target, key=key).to(device=target.device, dtype=target.model.dtype))
-
-    return load_proposer
+def loaded_proposer(
+    load: Callable[..., Any], proposer: Callable[[Any], Proposer], folder: Path, target: FrozenTarget, *, key: str
+) -> Proposer:
+    """Of a draft that a method's `load(folder, target, key=)` gives: in the target's dtype, on its device."""
+    return proposer(load(folder, target, key=key).to(device=target.device, dtype=target.model.dtype))
 
 
 class TokenProposer:

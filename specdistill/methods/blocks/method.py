@@ -18,7 +18,7 @@ from specdistill.methods.blocks.proposer import BlockProposer
 from specdistill.methods.chains import repairs
 from specdistill.methods.chains.head import create_or_load, initialized, parameter_counts
 from specdistill.methods.contract import Implementation
-from specdistill.methods.feature_proposer import proposer_loader
+from specdistill.methods.feature_proposer import loaded_proposer
 from specdistill.targets.frozen import FrozenTarget
 
 TENSORS = {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.k_norm.weight"}
@@ -97,7 +97,7 @@ def block_method(kind: Kind, published: sizes.PublishedFigures, recipe: Any, ten
     """tensors: names that this kind's drafts have in addition, and no other's."""
     defaults = recipe.model_fields["draft"].annotation().shape()
     return Implementation(
-        load_proposer=proposer_loader(partial(checkpoint.load, kind), BlockProposer),
+        load_proposer=partial(loaded_proposer, partial(checkpoint.load, kind), BlockProposer),
         has_tensors=lambda names: bool(tensors) and names >= TENSORS | tensors,
         is_named=partial(is_named, kind),
         create=lambda recipe, target, rows: create_or_load(

@@ -14,7 +14,7 @@ from specdistill.methods.chains.unroll import objective
 from specdistill.methods.contract import Implementation
 from specdistill.methods.eagle.checkpoint import check_eagle, config_from_json, export, load_eagle, save_eagle
 from specdistill.methods.eagle.module import EagleConfig, EagleDraft, build_eagle
-from specdistill.methods.feature_proposer import proposer_loader
+from specdistill.methods.feature_proposer import loaded_proposer
 from specdistill.statistics.theory import alpha_from_acceptance_length
 from specdistill.targets.frozen import FrozenTarget
 
@@ -63,7 +63,7 @@ def planned(target: sizes.Described, given: sizes.Described | None, settings: di
 
 
 METHOD = Implementation(
-    load_proposer=proposer_loader(load_eagle, HeadProposer),
+    load_proposer=partial(loaded_proposer, load_eagle, HeadProposer),
     has_tensors=lambda names: drafts_chains(names) and names >= TENSORS and "layers.0.hidden_norm.weight" not in names,
     is_named=is_named,
     create=lambda recipe, target, rows: create_or_load(recipe, target, build_eagle, load_eagle, "ttt_steps"),

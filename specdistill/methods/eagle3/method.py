@@ -20,7 +20,7 @@ from specdistill.methods.contract import Implementation
 from specdistill.methods.eagle3.checkpoint import check_eagle3, config_from_json, export, load_eagle3, save_eagle3
 from specdistill.methods.eagle3.config import Eagle3Recipe
 from specdistill.methods.eagle3.module import Eagle3Config, Eagle3Draft, build_eagle3, eagle3_config
-from specdistill.methods.feature_proposer import proposer_loader
+from specdistill.methods.feature_proposer import loaded_proposer
 from specdistill.statistics.theory import alpha_from_acceptance_length
 from specdistill.targets.frozen import FrozenTarget
 
@@ -138,7 +138,7 @@ def counted(
 
 
 METHOD = Implementation(
-    load_proposer=proposer_loader(load_eagle3, HeadProposer),
+    load_proposer=partial(loaded_proposer, load_eagle3, HeadProposer),
     has_tensors=lambda names: drafts_chains(names) and any(wanted <= names for wanted in TENSORS),
     is_named=is_named,
     create=create,

@@ -18,11 +18,9 @@ from transformers import PreTrainedModel
 from specdistill.engines.engine import Layout
 from specdistill.errors import UserError, nearest
 from specdistill.methods.checkpoint import check_finite, check_tensors, link, read_config, read_tensors
-from specdistill.methods.models.vocabulary import describe_difference
 from specdistill.repositories import resolve, split_revision
 from specdistill.targets.cache import is_recurrent
 from specdistill.targets.files import TargetFiles
-from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.loading import read_causal_lm
 
 INITIALIZATIONS = ("layers", "scratch")
@@ -82,19 +80,6 @@ def check_attention(model: PreTrainedModel, key: str, name: str) -> None:
     if is_recurrent(model.config.get_text_config()):
         got = f"{name}, whose layers carry a state from token to token"
         raise UserError(key, got=got, expected="a draft whose layers are all attention")
-
-
-def load_alike(path: str, target: FrozenTarget, *, key: str) -> PreTrainedModel:
-    """A trained model with the target's own vocabulary, on its device; tables that are padded otherwise get as many rows as the target's.
-
-    Raises UserError when the two differ, as `load_draft_model` does.
-    """
-    draft, tokenizer = load_draft_model(path, key=key, device=target.device)
-    if difference := describe_difference(target.tokenizer, tokenizer):
-        raise UserError(key, got=difference, expected="the target's tokenizer")
-    if draft.config.get_text_config().vocab_size != target.vocab_size:
-        draft.resize_token_embeddings(target.vocab_size, mean_resizing=False)
-    return draft
 
 
 def merged(draft: PreTrainedModel | peft.PeftModel) -> PreTrainedModel:

@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdistill.errors import UserError, logger, refusing
-from specdistill.methods.models.checkpoint import INITIALIZATIONS, check_attention, load_alike
+from specdistill.methods.models.checkpoint import INITIALIZATIONS, check_attention, load_draft_model
+from specdistill.methods.models.vocabulary import describe_difference
 from specdistill.methods.sizes import ModelShape, shape_of, weights_read
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.sharding import whole
@@ -49,7 +50,11 @@ def create_draft_model(
     init = init or "layers"
     given = {name: size for name, size in sizes.items() if size is not None}
     if init not in INITIALIZATIONS:
-        draft = load_alike(init, target, key="draft.init")
+        draft, tokenizer = load_draft_model(init, key="draft.init", device=target.device)
+        if difference := describe_difference(target.tokenizer, tokenizer):
+            raise UserError("draft.init", got=difference, expected="the target's tokenizer")
+        if draft.config.get_text_config().vocab_size != target.vocab_size:  # tables that are padded otherwise
+            draft.resize_token_embeddings(target.vocab_size, mean_resizing=False)
         if given:
             name, size = next(iter(given.items()))
             raise UserError(f"draft.{name}", got=size, expected=f"null: {init} has its sizes")

@@ -13,7 +13,7 @@ from specdistill.methods.chains import repairs
 from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.chains.unroll import objective
 from specdistill.methods.contract import Implementation
-from specdistill.methods.feature_proposer import proposer_loader
+from specdistill.methods.feature_proposer import loaded_proposer
 from specdistill.methods.mtp import checkpoint
 from specdistill.methods.mtp.module import MtpDraft
 from specdistill.methods.mtp.tensor_names import NATIVE_KEYS, naming_of
@@ -86,7 +86,7 @@ def check_served(engine: str, layout: Layout, draft: MtpDraft, target: FrozenTar
 
 
 METHOD = Implementation(
-    load_proposer=proposer_loader(checkpoint.load_mtp, HeadProposer),
+    load_proposer=partial(loaded_proposer, checkpoint.load_mtp, HeadProposer),
     is_named=lambda config, names: bool(names) and config.get("architectures") == [checkpoint.ARCHITECTURE],
     create=lambda recipe, target, rows: checkpoint.build_mtp(target, init=recipe.draft.init, seed=recipe.seed),
     save=lambda draft, target, folder: checkpoint.save_mtp(draft, folder),
