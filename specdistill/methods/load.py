@@ -74,25 +74,23 @@ def load_proposer(
     came from, which errors name.
     Raises UserError when the method is unknown, or the draft is another target's or does not fit; ResourceError when the Hub fails.
     """
+    folder = None
+    if method_named(method).is_trained:
+        folder = locate(str(draft), key=key)
+        if (found := method_of(folder, key=key)) != method:
+            raise UserError(key, got=f"{draft}, which holds a draft of method {found}", expected=f"one of method {method}")
+        if target.files is not None:
+            check_target(folder, target.files, key, **options)
+    proposer = implementation(method).load_proposer(folder, target, key=key, **options)
+    if isinstance(proposer, CompiledProposer):
+        proposer.compiled = compile
+    if draft_length == "online":
+        proposer = OnlineLengthProposer(proposer)
     if lookup_first:
-        behind = load_proposer(method, draft, target, key=key, draft_length=draft_length, compile=compile, **options)
         if lookup_first.draft_tree:
             check_reads_trees(target)
         lookup = implementation(lookup_first.method).lookup(lookup_first.min, lookup_first.max)
-        return LookupFirstProposer(behind, lookup, lookup_first)
-    if draft_length == "online":
-        return OnlineLengthProposer(load_proposer(method, draft, target, key=key, compile=compile, **options))
-    load = implementation(method).load_proposer
-    if not METHODS[method].is_trained:
-        return load(None, target, key=key, **options)
-    folder = locate(str(draft), key=key)
-    if (found := method_of(folder, key=key)) != method:
-        raise UserError(key, got=f"{draft}, which holds a draft of method {found}", expected=f"one of method {method}")
-    if target.files is not None:
-        check_target(folder, target.files, key, **options)
-    proposer = load(folder, target, key=key, **options)
-    if isinstance(proposer, CompiledProposer):
-        proposer.compiled = compile
+        proposer = LookupFirstProposer(proposer, lookup, lookup_first)
     return proposer
 
 

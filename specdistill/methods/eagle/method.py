@@ -8,7 +8,7 @@ import torch
 
 from specdistill.methods import sizes
 from specdistill.methods.chains import repairs
-from specdistill.methods.chains.head import create_or_load, drafts_chains, parameter_counts
+from specdistill.methods.chains.head import create_or_load, drafts_chains, head_shape, parameter_counts
 from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.chains.unroll import objective
 from specdistill.methods.contract import Implementation
@@ -55,10 +55,15 @@ def planned(target: sizes.Described, given: sizes.Described | None, settings: di
     shape, vocabulary = sizes.planned_shape(target, given, settings), target.text.vocab_size
     keys = tuple(f"draft.{name}=null" for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads"))
     note = "reads the last hidden state, borrows the target's head"
+
+    def build(full: FrozenTarget) -> EagleDraft:
+        draft = EagleDraft(EagleConfig(**head_shape(full, **vars(shape)), logit_scale=full.logits.scale))
+        draft.borrow(full)
+        return draft
+
     with torch.device("meta"):
         parts = parameter_counts(EagleDraft(EagleConfig(vocab_size=vocabulary, **vars(shape))))
     cache, counted_with = sizes.cache_of_head(shape, given), {"ttt_steps": 1}
-    build = partial(build_eagle, **vars(shape))
     return sizes.PlannedDraft(parts, shape, vocabulary, note, PUBLISHED, cache, keys, counted_with, build=build)
 
 
