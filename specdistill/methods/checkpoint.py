@@ -8,10 +8,10 @@ import functools
 import json
 import math
 import os
-import pickle
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from specdistill.engines.engine import HeadExport, Layout
-from specdistill.errors import UserError, one_line
+from specdistill.errors import UserError, refusing
 from specdistill.methods.layers import HeadShape, Rotary
 from specdistill.targets import files
 from specdistill.targets.files import EMBEDDING, HEAD, INDEX, SINGLE, Shards, TargetFiles, needed
@@ -105,10 +105,8 @@ def extremes(tensor: Tensor) -> tuple[float, float]:
 
 def unpickled(path: Path, key: str, device: str = "cpu") -> dict[str, Tensor]:
     """The tensors of a pickle that holds no other objects; on the meta device without content. Raises UserError for any other."""
-    try:
+    with refusing((RuntimeError, ValueError, EOFError, OSError, UnpicklingError), key, path, "plain tensors (weights_only)"):
         tensors: Any = torch.load(path, map_location=device, weights_only=True)
-    except (RuntimeError, ValueError, EOFError, OSError, pickle.UnpicklingError) as error:
-        raise UserError(key, got=f"{path}: {one_line(str(error))[:120]}", expected="plain tensors (weights_only)") from error
     if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise UserError(key, got=f"{path}, which holds other things", expected="plain tensors by name (weights_only)")
     return tensors
@@ -258,11 +256,8 @@ def shape_from_json(raw: Mapping[str, Any], key: str, *, what: str) -> dict[str,
         # Many configs repeat a window that no layer has.
         "sliding_window": raw.get("sliding_window") if kinds == {"sliding_attention"} else None,
     }
-    try:
+    with refusing((KeyError, ValueError, TypeError), key, f"rotary frequencies {rope}", "those of a Llama in transformers"):
         Rotary(HeadShape(**shape))
-    except (KeyError, ValueError, TypeError) as error:
-        got = f"rotary frequencies {rope} ({one_line(str(error))[:120]})"
-        raise UserError(key, got=got, expected="those of a Llama in transformers") from error
     return shape
 
 

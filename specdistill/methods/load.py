@@ -17,7 +17,7 @@ from specdistill.decoding.lookup_first import LookupFirstProposer
 from specdistill.decoding.online_length import OnlineLengthProposer
 from specdistill.decoding.proposer import CompiledProposer, Proposer
 from specdistill.decoding.transformers_models import check_reads_trees
-from specdistill.errors import UserError, one_line
+from specdistill.errors import UserError, refusing
 from specdistill.files.documents import read_json
 from specdistill.methods import METHODS, method_named
 from specdistill.methods.checkpoint import PICKLED, read_config, unpickled
@@ -175,7 +175,5 @@ def _tensor_names(folder: Path, key: str) -> set[str]:
     if (folder / PICKLED).is_file():
         return set(unpickled(folder / PICKLED, key, device="meta"))
     index = next(iter(sorted(folder.glob("*.index.json"))), None)  # of shards that are pickles
-    try:
+    with refusing((ValueError, KeyError, TypeError, OSError), key, index, "an index with a weight_map"):
         return set(read_json(index)["weight_map"]) if index else set()
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise UserError(key, got=f"{index} ({one_line(str(error))[:120]})", expected="an index with a weight_map") from error

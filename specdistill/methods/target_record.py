@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from specdistill.credentials import without_places
-from specdistill.errors import UserError
+from specdistill.errors import UserError, refusing
 from specdistill.methods.checkpoint import read_config
 from specdistill.methods.contract import Draft, Implementation
 from specdistill.targets.files import TargetFiles
@@ -59,11 +59,9 @@ def recorded_target(draft: Path, key: str) -> TargetIdentity | None:
     section = read_config(draft, key).get(SECTION)
     if section is None:
         return None
-    try:
+    what = f'{draft / "config.json"} with "{SECTION}" {json.dumps(section)[:120]}'
+    with refusing((TypeError, KeyError, ValueError), key, what, "the record of the draft's target, or no such key"):
         return TypeAdapter(TargetIdentity).validate_python(vars(TargetIdentity(**section["target"])))
-    except (TypeError, KeyError, ValueError) as error:
-        got = f'{draft / "config.json"} with "{SECTION}": {json.dumps(section)[:120]}'
-        raise UserError(key, got=got, expected="the record of the draft's target, or no such key") from error
 
 
 def check_target(draft: Path, target: TargetFiles, key: str, *, heterogeneous_vocab: bool = False, **options: Any) -> None:

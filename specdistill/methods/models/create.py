@@ -151,10 +151,8 @@ def resized(
         got = f"{shape.num_key_value_heads} for {shape.num_attention_heads} attention heads"
         raise UserError("draft.num_key_value_heads", got=got, expected="a divisor of the attention heads")
     config = reshaped(target.config, shape)
-    try:
+    with refusing(StrictDataclassError, "draft", "sizes", "sizes that fit each other"):
         config.validate()
-    except StrictDataclassError as error:
-        raise UserError("draft", got=f"sizes of which {error.__cause__}", expected="sizes that fit each other") from error
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model: Any = type(target)(config)

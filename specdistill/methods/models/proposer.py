@@ -112,19 +112,16 @@ class DraftModelProposer(TokenProposer):
         self.num_parameters = sum(parameter.numel() for parameter in draft.parameters())
         self.num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in draft.parameters())
         self.target_ids_W = None
+        self.settings: dict[str, Any] = {}
         if vocabulary:
+            self.settings["heterogeneous_vocab"] = True
+            if vocabulary.replacements:
+                self.settings["token_replacements"] = dict(vocabulary.replacements)
             self.target_ids_W, self.target_vocab_size = vocabulary.target_ids_W.to(draft.device), vocabulary.target_vocab_size
             self._draft_ids_W = vocabulary.draft_ids_W.to(draft.device)
             self.vocabulary = frozenset(vocabulary.target_ids_W.tolist())
         self.rows: list[DraftText] = []
         self._is_batchable = isinstance(self.layers, LlamaLayers)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        if self.shared_vocabulary is None:
-            return {}
-        replaced = dict(self.shared_vocabulary.replacements)
-        return {"heterogeneous_vocab": True} | ({"token_replacements": replaced} if replaced else {})
 
     def passes(self, k: int) -> int:
         return k if self.mask_token_id is None else min(k, 1)
