@@ -178,8 +178,8 @@ def is_copy(given: Tensor, own: Tensor) -> bool:
     return given.shape == own.shape and torch.equal(given.to(own), own.to(given.dtype).to(own))
 
 
-def check_fit(sizes: Mapping[str, int], target: AnyTarget, folder: Path | str, key: str) -> None:
-    """Raises UserError for the first of a head's sizes that is not the target's; their names in config.json may say `target_`."""
+def check_fit(sizes: Mapping[str, int | None], target: AnyTarget, folder: Path | str, key: str) -> None:
+    """Raises UserError for the first of a draft's sizes that is not the target's; their names in config.json may say `target_`."""
     for name, got in sizes.items():
         expected = getattr(target, name.replace("target_", ""))
         if got != expected:

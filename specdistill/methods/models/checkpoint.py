@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from specdistill.engines.engine import Layout
 from specdistill.errors import UserError, nearest
-from specdistill.methods.checkpoint import check_finite, check_tensors, link, read_config, read_tensors
+from specdistill.methods.checkpoint import check_finite, check_fit, check_tensors, link, read_config, read_tensors
 from specdistill.repositories import resolve, split_revision
 from specdistill.targets.cache import is_recurrent
 from specdistill.targets.files import TargetFiles
@@ -99,9 +99,8 @@ def export(
     (engines compare token ids).
     """
     config = read_config(folder, "draft")
-    if target is not None and config.get("vocab_size") != target.vocab_size:
-        got = f"{engine} for {folder} with a vocabulary of {config.get('vocab_size')}"
-        raise UserError("engine", got=got, expected=f"{target.vocab_size}, as {target.name} has")
+    if target is not None:
+        check_fit({"vocab_size": config.get("vocab_size")}, target, f"{engine} for {folder}", "engine")
     read_tensors(folder, "draft")
     for path in sorted(folder.iterdir()):
         if path.is_file() and not path.name.startswith(".") and path.suffix != ".py":
