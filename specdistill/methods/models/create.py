@@ -35,14 +35,12 @@ def create_draft_model(
     *,
     init: str | None = None,
     seed: int = 0,
-    allow_larger: bool = False,
     **sizes: int | None,
 ) -> PreTrainedModel:
     """A draft model in float32 on the target's device.
 
     Args:
         init: `layers` (also None), `scratch`, or a folder or Hub id.
-        allow_larger: warn of a draft with more parameters than the target instead of refusing it.
         sizes: the fields of `ModelShape`. None takes the target's (a quarter of its layers).
 
     Raises UserError for settings that do not fit each other or the target.
@@ -64,7 +62,7 @@ def create_draft_model(
             got = f"{init} of {target.name}, a {type(target.model).__name__}, which is more than a language model"
             raise UserError("draft.init", got=got, expected="a trained smaller model")
         draft = _from_target(target, init, given, seed)
-    _check_size(draft, target, allow_larger)
+    _say_size(draft, target)
     return draft
 
 
@@ -104,8 +102,8 @@ def _from_target(target: FrozenTarget, init: str, given: dict[str, int], seed: i
     return resized(target.model, replace(shape, **given), seed=seed)
 
 
-def _check_size(draft: PreTrainedModel, target: FrozenTarget, allow_larger: bool) -> None:
-    """Say what a step is expected to cost; refuse a draft that is larger than the target."""
+def _say_size(draft: PreTrainedModel, target: FrozenTarget) -> None:
+    """Say what a step is expected to cost; warn of a draft that is larger than the target."""
     parameters, ratio, text = draft.num_parameters(), step_ratio(target.model, draft), draft.config.get_text_config()
     logger.info(
         f"draft: {parameters:,} parameters, {text.num_hidden_layers} layers of {text.hidden_size}; "
@@ -114,10 +112,8 @@ def _check_size(draft: PreTrainedModel, target: FrozenTarget, allow_larger: bool
     if parameters > target.num_parameters:
         # (K + 1) tokens for a cost of at least 1 + c K; with c > 1 that is largest at K = 1.
         bound = f"a predicted speedup of at most {2 / (1 + ratio):.2f}"
-        got = f"a draft of {parameters:,} parameters for a target of {target.num_parameters:,}, {bound}"
-        if not allow_larger:
-            raise UserError("draft.allow_larger", got=got, expected="a smaller draft, or draft.allow_larger=true")
-        logger.warning(f"{got}: it cannot pay unless its steps are cheaper than its size says")
+        larger = f"a draft of {parameters:,} parameters for a target of {target.num_parameters:,}, {bound}"
+        logger.warning(f"{larger}: it cannot pay unless its steps are cheaper than its size says")
 
 
 def evenly_spaced(num_layers: int, keep: int) -> list[int]:
