@@ -178,8 +178,7 @@ class Described:
     @property
     def quantization(self) -> dict[str, Any] | None:
         """The settings of quantised weights."""
-        found: dict[str, Any] | None = (self.raw | (self.raw.get("text_config") or {})).get("quantization_config")
-        return found
+        return (self.raw | (self.raw.get("text_config") or {})).get("quantization_config")
 
     def itemsize(self, dtype: torch.dtype | None = None) -> int:
         """Bytes of a weight that no quantization converted."""

@@ -112,8 +112,7 @@ class HeadProposer(FeatureProposer):
             step = step.descend(rows_BT)
             rotary, above_BTH = self.cache.level(step), at_nodes(hidden_BTH, rows_BT)
             normed, hidden_BTH = self.draft(self.target_ids_W[index_BT], above_BTH, rotary, self.cache)
-            logits_BTW: Tensor = self.draft.logits(normed)
-            return logits_BTW
+            return self.draft.logits(normed)
 
         drafts = shape.grow(logits_BW, expand, sampling, generators)
         self.cache.truncate(committed)

@@ -86,8 +86,7 @@ def merged(draft: PreTrainedModel | peft.PeftModel) -> PreTrainedModel:
     """The plain model: W + B A * alpha / rank, in a copy, so that training can continue. A draft without LoRA is returned as it is."""
     if not isinstance(draft, peft.PeftModel):
         return draft
-    plain: PreTrainedModel = copy.deepcopy(draft).merge_and_unload().eval().requires_grad_(True)
-    return plain
+    return copy.deepcopy(draft).merge_and_unload().eval().requires_grad_(True)
 
 
 def export(

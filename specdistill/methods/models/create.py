@@ -155,8 +155,7 @@ def resized(
     if weights is not None:
         model.load_state_dict(weights)
         model.generation_config = copy.deepcopy(target.generation_config)
-    draft: PreTrainedModel = model.to(device=target.device, dtype=torch.float32).eval()
-    return draft
+    return model.to(device=target.device, dtype=torch.float32).eval()
 
 
 def from_layers(target: PreTrainedModel, num_layers: int) -> PreTrainedModel:

@@ -47,8 +47,7 @@ class LlamaLayers(nn.Module):
         hidden = self.embed_tokens(ids_BT)
         for layer in self.layers:
             hidden = layer(hidden, rotary, self.cache)
-        normed: Tensor = self.norm(hidden)
-        return normed
+        return self.norm(hidden)
 
 
 def is_plain_llama(model: PreTrainedModel) -> bool:

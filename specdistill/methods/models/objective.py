@@ -185,8 +185,7 @@ class PackedModel:
         packed = lengths_of(input_ids, documents) if self.configs else {}
         with attending(self.configs):
             output = self.anatomy.backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False, **packed)
-        hidden: Tensor = output.last_hidden_state
-        return hidden
+        return output.last_hidden_state
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,7 @@ class SharedVocabulary:
         """
         known = [token for token in target_ids if token < len(self.target_tokenizer)]
         text = self.target_tokenizer.decode(known, skip_special_tokens=False)
-        ids: list[int] = self.draft_tokenizer(text, add_special_tokens=False).input_ids
-        return ids
+        return self.draft_tokenizer(text, add_special_tokens=False).input_ids
 
 
 def match_vocabularies(
@@ -122,8 +121,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     """A text that spells a token is that token."""
     if (token_id := tokenizer.get_vocab().get(text)) is not None:
         return [token_id]
-    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
-    return ids
+    return tokenizer(text, add_special_tokens=False).input_ids
 
 
 def describe_difference(target_tokenizer: Any, draft_tokenizer: Any) -> str | None:

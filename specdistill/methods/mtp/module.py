@@ -97,8 +97,7 @@ class MtpDraft(nn.Module):
         return features.last_hidden.to(self.fc.weight.dtype)
 
     def rotary(self, like: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
-        tables: tuple[Tensor, Tensor] = self._rotary(like, positions_BT, **self._rotary_options)
-        return tables
+        return self._rotary(like, positions_BT, **self._rotary_options)
 
     def forward(
         self, next_ids_BT: Tensor, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache
@@ -111,8 +110,7 @@ class MtpDraft(nn.Module):
 
     def _layer(self, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache) -> Tensor:
         output = self.layers[0](hidden_BTH, attention_mask=None, position_embeddings=rotary, kv_cache=kv_cache)
-        result: Tensor = output[0] if isinstance(output, tuple) else output
-        return result
+        return output[0] if isinstance(output, tuple) else output
 
     @torch.no_grad()
     def _check_route(self) -> None:
