@@ -11,6 +11,7 @@ Shapes: B rows, T positions of one step, H hidden size, V the target's vocabular
 """
 
 import itertools
+import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -97,7 +98,7 @@ class DraftModelProposer(TokenProposer):
         *,
         vocabulary: SharedVocabulary | None = None,
         mask_token_id: int | None = None,
-        target_max_length: int | None = None,
+        target_max_length: int = sys.maxsize,
         key: str = "eval.draft",
     ) -> None:
         self.draft = draft.eval()
@@ -106,8 +107,8 @@ class DraftModelProposer(TokenProposer):
         self.layers: Any = LlamaLayers(draft) if is_plain_llama(draft) else TransformersLayers(draft)
         self.shared_vocabulary = vocabulary
         self.mask_token_id = mask_token_id
-        text_config = draft.config.get_text_config()
-        self.max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
+        stated = getattr(draft.config.get_text_config(), "max_position_embeddings", None)
+        self.max_positions: int = sys.maxsize if stated is None else stated
         self.target_max_length = target_max_length
         self.num_parameters = sum(parameter.numel() for parameter in draft.parameters())
         self.num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in draft.parameters())
@@ -131,10 +132,8 @@ class DraftModelProposer(TokenProposer):
         if len(max_lengths) > 1 and not self._is_batchable:
             check_batchable(self.draft, "the draft")
             self._is_batchable = True
-        longest = max(max_lengths)
-        if self.target_max_length is not None:
-            longest = min(longest, self.target_max_length)  # tokens drafted past the target's own end are never accepted
-        if self.max_positions is not None and longest > self.max_positions:
+        longest = min(max(max_lengths), self.target_max_length)  # tokens drafted past the target's own end are never accepted
+        if longest > self.max_positions:
             self._refuse(longest)
         self.rows = [DraftText(self.shared_vocabulary) for _ in max_lengths]
         self.layers.begin(len(max_lengths))
@@ -220,8 +219,6 @@ class DraftModelProposer(TokenProposer):
 
     def _make_room(self, row: DraftText, k: int) -> int:
         """How many tokens can be drafted within the draft's context."""
-        if self.max_positions is None:
-            return k
         room = self.max_positions - len(row.ids) + 1  # the last draft token is never fed
         if room < 1:  # the target's sequence fits, but takes more of the draft's tokens
             self._refuse(len(row.ids))
