@@ -10,6 +10,7 @@ L_0, and its own chain's keys 1..k, whose scores are s_1..s_k. The softmax over 
 Its gradients are the kernel's own, handed this o and L for those of step 0's block, and ds_j = exp(s_j - L) (do v_j - do o).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,7 +46,8 @@ class UnrollKVCache:
         assert window is None or window > 0
         self.append(layer, key_BGTd, value_BGTe)
         query = query_BNTd.transpose(1, 2).flatten(0, 1).to(value_BGTe.dtype)
-        output_SNe = ChainAttention.apply(query, self.cumulative_lengths, self.longest, window, *steps)
+        attend: Callable[..., Tensor] = ChainAttention.apply
+        output_SNe = attend(query, self.cumulative_lengths, self.longest, window, *steps)
         return output_SNe.unflatten(0, (query_BNTd.shape[0], -1)).transpose(1, 2)
 
 
