@@ -109,7 +109,6 @@ def need(name: str) -> dict[str, Any]:
         read(str(folder / "draft"), key="draft.init") if (folder / "draft").is_dir() and of["method"] == "draft_model" else None
     )
     plan = METHODS[of["method"]].implementation().planned
-    assert plan is not None
     draft: PlannedDraft = plan(target, given, of["draft"])
     number, parts = of["num_processes"], draft.parts
     held, rate = _step(of, target, draft)

@@ -166,7 +166,6 @@ def train_draft(recipe: TrainedRecipe, callbacks: Sequence[TrainerCallback] = ()
     defaults = {"eval_on_start": recipe.evaluates_first, "dataloader_num_workers": readers}
     run = TrainingRun.open(recipe, target_dtype=recipe.target.dtype, **defaults)
     method = implementation(recipe.method)
-    assert method.objective is not None, recipe.method
 
     # Target and data
     runs_layers = hidden_states.runs_layers or recipe.selection is not None

@@ -73,8 +73,6 @@ def export(
     num_tokens, lookup = to.drafting(k, measured_lookup(settings))
     lengths = () if num_speculative_tokens else draft_lengths(measured)
     drafting = as_measured(measured, target, lengths, num_speculative_tokens or num_tokens)
-    write = implementation(method).export
-    assert write is not None, method
     with ExitStack() as undone, new_folder(output_dir) as folder:
         if target is not None and target.adapter and merges:
             target = merge_adapter(
@@ -82,7 +80,7 @@ def export(
             )
             undone.callback(shutil.rmtree, target.name)
             drafting["revision"] = None  # of a folder
-        write(draft, engine, layout, folder, target, drafting["num_tokens"])
+        implementation(method).export(draft, engine, layout, folder, target, drafting["num_tokens"])
         copy_record(draft, folder)
         served = Served(
             method=method,

@@ -29,7 +29,7 @@ from specdistill.engines.loader import TensorShape, check_loader, loader_of
 from specdistill.errors import UserError
 from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import FLOATS, extremes, read_config, read_tensors, stored_dtype
-from specdistill.methods.contract import Simulation
+from specdistill.methods.contract import Implementation
 from specdistill.methods.layers import HeadShape
 from specdistill.methods.load import implementation, load_proposer, locate, method_of
 from specdistill.methods.mtp.checkpoint import check_native
@@ -332,11 +332,11 @@ def check_acceptance(
         what = f"acceptance length {length:.2f} on {len(prompts)} prompts, far below the {expected.length:.2f} that"
         found.append(problem(f"{what} its training saw with as many draft tokens"))
     of_method = implementation(made.method)
-    if cause := _cause(of_method.simulation, proposer, target, completions, num_tokens) if of_method.simulation else None:
+    if cause := _cause(of_method, proposer, target, completions, num_tokens):
         found.append(cause)
     elif found:
         likely = ["it was trained for another target, or another revision of it", "it was hardly trained"]
-        likely += [*of_method.likely_causes, "the prompts are unlike its training data: choose others with suite="]
+        likely += [of_method.likely_cause, "the prompts are unlike its training data: choose others with suite="]
         found.append(note(f"likely causes: {'; '.join(likely)}"))
     elif expected is None:
         found.append(warning("no training history to compare with", "`specdistill eval` measures the draft"))
@@ -355,21 +355,20 @@ def acceptance_of(completions: Sequence[Generation], num_tokens: int) -> Simulat
 
 
 def _cause(
-    simulation: Simulation, proposer: Proposer, target: FrozenTarget, completions: Sequence[Generation], num_tokens: int
+    method: Implementation, proposer: Any, target: FrozenTarget, completions: Sequence[Generation], num_tokens: int
 ) -> Finding | None:
     """The likely cause whose repair brings the draft closest to the target's distributions on the completions, if one does beyond doubt."""
     completions = [completion for completion in completions if len(completion.token_ids) > 2 * num_tokens]
-    if not completions:
+    if not completions or (simulated := method.simulated) is None:
         return None
 
     def fits(candidate: Any) -> list[tuple[float, float]]:
-        objective = simulation.objective(candidate, num_tokens)
+        objective = simulated(candidate, num_tokens)
         return [_fit(objective, target, completion) for completion in completions]
 
-    draft = simulation.draft_of(proposer)
-    before = best = fits(draft)
+    before = best = fits(proposer.draft)
     best_fall, cause = 0.0, ""
-    for likely, repaired in simulation.repaired(draft, target):
+    for likely, repaired in method.repaired(proposer.draft, target):
         after = fits(repaired)
         falls = [1 - there / here if here else 0.0 for (here, _), (there, _) in zip(before, after, strict=True)]
         fall = fmean(falls)

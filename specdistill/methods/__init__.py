@@ -56,20 +56,17 @@ class Method:
 
     def recipe(self) -> "type[Recipe]":
         """The schema of its recipes."""
-        schema: type[Recipe] = import_module(f"{self.package}.config").RECIPE
-        return schema
+        return import_module(f"{self.package}.config").RECIPE
 
     def serving(self) -> "Mapping[str, Serving]":
         """Engine -> how it is given this method's drafts."""
         if find_spec(f"{self.package}.serving") is None:
             return {}
-        serving: Mapping[str, Serving] = import_module(f"{self.package}.serving").SERVING
-        return serving
+        return import_module(f"{self.package}.serving").SERVING
 
     def implementation(self) -> "Implementation":
         """Its functions. Imports torch."""
-        implementation: Implementation = import_module(f"{self.package}.method").METHOD
-        return implementation
+        return import_module(f"{self.package}.method").METHOD
 
 
 # A draft is recognized by the first that claims it, so heads stand before whole models.

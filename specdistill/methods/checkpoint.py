@@ -8,10 +8,10 @@ import functools
 import json
 import math
 import os
-import pickle
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from specdistill.engines.engine import HeadExport, Layout
-from specdistill.errors import UserError, one_line
+from specdistill.errors import UserError, refusing
 from specdistill.methods.layers import HeadShape, Rotary
 from specdistill.targets import files
 from specdistill.targets.files import EMBEDDING, HEAD, INDEX, SINGLE, Shards, TargetFiles, needed
@@ -105,10 +105,8 @@ def extremes(tensor: Tensor) -> tuple[float, float]:
 
 def unpickled(path: Path, key: str, device: str = "cpu") -> dict[str, Tensor]:
     """The tensors of a pickle that holds no other objects; on the meta device without content. Raises UserError for any other."""
-    try:
+    with refusing((RuntimeError, ValueError, EOFError, OSError, UnpicklingError), key, path, "plain tensors (weights_only)"):
         tensors: Any = torch.load(path, map_location=device, weights_only=True)
-    except (RuntimeError, ValueError, EOFError, OSError, pickle.UnpicklingError) as error:
-        raise UserError(key, got=f"{path}: {one_line(str(error))[:120]}", expected="plain tensors (weights_only)") from error
     if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise UserError(key, got=f"{path}, which holds other things", expected="plain tensors by name (weights_only)")
     return tensors
@@ -127,20 +125,18 @@ def check_tensors(
 
     Floating-point dtypes stand for each other, and so do integers. `what` is the kind of draft that it is, for errors.
     """
-    missing = sorted(expected.keys() - tensors.keys() - set(optional))
-    unknown = sorted(tensors.keys() - expected.keys())
-    both = sorted(expected.keys() & tensors.keys())
-    misshapen = [name for name in both if expected[name].shape != tensors[name].shape]
-    mistyped = [name for name in both if _kind(expected[name]) != _kind(tensors[name])]
-    if missing or unknown or misshapen or mistyped:
-        problems = [f"without {name}" for name in missing] + [f"with unknown {name}" for name in unknown]
-        problems += [f"with {name} of shape {tuple(tensors[name].shape)}" for name in misshapen]
-        problems += [f"with {name} in {tensors[name].dtype}" for name in mistyped]
-        wanted = [f"{name} of shape {tuple(expected[name].shape)}" for name in missing + misshapen]
-        wanted += [f"{name} in {_kind(expected[name])}" for name in mistyped]
-        raise UserError(
-            key, got=f"{folder} {', '.join(problems[:3])}", expected="; ".join(wanted[:3]) or f"the tensors of {what} alone"
-        )
+    missing = expected.keys() - tensors.keys() - set(optional)
+    problems = {f"without {name}": f"{name} of shape {tuple(expected[name].shape)}" for name in sorted(missing)}
+    problems |= {f"with unknown {name}": "" for name in sorted(tensors.keys() - expected.keys())}
+    for name in sorted(expected.keys() & tensors.keys()):
+        wanted, found = expected[name], tensors[name]
+        if wanted.shape != found.shape:
+            problems[f"with {name} of shape {tuple(found.shape)}"] = f"{name} of shape {tuple(wanted.shape)}"
+        if _kind(wanted) != _kind(found):
+            problems[f"with {name} in {found.dtype}"] = f"{name} in {_kind(wanted)}"
+    if problems:
+        instead = list(filter(None, problems.values()))[:3] or [f"the tensors of {what} alone"]
+        raise UserError(key, got=f"{folder} {', '.join(list(problems)[:3])}", expected="; ".join(instead))
 
 
 def _kind(tensor: Tensor) -> str:
@@ -182,8 +178,8 @@ def is_copy(given: Tensor, own: Tensor) -> bool:
     return given.shape == own.shape and torch.equal(given.to(own), own.to(given.dtype).to(own))
 
 
-def check_fit(sizes: Mapping[str, int], target: AnyTarget, folder: Path | str, key: str) -> None:
-    """Raises UserError for the first of a head's sizes that is not the target's; their names in config.json may say `target_`."""
+def check_fit(sizes: Mapping[str, int | None], target: AnyTarget, folder: Path | str, key: str) -> None:
+    """Raises UserError for the first of a draft's sizes that is not the target's; their names in config.json may say `target_`."""
     for name, got in sizes.items():
         expected = getattr(target, name.replace("target_", ""))
         if got != expected:
@@ -260,11 +256,8 @@ def shape_from_json(raw: Mapping[str, Any], key: str, *, what: str) -> dict[str,
         # Many configs repeat a window that no layer has.
         "sliding_window": raw.get("sliding_window") if kinds == {"sliding_attention"} else None,
     }
-    try:
+    with refusing((KeyError, ValueError, TypeError), key, f"rotary frequencies {rope}", "those of a Llama in transformers"):
         Rotary(HeadShape(**shape))
-    except (KeyError, ValueError, TypeError) as error:
-        got = f"rotary frequencies {rope} ({one_line(str(error))[:120]})"
-        raise UserError(key, got=got, expected="those of a Llama in transformers") from error
     return shape
 
 

@@ -1,6 +1,6 @@
-"""What proposers have in common whose draft reads the target's features: its weights, its vocabulary and its KV cache.
+"""What proposers have in common: chains of tokens from a draft's logits; and of a draft that reads the target's features, its KV cache.
 
-Shapes: B rows, K draft tokens, T distributions, V target vocabulary, W draft vocabulary.
+Shapes: B rows, K draft tokens, N nodes of a tree, V target vocabulary, W draft vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,36 +14,85 @@ from torch import Tensor
 from specdistill.decoding.kv_cache import DraftKVCache, RaggedKVCache, kv_cache_of
 from specdistill.decoding.proposer import DecodingState, Proposal, Proposer
 from specdistill.decoding.sampling import Generators, Sampling, draw, uniforms
-from specdistill.decoding.tree import TreeDraft, candidates_are_drawn
+from specdistill.decoding.tree import Tree, candidates_are_drawn
 from specdistill.targets.frozen import FrozenTarget
 
 
-def proposer_loader(load: Callable[..., Any], proposer: Callable[[Any], Proposer]) -> Callable[..., Proposer]:
-    """From a method's `load(folder, target, key=)` to its `load_proposer`: the draft in the target's dtype, on its device."""
-
-    def load_proposer(folder: Path, target: FrozenTarget, *, key: str) -> Proposer:
-        return proposer(load(folder, target, key=key).to(device=target.device, dtype=target.model.dtype))
-
-    return load_proposer
+def loaded_proposer(
+    load: Callable[..., Any], proposer: Callable[[Any], Proposer], folder: Path, target: FrozenTarget, *, key: str
+) -> Proposer:
+    """Of a draft that a method's `load(folder, target, key=)` gives: in the target's dtype, on its device."""
+    return proposer(load(folder, target, key=key).to(device=target.device, dtype=target.model.dtype))
 
 
-class FeatureProposer:
-    """draft: a module with `config`, `aux_layers`, `shared`, `target_ids_W` and `rotary`, as a `Head` has them."""
+class TokenProposer:
+    """target_ids_W: the target's ids of the tokens that the draft has logits of, None where they are its own; target_vocab_size: V."""
 
     draws = staticmethod(candidates_are_drawn)
+    is_enough: Callable[[Tensor], bool] | None = None  # see `ConfidentProposer`
+    target_ids_W: Tensor | None
+    target_vocab_size: int
+
+    def chains(
+        self,
+        k: int,
+        sampling: Sampling,
+        generators: Generators,
+        next_logits: Callable[[int, Tensor | None], tuple[Tensor, Tensor | None]],
+        lengths: Sequence[int] | None = None,
+    ) -> list[Proposal]:
+        """Chains of k draft tokens, or as many as are enough. lengths: of each row, where some have room for fewer.
+
+        next_logits: (step, indices [B] into the W tokens of the step before) -> logits [B, W], and the draft's own confidence [B] in the
+        best token, if any.
+        """
+        uniforms_BK = None if sampling.is_greedy else uniforms(k, generators)
+        lengths = lengths or [k] * len(generators)
+        chosen: list[Tensor] = []
+        distributions: list[Tensor] = []
+        for step in range(max(lengths)):
+            logits_BW, confidence_B = next_logits(step, chosen[-1] if chosen else None)
+            if uniforms_BK is None:
+                chosen.append(logits_BW.argmax(-1))
+            else:
+                distributions.append(sampling.probabilities(logits_BW))
+                chosen.append(draw(distributions[-1], uniforms_BK[:, step].to(logits_BW.device)))
+            if self.is_enough and self.is_enough(sampling.confidence(logits_BW) if confidence_B is None else confidence_B):
+                break
+        proposals = [Proposal([])] * len(lengths)
+        for b, length in enumerate(lengths):
+            if length:
+                index_K = torch.stack([index_B[b] for index_B in chosen[:length]])
+                probs_KW = torch.stack([probs_BW[b] for probs_BW in distributions[:length]]) if distributions else None
+                proposals[b] = self.proposal(index_K, probs_KW)
+        return proposals
+
+    def proposal(self, index_N: Tensor, probs_NW: Tensor | None, tree: Tree | None = None) -> Proposal:
+        """In the target's ids."""
+        if self.target_ids_W is None:
+            return Proposal(index_N.tolist(), probs_NW, tree)
+        if probs_NW is not None:
+            probs_NV = probs_NW.new_zeros(len(probs_NW), self.target_vocab_size)
+            probs_NW = probs_NV.index_copy_(1, self.target_ids_W, probs_NW)
+        return Proposal(self.target_ids_W[index_N].tolist(), probs_NW, tree)
+
+
+class FeatureProposer(TokenProposer):
+    """draft: a module with `config`, `aux_layers`, `shared`, `target_ids_W` and `rotary`, as a `Head` has them."""
+
+    target_ids_W: Tensor
 
     def __init__(self, draft: Any) -> None:
-        draft.eval()
+        self.draft = draft.eval()
         self.config, self.aux_layers = draft.config, draft.aux_layers
         self.settings: dict[str, Any] = {}
         shipped = [parameter for name, parameter in draft.named_parameters() if name not in draft.shared]
         self.num_parameters = sum(parameter.numel() for parameter in shipped)
         self.num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in shipped)
-        self.target_ids_W: Tensor = draft.target_ids_W
+        self.target_ids_W, self.target_vocab_size = draft.target_ids_W, draft.config.vocab_size
         self.vocabulary = frozenset(self.target_ids_W.tolist())
         self.rotary, self.device = partial(draft.rotary, shipped[0]), shipped[0].device
         self.cache: DraftKVCache | RaggedKVCache
-        self.is_enough: Callable[[Tensor], bool] | None = None  # see `ConfidentProposer`
 
     def begin(self, max_lengths: Sequence[int]) -> None:
         self.cache = kv_cache_of(len(max_lengths), self.rotary, self.device, self.config.sliding_window)
@@ -58,43 +107,3 @@ class FeatureProposer:
         held = [length - count for length, count in zip(committed, state.num_fresh, strict=True)]
         assert self.cache.lengths == held, (self.cache.lengths, committed, state.num_fresh)
         return committed
-
-    def chains(
-        self,
-        k: int,
-        sampling: Sampling,
-        generators: Generators,
-        next_logits: Callable[[int, Tensor | None], tuple[Tensor, Tensor | None]],
-    ) -> list[Proposal]:
-        """Chains of k draft tokens, or as many as are enough.
-
-        next_logits: (step, tokens [B] of the step before) -> logits [B, W], and the draft's own confidence [B] in the best token, if any.
-        """
-        uniforms_BK = None if sampling.is_greedy else uniforms(k, generators).to(self.device)
-        tokens: list[Tensor] = []
-        distributions: list[Tensor] = []
-        for step in range(k):
-            logits_BW, confidence_B = next_logits(step, tokens[-1] if tokens else None)
-            if uniforms_BK is None:
-                tokens.append(self.target_ids_W[logits_BW.argmax(-1)])
-            else:
-                distributions.append(self.over_target_vocabulary(sampling.probabilities(logits_BW)))
-                tokens.append(draw(distributions[-1], uniforms_BK[:, step]))
-            if self.is_enough and self.is_enough(sampling.confidence(logits_BW) if confidence_B is None else confidence_B):
-                break
-        probs_BKV = torch.stack(distributions, dim=1) if distributions else [None] * len(tokens[0])
-        return [Proposal(row, probs) for row, probs in zip(torch.stack(tokens, dim=1).tolist(), probs_BKV, strict=True)]
-
-    def trees(self, drafts: Sequence[TreeDraft]) -> list[Proposal]:
-        """In the target's ids."""
-        return [
-            Proposal(
-                self.target_ids_W[index_N].tolist(), None if probs_NW is None else self.over_target_vocabulary(probs_NW), tree
-            )
-            for index_N, tree, probs_NW in drafts
-        ]
-
-    def over_target_vocabulary(self, probs_TW: Tensor) -> Tensor:
-        probs_TV = probs_TW.new_zeros(len(probs_TW), self.config.vocab_size)
-        probs_TV[:, self.target_ids_W] = probs_TW
-        return probs_TV

@@ -72,11 +72,9 @@ class KVCache(Protocol):
 
     def append(self, layer: int, key_BGTd: Tensor, value_BGTd: Tensor) -> None:
         """Take in this step's keys and values; a context that nothing is asked of has no queries."""
-        ...
 
     def attend(self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor) -> Tensor:
         """Take in this step's keys and values and return the attention output [B, N, T, d of the values]."""
-        ...
 
 
 class Attention(nn.Module):
@@ -93,8 +91,7 @@ class Attention(nn.Module):
         query, key, value = (project(x_BTI).view(split).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj))
         query, key = apply_rotary_pos_emb(query, key, *rotary)
         context_BNTd = kv_cache.attend(layer, query, key, value)
-        output: Tensor = self.o_proj(context_BNTd.transpose(1, 2).flatten(2))
-        return output
+        return self.o_proj(context_BNTd.transpose(1, 2).flatten(2))
 
 
 class PlainLayer(nn.Module):
@@ -110,8 +107,7 @@ class PlainLayer(nn.Module):
 
     def forward(self, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache) -> Tensor:
         hidden = hidden_BTH + self.self_attn(self.input_layernorm(hidden_BTH), rotary, self.index, kv_cache)
-        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return output
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class FeatureDraft(nn.Module):
@@ -145,8 +141,7 @@ class FeatureDraft(nn.Module):
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        layers: tuple[int, ...] = self.config.aux_layers
-        return layers
+        return self.config.aux_layers
 
     @property
     def target_ids_W(self) -> Tensor:

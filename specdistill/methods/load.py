@@ -17,7 +17,7 @@ from specdistill.decoding.lookup_first import LookupFirstProposer
 from specdistill.decoding.online_length import OnlineLengthProposer
 from specdistill.decoding.proposer import CompiledProposer, Proposer
 from specdistill.decoding.transformers_models import check_reads_trees
-from specdistill.errors import UserError, one_line
+from specdistill.errors import UserError, refusing
 from specdistill.files.documents import read_json
 from specdistill.methods import METHODS, method_named
 from specdistill.methods.checkpoint import PICKLED, read_config, unpickled
@@ -53,9 +53,7 @@ def create_draft(recipe: Any, target: FrozenTarget, rows: Dataset) -> Draft:
     rows: training data, by which methods choose a draft vocabulary. Raises UserError for settings that do
     not fit each other or the target.
     """
-    create = implementation(recipe.method).create
-    assert create is not None, recipe.method
-    return create(recipe, target, rows).float()
+    return implementation(recipe.method).create(recipe, target, rows).float()
 
 
 def load_proposer(
@@ -76,26 +74,23 @@ def load_proposer(
     came from, which errors name.
     Raises UserError when the method is unknown, or the draft is another target's or does not fit; ResourceError when the Hub fails.
     """
-    if lookup_first:
-        behind = load_proposer(method, draft, target, key=key, draft_length=draft_length, compile=compile, **options)
-        if lookup_first.draft_tree:
-            check_reads_trees(target)
-        lookup = implementation(lookup_first.method).lookup
-        assert lookup is not None, lookup_first.method
-        return LookupFirstProposer(behind, lookup(lookup_first.min, lookup_first.max), lookup_first)
-    if draft_length == "online":
-        return OnlineLengthProposer(load_proposer(method, draft, target, key=key, compile=compile, **options))
-    load = implementation(method).load_proposer
-    if not METHODS[method].is_trained:
-        return load(None, target, key=key, **options)
-    folder = locate(str(draft), key=key)
-    if (found := method_of(folder, key=key)) != method:
-        raise UserError(key, got=f"{draft}, which holds a draft of method {found}", expected=f"one of method {method}")
-    if target.files is not None:
-        check_target(folder, target.files, key, **options)
-    proposer = load(folder, target, key=key, **options)
+    folder = None
+    if method_named(method).is_trained:
+        folder = locate(str(draft), key=key)
+        if (found := method_of(folder, key=key)) != method:
+            raise UserError(key, got=f"{draft}, which holds a draft of method {found}", expected=f"one of method {method}")
+        if target.files is not None:
+            check_target(folder, target.files, key, **options)
+    proposer = implementation(method).load_proposer(folder, target, key=key, **options)
     if isinstance(proposer, CompiledProposer):
         proposer.compiled = compile
+    if draft_length == "online":
+        proposer = OnlineLengthProposer(proposer)
+    if lookup_first:
+        if lookup_first.draft_tree:
+            check_reads_trees(target)
+        lookup = implementation(lookup_first.method).lookup(lookup_first.min, lookup_first.max)
+        proposer = LookupFirstProposer(proposer, lookup, lookup_first)
     return proposer
 
 
@@ -180,7 +175,5 @@ def _tensor_names(folder: Path, key: str) -> set[str]:
     if (folder / PICKLED).is_file():
         return set(unpickled(folder / PICKLED, key, device="meta"))
     index = next(iter(sorted(folder.glob("*.index.json"))), None)  # of shards that are pickles
-    try:
+    with refusing((ValueError, KeyError, TypeError, OSError), key, index, "an index with a weight_map"):
         return set(read_json(index)["weight_map"]) if index else set()
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise UserError(key, got=f"{index} ({one_line(str(error))[:120]})", expected="an index with a weight_map") from error

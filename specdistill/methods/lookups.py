@@ -74,4 +74,4 @@ def lookup_method(
     def planned(target: sizes.Described, given: sizes.Described | None, settings: dict[str, Any]) -> sizes.PlannedDraft:
         return sizes.PlannedDraft(sizes.ParameterCounts(0, 0, 0), None, target.text.vocab_size, note, published)
 
-    return Implementation(load_proposer, lookup, planned=planned)
+    return Implementation(load_proposer, planned, lookup)

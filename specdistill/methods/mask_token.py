@@ -5,21 +5,18 @@ from specdistill.targets.frozen import FrozenTarget
 
 
 def mask_token(target: FrozenTarget, asked: int | None) -> int:
-    """The id that is asked for; None: a `free_token`. Raises UserError for one that the target does not have, as `free_token` does."""
-    mask = free_token(target) if asked is None else asked
-    if not 0 <= mask < target.vocab_size:
-        expected = f"a token of the target's vocabulary, 0..{target.vocab_size - 1}"
-        raise UserError("draft.mask_token_id", got=mask, expected=expected)
-    return mask
+    """The id that is asked for; None: a token that no answer holds: the tokenizer's mask, a row of the embedding beyond the tokenizer, or a
+    special token that neither begins, ends nor pads a text.
 
-
-def free_token(target: FrozenTarget) -> int:
-    """A token that no answer holds: the tokenizer's mask, a row of the embedding beyond the tokenizer, or a special token that neither
-    begins, ends nor pads a text. Raises UserError where there is none.
+    Raises UserError for one that the target does not have, and where there is none.
     """
     tokenizer = target.tokenizer
-    if tokenizer.mask_token_id is not None:
-        return int(tokenizer.mask_token_id)
+    mask = tokenizer.mask_token_id if asked is None else asked
+    if mask is not None:
+        if not 0 <= mask < target.vocab_size:
+            expected = f"a token of the target's vocabulary, 0..{target.vocab_size - 1}"
+            raise UserError("draft.mask_token_id", got=mask, expected=expected)
+        return int(mask)
     if target.vocab_size > len(tokenizer):
         return target.vocab_size - 1
     taken = {

@@ -1,6 +1,7 @@
 """The recipe of a draft. Each method's own is a subclass in its folder (`config.py`) with the keys that it reads alone."""
 
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatch
 from typing import Any, ClassVar, Literal
 
 from pydantic import model_validator
@@ -9,34 +10,20 @@ from pydantic.fields import FieldInfo
 from specdistill.errors import UserError, nearest
 from specdistill.methods import METHODS, method_named
 from specdistill.recipe.fields import ReadWhen, Section, default_of, like, option, section
-from specdistill.recipe.sections import (
-    DataConfig,
-    EvalConfig,
-    HiddenStatesConfig,
-    PublishConfig,
-    SelectionConfig,
-    TargetConfig,
-)
+from specdistill.recipe.sections import DataConfig, EvalConfig, HiddenStatesConfig, PublishConfig, SelectionConfig, TargetConfig
 
 DEFAULT_METHOD = "eagle3"
-DEFAULT_SEED = 42  # of transformers.TrainingArguments
 # Training arguments that the Trainer reads for an optimizer of its own; of these, muon_adamw takes learning_rate and weight_decay alone.
 READ_BY_ADAMW = ("optim", "optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon")
-# Training arguments that a draft's training does not follow, and why.
+# Patterns of training arguments that a draft's training does not follow, and why.
 UNREAD = {
     "label_smoothing_factor": "a draft's loss has no labels to smooth",
     "neftune_noise_alpha": "a draft reads the target's features or tokens as they are",
-    **dict.fromkeys(
-        (
-            "push_to_hub",
-            *(f"hub_{name}" for name in ("model_id", "token", "private_repo", "strategy", "always_push", "revision")),
-        ),
-        "`specdistill publish` releases a draft that passed its gate, with the evidence",
-    ),
-    **dict.fromkeys(("use_liger_kernel", "liger_kernel_config"), "its kernels are for whole models of transformers"),
-    **dict.fromkeys(("fp16_full_eval", "bf16_full_eval"), "a draft is evaluated as it is trained"),
+    **dict.fromkeys(("push_to_hub", "hub_*"), "`specdistill publish` releases a draft that passed its gate, with the evidence"),
+    "*liger_kernel*": "its kernels are for whole models of transformers",
+    "*_full_eval": "a draft is evaluated as it is trained",
     "label_names": "a draft's batches have no labels",
-    **dict.fromkeys(("fsdp", "fsdp_config", "deepspeed", "parallelism_config"), "accelerate_configs/ say how to shard"),
+    **dict.fromkeys(("fsdp*", "deepspeed", "parallelism_config"), "accelerate_configs/ say how to shard"),
     **dict.fromkeys(("save_only_model", "ignore_data_skip"), "an interrupted run resumes to the same draft"),
     "enable_jit_checkpoint": "an interrupted run saves by itself",
     "auto_find_batch_size": "processes share out the rows of a step, which stay as many",
@@ -113,7 +100,7 @@ class TrainedRecipe(Recipe):
     @property
     def seed(self) -> int:
         """Of the draft's initialization: the Trainer's."""
-        return int(self.train.get("seed", DEFAULT_SEED))
+        return int(self.train.get("seed", 42))  # by default as of transformers.TrainingArguments
 
     @property
     def evaluates_first(self) -> bool:
@@ -131,9 +118,10 @@ class TrainedRecipe(Recipe):
         if other := next((name for name in READ_BY_ADAMW if name in self.train), None) if self.optimizer != "adamw" else None:
             got = f"{self.train[other]} with optimizer {self.optimizer}"
             raise UserError(f"train.{other}", got=got, expected="no such key, or optimizer=adamw")
-        for unread, why in UNREAD.items():
-            if (value := self.train.get(unread)) is not None and value is not False:
-                raise UserError(f"train.{unread}", got=value, expected=f"no such key: {why}")
+        for name, value in self.train.items():
+            why = next((why for pattern, why in UNREAD.items() if fnmatch(name, pattern)), None)
+            if why and value is not None and value is not False:
+                raise UserError(f"train.{name}", got=value, expected=f"no such key: {why}")
         epochs, steps = (self.train.get(name) for name in ("num_train_epochs", "max_steps"))
         if epochs is not None and steps not in (None, -1):
             got = f"{epochs} with train.max_steps={steps}, which would decide"

@@ -69,11 +69,9 @@ class ParameterCounts:
 Weigh = Callable[[str, nn.Parameter], float]  # what a parameter of this name counts
 
 
-def one_each(name: str, parameter: nn.Parameter) -> float:
-    return parameter.numel()
-
-
-def weights_read(model: PreTrainedModel, num_tokens: int = 1, weigh: Weigh = one_each) -> float:
+def weights_read(
+    model: PreTrainedModel, num_tokens: int = 1, weigh: Weigh = lambda name, parameter: parameter.numel()
+) -> float:
     """Parameters that one pass over `num_tokens` tokens reads: all but an embedding table that is not the head."""
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
@@ -82,7 +80,9 @@ def weights_read(model: PreTrainedModel, num_tokens: int = 1, weigh: Weigh = one
     return parameters_read(model, model.config.get_text_config(), num_tokens, weigh) - unread
 
 
-def parameters_read(module: nn.Module, config: Any, num_tokens: int = 1, weigh: Weigh = one_each) -> float:
+def parameters_read(
+    module: nn.Module, config: Any, num_tokens: int = 1, weigh: Weigh = lambda name, parameter: parameter.numel()
+) -> float:
     """A module's parameters, of a mixture's E experts those that the tokens are sent to.
 
     With k experts for each of n tokens, chosen independently, a share of 1 - (1 - k/E)^n of them; k/E for one token.
@@ -178,8 +178,7 @@ class Described:
     @property
     def quantization(self) -> dict[str, Any] | None:
         """The settings of quantised weights."""
-        found: dict[str, Any] | None = (self.raw | (self.raw.get("text_config") or {})).get("quantization_config")
-        return found
+        return (self.raw | (self.raw.get("text_config") or {})).get("quantization_config")
 
     def itemsize(self, dtype: torch.dtype | None = None) -> int:
         """Bytes of a weight that no quantization converted."""

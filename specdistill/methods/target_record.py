@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from specdistill.credentials import without_places
-from specdistill.errors import UserError
+from specdistill.errors import UserError, refusing
 from specdistill.methods.checkpoint import read_config
 from specdistill.methods.contract import Draft, Implementation
 from specdistill.targets.files import TargetFiles
@@ -32,7 +32,6 @@ def save_draft(
     """Write a draft in its method's public layout, with the record of its target; of one made in memory there is none. chat_template: of
     `data:`, which the target's tokenizer has then.
     """
-    assert method.save is not None
     method.save(draft, target, folder)
     if chat_template is not None:
         (folder / TEMPLATE).write_text(target.tokenizer.chat_template, encoding="utf-8")
@@ -55,19 +54,14 @@ def use_recorded_template(drafts: Iterable[Path], tokenizer: Any, key: str) -> N
         tokenizer.chat_template = template
 
 
-validated = TypeAdapter(TargetIdentity).validate_python
-
-
 def recorded_target(draft: Path, key: str) -> TargetIdentity | None:
     """What the draft in a folder was made for; None where that is not recorded. Raises UserError for an invalid record."""
     section = read_config(draft, key).get(SECTION)
     if section is None:
         return None
-    try:
-        return validated(vars(TargetIdentity(**section["target"])))
-    except (TypeError, KeyError, ValueError) as error:
-        got = f'{draft / "config.json"} with "{SECTION}": {json.dumps(section)[:120]}'
-        raise UserError(key, got=got, expected="the record of the draft's target, or no such key") from error
+    what = f'{draft / "config.json"} with "{SECTION}" {json.dumps(section)[:120]}'
+    with refusing((TypeError, KeyError, ValueError), key, what, "the record of the draft's target, or no such key"):
+        return TypeAdapter(TargetIdentity).validate_python(vars(TargetIdentity(**section["target"])))
 
 
 def check_target(draft: Path, target: TargetFiles, key: str, *, heterogeneous_vocab: bool = False, **options: Any) -> None:

@@ -11,17 +11,13 @@ from specdistill.recipe.sections import EvalConfig
 
 class UntrainedRecipe(Recipe):
     @model_validator(mode="after")
-    def _nothing_to_train(self) -> "UntrainedRecipe":
+    def _looks_up(self) -> "UntrainedRecipe":
         because = f"with method {self.method}"
         other = next((name for name in self.train if name != "output_dir"), None)
         if other:
             raise UserError(f"train.{other}", got=f"{self.train[other]} {because}", expected="no such key: it is not trained")
         if self.eval.draft is not None:
             raise UserError("eval.draft", got=f"{self.eval.draft} {because}", expected="no such key: it has no draft")
-        return self
-
-    @model_validator(mode="after")
-    def _can_be_proposed(self) -> "UntrainedRecipe":
         if self.eval.tree or self.eval.sweep.tree:
             raise UserError("eval.tree", got=f"a tree with method {self.method}", expected="no such key: it drafts chains only")
         if self.eval.lookup_first:

@@ -21,7 +21,7 @@ from functools import cache, wraps
 from typing import Any
 
 from specdistill.engines.vllm import LOOKUP_MARK, LOOKUP_VARIABLE, VLLM
-from specdistill.errors import UserError
+from specdistill.errors import UserError, refusing
 from specdistill.files.documents import parse_json
 from specdistill.methods.ngram.lookup import NgramLookup
 from specdistill.recipe.sections import LookupFirstConfig
@@ -51,10 +51,8 @@ def register() -> None:
 
 def parameters(given: str) -> LookupFirstConfig:
     """Raises UserError for JSON that is no `eval.lookup_first`, and for one that vLLM cannot be given."""
-    try:
+    with refusing(ValueError, LOOKUP_VARIABLE, given, "the keys of eval.lookup_first as JSON"):
         config = LookupFirstConfig.model_validate(parse_json(given.encode()))
-    except ValueError as error:
-        raise UserError(LOOKUP_VARIABLE, got=f"{given} ({error})", expected="the keys of eval.lookup_first as JSON") from error
     assert VLLM.lookup is not None
     if lacking := VLLM.lookup.lacks(config):
         name, expected = lacking

@@ -160,14 +160,12 @@ def training_step(
     """
     values = {"method": method, "target": {"model": method}, "data": {"source": method}, "train": {"output_dir": method}}
     recipe = validate(METHODS[method].recipe(), {**values, "draft": dict(draft)})
-    with_loss = METHODS[method].implementation().objective
-    assert with_loss is not None, method
     row = {"input_ids": [0], "loss_mask": [1], "document_ids": [0]}
     packed = {name: value * length for name, value in row.items()} | {"position_ids": list(range(length))}
     mode = FakeTensorMode()
     with mode:
         weightless = WeightlessTarget(target)
-        objective: Any = with_loss(build(weightless), recipe, weightless)
+        objective: Any = METHODS[method].implementation().objective(build(weightless), recipe, weightless)
         prepare(objective)
         for parameter in objective.parameters():
             if parameter.requires_grad:

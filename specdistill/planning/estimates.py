@@ -194,11 +194,8 @@ def row_of(method: str, given: Described | None, scenario: Scenario) -> PlanRow:
     recipe, settings = recipe_for(method, target.name)
     if not settings and recipe and target.parameters <= SMALL:
         settings = read_recipe(recipe)
-    plan = METHODS[method].implementation().planned
-    if plan is None:
-        return PlanRow(method, False, "nothing is known of its cost", recipe)
     try:
-        planned: PlannedDraft = plan(target, given, settings.get("draft", {}))
+        planned: PlannedDraft = METHODS[method].implementation().planned(target, given, settings.get("draft", {}))
     except UserError as error:
         if given is not None:
             raise

@@ -130,8 +130,12 @@ def checkpoint_mlps(layers: nn.ModuleList) -> None:
 
 
 class FeatureObjective(nn.Module):
-    """What the objectives of drafts have in common that read the target's features. step_weights: [K], of the drafted positions."""
+    """What the objectives of drafts have in common that read the target's features.
 
+    ahead: positions from the first that is read to the first that is predicted. step_weights: [K], of the drafted positions.
+    """
+
+    ahead = 1
     step_weights: Tensor
 
     def __init__(self, draft: Any, divergence: Divergence, temperature: float, step_weights: Tensor) -> None:
@@ -150,6 +154,18 @@ class FeatureObjective(nn.Module):
         into the cache a second time.
         """
         checkpoint_mlps(self.layers)
+
+    def prepare(self, batch: dict[str, Any], number: int | None) -> dict[str, Any]:
+        """The batch as it is."""
+        return batch
+
+    def num_loss_tokens(self, batch: dict[str, Any]) -> Tensor:
+        """Loss tokens of the first drafted position: what the loss of a batch is divided by."""
+        return loss_rows(batch["position_ids"], batch["loss_positions"], ahead=self.ahead).sum()
+
+    def read_target(self, target: FrozenTarget, inputs: dict[str, Any]) -> dict[str, Any]:
+        """What `forward` needs from the frozen target."""
+        return self.of_target(target, inputs, inputs["loss_positions"])
 
     def of_target(self, target: FrozenTarget, inputs: dict[str, Any], labels: Tensor) -> dict[str, Any]:
         """Features [B, T, D], which a batch from a store has, and soft targets before the tokens at these flattened positions."""

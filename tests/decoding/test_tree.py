@@ -187,7 +187,7 @@ def forced_logits(proposer: Any, target: FrozenTarget, text: list[int], path: li
     if isinstance(proposer, DraftModelProposer):
         logits: Tensor = proposer.draft(input_ids=torch.tensor([[*text, *path]])).logits[0, -1]
         return logits
-    head = proposer.head
+    head = proposer.draft
     proposer.begin([100])
     hidden = head.fuse(target.features(torch.tensor([text[:-1]]), head.aux_layers))
     next_ids = torch.tensor([text[1:]])

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from datasets import Dataset
 from torch import Tensor
 
 from specdistill.losses.divergence import forward_kl
@@ -17,10 +16,9 @@ from specdistill.methods.blocks.module import BlockDraft, block_config
 from specdistill.methods.blocks.objective import BlockObjective, objective
 from specdistill.methods.blocks.proposer import BlockProposer
 from specdistill.methods.chains import repairs
-from specdistill.methods.chains.head import create_head, initialized, parameter_counts
+from specdistill.methods.chains.head import create_or_load, initialized, parameter_counts
 from specdistill.methods.contract import Implementation
-from specdistill.methods.feature_proposer import proposer_loader
-from specdistill.rows.packing import draft_vocabulary
+from specdistill.methods.feature_proposer import loaded_proposer
 from specdistill.targets.frozen import FrozenTarget
 
 TENSORS = {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.k_norm.weight"}
@@ -41,15 +39,6 @@ def build(
     if draft.correction is not None:
         draft.correction.begin(draft.embed_tokens.weight, draft.lm_head.weight)
     return draft.to(target.device)
-
-
-def create(kind: Kind, recipe: Any, target: FrozenTarget, rows: Dataset) -> BlockDraft:
-    def made(target: FrozenTarget, **options: Any) -> BlockDraft:
-        vocabulary = draft_vocabulary(rows, target.vocab_size, recipe.draft.vocab_size)
-        return build(kind, target, draft_vocabulary=vocabulary, **options)
-
-    draft: BlockDraft = create_head(recipe, target, made, partial(checkpoint.load, kind), longest="block_size")
-    return draft
 
 
 def likely_causes(draft: BlockDraft, target: FrozenTarget) -> Iterator[repairs.Repair]:
@@ -108,20 +97,18 @@ def block_method(kind: Kind, published: sizes.PublishedFigures, recipe: Any, ten
     """tensors: names that this kind's drafts have in addition, and no other's."""
     defaults = recipe.model_fields["draft"].annotation().shape()
     return Implementation(
-        load_proposer=proposer_loader(partial(checkpoint.load, kind), BlockProposer),
+        load_proposer=partial(loaded_proposer, partial(checkpoint.load, kind), BlockProposer),
         has_tensors=lambda names: bool(tensors) and names >= TENSORS | tensors,
         is_named=partial(is_named, kind),
-        create=partial(create, kind),
+        create=lambda recipe, target, rows: create_or_load(
+            recipe, target, partial(build, kind), partial(checkpoint.load, kind), "block_size", rows
+        ),
         save=lambda draft, target, folder: checkpoint.save(draft, kind, folder),
         objective=objective,
         head_shape=lambda config, num_layers: checkpoint.config_from_json(kind, config, num_layers, "draft"),
         check=lambda *files, **names: checkpoint.check(kind, *files, **names)[0],
-        simulation=repairs.simulation(
-            likely_causes,
-            draft_of=lambda proposer: proposer.draft,
-            objective=lambda draft, num_tokens: BlockObjective(draft, forward_kl, ALL_ANCHORS),
-        ),
-        likely_causes=repairs.LIKELY_CAUSES,
+        simulated=lambda draft, num_tokens: BlockObjective(draft, forward_kl, ALL_ANCHORS),
+        repaired=partial(repairs.on_copies, likely_causes),
         planned=partial(planned, kind, published, defaults),
         is_described=lambda draft, target: kind.name in draft.calls_itself,
         export=partial(checkpoint.export, kind),

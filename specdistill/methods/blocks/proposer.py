@@ -34,8 +34,8 @@ class BlockProposer(FeatureProposer):
     def propose(self, state: DecodingState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
         slots = self._block(state, k, key="eval.num_speculative_tokens")
 
-        def next_logits(step: int, token_B: Tensor | None) -> tuple[Tensor, Tensor | None]:
-            logits_B1W, confidence_B1 = slots.next(step, None if token_B is None else token_B.unsqueeze(1))
+        def next_logits(step: int, index_B: Tensor | None) -> tuple[Tensor, Tensor | None]:
+            logits_B1W, confidence_B1 = slots.next(step, None if index_B is None else self.target_ids_W[index_B].unsqueeze(1))
             return logits_B1W[:, 0], None if confidence_B1 is None else confidence_B1[:, 0]
 
         return self.chains(k, sampling, generators, next_logits)
@@ -51,7 +51,8 @@ class BlockProposer(FeatureProposer):
             return slots.next(next(levels), self.target_ids_W[index_BT])[0]
 
         logits_B1W, _ = slots.next(0, None)
-        return self.trees(shape.grow(logits_B1W[:, 0], expand, sampling, generators))
+        drafts = shape.grow(logits_B1W[:, 0], expand, sampling, generators)
+        return [self.proposal(index_N, probs_NW, tree) for index_N, tree, probs_NW in drafts]
 
     def _block(self, state: DecodingState, k: int, *, key: str) -> "_Slots":
         """The pass over the block of each row, after what was committed since the last one entered the cache."""

@@ -48,8 +48,7 @@ class UnrollKVCache:
         query = query_BNTd.transpose(1, 2).flatten(0, 1).to(value_BGTe.dtype)
         attend: Callable[..., Tensor] = ChainAttention.apply
         output_SNe = attend(query, self.cumulative_lengths, self.longest, window, *steps)
-        output_BNTe: Tensor = output_SNe.unflatten(0, (query_BNTd.shape[0], -1)).transpose(1, 2)
-        return output_BNTe
+        return output_SNe.unflatten(0, (query_BNTd.shape[0], -1)).transpose(1, 2)
 
 
 class ChainAttention(torch.autograd.Function):

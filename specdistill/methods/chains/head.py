@@ -11,6 +11,7 @@ from collections.abc import Callable, Set
 from typing import Any, Protocol, TypeVar
 
 import torch
+from datasets import Dataset
 from torch import Tensor, nn
 
 from specdistill.errors import UserError
@@ -19,6 +20,7 @@ from specdistill.methods.layers import KVCache, check_window
 from specdistill.methods.load import locate
 from specdistill.methods.sizes import ParameterCounts, shape_of
 from specdistill.recipe.fields import default_of
+from specdistill.rows.packing import draft_vocabulary
 from specdistill.targets.anatomy import LogitsHead
 from specdistill.targets.frozen import Features, FrozenTarget
 
@@ -49,19 +51,14 @@ class Head(Protocol):
 
     def fuse(self, features: Features) -> Tensor:
         """The target's features -> the hidden state [B, T, H] of the first step."""
-        ...
 
     def rotary(self, like: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin) [B, T, d] of positions, in the dtype of `like`."""
-        ...
 
     def __call__(
         self, next_ids_BT: Tensor, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache
     ) -> tuple[Tensor, Tensor]:
-        """One step over T positions: `normed` [B, T, H], which `logits` reads, and `next_hidden` [B, T, H], the hidden
-        state of the next step.
-        """
-        ...
+        """One step over T positions: `normed` [B, T, H], which `logits` reads, and `next_hidden` [B, T, H], the next step's state."""
 
 
 def head_shape(target: FrozenTarget, **options: Any) -> dict[str, Any]:
@@ -119,23 +116,23 @@ def initialized(head: Callable[[], T], seed: int) -> T:
     return draft
 
 
-def create_head(
-    recipe: Any, target: FrozenTarget, build: Callable[..., Any], load: Callable[..., Any], longest: str = "ttt_steps"
+def create_or_load(
+    recipe: Any,
+    target: FrozenTarget,
+    build: Callable[..., Any],
+    load: Callable[..., Any],
+    longest: str = "",
+    rows: Dataset | None = None,
 ) -> Any:
-    """`create_or_load` for a head with a window. longest: the key of what must fit in it; raises UserError for one that does not."""
-    head = create_or_load(recipe, target, build, load)
-    check_window(head.config, getattr(recipe.draft, longest), key=f"draft.{longest}")
-    return head
-
-
-def create_or_load(recipe: Any, target: FrozenTarget, build: Callable[..., Any], load: Callable[..., Any]) -> Any:
     """The draft of a recipe before its first step: trained, from `draft.init`, or fresh.
 
-    Raises UserError for a shape asked of a trained head that has another; as `locate`.
+    longest: of a head with a window, the key of what must fit in it. rows: training data, by which a draft vocabulary is chosen. Raises
+    UserError for what does not fit, and for a shape asked of a trained head that has another; as `locate`.
     """
     asked = recipe.draft
     if not asked.init:
-        head = build(target, seed=recipe.seed, **asked.shape())
+        of_data = {} if rows is None else {"draft_vocabulary": draft_vocabulary(rows, target.vocab_size, asked.vocab_size)}
+        head = build(target, seed=recipe.seed, **of_data, **asked.shape())
     else:
         head = load(locate(asked.init, key="draft.init"), target, key="draft.init")
         for name in (*asked.shape(), *({"vocab_size"} & asked.model_fields_set)):
@@ -144,4 +141,6 @@ def create_or_load(recipe: Any, target: FrozenTarget, build: Callable[..., Any],
             value = tuple(value) if isinstance(value, list) else value
             if value != default_of(type(asked).model_fields[name]) and value != has:
                 raise UserError(f"draft.{name}", got=value, expected=f"{has}, as {asked.init} has")
+    if longest:
+        check_window(head.config, getattr(asked, longest), key=f"draft.{longest}")
     return head

@@ -3,14 +3,7 @@
 `head` is the config of a head, `Eagle3Config` or `EagleConfig`.
 """
 
-from typing import Any
-
-from specdistill.engines.loader import Limit, engine_aux_layers
-
-
-def reads_default_layers(head: Any) -> bool:
-    return list(head.aux_layers) == engine_aux_layers(head.target_num_layers)
-
+from specdistill.engines.loader import Limit
 
 NORM_BEFORE_RESIDUAL = Limit(
     "norm_before_residual", lambda head: head.norm_before_residual, "a head whose residual is the state before its norm"

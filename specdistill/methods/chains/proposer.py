@@ -62,7 +62,6 @@ class HeadProposer(FeatureProposer):
 
     def __init__(self, head: Head) -> None:
         super().__init__(head)
-        self.head = head
         self.compiled = False
         self._graphs: dict[int, CompiledSteps] = {}  # by positions of the KV cache
         self._graph: CompiledSteps | None = None
@@ -78,20 +77,20 @@ class HeadProposer(FeatureProposer):
         size = cache_size(*max_lengths)
         if size not in self._graphs:
             cache = DraftKVCache(self.rotary, self.device, self.config.sliding_window)
-            self._graphs[size] = CompiledSteps(self.head, cache, size)
+            self._graphs[size] = CompiledSteps(self.draft, cache, size)
         self._graph = self._graphs[size]
         self.cache = self._graph.cache
         self.cache.truncate([0])
 
     def propose(self, state: DecodingState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
-        check_window(self.head.config, k, key="eval.num_speculative_tokens")
+        check_window(self.draft.config, k, key="eval.num_speculative_tokens")
         next_ids, hidden, committed = self._fresh(state)
         counts = state.num_fresh
 
-        def next_logits(step: int, token_B: Tensor | None) -> tuple[Tensor, None]:
+        def next_logits(step: int, index_B: Tensor | None) -> tuple[Tensor, None]:
             nonlocal next_ids, hidden, counts
-            if token_B is not None:
-                next_ids, counts = token_B.unsqueeze(1), [1] * len(counts)
+            if index_B is not None:
+                next_ids, counts = self.target_ids_W[index_B].unsqueeze(1), [1] * len(counts)
             logits_BW, hidden_BH = self._step(next_ids, hidden, counts, 1 + k)
             hidden = hidden_BH.unsqueeze(1)
             return logits_BW, None
@@ -103,7 +102,7 @@ class HeadProposer(FeatureProposer):
     def propose_tree(
         self, state: DecodingState, shape: TreeShape, sampling: Sampling, generators: Generators
     ) -> list[Proposal]:
-        check_window(self.head.config, shape.depth, key="eval.tree.depth")
+        check_window(self.draft.config, shape.depth, key="eval.tree.depth")
         next_ids, hidden, committed = self._fresh(state)
         logits_BW, hidden_BH = self._step(next_ids, hidden, state.num_fresh, 0)
         hidden_BTH, step = hidden_BH.unsqueeze(1), Step.before(committed, self.device)
@@ -112,23 +111,22 @@ class HeadProposer(FeatureProposer):
             nonlocal hidden_BTH, step
             step = step.descend(rows_BT)
             rotary, above_BTH = self.cache.level(step), at_nodes(hidden_BTH, rows_BT)
-            normed, hidden_BTH = self.head(self.target_ids_W[index_BT], above_BTH, rotary, self.cache)
-            logits_BTW: Tensor = self.head.logits(normed)
-            return logits_BTW
+            normed, hidden_BTH = self.draft(self.target_ids_W[index_BT], above_BTH, rotary, self.cache)
+            return self.draft.logits(normed)
 
         drafts = shape.grow(logits_BW, expand, sampling, generators)
         self.cache.truncate(committed)
-        return self.trees(drafts)
+        return [self.proposal(index_N, probs_NW, tree) for index_N, tree, probs_NW in drafts]
 
     def _step(self, next_ids_BT: Tensor, hidden_BTH: Tensor, counts: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
         """Logits [B, W] and the next hidden state [B, H] at each row's last position. width: of the wider graph; a prompt has none."""
         if self._graph is not None and self.cache.lengths != [0] and max(counts) <= width:
             return self._graph.read(next_ids_BT, hidden_BTH, 1 if max(counts) == 1 else width)
-        normed, next_hidden = self.head(next_ids_BT, hidden_BTH, self.cache.extend(counts), self.cache)
-        return self.head.logits(last_of(normed, counts)), last_of(next_hidden, counts)
+        normed, next_hidden = self.draft(next_ids_BT, hidden_BTH, self.cache.extend(counts), self.cache)
+        return self.draft.logits(last_of(normed, counts)), last_of(next_hidden, counts)
 
     def _fresh(self, state: DecodingState) -> tuple[Tensor, Tensor, list[int]]:
         """What the first step reads: next tokens [B, F] and hidden states [B, F, H] of what was committed; and how much that is in all."""
         counts, committed = state.num_fresh, self.committed(state)  # pairs (x_{t+1}, g_t) exist for t < committed
         next_ids = padded([ids[-count:] for ids, count in zip(state.token_ids, counts, strict=True)], self.device)
-        return next_ids, self.head.fuse(state.fresh.first(max(counts))), committed
+        return next_ids, self.draft.fuse(state.fresh.first(max(counts))), committed

@@ -14,30 +14,27 @@ from torch import Tensor, nn
 
 from specdistill.losses.divergence import forward_kl
 from specdistill.methods.chains.unroll import TrainingTimeTest
-from specdistill.methods.contract import Simulation
 from specdistill.methods.layers import Rotary
 from specdistill.targets.frozen import FrozenTarget
 
 Repair = tuple[Any, ...]  # a cause, and what reverts it: a function of a head, and its other arguments
-LIKELY_CAUSES = ("the features it was trained on came from elsewhere (other layers, quantised, before the final norm)",)
 
 
-def simulation(
-    likely_causes: Callable[[Any, FrozenTarget], Iterator[Repair]],
-    draft_of: Callable[[Any], Any] = lambda proposer: proposer.head,
-    objective: Callable[[Any, int], nn.Module] = lambda head, num_tokens: TrainingTimeTest(head, forward_kl, num_tokens),
-) -> Simulation:
-    """By default the training-time test with plain KL, for as many steps as tokens are drafted; a method's repairs are made on copies."""
+def simulated(head: Any, num_tokens: int) -> TrainingTimeTest:
+    """The training-time test with plain KL, for as many steps as tokens are drafted."""
+    return TrainingTimeTest(head, forward_kl, num_tokens)
 
-    def repaired(head: Any, target: FrozenTarget) -> Iterator[tuple[str, Any]]:
-        modules = (head, target.model)
-        shared = {id(tensor): tensor for module in modules for tensor in (*module.parameters(), *module.buffers())}
-        for cause, repair, *arguments in likely_causes(head, target):
-            copied = copy.deepcopy(head, dict(shared))
-            repair(copied, *arguments)
-            yield cause, copied
 
-    return Simulation(draft_of, objective, repaired)
+def on_copies(
+    likely_causes: Callable[[Any, FrozenTarget], Iterator[Repair]], head: Any, target: FrozenTarget
+) -> Iterator[tuple[str, Any]]:
+    """Each of a method's likely causes, and a copy of the head without it."""
+    modules = (head, target.model)
+    shared = {id(tensor): tensor for module in modules for tensor in (*module.parameters(), *module.buffers())}
+    for cause, repair, *arguments in likely_causes(head, target):
+        copied = copy.deepcopy(head, dict(shared))
+        repair(copied, *arguments)
+        yield cause, copied
 
 
 def of_layers(head: Any) -> Iterator[Repair]:

@@ -52,6 +52,8 @@ class TrainingTimeTest(FeatureObjective):
         noise: at most this much is added to each element of the first hidden state, uniformly, in training.
     """
 
+    ahead = 2
+
     def __init__(
         self,
         draft: Head,
@@ -67,23 +69,9 @@ class TrainingTimeTest(FeatureObjective):
         self.feature_weight = feature_weight
         self.noise = noise
 
-    def prepare(self, batch: dict[str, Any], number: int | None) -> dict[str, Any]:
-        """The batch as it is: every position of it is the root of a chain."""
-        return batch
-
-    def num_loss_tokens(self, batch: dict[str, Any]) -> Tensor:
-        """Loss tokens of step 0: what the loss of a batch is divided by."""
-        return loss_rows(batch["position_ids"], batch["loss_positions"], ahead=2).sum()
-
-    def read_target(self, target: FrozenTarget, inputs: dict[str, Any]) -> dict[str, Any]:
-        """What `forward` needs from the frozen target."""
-        return self.of_target(target, inputs, inputs["loss_positions"])
-
     def forward(
         self,
         input_ids: Tensor,
-        loss_mask: Tensor,
-        document_ids: Tensor,
         position_ids: Tensor,
         loss_positions: Tensor,
         cumulative_lengths: Tensor,
@@ -91,6 +79,7 @@ class TrainingTimeTest(FeatureObjective):
         features: Features,
         soft_targets: SoftTargets,
         measure: bool = False,
+        **unread: Any,  # the batch's other columns
     ) -> tuple[Tensor, StepSums]:
         """Unroll `num_steps` steps over packed rows [B, T] (see specdistill.rows.packing). No operation depends on data.
 

@@ -5,10 +5,6 @@ from specdistill.methods.recipe import SoftLossConfig
 from specdistill.recipe.fields import option, section
 
 
-class EagleDraftConfig(HeadSizes):
-    fc_bias: bool = option(False, "bias in fc, as in SafeAILab's first heads; vLLM does not load it")
-
-
 class EagleLossConfig(SoftLossConfig):
     feature_weight: float = option(
         0.0, "weight of the SmoothL1 loss to the target's next hidden state, added to the divergence", ge=0
@@ -17,7 +13,7 @@ class EagleLossConfig(SoftLossConfig):
 
 
 class EagleRecipe(HeadRecipe):
-    draft: EagleDraftConfig = section(EagleDraftConfig)
+    draft: HeadSizes = section(HeadSizes)
     loss: EagleLossConfig = section(EagleLossConfig)
 
 

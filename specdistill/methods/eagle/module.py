@@ -71,7 +71,7 @@ class EagleDraft(nn.Module):
 
 
 def build_eagle(target: FrozenTarget, *, seed: int = 0, **options: Any) -> EagleDraft:
-    """A head before training, as wide as its target. options: of `EagleDraftConfig.shape`; raises as `head_shape`."""
+    """A head before training, as wide as its target. options: of `EagleConfig`; raises as `head_shape`."""
     config = EagleConfig(**head_shape(target, **options), logit_scale=target.logits.scale)
     draft = initialized(lambda: EagleDraft(config), seed)
     draft.borrow(target)

@@ -64,8 +64,7 @@ def load_eagle3(folder: Path | str, target: FrozenTarget, *, key: str = "eval.dr
     missing, unknown or of another shape or kind, when the config asks for what heads do not have here, or when the head is for another
     hidden size, vocabulary or depth than the target's.
     """
-    draft: Eagle3Draft = checkpoint.load_reading(check_eagle3, Eagle3Draft, folder, target, key)
-    return draft
+    return checkpoint.load_reading(check_eagle3, Eagle3Draft, folder, target, key)
 
 
 def check_eagle3(

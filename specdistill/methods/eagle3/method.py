@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,15 +13,14 @@ from specdistill.engines.loader import engine_aux_layers
 from specdistill.errors import UserError
 from specdistill.methods import sizes
 from specdistill.methods.chains import repairs
-from specdistill.methods.chains.head import create_head, drafts_chains, parameter_counts
+from specdistill.methods.chains.head import create_or_load, drafts_chains, parameter_counts
 from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.chains.unroll import objective
 from specdistill.methods.contract import Implementation
 from specdistill.methods.eagle3.checkpoint import check_eagle3, config_from_json, export, load_eagle3, save_eagle3
 from specdistill.methods.eagle3.config import Eagle3Recipe
 from specdistill.methods.eagle3.module import Eagle3Config, Eagle3Draft, build_eagle3, eagle3_config
-from specdistill.methods.feature_proposer import proposer_loader
-from specdistill.rows.packing import draft_vocabulary
+from specdistill.methods.feature_proposer import loaded_proposer
 from specdistill.statistics.theory import alpha_from_acceptance_length
 from specdistill.targets.frozen import FrozenTarget
 
@@ -41,11 +41,7 @@ def is_named(config: Any, names: Any) -> bool:
 
 
 def create(recipe: Eagle3Recipe, target: FrozenTarget, rows: Dataset) -> Any:
-    def build(target: FrozenTarget, **options: Any) -> Eagle3Draft:
-        vocabulary = draft_vocabulary(rows, target.vocab_size, recipe.draft.vocab_size)
-        return build_eagle3(target, draft_vocabulary=vocabulary, **options)
-
-    head: Eagle3Draft = create_head(recipe, target, build, load_eagle3)
+    head: Eagle3Draft = create_or_load(recipe, target, build_eagle3, load_eagle3, "ttt_steps", rows)
     if not recipe.draft.train_head:
         if not recipe.draft.init and head.config.owns_embedding:
             width = f"false with draft.hidden_size={head.config.hidden_size}, where its rows start at random"
@@ -142,7 +138,7 @@ def counted(
 
 
 METHOD = Implementation(
-    load_proposer=proposer_loader(load_eagle3, HeadProposer),
+    load_proposer=partial(loaded_proposer, load_eagle3, HeadProposer),
     has_tensors=lambda names: drafts_chains(names) and any(wanted <= names for wanted in TENSORS),
     is_named=is_named,
     create=create,
@@ -150,8 +146,8 @@ METHOD = Implementation(
     objective=objective,
     head_shape=lambda config, num_layers: config_from_json(config, num_layers, "draft"),
     check=lambda *files, **names: check_eagle3(*files, **names)[0],
-    simulation=repairs.simulation(likely_causes),
-    likely_causes=repairs.LIKELY_CAUSES,
+    simulated=repairs.simulated,
+    repaired=partial(repairs.on_copies, likely_causes),
     planned=planned,
     is_described=lambda draft, target: (
         "eagle3" in draft.calls_itself or bool({"draft_vocab_size", "eagle_config"} & draft.raw.keys())

@@ -64,8 +64,7 @@ class FirstLayer(nn.Module):
         residual = normed if self.norm_before_residual else hidden_BTH
         both = torch.cat((self.input_layernorm(embedding_BTH), normed), dim=-1)
         hidden = residual + self.self_attn(both, rotary, 0, kv_cache)
-        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return output
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class Eagle3Draft(FeatureDraft):
@@ -95,8 +94,7 @@ class Eagle3Draft(FeatureDraft):
         if self.config.fc_norm:
             aux = tuple(norm(feature) for norm, feature in zip(self.fc_norm, aux, strict=True))
         read = torch.cat(aux, dim=-1)
-        fused: Tensor = self.fc(self.input_norm(read) if self.config.norm_before_fc else read)
-        return fused
+        return self.fc(self.input_norm(read) if self.config.norm_before_fc else read)
 
     def forward(
         self, next_ids_BT: Tensor, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache

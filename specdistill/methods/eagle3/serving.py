@@ -3,16 +3,16 @@
 Read in the sources that `specdistill.engines` names.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from specdistill.engines.engine import HeadExport, Layout, Serving
-from specdistill.engines.loader import AUX_LAYERS, LLAMA_SETTINGS, Loader, Setting, Slot, layer_slots
+from specdistill.engines.loader import AUX_LAYERS, LLAMA_SETTINGS, Loader, Setting, Slot, engine_aux_layers, layer_slots
 from specdistill.engines.vllm import speculators_config
 from specdistill.methods.chains import limits
 
-SIZES, NORMS = ("target_hidden_size", "num_aux_hidden_states"), ("fc_norm", "norm_output", "norm_before_fc")
+NORMS = ("fc_norm", "norm_output", "norm_before_fc")
 
 
 def head_config(
@@ -20,20 +20,19 @@ def head_config(
     *keys: str,
     aux_layers: Callable[[list[int]], dict[str, Any]] = lambda layers: {AUX_LAYERS: layers},
 ) -> dict[str, Any]:
-    """The config.json of an EAGLE-3 head: a Llama's keys, `draft_vocab_size`, and the head's own `keys` that the engine reads.
+    """The config.json of an EAGLE-3 head: a Llama's keys, the head's sizes, and its own `keys` that the engine reads.
 
     aux_layers: where the layers that it reads are stated; asked only for other layers than the default ones.
     """
     head, layers = export.head, list(export.head.aux_layers)
-    own = {**vars(head), "num_aux_hidden_states": len(layers)}
-    if head.hidden_size != head.target_hidden_size and "target_hidden_size" not in keys:
-        keys = (*keys, "target_hidden_size")
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         **export.llama,
         "draft_vocab_size": head.draft_vocab_size,
-        **{key: own[key] for key in keys},
-        **({} if limits.reads_default_layers(head) else aux_layers(layers)),
+        "target_hidden_size": head.target_hidden_size,
+        "num_aux_hidden_states": len(layers),
+        **{key: getattr(head, key) for key in keys},
+        **({} if layers == engine_aux_layers(head.target_num_layers) else aux_layers(layers)),
     }
 
 
@@ -53,11 +52,6 @@ def of_speculators(export: HeadExport) -> dict[str, Any]:
 
 def aux_layers(layers: list[int]) -> dict[str, Any]:
     return {"eagle_config": {"use_aux_hidden_state": True, AUX_LAYERS: [layer - 1 for layer in layers]}}
-
-
-def sglang_options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The window of a draft is an option of its server."""
-    return {"speculative_draft_window_size": config["sliding_window"]} if config.get("layer_types") else {}
 
 
 SLOTS = (
@@ -170,7 +164,7 @@ SERVING = {
     "vllm": Serving(
         "eagle3",
         Layout(
-            lambda export: head_config(export, *SIZES, *NORMS, "norm_before_residual"),
+            lambda export: head_config(export, *NORMS, "norm_before_residual"),
             limits=(limits.LAYERS_OUT_OF_ORDER,),
         ),
         (SPECULATORS_IN_VLLM, VLLM),
@@ -178,7 +172,7 @@ SERVING = {
     "sglang": Serving(
         "EAGLE3",
         Layout(
-            lambda export: head_config(export, *SIZES, *NORMS, aux_layers=aux_layers),
+            lambda export: head_config(export, *NORMS, aux_layers=aux_layers),
             limits=(
                 limits.NORM_BEFORE_RESIDUAL,
                 limits.SEVERAL_LAYERS,
@@ -189,7 +183,7 @@ SERVING = {
             ),
         ),
         (SGLANG,),
-        sglang_options,
+        lambda config: {"speculative_draft_window_size": config["sliding_window"]} if config.get("layer_types") else {},
     ),
     "speculators": Serving(
         "eagle3",
@@ -203,7 +197,7 @@ SERVING = {
     "gguf": Serving(
         "draft-eagle3",
         Layout(
-            lambda export: head_config(export, *SIZES, "norm_before_fc", "norm_before_residual"),
+            lambda export: head_config(export, "norm_before_fc", "norm_before_residual"),
             limits=(
                 limits.FC_NORM,
                 limits.NORM_OUTPUT,

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from specdistill.losses.divergence import build_divergence, forward_kl
 from specdistill.methods import sizes
 from specdistill.methods.chains.head import create_or_load
-from specdistill.methods.contract import Implementation, Simulation
+from specdistill.methods.contract import Implementation
 from specdistill.methods.early_exit.checkpoint import ARCHITECTURE, check_exit, config_from_json, load_exit, save_exit
 from specdistill.methods.early_exit.config import ExitRecipe
 from specdistill.methods.early_exit.module import ExitDraft, build_exit, exit_config
@@ -62,11 +62,7 @@ METHOD = Implementation(
     save=lambda draft, target, folder: save_exit(draft, folder),
     objective=objective,
     check=check,
-    simulation=Simulation(
-        lambda proposer: proposer.draft,
-        lambda draft, num_tokens: ExitDistillation(draft, forward_kl, num_tokens),
-        lambda draft, target: iter(()),
-    ),
+    simulated=lambda draft, num_tokens: ExitDistillation(draft, forward_kl, num_tokens),
     planned=planned,
     is_described=lambda draft, target: is_named(draft.raw),
     config_of=lambda raw: PreTrainedConfig.from_dict(dict(raw)) if is_named(raw) else None,

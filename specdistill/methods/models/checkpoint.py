@@ -17,12 +17,10 @@ from transformers import PreTrainedModel
 
 from specdistill.engines.engine import Layout
 from specdistill.errors import UserError, nearest
-from specdistill.methods.checkpoint import check_finite, check_tensors, link, read_config, read_tensors
-from specdistill.methods.models.vocabulary import describe_difference
+from specdistill.methods.checkpoint import check_finite, check_fit, check_tensors, link, read_config, read_tensors
 from specdistill.repositories import resolve, split_revision
 from specdistill.targets.cache import is_recurrent
 from specdistill.targets.files import TargetFiles
-from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.loading import read_causal_lm
 
 INITIALIZATIONS = ("layers", "scratch")
@@ -84,25 +82,11 @@ def check_attention(model: PreTrainedModel, key: str, name: str) -> None:
         raise UserError(key, got=got, expected="a draft whose layers are all attention")
 
 
-def load_alike(path: str, target: FrozenTarget, *, key: str) -> PreTrainedModel:
-    """A trained model with the target's own vocabulary, on its device; tables that are padded otherwise get as many rows as the target's.
-
-    Raises UserError when the two differ, as `load_draft_model` does.
-    """
-    draft, tokenizer = load_draft_model(path, key=key, device=target.device)
-    if difference := describe_difference(target.tokenizer, tokenizer):
-        raise UserError(key, got=difference, expected="the target's tokenizer")
-    if draft.config.get_text_config().vocab_size != target.vocab_size:
-        draft.resize_token_embeddings(target.vocab_size, mean_resizing=False)
-    return draft
-
-
 def merged(draft: PreTrainedModel | peft.PeftModel) -> PreTrainedModel:
     """The plain model: W + B A * alpha / rank, in a copy, so that training can continue. A draft without LoRA is returned as it is."""
     if not isinstance(draft, peft.PeftModel):
         return draft
-    plain: PreTrainedModel = copy.deepcopy(draft).merge_and_unload().eval().requires_grad_(True)
-    return plain
+    return copy.deepcopy(draft).merge_and_unload().eval().requires_grad_(True)
 
 
 def export(
@@ -114,9 +98,8 @@ def export(
     (engines compare token ids).
     """
     config = read_config(folder, "draft")
-    if target is not None and config.get("vocab_size") != target.vocab_size:
-        got = f"{engine} for {folder} with a vocabulary of {config.get('vocab_size')}"
-        raise UserError("engine", got=got, expected=f"{target.vocab_size}, as {target.name} has")
+    if target is not None:
+        check_fit({"vocab_size": config.get("vocab_size")}, target, f"{engine} for {folder}", "engine")
     read_tensors(folder, "draft")
     for path in sorted(folder.iterdir()):
         if path.is_file() and not path.name.startswith(".") and path.suffix != ".py":

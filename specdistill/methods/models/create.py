@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdistill.errors import UserError, logger, refusing
-from specdistill.methods.models.checkpoint import INITIALIZATIONS, check_attention, load_alike
+from specdistill.methods.models.checkpoint import INITIALIZATIONS, check_attention, load_draft_model
+from specdistill.methods.models.vocabulary import describe_difference
 from specdistill.methods.sizes import ModelShape, shape_of, weights_read
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.sharding import whole
@@ -34,14 +35,12 @@ def create_draft_model(
     *,
     init: str | None = None,
     seed: int = 0,
-    allow_larger: bool = False,
     **sizes: int | None,
 ) -> PreTrainedModel:
     """A draft model in float32 on the target's device.
 
     Args:
         init: `layers` (also None), `scratch`, or a folder or Hub id.
-        allow_larger: warn of a draft with more parameters than the target instead of refusing it.
         sizes: the fields of `ModelShape`. None takes the target's (a quarter of its layers).
 
     Raises UserError for settings that do not fit each other or the target.
@@ -49,7 +48,11 @@ def create_draft_model(
     init = init or "layers"
     given = {name: size for name, size in sizes.items() if size is not None}
     if init not in INITIALIZATIONS:
-        draft = load_alike(init, target, key="draft.init")
+        draft, tokenizer = load_draft_model(init, key="draft.init", device=target.device)
+        if difference := describe_difference(target.tokenizer, tokenizer):
+            raise UserError("draft.init", got=difference, expected="the target's tokenizer")
+        if draft.config.get_text_config().vocab_size != target.vocab_size:  # tables that are padded otherwise
+            draft.resize_token_embeddings(target.vocab_size, mean_resizing=False)
         if given:
             name, size = next(iter(given.items()))
             raise UserError(f"draft.{name}", got=size, expected=f"null: {init} has its sizes")
@@ -59,7 +62,7 @@ def create_draft_model(
             got = f"{init} of {target.name}, a {type(target.model).__name__}, which is more than a language model"
             raise UserError("draft.init", got=got, expected="a trained smaller model")
         draft = _from_target(target, init, given, seed)
-    _check_size(draft, target, allow_larger)
+    _say_size(draft, target)
     return draft
 
 
@@ -99,8 +102,8 @@ def _from_target(target: FrozenTarget, init: str, given: dict[str, int], seed: i
     return resized(target.model, replace(shape, **given), seed=seed)
 
 
-def _check_size(draft: PreTrainedModel, target: FrozenTarget, allow_larger: bool) -> None:
-    """Say what a step is expected to cost; refuse a draft that is larger than the target."""
+def _say_size(draft: PreTrainedModel, target: FrozenTarget) -> None:
+    """Say what a step is expected to cost; warn of a draft that is larger than the target."""
     parameters, ratio, text = draft.num_parameters(), step_ratio(target.model, draft), draft.config.get_text_config()
     logger.info(
         f"draft: {parameters:,} parameters, {text.num_hidden_layers} layers of {text.hidden_size}; "
@@ -109,10 +112,8 @@ def _check_size(draft: PreTrainedModel, target: FrozenTarget, allow_larger: bool
     if parameters > target.num_parameters:
         # (K + 1) tokens for a cost of at least 1 + c K; with c > 1 that is largest at K = 1.
         bound = f"a predicted speedup of at most {2 / (1 + ratio):.2f}"
-        got = f"a draft of {parameters:,} parameters for a target of {target.num_parameters:,}, {bound}"
-        if not allow_larger:
-            raise UserError("draft.allow_larger", got=got, expected="a smaller draft, or draft.allow_larger=true")
-        logger.warning(f"{got}: it cannot pay unless its steps are cheaper than its size says")
+        larger = f"a draft of {parameters:,} parameters for a target of {target.num_parameters:,}, {bound}"
+        logger.warning(f"{larger}: it cannot pay unless its steps are cheaper than its size says")
 
 
 def evenly_spaced(num_layers: int, keep: int) -> list[int]:
@@ -146,18 +147,15 @@ def resized(
         got = f"{shape.num_key_value_heads} for {shape.num_attention_heads} attention heads"
         raise UserError("draft.num_key_value_heads", got=got, expected="a divisor of the attention heads")
     config = reshaped(target.config, shape)
-    try:
+    with refusing(StrictDataclassError, "draft", "sizes", "sizes that fit each other"):
         config.validate()
-    except StrictDataclassError as error:
-        raise UserError("draft", got=f"sizes of which {error.__cause__}", expected="sizes that fit each other") from error
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model: Any = type(target)(config)
     if weights is not None:
         model.load_state_dict(weights)
         model.generation_config = copy.deepcopy(target.generation_config)
-    draft: PreTrainedModel = model.to(device=target.device, dtype=torch.float32).eval()
-    return draft
+    return model.to(device=target.device, dtype=torch.float32).eval()
 
 
 def from_layers(target: PreTrainedModel, num_layers: int) -> PreTrainedModel:

@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 
 from specdistill.decoding.kv_cache import kv_cache_of
 from specdistill.decoding.tree import Step
-from specdistill.methods.layers import HeadShape, PlainLayer, Rotary
-from specdistill.methods.sizes import shape_of
+from specdistill.methods.layers import PlainLayer
 
 
 class LlamaLayers(nn.Module):
@@ -27,20 +26,13 @@ class LlamaLayers(nn.Module):
         super().__init__()
         assert is_plain_llama(model), model.config
         config: Any = model.config
-        shape = HeadShape(
-            **vars(shape_of(config)),
-            vocab_size=config.vocab_size,
-            rms_norm_eps=config.rms_norm_eps,
-            rope_theta=config.rope_parameters["rope_theta"],
-            rope_scaling=config.rope_parameters,
-            max_position_embeddings=config.max_position_embeddings,
-        )
-        self.rotary = Rotary(shape)
+        decoder: Any = model.get_decoder()
+        self.rotary = decoder.rotary_emb
         with torch.device("meta"):
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-            self.layers = nn.ModuleList(PlainLayer(shape, index) for index in range(config.num_hidden_layers))
+            self.layers = nn.ModuleList(PlainLayer(config, index) for index in range(config.num_hidden_layers))
             self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.load_state_dict(model.get_decoder().state_dict(), assign=True)
+        self.load_state_dict(decoder.state_dict(), assign=True)
 
     def begin(self, num_rows: int) -> None:
         like = self.norm.weight
@@ -55,8 +47,7 @@ class LlamaLayers(nn.Module):
         hidden = self.embed_tokens(ids_BT)
         for layer in self.layers:
             hidden = layer(hidden, rotary, self.cache)
-        normed: Tensor = self.norm(hidden)
-        return normed
+        return self.norm(hidden)
 
 
 def is_plain_llama(model: PreTrainedModel) -> bool:

@@ -125,6 +125,6 @@ def model_method(
         check=check,
         planned=partial(planned, published, note),
         is_described=lambda draft, target: draft.is_causal_lm,
-        likely_causes=("its tokenizer gives tokens other numbers",),
+        likely_cause="its tokenizer gives tokens other numbers",
         export=export,
     )

@@ -110,14 +110,13 @@ class Distillation(nn.Module):
     def forward(
         self,
         input_ids: Tensor,
-        loss_mask: Tensor,
-        document_ids: Tensor,
         position_ids: Tensor,
         loss_positions: Tensor,
         cumulative_lengths: Tensor,
         longest: int,
         soft_targets: SoftTargets | None,
         measure: bool = False,
+        **unread: Any,  # the batch's other columns
     ) -> tuple[Tensor, StepSums]:
         """The loss summed over the loss tokens of packed rows [B, T] (see specdistill.rows.packing), and the sums of the metrics."""
         documents = Documents(cumulative_lengths, longest)
@@ -186,8 +185,7 @@ class PackedModel:
         packed = lengths_of(input_ids, documents) if self.configs else {}
         with attending(self.configs):
             output = self.anatomy.backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False, **packed)
-        hidden: Tensor = output.last_hidden_state
-        return hidden
+        return output.last_hidden_state
 
 
 @dataclass(frozen=True)

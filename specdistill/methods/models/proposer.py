@@ -11,17 +11,19 @@ Shapes: B rows, T positions of one step, H hidden size, V the target's vocabular
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from specdistill.decoding.proposer import DecodingState, Proposal
-from specdistill.decoding.sampling import Generators, Sampling, draw, uniforms
+from specdistill.decoding.sampling import Generators, Sampling
 from specdistill.decoding.transformers_models import TransformersLayers, check_batchable, last_of, padded
-from specdistill.decoding.tree import Step, Tree, TreeShape, candidates_are_drawn
+from specdistill.decoding.tree import Step, TreeShape
 from specdistill.errors import UserError
+from specdistill.methods.feature_proposer import TokenProposer
 from specdistill.methods.models.layers import LlamaLayers, is_plain_llama
 from specdistill.methods.models.vocabulary import SharedVocabulary
 from specdistill.targets.anatomy import examine
@@ -75,7 +77,7 @@ class DraftText:
         return fresh
 
 
-class DraftModelProposer:
+class DraftModelProposer(TokenProposer):
     """Chains or trees drafted by a model of its own: its best tokens where the target is greedy, else draws from its
     distribution.
 
@@ -88,7 +90,6 @@ class DraftModelProposer:
 
     aux_layers: tuple[int, ...] = ()
     vocabulary: frozenset[int] | None = None
-    draws = staticmethod(candidates_are_drawn)
     depends_on_width = False
 
     def __init__(
@@ -97,34 +98,31 @@ class DraftModelProposer:
         *,
         vocabulary: SharedVocabulary | None = None,
         mask_token_id: int | None = None,
-        target_max_length: int | None = None,
+        target_max_length: int = sys.maxsize,
         key: str = "eval.draft",
     ) -> None:
         self.draft = draft.eval()
         self.key = key
-        self.is_enough: Callable[[Tensor], bool] | None = None  # see `ConfidentProposer`
         self.head = examine(draft, "the draft", key=key).head
         self.layers: Any = LlamaLayers(draft) if is_plain_llama(draft) else TransformersLayers(draft)
         self.shared_vocabulary = vocabulary
         self.mask_token_id = mask_token_id
-        text_config = draft.config.get_text_config()
-        self.max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
+        stated = getattr(draft.config.get_text_config(), "max_position_embeddings", None)
+        self.max_positions: int = sys.maxsize if stated is None else stated
         self.target_max_length = target_max_length
         self.num_parameters = sum(parameter.numel() for parameter in draft.parameters())
         self.num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in draft.parameters())
+        self.target_ids_W = None
+        self.settings: dict[str, Any] = {}
         if vocabulary:
-            self._target_ids_W = vocabulary.target_ids_W.to(draft.device)
+            self.settings["heterogeneous_vocab"] = True
+            if vocabulary.replacements:
+                self.settings["token_replacements"] = dict(vocabulary.replacements)
+            self.target_ids_W, self.target_vocab_size = vocabulary.target_ids_W.to(draft.device), vocabulary.target_vocab_size
             self._draft_ids_W = vocabulary.draft_ids_W.to(draft.device)
             self.vocabulary = frozenset(vocabulary.target_ids_W.tolist())
         self.rows: list[DraftText] = []
         self._is_batchable = isinstance(self.layers, LlamaLayers)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        shared = {"heterogeneous_vocab": True} if self.shared_vocabulary else {}
-        replaced = self.shared_vocabulary.replacements if self.shared_vocabulary else {}
-        replacements = {"token_replacements": dict(replaced)} if replaced else {}
-        return {**shared, **replacements}
 
     def passes(self, k: int) -> int:
         return k if self.mask_token_id is None else min(k, 1)
@@ -134,43 +132,32 @@ class DraftModelProposer:
         if len(max_lengths) > 1 and not self._is_batchable:
             check_batchable(self.draft, "the draft")
             self._is_batchable = True
-        longest = max(max_lengths)
-        if self.target_max_length is not None:
-            longest = min(longest, self.target_max_length)  # tokens drafted past the target's own end are never accepted
-        if self.max_positions is not None and longest > self.max_positions:
+        longest = min(max(max_lengths), self.target_max_length)  # tokens drafted past the target's own end are never accepted
+        if longest > self.max_positions:
             self._refuse(longest)
         self.rows = [DraftText(self.shared_vocabulary) for _ in max_lengths]
         self.layers.begin(len(max_lengths))
 
     def propose(self, state: DecodingState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
         """Chains. Rows that have no more room in the draft's context are padded until the others are done."""
-        uniforms_BK = None if sampling.is_greedy else uniforms(k, generators).to(self.draft.device)
         feeds, steps = self._feed(state, k)
         counts, next_ids = [len(feed) for feed in feeds], padded(feeds, self.draft.device)
         logits_BKW = self._in_one_pass(feeds, steps)
-        chosen: list[Tensor] = []  # [B] each, indices into the W tokens
-        distributions: list[Tensor] = []
-        for step in range(max(steps)):
-            logits_BW = (
-                self._logits(last_of(self.layers(next_ids, counts), counts)) if logits_BKW is None else logits_BKW[:, step]
-            )
-            if uniforms_BK is None:
-                chosen.append(logits_BW.argmax(-1))
-            else:
-                distributions.append(sampling.probabilities(logits_BW))
-                chosen.append(draw(distributions[-1], uniforms_BK[:, step]))
-            counts = [int(step + 1 < most) for most in steps]
-            if (self.is_enough and self.is_enough(sampling.confidence(logits_BW))) or not any(counts):
-                break
-            next_ids = self._draft_ids(chosen[-1]).unsqueeze(1)
-        proposals = [Proposal([])] * len(feeds)
-        for b, (row, most) in enumerate(zip(self.rows, steps, strict=True)):
-            if drafted := min(most, len(chosen)):
-                index_K = torch.stack([index_B[b] for index_B in chosen[:drafted]])
-                probs_KW = torch.stack([probs_BW[b] for probs_BW in distributions[:drafted]]) if distributions else None
-                proposals[b] = self._proposal(index_K, probs_KW)
-                if logits_BKW is None:
-                    row.cached += self._draft_ids(index_K).tolist()[:-1]
+        fed: list[Tensor] = []  # [B] each
+
+        def next_logits(step: int, index_B: Tensor | None) -> tuple[Tensor, None]:
+            nonlocal counts, next_ids
+            if logits_BKW is not None:
+                return logits_BKW[:, step], None
+            if index_B is not None:
+                fed.append(self._draft_ids(index_B))
+                counts, next_ids = [int(step < most) for most in steps], fed[-1].unsqueeze(1)
+            return self._logits(last_of(self.layers(next_ids, counts), counts)), None
+
+        proposals = self.chains(k, sampling, generators, next_logits, steps)
+        if fed:
+            for row, ids, most in zip(self.rows, torch.stack(fed, 1).tolist(), steps, strict=True):
+                row.cached += ids[: max(0, most - 1)]
         return proposals
 
     def propose_tree(
@@ -199,7 +186,7 @@ class DraftModelProposer:
         drafts = shape.cut(min(filter(None, depths))).grow(logits_BKW[:, 0], expand, sampling, drawn)
         self.layers.truncate(held)
         return [
-            self._proposal(index_N, probs_NW, tree) if feed else Proposal([])
+            self.proposal(index_N, probs_NW, tree) if feed else Proposal([])
             for feed, (index_N, tree, probs_NW) in zip(feeds, drafts, strict=True)
         ]
 
@@ -221,7 +208,7 @@ class DraftModelProposer:
 
     def _in_one_pass(self, feeds: Sequence[list[int]], steps: Sequence[int]) -> Tensor | None:
         """Logits [B, K, W], of row b after its last token and each of steps[b] - 1 masks; None for a model that drafts token by token."""
-        if self.mask_token_id is None:
+        if self.mask_token_id is None or not any(steps):
             return None
         rows = [feed + [self.mask_token_id] * (count - 1) for feed, count in zip(feeds, steps, strict=True)]
         hidden_BTH = self.layers(padded(rows, self.draft.device), [len(row) for row in rows])
@@ -232,12 +219,10 @@ class DraftModelProposer:
 
     def _make_room(self, row: DraftText, k: int) -> int:
         """How many tokens can be drafted within the draft's context."""
-        limit, length = self.max_positions, len(row.ids)
-        if limit is None or length + k - 1 <= limit:  # the last draft token is never fed
-            return k
-        if length > limit:  # the target's sequence fits, but takes more of the draft's tokens
-            self._refuse(length)
-        return limit - length + 1
+        room = self.max_positions - len(row.ids) + 1  # the last draft token is never fed
+        if room < 1:  # the target's sequence fits, but takes more of the draft's tokens
+            self._refuse(len(row.ids))
+        return min(k, room)
 
     def _logits(self, hidden_BH: Tensor) -> Tensor:
         """[B, W], or [B, K, W] of hidden states [B, K, H]."""
@@ -247,15 +232,6 @@ class DraftModelProposer:
     def _draft_ids(self, index: Tensor) -> Tensor:
         """The draft's ids of tokens among the W."""
         return index if self.shared_vocabulary is None else self._draft_ids_W[index]
-
-    def _proposal(self, index_N: Tensor, probs_NW: Tensor | None, tree: Tree | None = None) -> Proposal:
-        """In the target's ids."""
-        if self.shared_vocabulary is None:
-            return Proposal(index_N.tolist(), probs_NW, tree)
-        if probs_NW is not None:
-            probs_NV = probs_NW.new_zeros(len(probs_NW), self.shared_vocabulary.target_vocab_size)
-            probs_NW = probs_NV.index_copy_(1, self._target_ids_W, probs_NW)
-        return Proposal(self._target_ids_W[index_N].tolist(), probs_NW, tree)
 
     def _refuse(self, length: int) -> NoReturn:
         got = f"a draft whose context is {self.max_positions} tokens for a sequence of {length}"

@@ -35,7 +35,6 @@ class DraftModelDraftConfig(Section):
     num_attention_heads: int | None = option(None, "null: the target's", ge=1)
     num_key_value_heads: int | None = option(None, "null: the target's", ge=1)
     head_dim: int | None = option(None, "null: the target's", ge=2, multiple_of=2)
-    allow_larger: bool = option(False, "allow a draft with more parameters than the target")
     lora: LoraConfig = section(LoraConfig)
 
     def shape(self) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from torch import Tensor
 from specdistill.errors import UserError, sibling_key
 
 NUM_NAMED = 3  # differences that an error names
-NONE: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,7 @@ class SharedVocabulary:
         """
         known = [token for token in target_ids if token < len(self.target_tokenizer)]
         text = self.target_tokenizer.decode(known, skip_special_tokens=False)
-        ids: list[int] = self.draft_tokenizer(text, add_special_tokens=False).input_ids
-        return ids
+        return self.draft_tokenizer(text, add_special_tokens=False).input_ids
 
 
 def match_vocabularies(
@@ -68,7 +66,7 @@ def match_vocabularies(
     draft_vocab_size: int,
     *,
     heterogeneous_vocab: bool = False,
-    token_replacements: Mapping[str, str] = NONE,
+    token_replacements: Mapping[str, str] = MappingProxyType({}),
     key: str = "eval.draft",
 ) -> SharedVocabulary | None:
     """How a draft's ids stand to the target's: None where they are the same, down to the size of the logits.
@@ -78,14 +76,14 @@ def match_vocabularies(
     the key next to it for replacements of what is no token of the target, or of tokenizers that do not differ.
     """
     difference = describe_difference(target_tokenizer, draft_tokenizer)
-    if token_replacements and difference is None:
-        got = f"{len(token_replacements)} for a draft with the target's tokenizer"
-        raise UserError(
-            sibling_key(key, "token_replacements"), got=got, expected="{}: it reads the target's tokens as they are"
-        )
-    if difference is None and target_vocab_size == draft_vocab_size:
-        return None
-    if difference is not None and not heterogeneous_vocab:
+    replacing = sibling_key(key, "token_replacements")
+    if difference is None:
+        if token_replacements:
+            got = f"{len(token_replacements)} for a draft with the target's tokenizer"
+            raise UserError(replacing, got=got, expected="{}: it reads the target's tokens as they are")
+        if target_vocab_size == draft_vocab_size:
+            return None
+    elif not heterogeneous_vocab:
         switch = sibling_key(key, "heterogeneous_vocab")
         expected = f"the target's tokenizer, or {switch}=true to draft over the tokens of both"
         raise UserError(key, got=difference, expected=expected)
@@ -100,11 +98,10 @@ def match_vocabularies(
         token_id, *others = encode(target_tokenizer, text) or [target_vocab_size]
         is_unknown = text not in target_ids and target_tokenizer.decode([token_id]) != text
         if others or is_unknown or token_id >= target_vocab_size:
-            expected = "a token of the target, with the draft's text for it"
-            raise UserError(sibling_key(key, "token_replacements"), got=text, expected=expected)
+            raise UserError(replacing, got=text, expected="a token of the target, with the draft's text for it")
         if max(ids := encode(draft_tokenizer, replaced), default=0) >= draft_vocab_size:
             got = f"{replaced} for {text}, token {max(ids)} of a draft with {draft_vocab_size} logits"
-            raise UserError(sibling_key(key, "token_replacements"), got=got, expected="text of its tokens")
+            raise UserError(replacing, got=got, expected="text of its tokens")
         pairs.pop(token_id, None)
         read_as[token_id] = ids
         if len(ids) == 1:
@@ -123,8 +120,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     """A text that spells a token is that token."""
     if (token_id := tokenizer.get_vocab().get(text)) is not None:
         return [token_id]
-    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
-    return ids
+    return tokenizer(text, add_special_tokens=False).input_ids
 
 
 def describe_difference(target_tokenizer: Any, draft_tokenizer: Any) -> str | None:

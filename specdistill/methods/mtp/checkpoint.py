@@ -46,32 +46,30 @@ def build_mtp(target: FrozenTarget, *, init: str | None = None, seed: int = 0) -
     Raises UserError when the target has no such weights and `init` is None, when they are not those of one layer, or when the
     target's architecture does not fit (see `MtpDraft`).
     """
-    if init is not None and init != "scratch":
-        return load_mtp(locate(init, key="draft.init"), target, key="draft.init")
-    draft = MtpDraft(target)
+    if init is None:
+        return _of_target(target)
     if init == "scratch":
-        _initialize(draft, target, seed)
-    else:
-        _fill_from_target(draft, target)
-    return draft
+        return _fresh(target, seed)
+    return load_mtp(locate(init, key="draft.init"), target, key="draft.init")
 
 
 @torch.no_grad()
-def _initialize(draft: MtpDraft, target: FrozenTarget, seed: int) -> None:
+def _fresh(target: FrozenTarget, seed: int) -> MtpDraft:
     """The target's last hidden state, through a layer as its architecture initializes them, into the target's own final norm.
 
     A copy of the target's layer starts lower but learns slower: it was made for a residual stream that all layers before it add
     to.
     """
-    size = draft.fc.out_features
+    draft, size = MtpDraft(target), target.hidden_size
     draft.fc.weight.copy_(torch.cat((torch.zeros(size, size), torch.eye(size)), dim=1))
     draft.norm.load_state_dict(target.norm.state_dict())
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         draft.layers.apply(target.model._init_weights)
+    return draft
 
 
-def _fill_from_target(draft: MtpDraft, target: FrozenTarget) -> None:
+def _of_target(target: FrozenTarget) -> MtpDraft:
     """The layer of the target's checkpoint, which transformers does not load. It shares embedding and head with the target."""
     got = f"null, and {target.name} has no multi-token-prediction weights"
     nothing = UserError("draft.init", got=got, expected="scratch, or the folder or Hub id of a trained draft")
@@ -87,7 +85,8 @@ def _fill_from_target(draft: MtpDraft, target: FrozenTarget) -> None:
         if not torch.equal(tensors.pop(prefix + name, own).to(own), own):
             got = f"{target.name}, whose multi-token-prediction layer has its own {name}"
             raise UserError("target.model", got=got, expected="a layer that shares embedding and head with the target")
-    _fill(draft, tensors, naming, prefix, target.name, "target.model", assign=False)
+    exact = {name: tensor.float() for name, tensor in tensors.items()}
+    return _filled(target, exact, naming, prefix, target.name, "target.model")
 
 
 def native_layer(names: Collection[str], model_type: str, num_layers: int, target: str) -> tuple[Naming, str | None]:
@@ -140,13 +139,14 @@ def _surroundings(naming: Naming, prefix: str, size: int) -> dict[str, Tensor]:
     return {prefix + there: torch.empty(shape, device="meta") for there, shape in shapes.items()}
 
 
-def _fill(
-    draft: MtpDraft, tensors: Mapping[str, Tensor], naming: Naming, prefix: str, source: Path | str, key: str, *, assign: bool
-) -> None:
-    """Load tensors named as in files; with `assign` in the dtype they come in. Raises UserError as `check_tensors` does."""
-    expected = naming.to_file(draft.state_dict(), prefix, fused=has_fused_experts(tensors))
-    check_tensors(expected, tensors, source, key, what=WHAT)
-    draft.load_state_dict(naming.from_file(tensors, prefix), assign=assign)
+def _filled(
+    target: FrozenTarget, tensors: Mapping[str, Tensor], naming: Naming, prefix: str, source: Path | str, key: str
+) -> MtpDraft:
+    """A draft of tensors named as in files, in the dtypes they come in. Raises UserError as `check_tensors` does."""
+    draft = MtpDraft(target)
+    check_tensors(naming.to_file(draft.state_dict(), prefix, fused=has_fused_experts(tensors)), tensors, source, key, what=WHAT)
+    draft.load_state_dict(naming.from_file(tensors, prefix), assign=True)
+    return draft.to(target.device)
 
 
 def save_mtp(draft: MtpDraft, folder: Path) -> None:
@@ -156,7 +156,6 @@ def save_mtp(draft: MtpDraft, folder: Path) -> None:
     config = {
         "architectures": [ARCHITECTURE],
         "model_type": "specdistill_mtp",
-        "naming": naming.name,
         depth_key(text["model_type"]): 1,
         "dtype": str(draft.fc.weight.dtype).removeprefix("torch."),
         "text_config": text,
@@ -172,10 +171,8 @@ def load_mtp(folder: Path | str, target: FrozenTarget, *, key: str = "eval.draft
     """
     folder = Path(folder)
     check_fit(read_config(folder, key), target.config.to_dict(), folder, key, target.name)
-    tensors = read_tensors(folder, key)
-    draft, naming = MtpDraft(target), naming_of(target.config.model_type)
-    _fill(draft, tensors, naming, naming.prefix(target.num_layers), folder, key, assign=True)
-    return draft.to(target.device)
+    naming = naming_of(target.config.model_type)
+    return _filled(target, read_tensors(folder, key), naming, naming.prefix(target.num_layers), folder, key)
 
 
 def check_fit(config: Mapping[str, Any], text_config: Mapping[str, Any], folder: Path | str, key: str, target: str) -> None:
@@ -204,22 +201,17 @@ def check_target(engine: str, target: TargetFiles) -> None:
     kind = target.text_config.get("model_type")
     if kind not in tensor_names.SERVED_TYPES:
         got = f"{engine} for a layer of {target.name}, a {kind}"
-        raise UserError(
-            "engine", got=got, expected=f"a target that it loads such layers of: {', '.join(sorted(tensor_names.SERVED_TYPES))}"
-        )
-    check_floating_point(target.config, target.name)
-
-
-def check_floating_point(config: Mapping[str, Any], name: Path | str) -> None:
-    if config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config"):
-        raise UserError("target.model", got=f"{name}, which is quantized", expected="a checkpoint in floating point")
+        expected = f"a target that it loads such layers of: {', '.join(sorted(tensor_names.SERVED_TYPES))}"
+        raise UserError("engine", got=got, expected=expected)
+    if target.config.get("quantization_config") or target.text_config.get("quantization_config"):
+        raise UserError("target.model", got=f"{target.name}, which is quantized", expected="a checkpoint in floating point")
 
 
 def merge_mtp_weights(draft: Path, target: Path, output: Path) -> None:
     """Write `output`: the checkpoint in the folder `target` with the layer in the folder `draft` (see `save_mtp`).
 
     Raises UserError, before anything is written, when the draft is for another target, its tensors are not those that the checkpoint
-    already has, or the checkpoint is quantized or disagrees with its index.
+    already has, or the checkpoint disagrees with its index.
     """
     checkpoint = Shards.open(target, "target.model")
     checkpoint.check()
@@ -235,7 +227,6 @@ def merge_mtp_weights(draft: Path, target: Path, output: Path) -> None:
 def _tensors(draft: Path, draft_config: dict[str, Any], checkpoint: Shards, config: dict[str, Any]) -> dict[str, Tensor]:
     """The draft's tensors by the names, and in the dtypes, that the checkpoint has or would have them in."""
     target, text = checkpoint.folder, config.get("text_config") or config
-    check_floating_point(config, target)
     # A config.json may omit what is its model's default.
     check_fit(draft_config, (draft_config.get("text_config") or {}) | text, draft, "draft", str(target))
     naming, num_layers = naming_of(draft_config["text_config"]["model_type"]), draft_config["text_config"]["num_hidden_layers"]

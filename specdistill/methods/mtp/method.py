@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -12,17 +13,8 @@ from specdistill.methods.chains import repairs
 from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.chains.unroll import objective
 from specdistill.methods.contract import Implementation
-from specdistill.methods.feature_proposer import proposer_loader
-from specdistill.methods.mtp.checkpoint import (
-    ARCHITECTURE,
-    build_mtp,
-    check_mtp,
-    check_native,
-    check_target,
-    export,
-    load_mtp,
-    save_mtp,
-)
+from specdistill.methods.feature_proposer import loaded_proposer
+from specdistill.methods.mtp import checkpoint
 from specdistill.methods.mtp.module import MtpDraft
 from specdistill.methods.mtp.tensor_names import NATIVE_KEYS, naming_of
 from specdistill.statistics.theory import alpha_from_acceptance_length
@@ -41,18 +33,13 @@ FRESH = sizes.PublishedFigures(None, "none is published for a fresh layer on a f
 
 def config_of(raw: Mapping[str, Any]) -> PreTrainedConfig | None:
     """Of the target that one of this project's own layers is for."""
-    return PreTrainedConfig.from_dict(raw["text_config"]) if raw.get("architectures") == [ARCHITECTURE] else None
+    return PreTrainedConfig.from_dict(raw["text_config"]) if raw.get("architectures") == [checkpoint.ARCHITECTURE] else None
 
 
 def native_layers(raw: Mapping[str, Any], names: Set[str], text: Any) -> tuple[str, int] | None:
     """What config.json states, unless the names of tensors belie it; what transformers makes of the file does not count."""
     if names and naming_of(text.model_type).find_prefix(names, getattr(text, "num_hidden_layers", 0)) is None:
         return None
-    return stated_layers(raw)
-
-
-def stated_layers(raw: Mapping[str, Any]) -> tuple[str, int] | None:
-    """The key of a config.json that says how many layers predict further tokens, and how many."""
     parts = (raw, raw.get("text_config") or {})
     return next(((key, part[key]) for part in parts for key in NATIVE_KEYS if part.get(key)), None)
 
@@ -76,7 +63,7 @@ def planned(target: sizes.Described, given: sizes.Described | None, settings: di
     shape, published = replace(sizes.shape_of(target.text), num_layers=1), PUBLISHED if key else FRESH
     keys = ("draft.init=null",) if key else ()
     warnings: tuple[str, ...] = ()
-    if key is None and (stated := stated_layers(target.raw)):
+    if key is None and (stated := native_layers(target.raw, frozenset(), target.text)):
         warnings = (f"its config.json says {stated[0]}: {stated[1]}, and its files have no such layer",)
     full = [layer for layer in target.cache.layers if layer.size and layer.window is None] if target.cache else []
     cache = CacheSize((full[-1],)) if full else None  # of one layer as the target's last that sees all tokens
@@ -95,23 +82,23 @@ def mtp_head(hidden_size: int, vocab_size: int, layer: int, layer_read: float, n
 
 def check_served(engine: str, layout: Layout, draft: MtpDraft, target: FrozenTarget) -> None:
     if target.files:
-        check_target(engine, target.files)
+        checkpoint.check_target(engine, target.files)
 
 
 METHOD = Implementation(
-    load_proposer=proposer_loader(load_mtp, HeadProposer),
-    is_named=lambda config, names: bool(names) and config.get("architectures") == [ARCHITECTURE],
-    create=lambda recipe, target, rows: build_mtp(target, init=recipe.draft.init, seed=recipe.seed),
-    save=lambda draft, target, folder: save_mtp(draft, folder),
+    load_proposer=partial(loaded_proposer, checkpoint.load_mtp, HeadProposer),
+    is_named=lambda config, names: bool(names) and config.get("architectures") == [checkpoint.ARCHITECTURE],
+    create=lambda recipe, target, rows: checkpoint.build_mtp(target, init=recipe.draft.init, seed=recipe.seed),
+    save=lambda draft, target, folder: checkpoint.save_mtp(draft, folder),
     objective=objective,
-    check=check_mtp,
-    check_native=check_native,
-    simulation=repairs.simulation(likely_causes),
-    likely_causes=repairs.LIKELY_CAUSES,
+    check=checkpoint.check_mtp,
+    check_native=checkpoint.check_native,
+    simulated=repairs.simulated,
+    repaired=partial(repairs.on_copies, likely_causes),
     planned=planned,
     is_described=lambda draft, target: "mtp" in draft.calls_itself,
     config_of=config_of,
     native_layers=native_layers,
     check_served=check_served,
-    export=export,
+    export=checkpoint.export,
 )

@@ -19,7 +19,6 @@ import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -98,8 +97,7 @@ class MtpDraft(nn.Module):
         return features.last_hidden.to(self.fc.weight.dtype)
 
     def rotary(self, like: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
-        tables: tuple[Tensor, Tensor] = self._rotary(like, positions_BT, **self._rotary_options)
-        return tables
+        return self._rotary(like, positions_BT, **self._rotary_options)
 
     def forward(
         self, next_ids_BT: Tensor, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache
@@ -112,8 +110,7 @@ class MtpDraft(nn.Module):
 
     def _layer(self, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache) -> Tensor:
         output = self.layers[0](hidden_BTH, attention_mask=None, position_embeddings=rotary, kv_cache=kv_cache)
-        result: Tensor = output[0] if isinstance(output, tuple) else output
-        return result
+        return output[0] if isinstance(output, tuple) else output
 
     @torch.no_grad()
     def _check_route(self) -> None:
@@ -133,15 +130,12 @@ class MtpDraft(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "MtpDraft":
         """What transformers keeps in float32, such as DeepSeek's routing bias, stays so when the draft changes dtype."""
-
-        def exact() -> dict[str, Tensor]:
-            tensors = chain(self.named_parameters(), self.named_buffers())
-            return {name: tensor for name, tensor in tensors if any(part in name for part in self._float32)}
-
-        before = {name: tensor.data for name, tensor in exact().items()}
+        state = self.state_dict(keep_vars=True)
+        exact = {name: state[name].data for name in state if any(part in name for part in self._float32)}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, tensor in exact().items():
-            tensor.data = before[name].to(tensor.device)
+        moved = self.state_dict(keep_vars=True)
+        for name, tensor in exact.items():
+            moved[name].data = tensor.to(moved[name].device)
         return self
 
 

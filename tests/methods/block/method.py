@@ -18,7 +18,7 @@ from specdistill.decoding.tree import candidates_are_drawn
 from specdistill.losses.chunked import head_loss
 from specdistill.losses.divergence import acceptance, forward_kl
 from specdistill.methods.checkpoint import read_tensors, write_draft
-from specdistill.methods.contract import Implementation, Simulation
+from specdistill.methods.contract import Implementation
 from specdistill.methods.sizes import Described, ParameterCounts, PlannedDraft, PublishedFigures
 from specdistill.targets.anatomy import LogitsHead
 from specdistill.targets.packed_rows import Documents
@@ -168,10 +168,7 @@ METHOD = Implementation(
     create=lambda recipe, target, rows: Block(target.vocab_size, recipe.draft.hidden_size, recipe.draft.block_size),
     save=save,
     objective=lambda draft, recipe, target: BlockLoss(draft, recipe.draft.block_size, recipe.loss.num_anchors),
-    simulation=Simulation(
-        draft_of=lambda proposer: proposer.draft,
-        objective=lambda draft, k: BlockLoss(draft, min(k, draft.slots.num_embeddings), 64),
-        repaired=swapped,
-    ),
+    simulated=lambda draft, k: BlockLoss(draft, min(k, draft.slots.num_embeddings), 64),
+    repaired=swapped,
     planned=planned,
 )

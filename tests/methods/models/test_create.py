@@ -129,10 +129,8 @@ def test_settings_that_do_not_fit_are_refused(target: FrozenTarget, settings: di
         create_draft_model(target, **settings)
 
 
-def test_a_larger_draft_is_refused_with_its_bound_unless_told(target: FrozenTarget, caplog: pytest.LogCaptureFixture) -> None:
-    with refused("draft.allow_larger"):
-        create_draft_model(target, init="scratch", num_layers=8)
-    draft = create_draft_model(target, init="scratch", num_layers=8, allow_larger=True)
+def test_of_a_larger_draft_is_warned_with_its_bound(target: FrozenTarget, caplog: pytest.LogCaptureFixture) -> None:
+    draft = create_draft_model(target, init="scratch", num_layers=8)
     assert draft.config.num_hidden_layers == 8
     assert [record.levelname for record in caplog.records if "predicted speedup" in record.message] == ["WARNING"]
 
@@ -172,7 +170,7 @@ def test_a_model_on_the_hub_is_read_at_its_revision(monkeypatch: pytest.MonkeyPa
     read = lambda place, **options: asked.append((place, options["revision"])) or (tiny_target_model(), tiny_tokenizer())  # noqa: E731
     monkeypatch.setattr(checkpoint, "read_causal_lm", read)
     for name in ("org/name@0123abc", "org/name"):
-        create_draft_model(target, init=name, allow_larger=True)
+        create_draft_model(target, init=name)
     assert asked == [("org/name", "0123abc"), ("org/name", None)]
 
 

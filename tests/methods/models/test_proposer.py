@@ -14,8 +14,8 @@ from specdistill.decoding.decoder import Decoder, Generation
 from specdistill.decoding.proposer import Proposal
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import DynamicTree
+from specdistill.methods import feature_proposer
 from specdistill.methods.load import load_proposer
-from specdistill.methods.models import proposer as proposing
 from specdistill.methods.models.layers import LlamaLayers
 from specdistill.methods.models.proposer import DraftModelProposer
 from specdistill.methods.models.vocabulary import match_vocabularies
@@ -94,7 +94,7 @@ def fresh(proposer: DraftModelProposer, k: int) -> Propose:
     def propose(text: list[int], sampling: Sampling, uniforms: list[float]) -> Proposal:
         proposer.begin([len(text) + k])
         padded = torch.tensor([[*uniforms, *[0.5] * (k - len(uniforms))]], dtype=torch.float64)
-        with mock.patch.object(proposing, "uniforms", return_value=padded):
+        with mock.patch.object(feature_proposer, "uniforms", return_value=padded):
             return proposer.propose(state_of(text), k, sampling, [None])[0]
 
     return propose

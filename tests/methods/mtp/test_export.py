@@ -9,9 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specdistill.engines.engine import Layout
 from specdistill.errors import UserError
-from specdistill.methods.mtp.checkpoint import build_mtp, load_mtp, merge_mtp_weights, save_mtp
+from specdistill.methods.mtp.checkpoint import build_mtp, export, load_mtp, merge_mtp_weights, save_mtp
 from specdistill.methods.mtp.tensor_names import merge_experts
+from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from tests.mtp_targets import KINDS, add_tensors, all_tensors, mtp_shapes, mtp_tensors, tiny_model, write_checkpoint
 
@@ -176,7 +178,7 @@ def test_what_cannot_be_merged_is_refused_and_leaves_nothing(change: str, names:
     save_draft(target, tmp_path / "draft")
     spoil(change, source, tmp_path / "draft")
     with pytest.raises(UserError, match=re.escape(names)):
-        merge_mtp_weights(tmp_path / "draft", source, output)
+        export(tmp_path / "draft", "vllm", Layout(), output, TargetFiles(str(source)), 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["draft", "target"]
 
 

@@ -194,7 +194,6 @@ def folder(target: FrozenTarget, tmp_path: Path) -> Path:
     )
     method = implementation("pard")
     draft = create_draft(recipe, target, ROWS)
-    assert method.save
     method.save(draft, target, tmp_path / "draft")
     return tmp_path / "draft"
 
