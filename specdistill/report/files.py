@@ -24,6 +24,7 @@ from specdistill.errors import ResourceError, UserError, refusing
 from specdistill.files.documents import read_json
 from specdistill.files.folders import check_writable
 from specdistill.report import charts, phrases, tables
+from specdistill.report.draft_lengths import by_load, fastest_lengths
 from specdistill.report.schema import ReportDocument, json_schema
 from specdistill.report.text import to_markdown
 from specdistill.statistics.metrics import MIN_BUCKET_DRAFTS
@@ -193,6 +194,7 @@ def to_html(report: Mapping[str, Any], records: Sequence[PromptRecord]) -> str:
         contexts=[(context["bucket"].replace("-", " to "), context) for context in contexts],
         min_drafts=MIN_BUCKET_DRAFTS,
         by_k=tables.sweep(report, "num_speculative_tokens") or [row],
+        by_load=by_load(fastest_lengths(report)),
         per_token=tables.time_per_token(main_records),
         latency=tables.latency(main_records),
         samples=samples(main_records),
