@@ -25,7 +25,7 @@ from specdistill.files.documents import read_json
 from specdistill.files.folders import check_writable
 from specdistill.report import charts, phrases, tables
 from specdistill.report.draft_lengths import by_load, fastest_lengths
-from specdistill.report.schema import ReportDocument, json_schema
+from specdistill.report.schema import ReportDocument, schema
 from specdistill.report.text import to_markdown
 from specdistill.statistics.metrics import MIN_BUCKET_DRAFTS
 from specdistill.statistics.records import ALL, PromptRecord, read_records, records_of, write_records
@@ -115,23 +115,18 @@ def render(folder: Path) -> None:
 
 
 @cache
-def schema() -> dict[str, Any]:
-    return json_schema(ReportDocument, "specdistill report")
+def _adapter() -> TypeAdapter[ReportDocument]:
+    return TypeAdapter(ReportDocument)
 
 
-@cache
-def adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
-
-
-def validate(document: Any, name: str = "report.json", key: str = "report", kind: Any = ReportDocument) -> None:
-    """Raises UserError that names the first field that does not fit this kind of document."""
+def validate(report: Any, name: str = "report.json", key: str = "report") -> None:
+    """Raises UserError that names the first field that does not fit the schema."""
     try:
-        adapter(kind).validate_python(document)
+        _adapter().validate_python(report)
     except ValidationError as error:
         wrong = error.errors()[0]
-        place, what = ".".join(map(str, wrong["loc"])) or "the whole document", kind.__name__.removesuffix("Document").lower()
-        expected = f"a {what} of schema version 2: measure again with this specdistill"
+        place = ".".join(map(str, wrong["loc"])) or "the whole document"
+        expected = "a report of schema version 2: measure again with this specdistill"
         raise UserError(key, got=f"{name} with {place}: {wrong['msg'][:200]}", expected=expected) from error
 
 

@@ -1,6 +1,7 @@
 """What report.json holds, field by field, and so what a gate's rules may name. Printed by `python -m specdistill.report.schema`."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, Required
 
@@ -403,15 +404,12 @@ class ReportDocument(Document):
     not_measured: Reasons
 
 
-def json_schema(document: Any, title: str) -> dict[str, Any]:
-    return {**TypeAdapter(document).json_schema(schema_generator=WithoutTitles), "title": title}
-
-
-def print_schema(document: Any, path: Path) -> None:
-    """Write the JSON Schema of a document that others read."""
-    text = json.dumps(json_schema(document, f"specdistill {path.name.partition('.')[0]}"), indent=2, ensure_ascii=False)
-    path.write_text(f"{text}\n", encoding="utf-8")
+@cache
+def schema() -> dict[str, Any]:
+    """The JSON Schema."""
+    return {**TypeAdapter(ReportDocument).json_schema(schema_generator=WithoutTitles), "title": "specdistill report"}
 
 
 if __name__ == "__main__":
-    print_schema(ReportDocument, Path(__file__).with_name("report.schema.json"))
+    text = json.dumps(schema(), indent=2, ensure_ascii=False)
+    Path(__file__).with_name("report.schema.json").write_text(f"{text}\n", encoding="utf-8")

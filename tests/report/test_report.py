@@ -22,13 +22,13 @@ from specdistill.report.files import (
     read_report,
     render,
     samples,
-    schema,
     to_html,
     to_picture,
     validate,
     write_report,
 )
 from specdistill.report.phrases import procedure, settings_line
+from specdistill.report.schema import schema
 from specdistill.report.tables import sweep
 from specdistill.report.text import print_gate, print_report, to_markdown
 from specdistill.statistics.records import Configuration
