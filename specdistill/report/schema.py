@@ -309,12 +309,6 @@ class ContextBucketDocument(Document):
     mean_acceptance_length: Length
 
 
-class BaselineDraftDocument(Document):
-    model: Annotated[str | None, about("folder or Hub id")]
-    revision: Annotated[str | None, about("of a Hub id")]
-    method: Annotated[str, about("how it proposes")]
-
-
 class ChangeDocument(Document, total=False):
     metric: Required[Annotated[str, about("field of a result row")]]
     category: Required[Annotated[str, about("of the suite; `all`")]]
@@ -331,7 +325,7 @@ class BaselineDocument(Document):
 
     created: Annotated[str, about("UTC, ISO 8601")]
     git_revision: NotRequired[Annotated[str, about("commit of the checkout")]]
-    draft: BaselineDraftDocument
+    draft: Annotated[DraftDocument, about("its name and method")]
     changes: list[ChangeDocument]
     reason: NotRequired[Annotated[str, about("why the two could not be compared")]]
 
