@@ -96,25 +96,23 @@ def divergence(target: FrozenTarget, prompt: Prompt, ours: Generation, theirs: t
 
     `top2_gap`: the model's best logit less its second best.
     """
-    if ours.token_ids == theirs:
+    found = first_difference(prompt.id, ours.token_ids, theirs)
+    if found is None:
         return None
-    position, our_token, their_token = first_difference(ours.token_ids, theirs)
-    logits_V = reference.logits(target, [*prompt.token_ids, *theirs[:position]])[-1]
+    logits_V = reference.logits(target, [*prompt.token_ids, *theirs[: found["position"]]])[-1]
     best, second = logits_V.topk(2).values.tolist()
     bound = max(NEAR_TIE, NEAR_TIE_ROUNDINGS * torch.finfo(getattr(torch, target.dtype)).eps) * abs(best)
-    return {
-        "prompt_id": prompt.id,
-        "position": position,
-        "speculative_token": our_token,
-        "baseline_token": their_token,
-        "top2_gap": best - second,
-        "near_tie": all(token is not None and best - float(logits_V[token]) <= bound for token in (our_token, their_token)),
-    }
+    tokens = found["speculative_token"], found["baseline_token"]
+    is_near = all(token is not None and best - float(logits_V[token]) <= bound for token in tokens)
+    return {**found, "top2_gap": best - second, "near_tie": is_near}
 
 
-def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> tuple[int, int | None, int | None]:
-    """The first position where two sequences differ, and their tokens there; None where one has ended."""
-    return next((position, *pair) for position, pair in enumerate(zip_longest(ours, theirs)) if pair[0] != pair[1])
+def first_difference(prompt_id: str, ours: Sequence[int], theirs: Sequence[int]) -> dict[str, Any] | None:
+    """The first position where a prompt's completions differ, and their tokens there, null where one has ended; None for equal ones."""
+    for position, (our_token, their_token) in enumerate(zip_longest(ours, theirs)):
+        if our_token != their_token:
+            return {"prompt_id": prompt_id, "position": position, "speculative_token": our_token, "baseline_token": their_token}
+    return None
 
 
 def candidates(proposal: Proposal, path: Sequence[int]) -> Sequence[int]:

@@ -228,10 +228,8 @@ class SettingsDocument(Document):
     seed: int
     warmup: Annotated[Count, about("untimed prompts")]
     repeats: Annotated[AtLeastOne, about("timed repetitions; of each round the lower median counts")]
-    interim_analyses: NotRequired[Annotated[bool, about("whether it could stop earlier: intervals are corrected")]]
-    target_precision: NotRequired[
-        Annotated[Positive | None, about("half-width of intervals that suffices; null: every prompt")]
-    ]
+    interim_analyses: NotRequired[Annotated[Literal[False], about("it could not stop earlier; of reports before 0.2.0")]]
+    target_precision: NotRequired[Annotated[None, about("every prompt was measured; of reports before 0.2.0")]]
 
 
 class EngineDocument(Document, total=False):
