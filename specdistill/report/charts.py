@@ -19,12 +19,9 @@ AXIS = 16  # the height of an axis's name
 LETTER = 7.6  # the width that a character of a label takes, generously
 ABOVE, LONGEST = 14, int(WIDTH / LETTER)  # the height of a name above what it names, and the characters that fit there
 
-KINDS = {"prefill": "muted", "draft": "bonus", "target": "bar", "rest": "mine"}  # what time goes into, and its colour
-
 NamedRows = Sequence[tuple[str, ResultRow]]
 Ticks = Sequence[tuple[float, str]]  # (value, label)
 Format = Callable[[float], str]
-Segments = Sequence[tuple[str, float]]  # (kind, amount) of a bar, from left to right
 
 
 @dataclass(frozen=True)
@@ -144,25 +141,6 @@ def speedup_by_k(theory: Mapping[str, Any] | None, rows: Sequence[ResultRow]) ->
 
 def at_k(row: ResultRow) -> str:
     return f"K = {row['num_speculative_tokens']}: {times(row['speedup'])}{between(row, 'speedup')}"
-
-
-def time_per_token(bars: Sequence[tuple[str, Segments]]) -> Markup | None:
-    """A bar below the name of each way of decoding: milliseconds per token, by what they go into (KINDS), one after the other."""
-    if not bars:
-        return None
-    step, top = 52 + ABOVE, 8
-    x = Scale(0, max(sum(ms for _, ms in segments) for _, segments in bars), 0, WIDTH - 72)
-    drawn, values = [], []
-    for index, (name, segments) in enumerate(bars):
-        y, start = top + step * index + ABOVE, 0.0
-        drawn.append(_text(0, y - 1, name))
-        for kind, ms in segments:
-            end = start + max(ms, 0.0)
-            values.append(f"{name}, {kind}: {number(end - start, 3)} ms")
-            drawn.append(_bar(x(start), y + 4, x(end) - x(start), 32, KINDS[kind], values[-1]))
-            start = end
-        drawn.append(_text(x(start) + 6, y + 24, f"{number(sum(ms for _, ms in segments))} ms", kind="strong"))
-    return _svg(top + len(bars) * step, "Milliseconds that a token costs", drawn, values)
 
 
 def _tag(name: str, content: object = "", **attributes: object) -> Markup:

@@ -190,7 +190,6 @@ def to_html(report: Mapping[str, Any], records: Sequence[PromptRecord]) -> str:
         min_drafts=MIN_BUCKET_DRAFTS,
         by_k=tables.sweep(report, "num_speculative_tokens") or [row],
         by_load=by_load(fastest_lengths(report)),
-        per_token=tables.time_per_token(main_records),
         latency=tables.latency(main_records),
         samples=samples(main_records),
         num_plain_samples=NUM_PLAIN_SAMPLES,

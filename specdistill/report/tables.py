@@ -132,17 +132,6 @@ def _quality(name: str, scores: Mapping[str, Any]) -> tuple[Cell, ...]:
     )
 
 
-def time_per_token(records: Sequence[PromptRecord]) -> list[tuple[str, list[tuple[str, float]]]]:
-    """(side, [(kind, milliseconds per token)]) of both sides; the kinds add up to the whole."""
-    totals = {"plain": _totals(records, "baseline"), "with draft": _totals(records, "speculative")}
-    kinds = ("prefill", "draft", "target", "rest")
-    return [
-        (side, [(kind, 1000 * total[kind] / total["tokens"]) for kind in kinds])
-        for side, total in totals.items()
-        if total["tokens"]
-    ]
-
-
 def latency(records: Sequence[PromptRecord]) -> Table:
     """Milliseconds, plain and with the draft: a prompt's prefill, the parts of a round, a token."""
     sides = [_totals(records, side) for side in ("baseline", "speculative")]
