@@ -37,7 +37,6 @@ FILES = (REPORT, SAMPLES, "report.md", "report.html", "junit.xml")
 JUDGED = ("gate", "baseline", "digest")  # parts of a report that change when it is judged again, and the hash of all others
 SCALARS = ("number", "integer", "boolean")
 ROW_IDENTITY = ("num_speculative_tokens", "temperature", "batch_size")  # numbers of a row that are its configuration
-NUM_PLAIN_SAMPLES = 3  # completions shown where scripts do not run
 MAX_BYTES = 4_000_000  # of the embedded JSON, so that a page stays below 5 MB and opens at once
 PROMPT_CHARACTERS = 400  # shown of a prompt's end
 
@@ -169,7 +168,7 @@ def _templates() -> Environment:
 
 
 def to_html(report: Mapping[str, Any], records: Sequence[PromptRecord]) -> str:
-    row, main = report["results"][0], tables.main_rows(report)
+    row = report["results"][0]
     main_records = records_of(row, records)
     contexts = [context for context in report["context"] if context["num_drafts"] >= MIN_BUCKET_DRAFTS]
 
@@ -183,8 +182,7 @@ def to_html(report: Mapping[str, Any], records: Sequence[PromptRecord]) -> str:
         created=report["created"],
         report=report,
         row=row,
-        named=[(phrases.row_name(line), line) for line in main],
-        num_configurations=len(tables.whole_rows(report)),
+        named=[(phrases.row_name(line), line) for line in tables.main_rows(report)],
         swept=swept,
         contexts=[(context["bucket"].replace("-", " to "), context) for context in contexts],
         min_drafts=MIN_BUCKET_DRAFTS,
@@ -192,7 +190,6 @@ def to_html(report: Mapping[str, Any], records: Sequence[PromptRecord]) -> str:
         by_load=by_load(fastest_lengths(report)),
         latency=tables.latency(main_records),
         samples=samples(main_records),
-        num_plain_samples=NUM_PLAIN_SAMPLES,
         num_records=len(main_records),
     )
 
