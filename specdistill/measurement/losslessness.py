@@ -24,7 +24,7 @@ from specdistill.decoding.sampling import GREEDY, Sampling
 from specdistill.decoding.tree import ROOT
 from specdistill.measurement import reference
 from specdistill.measurement.configurations import Settings
-from specdistill.measurement.measure import PromptRuns, decode, decoder_for, in_batches
+from specdistill.measurement.measure import PromptBatch, PromptRuns, decode, decoder_for, in_batches
 from specdistill.progress import progress
 from specdistill.statistics.intervals import MIN_EXPECTED, chi_square
 from specdistill.suites.suite import Prompt
@@ -212,14 +212,8 @@ def most_telling_prompt(
     best_score, best = -1.0, (prompts[0].token_ids, prompts[0].id)
     for prompt in sorted(prompts, key=lambda prompt: len(prompt.token_ids))[:NUM_PROBED_PROMPTS]:
         deviations.clear()
-        generation = decoder.generate(
-            prompt.token_ids,
-            max_new_tokens=min(NUM_PROBED_TOKENS, target.max_length - len(prompt.token_ids)),
-            num_speculative_tokens=settings.num_speculative_tokens,
-            tree=settings.tree,
-            sampling=settings.sampling,
-            generator=torch.Generator().manual_seed(settings.seed),
-        )
+        room = min(NUM_PROBED_TOKENS, target.max_length - len(prompt.token_ids))
+        (generation,) = decode(decoder, PromptBatch(0, (prompt,)), replace(settings, max_new_tokens=room))
         sequence = (*prompt.token_ids, *generation.token_ids)
         probs_TV = settings.sampling.probabilities(reference.logits(target, sequence))
         length = len(prompt.token_ids) + 1  # before the round
