@@ -253,23 +253,17 @@ class SuiteDocument(Document):
 
 
 class AveragesDocument(Document, total=False):
+    average: Annotated[str, about("how they were averaged")]
     mean_acceptance_length: Annotated[Length, about("averaged as `average` says")]
     mean_acceptance_length_ci95: ConfidenceInterval
     speedup: Annotated[Positive, about("averaged as `average` says")]
     speedup_ci95: ConfidenceInterval
 
 
-class MicroDocument(AveragesDocument):
-    """The whole suite's, where categories count by their drafts and their time."""
-
-    average: Annotated[str, about("how they were averaged")]
-
-
 class HeadlineDocument(AveragesDocument, total=False):
     """The numbers to quote."""
 
-    average: Annotated[str, about("how they were averaged")]
-    micro: MicroDocument
+    micro: Annotated[AveragesDocument, about("the whole suite's, where categories count by their drafts and their time")]
 
 
 class FirstDivergenceDocument(Document, total=False):
