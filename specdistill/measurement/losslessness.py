@@ -24,7 +24,7 @@ from specdistill.decoding.sampling import GREEDY, Sampling
 from specdistill.decoding.tree import ROOT
 from specdistill.measurement import reference
 from specdistill.measurement.configurations import Settings
-from specdistill.measurement.measure import PromptBatch, PromptRuns, decode, decoder_for, in_batches
+from specdistill.measurement.measure import PromptBatch, PromptRuns, decode, in_batches
 from specdistill.progress import progress
 from specdistill.statistics.intervals import MIN_EXPECTED, chi_square
 from specdistill.suites.suite import Prompt
@@ -75,7 +75,7 @@ def greedy_pairs(
     for its prompt alone, which counts: padding rounds differently, and some classes read it wrongly.
     """
     greedy, is_sampled = replace(settings, sampling=GREEDY), not settings.sampling.is_greedy
-    with_draft, generate = decoder_for(target, greedy, proposer), generate or generate_greedily(target, settings)
+    with_draft, generate = Decoder(target, proposer, compiled=settings.compile), generate or generate_greedily(target, settings)
     with progress("Checking greedy output", len(runs), "prompts") as advance:
         for batch in in_batches([run.prompt for run in runs], settings.batch_size):
             own, prompts = runs[batch.start : batch.end], tuple(prompt.token_ids for prompt in batch.prompts)
