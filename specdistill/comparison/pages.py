@@ -70,6 +70,10 @@ def to_markdown(comparison: Comparison) -> str:
 def to_html(comparison: Comparison) -> str:
     """comparison.html: one self-contained file. Every value is escaped: names come from outside."""
     ranked, lines = _ranked(comparison), rows(comparison)
+    by_k: dict[int, list[tuple[str, ResultRow]]] = {}
+    for candidate in ranked:
+        report = candidate["report"]
+        by_k.setdefault(report["settings"]["num_speculative_tokens"], []).append((candidate["name"], report["results"][0]))
     return template("comparison/comparison.html.j2").render(
         title=title(comparison),
         verdict=headline(comparison),
@@ -84,7 +88,7 @@ def to_html(comparison: Comparison) -> str:
         shape=phrases.shape,
         why=comparison["why"],
         footnote=FOOTNOTE,
-        named=[(candidate["name"], candidate["report"]["results"][0]) for candidate in ranked],
+        by_k=by_k,
     )
 
 
