@@ -23,10 +23,10 @@ from specdistill.methods.load import create_draft, implementation, method_of
 from specdistill.methods.recipe import Recipe, TrainedRecipe
 from specdistill.methods.target_record import TEMPLATE, check_target, copy_record, save_draft
 from specdistill.recipe.sections import LookupFirstConfig
-from specdistill.report.draft_lengths import DraftLength, by_length, draft_lengths, usual_length
+from specdistill.report.draft_lengths import DraftLength, by_load, draft_lengths, fastest_lengths, usual_length
 from specdistill.report.files import read_document
 from specdistill.report.phrases import between, failed_rules, lookup_first, per_position, settings_line, times, verdict
-from specdistill.report.tables import by_load, whole_suite
+from specdistill.report.tables import whole_suite
 from specdistill.report.text import cells, plain, table
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
@@ -219,7 +219,7 @@ Paths and names are those of the machine it was written on{"" if served.target e
         table(("what else is set", "how"), ((name, how.format(**fitting)) for name, how in engine.flags.items())),
         f"In Python:\n\n```python\n{engine.snippet(served)}\n```" if engine.snippet else "",
         f"## What to expect\n\n{expectation(report)}",
-        cells(by_load(report))
+        cells(by_load(fastest_lengths(report)))
         if report and report.get("engine", {}).get("name") in ENGINES
         else lengths_md(engine, served, lengths),
         engine.counters,
@@ -234,7 +234,7 @@ def lengths_md(engine: Engine, served: Served, lengths: Sequence[DraftLength]) -
     assert engine.serve_command is not None
     changes = engine.serve_command(served) != engine.serve_command(replace(served, lengths=()))
     started = "this table" if changes else f"{served.num_tokens} draft tokens, whatever the load"
-    return f"{cells(by_length(lengths))}\n\n0: plain decoding is faster. {engine.title} is started with {started}."
+    return f"{cells(by_load(lengths))}\n\n{engine.title} is started with {started}."
 
 
 def caveats(report: Mapping[str, Any] | None, engine: Engine, k: int) -> str:

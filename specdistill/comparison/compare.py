@@ -15,8 +15,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 from specdistill import __version__
-from specdistill.comparison.schema import ComparisonDocument
-from specdistill.report.files import validate
 from specdistill.report.phrases import gain, is_lossless, number, percent, signed
 from specdistill.statistics.intervals import relative_change
 from specdistill.statistics.metrics import METRICS, Metric, PromptSums, prompt_sums, value
@@ -90,13 +88,6 @@ def compare(candidates: Sequence[Measured], *, seed: int = 0) -> dict[str, Any]:
         "ranking": ranking,
         "why": [{"name": name, "message": message} for name, message in reasons(listed, ranking)],
     }
-
-
-def validate_comparison(comparison: Mapping[str, Any]) -> None:
-    """Raises UserError that names the first field that does not fit the schema, in the comparison or in one of its reports."""
-    validate(comparison, "comparison.json", "comparison", ComparisonDocument)
-    for candidate in comparison["candidates"]:
-        validate(candidate["report"], f"comparison.json ({candidate['name']})", "comparison")
 
 
 def _differences(sums: PromptSums, best: PromptSums, seed: int) -> dict[str, Any]:

@@ -28,14 +28,11 @@ def measure_candidates(options: CommonOptions) -> list[Measured]:
     suite = load_suite(options.suite, options.target.model)
     target = FrozenTarget.load(**vars(options.target))
     fit_threads(target)
-    proposers = []
-    for one, keys in zip(candidates, options_by_method(options, [one.method for one in candidates]), strict=True):
-        shape: dict[str, Any] = {
-            "lookup_first": one.lookup_first,
-            "draft_length": options.draft_length,
-            "compile": options.compile,
-        }
-        proposers.append(load_proposer(one.method, one.folder, target, key="drafts", **shape, **keys))
+    of_all: dict[str, Any] = {"key": "drafts", "draft_length": options.draft_length, "compile": options.compile}
+    proposers = [
+        load_proposer(one.method, one.folder, target, lookup_first=one.lookup_first, **of_all, **keys)
+        for one, keys in zip(candidates, options_by_method(options, [one.method for one in candidates]), strict=True)
+    ]
     use_recorded_template([one.folder for one in candidates if one.folder], target.tokenizer, "drafts")
     histories = [read_history(one.folder, key="drafts") if one.folder else None for one in candidates]
     limits: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "num_prompts": num_measured(suite, options.num_prompts)}

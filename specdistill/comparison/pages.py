@@ -9,7 +9,6 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from specdistill.comparison.compare import validate_comparison
 from specdistill.report import phrases, tables
 from specdistill.report.files import staged, template, write_report
 from specdistill.report.phrases import ResultRow, between, duration, interval, number, percent, signed, size, times
@@ -19,7 +18,7 @@ from specdistill.statistics.records import PromptRecord
 from specdistill.terminal import Console
 
 FILES = ("comparison.json", "comparison.md", "comparison.html")
-Comparison = Mapping[str, Any]  # a ComparisonDocument
+Comparison = Mapping[str, Any]  # what `compare` returns
 
 ON_STDOUT = ("candidate", "speedup", "to the best", "acceptance length", "lossless")
 MOST_BY_CATEGORY = 6  # candidates
@@ -39,10 +38,13 @@ def write_comparison(folder: Path, comparison: Comparison, records: Mapping[str,
 
     records: candidate name -> the records of its prompts.
     """
-    validate_comparison(comparison)
     for candidate in comparison["candidates"]:
         write_report(folder / candidate["name"], candidate["report"], records[candidate["name"]])
-    texts = (json.dumps(comparison, indent=2, ensure_ascii=False) + "\n", to_markdown(comparison), to_html(comparison))
+    texts = (
+        json.dumps(comparison, indent=2, ensure_ascii=False, allow_nan=False) + "\n",
+        to_markdown(comparison),
+        to_html(comparison),
+    )
     with staged(folder) as staging:
         for name, text in zip(FILES, texts, strict=True):
             (staging / name).write_text(text, encoding="utf-8")

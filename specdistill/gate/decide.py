@@ -30,7 +30,6 @@ from specdistill.statistics.records import ALL, PromptRecord, records_of
 # Settings that change what is accepted or timed: two measurements share them and the row's configuration, or are not compared.
 SHARED_SETTINGS = ("top_p", "top_k", "max_new_tokens", "compile")
 NUM_IDS_SHOWN = 3
-NUM_INTERIM_ANALYSES = 5  # at most, of the reports of versions before 0.2.0 that have any
 BASELINE = "a report.json, its folder, or a Hub id with its revision, as org/name@v1.2"
 FIRST_RELEASE = "none"  # in place of a baseline: there is no earlier report to compare with
 
@@ -198,7 +197,7 @@ def _row_metric(rule: Rule, evidence: Evidence) -> Estimate:
     records, seed = records_of(row, evidence.records), evidence.report["settings"]["seed"]
     if not records:
         return Estimate(value, reason="no record is of this row")
-    bounds = interval(METRICS[rule.metric], prompt_sums(records), confidence=_confidence(rule, evidence), seed=seed)
+    bounds = interval(METRICS[rule.metric], prompt_sums(records), confidence=rule.confidence, seed=seed)
     return Estimate(value, bounds, None if bounds else "too few prompts for an interval", row["num_prompts"])
 
 
@@ -214,12 +213,6 @@ def _document_metric(rule: Rule, report: Mapping[str, Any]) -> Estimate:
     if rule.confidence != DEFAULT_CONFIDENCE:
         return Estimate(value, reason=f"its interval is known at {DEFAULT_CONFIDENCE:.0%} only")
     return Estimate(value, tuple(ci95))
-
-
-def _confidence(rule: Rule, *sides: Evidence) -> float:
-    """The rule's, stricter where a run could stop at any of NUM_INTERIM_ANALYSES: by Bonferroni all of them miss no more often than one."""
-    with_interim_analyses = any(side.report["settings"].get("interim_analyses") for side in sides)
-    return 1 - (1 - rule.confidence) / NUM_INTERIM_ANALYSES if with_interim_analyses else rule.confidence
 
 
 def regression(rule: Rule, evidence: Evidence, baseline: Evidence | None) -> Estimate:
@@ -249,7 +242,7 @@ def regression(rule: Rule, evidence: Evidence, baseline: Evidence | None) -> Est
         metric,
         prompt_sums(records),
         prompt_sums(old_records),
-        confidence=_confidence(rule, evidence, baseline),
+        confidence=rule.confidence,
         seed=evidence.report["settings"]["seed"],
     )
     missing = None if bounds else "too few prompts measured in both reports for an interval"

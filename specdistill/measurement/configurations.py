@@ -61,14 +61,12 @@ class Settings:
     def of(cls, section: Any) -> "Settings":
         """From a recipe's eval section, or from another command's options of the same names."""
         tree = tree_shape(**vars(section.tree)) if section.tree else None
+        alike = ("max_new_tokens", "repeats", "warmup", "seed", "batch_size", "compile")
         return cls(
             tree.depth if tree else section.num_speculative_tokens,
             tree=tree,
             sampling=Sampling(section.temperature, section.top_p, section.top_k),
-            **{
-                name: getattr(section, name)
-                for name in ("max_new_tokens", "repeats", "warmup", "seed", "batch_size", "compile")
-            },
+            **{name: getattr(section, name) for name in alike},
         )
 
 

@@ -122,8 +122,8 @@ def measure_in_engine(recipe: Recipe, suite: Suite, folder: Path) -> tuple[dict[
         served = _served(recipe, draft, folder / "draft", files)
         of_target |= {"dtype": target.dtype, "weights": files.identity.weights}
         if in_gguf:
-            served = with_files(served, config.llama_cpp, in_gguf.path)
-            of_target |= {"dtype": in_gguf.dtype, "weights": in_gguf.weights}
+            file, in_file = in_gguf
+            served, of_target = with_files(served, config.llama_cpp, file), of_target | in_file
         of_draft = describe_draft(draft, served.method or recipe.method)
         measurement = measure_started(task, config, target, served, folder)
         found = hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -136,16 +136,11 @@ def measure_in_engine(recipe: Recipe, suite: Suite, folder: Path) -> tuple[dict[
     return report, records
 
 
-class GgufTarget(NamedTuple):
-    """dtype: its file type. weights: sha256 of its sha256, as of a target that is a GGUF file."""
+def target_file(config: LlamaCppConfig, target: TargetFiles, tokenizer: Any) -> tuple[Path, dict[str, str]]:
+    """The target as a GGUF file, and what a report says of it: its file type as dtype, and as weights sha256 of its sha256.
 
-    path: Path
-    dtype: str
-    weights: str
-
-
-def target_file(config: LlamaCppConfig, target: TargetFiles, tokenizer: Any) -> GgufTarget:
-    """Raises UserError without such a file, and for one with another vocabulary."""
+    Raises UserError without such a file, and for one with another vocabulary.
+    """
     named = resolve(config.model, MODEL) if config.model else target.name
     file = split_gguf(named)[1]
     if file is None or (config.model and not Path(named).is_file()):
@@ -161,7 +156,7 @@ def target_file(config: LlamaCppConfig, target: TargetFiles, tokenizer: Any) -> 
     ours = tokenizer.get_vocab()
     if config.model and sum(tokens[index : index + 1] != [token] for token, index in ours.items()) > MOST_OTHER * len(ours):
         raise UserError(MODEL, got=f"{path}, with another vocabulary", expected=f"{target.name}, as a GGUF file")
-    return GgufTarget(path, dtype, combined(file_hashes([path])))
+    return path, {"dtype": dtype, "weights": combined(file_hashes([path]))}
 
 
 def with_files(served: Served, config: LlamaCppConfig, target: Path) -> Served:
@@ -309,7 +304,4 @@ def _divergence(entry: AnsweredPrompt) -> dict[str, Any] | None:
     ours, theirs = with_draft.counts.token_ids, plain.counts.token_ids
     if not ours or not theirs:
         return {"prompt_id": entry.prompt.id} if with_draft.text != plain.text else None
-    if ours == theirs:
-        return None
-    position, our_token, their_token = first_difference(ours, theirs)
-    return {"prompt_id": entry.prompt.id, "position": position, "speculative_token": our_token, "baseline_token": their_token}
+    return first_difference(entry.prompt.id, ours, theirs)

@@ -24,7 +24,7 @@ from specdistill.decoding.sampling import GREEDY, Sampling
 from specdistill.decoding.tree import ROOT
 from specdistill.measurement import reference
 from specdistill.measurement.configurations import Settings
-from specdistill.measurement.measure import PromptRuns, decode, decoder_for, in_batches
+from specdistill.measurement.measure import PromptBatch, PromptRuns, decode, in_batches
 from specdistill.progress import progress
 from specdistill.statistics.intervals import MIN_EXPECTED, chi_square
 from specdistill.suites.suite import Prompt
@@ -75,7 +75,7 @@ def greedy_pairs(
     for its prompt alone, which counts: padding rounds differently, and some classes read it wrongly.
     """
     greedy, is_sampled = replace(settings, sampling=GREEDY), not settings.sampling.is_greedy
-    with_draft, generate = decoder_for(target, greedy, proposer), generate or generate_greedily(target, settings)
+    with_draft, generate = Decoder(target, proposer, compiled=settings.compile), generate or generate_greedily(target, settings)
     with progress("Checking greedy output", len(runs), "prompts") as advance:
         for batch in in_batches([run.prompt for run in runs], settings.batch_size):
             own, prompts = runs[batch.start : batch.end], tuple(prompt.token_ids for prompt in batch.prompts)
@@ -96,25 +96,23 @@ def divergence(target: FrozenTarget, prompt: Prompt, ours: Generation, theirs: t
 
     `top2_gap`: the model's best logit less its second best.
     """
-    if ours.token_ids == theirs:
+    found = first_difference(prompt.id, ours.token_ids, theirs)
+    if found is None:
         return None
-    position, our_token, their_token = first_difference(ours.token_ids, theirs)
-    logits_V = reference.logits(target, [*prompt.token_ids, *theirs[:position]])[-1]
+    logits_V = reference.logits(target, [*prompt.token_ids, *theirs[: found["position"]]])[-1]
     best, second = logits_V.topk(2).values.tolist()
     bound = max(NEAR_TIE, NEAR_TIE_ROUNDINGS * torch.finfo(getattr(torch, target.dtype)).eps) * abs(best)
-    return {
-        "prompt_id": prompt.id,
-        "position": position,
-        "speculative_token": our_token,
-        "baseline_token": their_token,
-        "top2_gap": best - second,
-        "near_tie": all(token is not None and best - float(logits_V[token]) <= bound for token in (our_token, their_token)),
-    }
+    tokens = found["speculative_token"], found["baseline_token"]
+    is_near = all(token is not None and best - float(logits_V[token]) <= bound for token in tokens)
+    return {**found, "top2_gap": best - second, "near_tie": is_near}
 
 
-def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> tuple[int, int | None, int | None]:
-    """The first position where two sequences differ, and their tokens there; None where one has ended."""
-    return next((position, *pair) for position, pair in enumerate(zip_longest(ours, theirs)) if pair[0] != pair[1])
+def first_difference(prompt_id: str, ours: Sequence[int], theirs: Sequence[int]) -> dict[str, Any] | None:
+    """The first position where a prompt's completions differ, and their tokens there, null where one has ended; None for equal ones."""
+    for position, (our_token, their_token) in enumerate(zip_longest(ours, theirs)):
+        if our_token != their_token:
+            return {"prompt_id": prompt_id, "position": position, "speculative_token": our_token, "baseline_token": their_token}
+    return None
 
 
 def candidates(proposal: Proposal, path: Sequence[int]) -> Sequence[int]:
@@ -214,14 +212,8 @@ def most_telling_prompt(
     best_score, best = -1.0, (prompts[0].token_ids, prompts[0].id)
     for prompt in sorted(prompts, key=lambda prompt: len(prompt.token_ids))[:NUM_PROBED_PROMPTS]:
         deviations.clear()
-        generation = decoder.generate(
-            prompt.token_ids,
-            max_new_tokens=min(NUM_PROBED_TOKENS, target.max_length - len(prompt.token_ids)),
-            num_speculative_tokens=settings.num_speculative_tokens,
-            tree=settings.tree,
-            sampling=settings.sampling,
-            generator=torch.Generator().manual_seed(settings.seed),
-        )
+        room = min(NUM_PROBED_TOKENS, target.max_length - len(prompt.token_ids))
+        (generation,) = decode(decoder, PromptBatch(0, (prompt,)), replace(settings, max_new_tokens=room))
         sequence = (*prompt.token_ids, *generation.token_ids)
         probs_TV = settings.sampling.probabilities(reference.logits(target, sequence))
         length = len(prompt.token_ids) + 1  # before the round

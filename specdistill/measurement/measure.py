@@ -108,8 +108,8 @@ def measure_together(
     """
     settings, own = each[0], each if len(each) > 1 else each * len(proposers)
     ways = [
-        (decoder_for(target, settings), settings),
-        *((decoder_for(target, one, proposer), one) for proposer, one in zip(proposers, own, strict=True)),
+        (Decoder(target, compiled=settings.compile), settings),
+        *((Decoder(target, proposer, compiled=one.compile), one) for proposer, one in zip(proposers, own, strict=True)),
     ]
     batches = in_batches(prompts, settings.batch_size)
     baselines = [
@@ -145,9 +145,7 @@ def measure_together(
 
     def is_disturbed(batch: PromptBatch) -> bool:
         """Whether a prompt of the batch has fewer undisturbed repetitions than it should."""
-        plain = [generations for run in baselines[batch.start : batch.end] for generations in (run.baseline, run.hf_generate)]
-        drafted = [run.speculative for one in runs for run in one[batch.start : batch.end]]
-        repetitions = filter(None, [*plain, *drafted])
+        repetitions = (generations for one in lists for generations in one[batch.start : batch.end] if generations)
         return any(disturbed_rounds(generations).count(0) < settings.repeats for generations in repetitions)
 
     order = [(repeat, number) for repeat in range(settings.repeats) for number in range(len(batches))]
@@ -178,7 +176,7 @@ def round_costs(target: FrozenTarget, proposer: Proposer, prompts: Sequence[Prom
     if settings.tree or isinstance(proposer, LookupFirstProposer | OnlineLengthProposer):
         return []
     settings = replace(settings, max_new_tokens=min(settings.max_new_tokens, COST_TOKENS))
-    decoder = decoder_for(target, settings, proposer)
+    decoder = Decoder(target, proposer, compiled=settings.compile)
     batches = some(in_batches(prompts, settings.batch_size), math.ceil(NUM_COST_PROMPTS / settings.batch_size))
     rounds: dict[int, list[Round]] = {k: [] for k in range(1, settings.num_speculative_tokens + 1)}
     with progress("Timing shorter drafts", len(batches) * len(rounds), "runs") as advance, frozen_garbage_collector():
@@ -210,7 +208,7 @@ def calibrate(target: FrozenTarget, proposer: Proposer, prompts: Sequence[Prompt
         return
     draft.rule.calibrate()
     settings = replace(settings, num_speculative_tokens=k, max_new_tokens=min(settings.max_new_tokens, CALIBRATION_TOKENS))
-    decoder, rounds = decoder_for(target, settings, draft), dict[int, list[Round]]()
+    decoder, rounds = Decoder(target, draft, compiled=settings.compile), dict[int, list[Round]]()
     with frozen_garbage_collector():
         for batch in some(in_batches(prompts, settings.batch_size), math.ceil(NUM_CALIBRATION_PROMPTS / settings.batch_size)):
             for generation in decode(decoder, batch, settings):
@@ -256,10 +254,6 @@ def in_batches(prompts: Sequence[Prompt], size: int) -> list[PromptBatch]:
 def some(batches: Sequence[PromptBatch], count: int) -> list[PromptBatch]:
     """`count` of the batches, spread over the categories of their first prompts."""
     return evenly(batches, [batch.prompts[0].category for batch in batches], count)
-
-
-def decoder_for(target: FrozenTarget, settings: Settings, proposer: Proposer | None = None) -> Decoder:
-    return Decoder(target, proposer, compiled=settings.compile and settings.batch_size == 1)
 
 
 def decode(decoder: Decoder, batch: PromptBatch, settings: Settings) -> list[Generation]:

@@ -3,11 +3,12 @@
 Every plot is 420 units wide: two fit side by side on a desktop and one on a phone, with readable labels on both.
 """
 
-import html
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from markupsafe import Markup, escape
 
 from specdistill.report.phrases import ResultRow, between, number, percent, times
 
@@ -18,19 +19,9 @@ AXIS = 16  # the height of an axis's name
 LETTER = 7.6  # the width that a character of a label takes, generously
 ABOVE, LONGEST = 14, int(WIDTH / LETTER)  # the height of a name above what it names, and the characters that fit there
 
-KINDS = {"prefill": "muted", "draft": "bonus", "target": "bar", "rest": "mine"}  # what time goes into, and its colour
-
 NamedRows = Sequence[tuple[str, ResultRow]]
 Ticks = Sequence[tuple[float, str]]  # (value, label)
 Format = Callable[[float], str]
-Segments = Sequence[tuple[str, float]]  # (kind, amount) of a bar, from left to right
-
-
-class Markup(str):
-    """An element that is escaped: templates take it as it is."""
-
-    def __html__(self) -> str:
-        return self
 
 
 @dataclass(frozen=True)
@@ -152,37 +143,17 @@ def at_k(row: ResultRow) -> str:
     return f"K = {row['num_speculative_tokens']}: {times(row['speedup'])}{between(row, 'speedup')}"
 
 
-def time_per_token(bars: Sequence[tuple[str, Segments]]) -> Markup | None:
-    """A bar below the name of each way of decoding: milliseconds per token, by what they go into (KINDS), one after the other."""
-    if not bars:
-        return None
-    step, top = 52 + ABOVE, 8
-    x = Scale(0, max(sum(ms for _, ms in segments) for _, segments in bars), 0, WIDTH - 72)
-    drawn, values = [], []
-    for index, (name, segments) in enumerate(bars):
-        y, start = top + step * index + ABOVE, 0.0
-        drawn.append(_text(0, y - 1, name))
-        for kind, ms in segments:
-            end = start + max(ms, 0.0)
-            values.append(f"{name}, {kind}: {number(end - start, 3)} ms")
-            drawn.append(_bar(x(start), y + 4, x(end) - x(start), 32, KINDS[kind], values[-1]))
-            start = end
-        drawn.append(_text(x(start) + 6, y + 24, f"{number(sum(ms for _, ms in segments))} ms", kind="strong"))
-    return _svg(top + len(bars) * step, "Milliseconds that a token costs", drawn, values)
-
-
 def _tag(name: str, content: object = "", **attributes: object) -> Markup:
     """An element; `stroke_width` is the attribute stroke-width, and None leaves an attribute out. All values are escaped."""
-    given = {key.replace("_", "-"): html.escape(str(value)) for key, value in attributes.items() if value is not None}
+    given = {key.replace("_", "-"): escape(value) for key, value in attributes.items() if value is not None}
     written = "".join(f' {key}="{value}"' for key, value in given.items())
-    inside = content if isinstance(content, Markup) else html.escape(str(content))
-    return Markup(f"<{name}{written}>{inside}</{name}>")
+    return Markup(f"<{name}{written}>{escape(content)}</{name}>")
 
 
 def _svg(height: float, label: str, drawn: Iterable[Markup], values: Iterable[str]) -> Markup:
     """values: what the figure shows, for those who do not see it."""
-    inside = "\n".join([_tag("desc", "; ".join(values)), *drawn])
-    return _tag("svg", Markup(inside), viewBox=f"0 0 {WIDTH} {height}", role="img", aria_label=label)
+    inside = Markup("\n").join([_tag("desc", "; ".join(values)), *drawn])
+    return _tag("svg", inside, viewBox=f"0 0 {WIDTH} {height}", role="img", aria_label=label)
 
 
 def _text(x: float, y: float, content: object, *, anchor: str | None = None, kind: str | None = None) -> Markup:

@@ -28,9 +28,14 @@ class DraftLength(NamedTuple):
 
 
 def draft_lengths(report: Report | None) -> tuple[DraftLength, ...]:
-    """Of each load, by its size. Empty without a sweep of K or of the load, and where a round does not draft a chain of K tokens."""
+    """`fastest_lengths`, for an engine; empty also where a round does not draft a chain of K tokens."""
     if report is None or report["settings"].get("tree") or OTHER_LENGTHS & report["settings"].get("drafting", {}).keys():
         return ()
+    return fastest_lengths(report)
+
+
+def fastest_lengths(report: Report) -> tuple[DraftLength, ...]:
+    """Of each load, by its size. Empty without a sweep of K or of the load."""
     rows = [row for row in of_chains(report) if "speedup" in row]
     loads = sorted({row["batch_size"] for row in rows}) if len(rows) > 1 else []
     return tuple(_best([row for row in rows if row["batch_size"] == size], report) for size in loads)
@@ -70,10 +75,14 @@ def _modelled(row: ResultRow, report: Report) -> Iterator[tuple[int, float]]:
             yield int(point["k"]), point["predicted_speedup"] * row["speedup"] / row["predicted_speedup"]
 
 
-def by_length(lengths: Sequence[DraftLength]) -> Table:
-    """A row for each load."""
+def by_load(lengths: Sequence[DraftLength]) -> Table:
     rows = [
-        ((str(size),), (str(k),), (times(speedup),), ("measured" if is_measured else "cost model",))
+        (
+            (str(size),),
+            (str(k),) if k else ("0", "plain decoding is faster"),
+            (times(speedup),),
+            ("measured" if is_measured else "cost model",),
+        )
         for size, k, speedup, is_measured in lengths
     ]
     return Table(("requests at once", "draft tokens", "speedup", "known from"), rows)

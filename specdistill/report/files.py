@@ -24,7 +24,8 @@ from specdistill.errors import ResourceError, UserError, refusing
 from specdistill.files.documents import read_json
 from specdistill.files.folders import check_writable
 from specdistill.report import charts, phrases, tables
-from specdistill.report.schema import ReportDocument, json_schema
+from specdistill.report.draft_lengths import by_load, fastest_lengths
+from specdistill.report.schema import ReportDocument, schema
 from specdistill.report.text import to_markdown
 from specdistill.statistics.metrics import MIN_BUCKET_DRAFTS
 from specdistill.statistics.records import ALL, PromptRecord, read_records, records_of, write_records
@@ -36,7 +37,6 @@ FILES = (REPORT, SAMPLES, "report.md", "report.html", "junit.xml")
 JUDGED = ("gate", "baseline", "digest")  # parts of a report that change when it is judged again, and the hash of all others
 SCALARS = ("number", "integer", "boolean")
 ROW_IDENTITY = ("num_speculative_tokens", "temperature", "batch_size")  # numbers of a row that are its configuration
-NUM_PLAIN_SAMPLES = 3  # completions shown where scripts do not run
 MAX_BYTES = 4_000_000  # of the embedded JSON, so that a page stays below 5 MB and opens at once
 PROMPT_CHARACTERS = 400  # shown of a prompt's end
 
@@ -114,23 +114,18 @@ def render(folder: Path) -> None:
 
 
 @cache
-def schema() -> dict[str, Any]:
-    return json_schema(ReportDocument, "specdistill report")
+def _adapter() -> TypeAdapter[ReportDocument]:
+    return TypeAdapter(ReportDocument)
 
 
-@cache
-def adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
-
-
-def validate(document: Any, name: str = "report.json", key: str = "report", kind: Any = ReportDocument) -> None:
-    """Raises UserError that names the first field that does not fit this kind of document."""
+def validate(report: Any, name: str = "report.json", key: str = "report") -> None:
+    """Raises UserError that names the first field that does not fit the schema."""
     try:
-        adapter(kind).validate_python(document)
+        _adapter().validate_python(report)
     except ValidationError as error:
         wrong = error.errors()[0]
-        place, what = ".".join(map(str, wrong["loc"])) or "the whole document", kind.__name__.removesuffix("Document").lower()
-        expected = f"a {what} of schema version 2: measure again with this specdistill"
+        place = ".".join(map(str, wrong["loc"])) or "the whole document"
+        expected = "a report of schema version 2: measure again with this specdistill"
         raise UserError(key, got=f"{name} with {place}: {wrong['msg'][:200]}", expected=expected) from error
 
 
@@ -173,7 +168,7 @@ def _templates() -> Environment:
 
 
 def to_html(report: Mapping[str, Any], records: Sequence[PromptRecord]) -> str:
-    row, main = report["results"][0], tables.main_rows(report)
+    row = report["results"][0]
     main_records = records_of(row, records)
     contexts = [context for context in report["context"] if context["num_drafts"] >= MIN_BUCKET_DRAFTS]
 
@@ -187,16 +182,14 @@ def to_html(report: Mapping[str, Any], records: Sequence[PromptRecord]) -> str:
         created=report["created"],
         report=report,
         row=row,
-        named=[(phrases.row_name(line), line) for line in main],
-        num_configurations=len(tables.whole_rows(report)),
+        named=[(phrases.row_name(line), line) for line in tables.main_rows(report)],
         swept=swept,
         contexts=[(context["bucket"].replace("-", " to "), context) for context in contexts],
         min_drafts=MIN_BUCKET_DRAFTS,
         by_k=tables.sweep(report, "num_speculative_tokens") or [row],
-        per_token=tables.time_per_token(main_records),
+        by_load=by_load(fastest_lengths(report)),
         latency=tables.latency(main_records),
         samples=samples(main_records),
-        num_plain_samples=NUM_PLAIN_SAMPLES,
         num_records=len(main_records),
     )
 

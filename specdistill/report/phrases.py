@@ -121,10 +121,8 @@ def summary(report: Report) -> str:
 
 def is_lossless(report: Report) -> bool | None:
     """Whether greedy completions are the target's, but for near-ties that rounding explains; None where they were not compared."""
-    lossless = report["lossless"]
-    return (
-        not lossless["unexplained_divergences"] if "unexplained_divergences" in lossless else lossless.get("greedy_identical")
-    )
+    unexplained = report["lossless"].get("unexplained_divergences")
+    return report["lossless"].get("greedy_identical") if unexplained is None else not unexplained
 
 
 def reference(report: Report) -> str:

@@ -1,6 +1,7 @@
 """What report.json holds, field by field, and so what a gate's rules may name. Printed by `python -m specdistill.report.schema`."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, Required
 
@@ -227,10 +228,8 @@ class SettingsDocument(Document):
     seed: int
     warmup: Annotated[Count, about("untimed prompts")]
     repeats: Annotated[AtLeastOne, about("timed repetitions; of each round the lower median counts")]
-    interim_analyses: NotRequired[Annotated[bool, about("whether it could stop earlier: intervals are corrected")]]
-    target_precision: NotRequired[
-        Annotated[Positive | None, about("half-width of intervals that suffices; null: every prompt")]
-    ]
+    interim_analyses: NotRequired[Annotated[Literal[False], about("it could not stop earlier; of reports before 0.2.0")]]
+    target_precision: NotRequired[Annotated[None, about("every prompt was measured; of reports before 0.2.0")]]
 
 
 class EngineDocument(Document, total=False):
@@ -254,23 +253,17 @@ class SuiteDocument(Document):
 
 
 class AveragesDocument(Document, total=False):
+    average: Annotated[str, about("how they were averaged")]
     mean_acceptance_length: Annotated[Length, about("averaged as `average` says")]
     mean_acceptance_length_ci95: ConfidenceInterval
     speedup: Annotated[Positive, about("averaged as `average` says")]
     speedup_ci95: ConfidenceInterval
 
 
-class MicroDocument(AveragesDocument):
-    """The whole suite's, where categories count by their drafts and their time."""
-
-    average: Annotated[str, about("how they were averaged")]
-
-
 class HeadlineDocument(AveragesDocument, total=False):
     """The numbers to quote."""
 
-    average: Annotated[str, about("how they were averaged")]
-    micro: MicroDocument
+    micro: Annotated[AveragesDocument, about("the whole suite's, where categories count by their drafts and their time")]
 
 
 class FirstDivergenceDocument(Document, total=False):
@@ -308,12 +301,6 @@ class ContextBucketDocument(Document):
     mean_acceptance_length: Length
 
 
-class BaselineDraftDocument(Document):
-    model: Annotated[str | None, about("folder or Hub id")]
-    revision: Annotated[str | None, about("of a Hub id")]
-    method: Annotated[str, about("how it proposes")]
-
-
 class ChangeDocument(Document, total=False):
     metric: Required[Annotated[str, about("field of a result row")]]
     category: Required[Annotated[str, about("of the suite; `all`")]]
@@ -330,7 +317,7 @@ class BaselineDocument(Document):
 
     created: Annotated[str, about("UTC, ISO 8601")]
     git_revision: NotRequired[Annotated[str, about("commit of the checkout")]]
-    draft: BaselineDraftDocument
+    draft: Annotated[DraftDocument, about("its name and method")]
     changes: list[ChangeDocument]
     reason: NotRequired[Annotated[str, about("why the two could not be compared")]]
 
@@ -403,15 +390,12 @@ class ReportDocument(Document):
     not_measured: Reasons
 
 
-def json_schema(document: Any, title: str) -> dict[str, Any]:
-    return {**TypeAdapter(document).json_schema(schema_generator=WithoutTitles), "title": title}
-
-
-def print_schema(document: Any, path: Path) -> None:
-    """Write the JSON Schema of a document that others read."""
-    text = json.dumps(json_schema(document, f"specdistill {path.name.partition('.')[0]}"), indent=2, ensure_ascii=False)
-    path.write_text(f"{text}\n", encoding="utf-8")
+@cache
+def schema() -> dict[str, Any]:
+    """The JSON Schema."""
+    return {**TypeAdapter(ReportDocument).json_schema(schema_generator=WithoutTitles), "title": "specdistill report"}
 
 
 if __name__ == "__main__":
-    print_schema(ReportDocument, Path(__file__).with_name("report.schema.json"))
+    text = json.dumps(schema(), indent=2, ensure_ascii=False)
+    Path(__file__).with_name("report.schema.json").write_text(f"{text}\n", encoding="utf-8")

@@ -79,24 +79,6 @@ def _numbers(what: str, name: Callable[[ResultRow], str], rows: Sequence[ResultR
     return Table(head, lines)
 
 
-def by_load(report: Report) -> Table:
-    """The fastest K for each load, the number of prompts decoded together; where no draft is faster, the K that loses least."""
-    measured = [row for row in of_chains(report) if "speedup" in row]
-    fastest = {row["batch_size"]: row for row in sorted(measured, key=lambda row: float(row["speedup"]))}
-    rows = [
-        (
-            (str(size),),
-            (k,) if row["speedup"] > 1 else ("none", f"K = {k} loses least"),
-            cell(times(row["speedup"]), interval(row, "speedup")),
-            (number(row["tokens_per_second"], 0),),
-            (number(row["baseline_tokens_per_second"], 0),),
-        )
-        for size, row in sorted(fastest.items())
-        for k in [str(row["num_speculative_tokens"])]
-    ]
-    return Table(("requests at once", "fastest K", "speedup", "tokens/s", "plain"), rows)
-
-
 def cell(value: str, *notes: str) -> Cell:
     """A cell without its empty notes."""
     return (value, *filter(None, notes))
@@ -148,17 +130,6 @@ def _quality(name: str, scores: Mapping[str, Any]) -> tuple[Cell, ...]:
         (points, " to ".join(bounds) or "too few completions"),
         (reading if bounds else "open", f"{only} only with it, {scores['only_without_draft']} only without it"),
     )
-
-
-def time_per_token(records: Sequence[PromptRecord]) -> list[tuple[str, list[tuple[str, float]]]]:
-    """(side, [(kind, milliseconds per token)]) of both sides; the kinds add up to the whole."""
-    totals = {"plain": _totals(records, "baseline"), "with draft": _totals(records, "speculative")}
-    kinds = ("prefill", "draft", "target", "rest")
-    return [
-        (side, [(kind, 1000 * total[kind] / total["tokens"]) for kind in kinds])
-        for side, total in totals.items()
-        if total["tokens"]
-    ]
 
 
 def latency(records: Sequence[PromptRecord]) -> Table:

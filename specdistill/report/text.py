@@ -14,7 +14,7 @@ from rich import box
 from rich.text import Text
 
 from specdistill.report import phrases, tables
-from specdistill.report.draft_lengths import by_length, draft_lengths
+from specdistill.report.draft_lengths import by_load, fastest_lengths
 from specdistill.report.phrases import between, number, times
 from specdistill.statistics.intervals import ASSUMED_SPREAD, POWER, SIGNIFICANCE, minimum_detectable_change
 from specdistill.terminal import Console, printable
@@ -55,9 +55,7 @@ def _sections(report: Mapping[str, Any]) -> Iterator[str]:
     if len(tables.whole_rows(report)) > 1:
         yield "## Configurations"
         yield cells(tables.by_configuration(report))
-        yield cells(tables.by_load(report)) if tables.sweep(report, "batch_size") else ""
-        lengths = draft_lengths(report)
-        yield cells(by_length(lengths)) if not all(length.is_measured for length in lengths) else ""
+        yield cells(by_load(fastest_lengths(report)))
     if "training" in report["draft"]:
         yield "## Before and after training"
         yield cells(tables.training(report))

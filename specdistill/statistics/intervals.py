@@ -27,7 +27,33 @@ Interval = tuple[float, float]
 
 def interval(metric: Metric, sums: PromptSums, *, confidence: float = 0.95, seed: int = 0) -> Interval | None:
     """The metric's bias-corrected (BCa) interval; None with fewer than two prompts or when resamples are undefined."""
-    return _bootstrap(metric, measured(metric, sums), confidence, seed)
+    data = measured(metric, sums)
+    if data[0].size < 2:
+        return None
+
+    def statistic(*resampled: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
+        result: NDArray[np.float64] = metric.formula(*(column.sum(axis=axis) for column in resampled))
+        return result
+
+    with warnings.catch_warnings(), np.errstate(divide="ignore", invalid="ignore"):
+        warnings.simplefilter("ignore", stats.DegenerateDataWarning)  # handled below
+        result = stats.bootstrap(
+            data,
+            statistic,
+            paired=True,
+            vectorized=True,
+            n_resamples=NUM_RESAMPLES,
+            batch=1_000,
+            confidence_level=confidence,
+            method="BCa",
+            rng=np.random.default_rng(seed),
+        )
+        point = float(statistic(*data, axis=-1))
+    low, high = (float(end) for end in result.confidence_interval)
+    if np.isfinite([low, high]).all():
+        return low, high
+    # No spread at all has no bias to correct: the interval is the value. Anything else is not known.
+    return (point, point) if np.allclose(result.bootstrap_distribution, point, rtol=1e-12) else None
 
 
 def estimates(names: Sequence[str], sums: PromptSums, seed: int = 0) -> dict[str, Any]:
@@ -88,37 +114,9 @@ def relative_change(
         lambda *both: metric.formula(*both[:width]) / metric.formula(*both[width:]) - 1,
     )
     paired = {f"{name}_{side}": part[name] for side, part in (("new", sums), ("old", baseline)) for name in metric.sums}
-    data = measured(ratio, paired | {name: sums[name] for name in ("batch",) if name in sums})
-    return float(ratio.formula(*(column.sum() for column in data))), _bootstrap(ratio, data, confidence, seed)
-
-
-def _bootstrap(metric: Metric, data: list[NDArray[np.float64]], confidence: float, seed: int) -> Interval | None:
-    if data[0].size < 2:
-        return None
-
-    def statistic(*resampled: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
-        result: NDArray[np.float64] = metric.formula(*(column.sum(axis=axis) for column in resampled))
-        return result
-
-    with warnings.catch_warnings(), np.errstate(divide="ignore", invalid="ignore"):
-        warnings.simplefilter("ignore", stats.DegenerateDataWarning)  # handled below
-        result = stats.bootstrap(
-            data,
-            statistic,
-            paired=True,
-            vectorized=True,
-            n_resamples=NUM_RESAMPLES,
-            batch=1_000,
-            confidence_level=confidence,
-            method="BCa",
-            rng=np.random.default_rng(seed),
-        )
-        point = float(statistic(*data, axis=-1))
-    low, high = (float(end) for end in result.confidence_interval)
-    if np.isfinite([low, high]).all():
-        return low, high
-    # No spread at all has no bias to correct: the interval is the value. Anything else is not known.
-    return (point, point) if np.allclose(result.bootstrap_distribution, point, rtol=1e-12) else None
+    paired |= {name: sums[name] for name in ("batch",) if name in sums}
+    change = float(ratio.formula(*(column.sum() for column in measured(ratio, paired))))
+    return change, interval(ratio, paired, confidence=confidence, seed=seed)
 
 
 def minimum_detectable_change(num_prompts: int) -> float:

@@ -1,7 +1,6 @@
 """Drafts compared: ranking, parts and their paired differences, the sentences about them, and the pages."""
 
 import copy
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,14 +14,9 @@ from specdistill.comparison.compare import (
     compare,
     is_separable,
     reasons,
-    validate_comparison,
 )
-from specdistill.comparison.pages import headline, print_comparison, to_html, to_markdown, write_comparison
-from specdistill.comparison.schema import ComparisonDocument
-from specdistill.errors import UserError
-from specdistill.project import ROOT
+from specdistill.comparison.pages import headline, print_comparison, to_html, to_markdown
 from specdistill.report.phrases import duration
-from specdistill.report.schema import json_schema
 from specdistill.statistics.records import PromptRecord, RoundRecord, Timing
 from tests import rendered
 from tests.rendered import Page, renamed
@@ -240,34 +234,6 @@ def test_a_difference_that_does_not_reach_the_speed() -> None:
     differences["speedup"] = {"change": -0.02, "ci95": [-0.03, -0.01]}
     ranking[1]["separable_from_best"] = True
     assert "2.0% slower than best (−3.0% to −1.0%)" in gap() and "Neither" in gap()
-
-
-# The file
-
-
-def test_the_document_fits_its_schema(comparison: dict[str, Any]) -> None:
-    validate_comparison(json.loads(json.dumps(comparison)))
-    shipped = json.loads((ROOT / "specdistill/comparison/comparison.schema.json").read_text())
-    assert shipped == json_schema(ComparisonDocument, "specdistill comparison"), "python -m specdistill.comparison.schema"
-    assert set(comparison) == set(shipped["properties"])
-    assert set(shipped["$defs"]["PartsDocument"]["required"]) == set(PARTS)
-    assert set(shipped["$defs"]["DifferencesDocument"]["required"]) == {"speedup", *PARTS}
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "fact"),
-    [
-        (("ranking", 1, "parts", "acceptance_rate"), "high", r"ranking\.1\.parts\.acceptance_rate"),
-        (("ranking", 1, "difference_to_best", "speedup", "ci95"), [0.1], "ranking.1.difference_to_best"),
-        (("candidates", 1, "trained"), True, r"with candidates\.1\.trained: "),
-        (("candidates", 0, "report", "results", 0, "speedup"), "fast", r"\(poor\) with results\.0\.speedup"),
-    ],
-)
-def test_what_does_not_fit_is_not_written(tmp_path, comparison, candidates, path, value, fact) -> None:
-    document = edited(comparison, path, value)
-    with pytest.raises(UserError, match=fact):
-        write_comparison(tmp_path / "out", document, {candidate.name: candidate.records for candidate in candidates})
-    assert not (tmp_path / "out").exists()
 
 
 # The pages

@@ -169,7 +169,7 @@ def test_every_k_is_measured_at_every_load(draft, tmp_path, engine):
     assert program in report["engine"]["command"]
     assert "spec" not in report["engine"]["baseline_command"].replace("specdistill", "")
     page = (folder / "report.md").read_text()
-    assert "| requests at once | fastest K |" in page
+    assert "| requests at once | draft tokens | speedup | known from |" in page
     assert {path.name for path in (folder / "engine").iterdir()} == {".specdistill", "draft", "plain.log", "k1.log", "k3.log"}
 
 
