@@ -213,7 +213,10 @@ def _is_miswritten(rendered: str, messages: Sequence[Message]) -> bool:
 def check_expressed(
     tokenizer: Any, messages: Sequence[Message], tools: Tools, where: str = "data.source", **template: Any
 ) -> None:
-    """Raises UserError naming what of a conversation the chat template ignores: it renders the same without."""
+    """Raises UserError naming what of a conversation the chat template ignores: it renders the same without.
+
+    Messages of the system one by one: some templates render the first alone.
+    """
 
     def rendered(messages: Sequence[Message], tools: Tools) -> str | None:
         try:
@@ -228,6 +231,10 @@ def check_expressed(
         "results of tools": (messages, [{**it, "content": ""} if it["role"] == "tool" else it for it in messages], tools),
         "reasoning": (messages[: last + 1], [_without(REASONING[0], message) for message in messages[: last + 1]], tools),
     }
+    for number, message in enumerate(messages):
+        if message["role"] == "system" and message["content"].strip():
+            rest = [*messages[:number], {**message, "content": ""}, *messages[number + 1 :]]
+            parts[f"messages of the system, e.g. number {number},"] = (messages, rest, tools)
     for what, (with_it, without, kept) in parts.items():
         if (with_it, tools) != (without, kept) and render(tokenizer, with_it, False, where, tools, **template) == rendered(
             without, kept

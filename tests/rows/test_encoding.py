@@ -103,7 +103,7 @@ def test_a_token_carries_loss_where_it_overlaps_a_turn_of_the_assistant(name: st
         ),
         (WITHOUT_TURN_ENDS, TWO_TURNS, ["Hello — you?", "Bye, assistant!"]),  # no loss at the next header
         # No prefix of the conversation renders as such, and the target writes the empty thought.
-        (MOVING, TWO_TURNS, ["<think></think>Hello — you?</s>", "<think></think>Bye, assistant!\n</s>"]),
+        (MOVING, TWO_TURNS[1:], ["<think></think>Hello — you?</s>", "<think></think>Bye, assistant!\n</s>"]),
     ],
 )
 def test_the_assistant_s_turns_are_found(template: str, messages: Conversation, expected: list[str]) -> None:
