@@ -81,6 +81,8 @@ def _message(turn: Mapping[str, Any], where: str) -> Message:
     if calls:
         message["tool_calls"] = [_call(call, where) for call in mappings(calls, where, "tool_calls")]
         message["content"] = message["content"] or None
+    if message["role"] == "user" and content is None:
+        raise UserError(where, got="a turn of the user without content", expected="its text, or parts of text")
     if reasoning := next((turn[name] for name in REASONING if turn.get(name)), None):
         message[REASONING[0]] = string(reasoning, where, "reasoning")
     return message | {name: turn[name] for name in ("name", "tool_call_id") if turn.get(name)}
@@ -101,7 +103,10 @@ def _tools(tools: Any, where: str) -> list[Mapping[str, Any]]:
     with refusing(ValueError, where, "tools", "a list of schemas, or its JSON text"):
         found = parse_json(tools) if isinstance(tools, str) and tools else tools or []
     each = mappings(found, where, "tools")
-    return [tool if isinstance(tool.get("function"), Mapping) else {"type": "function", "function": tool} for tool in each]
+    made = [tool if isinstance(tool.get("function"), Mapping) else {"type": "function", "function": tool} for tool in each]
+    for tool in made:
+        string(tool["function"].get("name"), where, "a tool's name")
+    return made
 
 
 def _check_calls(messages: Sequence[Message], known: set[Any], where: str) -> None:
@@ -128,8 +133,11 @@ def is_unanswered(message: Message) -> bool:
 
 
 def mappings(value: Any, where: str, what: str) -> list[Mapping[str, Any]]:
-    if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
+    if not isinstance(value, list):
         raise UserError(where, got=f"{what} of type {type(value).__name__}", expected="a list of objects")
+    for item in value:
+        if not isinstance(item, Mapping):
+            raise UserError(where, got=f"{what} with an item of type {type(item).__name__}", expected="a list of objects")
     return value
 
 
