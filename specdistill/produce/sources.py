@@ -237,7 +237,14 @@ def _load(entry: SourceEntry, split: str, key: str, cache_dir: str | None) -> An
                 for file in DownloadManager().download([*chain.from_iterable(builder.config.data_files.values())]):
                     _check_json(Path(file), key)
             builder.download_and_prepare()
-            return builder.as_dataset(split=split)
+            rows = builder.as_dataset(split=split)
+            whole = {name: List(AnyJson()) for name, it in rows.features.items() if _has_json_within(it)}
+            if whole and isinstance(builder, Json):
+                options["features"] = Features({**rows.features, **whole})
+                builder = load_dataset_builder(kind or source, **options, cache_dir=cache_dir)
+                builder.download_and_prepare()
+                rows = builder.as_dataset(split=split)
+            return rows
     except (DatasetsError, OSError, ValueError, TypeError, ArrowException, YAMLError) as error:
         reason = one_line(str(error.__cause__ or error))[:300]
         if not path.exists() and not isinstance(error, ValueError):
@@ -292,6 +299,13 @@ def _token_row(row: Mapping[str, Any], where: str, tokenizer: PreTrainedTokenize
             expected = f"integers from 0 to {limit - 1}{', the target’s tokens' * (name == TOKENS)}"
             raise UserError(where, got=f"{wrong!r} in {name}", expected=expected)
     return {"text": tokenizer.decode(ids), "input_ids": ids, "loss_mask": mask}
+
+
+def _has_json_within(feature: Any) -> bool:
+    """Whether it is of lists of objects, some key of which has values of several types: the library reads those that are texts as JSON, an
+    answer `2` as a number. In whole objects texts stay.
+    """
+    return isinstance(feature, List) and isinstance(feature.feature, dict) and repr(AnyJson()) in repr(feature)
 
 
 def _unfilled(value: Any, feature: Any) -> Any:

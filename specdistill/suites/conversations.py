@@ -15,7 +15,7 @@ from itertools import dropwhile, pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 
 from specdistill.errors import UserError, nearest, refusing
 from specdistill.files.documents import parse_json
@@ -85,6 +85,9 @@ def _message(turn: Mapping[str, Any], where: str) -> Message:
         raise UserError(where, got="a turn of the user without content", expected="its text, or parts of text")
     if reasoning := next((turn[name] for name in REASONING if turn.get(name)), None):
         message[REASONING[0]] = string(reasoning, where, "reasoning")
+    unread = ["refusal", "audio", *["reasoning_details"] * (not reasoning), *["channel"] * (turn.get("channel") != "final")]
+    if other := next((name for name in unread if turn.get(name)), None):
+        raise UserError(where, got=f"a turn with {other}, which is not read", expected="content, tool_calls, reasoning_content")
     return message | {name: turn[name] for name in ("name", "tool_call_id") if turn.get(name)}
 
 
@@ -152,6 +155,8 @@ def use_template(tokenizer: Any, recipe: Any) -> None:
     if (path := getattr(getattr(recipe, "data", None), "chat_template", None)) is not None:
         with refusing((OSError, UnicodeDecodeError), "data.chat_template", path, "a file with a chat template"):
             tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
+        with suppress(*TEMPLATE_ERRORS), refusing(TemplateSyntaxError, "data.chat_template", path, "a template of Jinja"):
+            tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
 
 
 def render(

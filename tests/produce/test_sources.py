@@ -159,6 +159,15 @@ def test_what_agents_do_is_read_as_it_is_in_every_format(tmp_path: Path, ending:
     assert made["messages"] == [row["messages"] for row in rows] and made["tools"] == tools
 
 
+def test_texts_next_to_parts_of_text_stay_texts(tmp_path: Path) -> None:
+    """Also one that reads as JSON."""
+    answers = ["2", "null", '"q"', '{"a": 1}', "[1]"]
+    question = [{"type": "text", "text": "q"}]
+    rows = [{"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": it}]} for it in answers]
+    made = load_rows(written(tmp_path / "rows.jsonl", rows), "train", cache_dir=str(tmp_path))
+    assert made["messages"] == [[USER, {"role": "assistant", "content": it}] for it in answers]
+
+
 def test_token_rows_are_taken_as_they_are(tmp_path: Path) -> None:
     not_read = {"logprobs": [-0.5, -1.5], "attention_mask": [1, 1]}
     rows = [{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}, {"input_ids": [8, 9], "loss_mask": None, **not_read}]
@@ -338,6 +347,9 @@ def test_a_broken_source_ends_a_command_in_one_line(tmp_path: Path, capsys: pyte
         ([{"role": ["user"], "content": "c"}], "the role ['user']"),
         ([{"role": "user", "content": ["c"]}], "content with an item of type str"),
         ([{"role": "user", "parts": [{"text": "c"}]}], "a turn of the user without content"),
+        ([USER, {"role": "assistant", "content": None, "refusal": "no"}], "a turn with refusal, which is not read"),
+        ([USER, {"role": "assistant", "content": "hm", "channel": "analysis"}], "a turn with channel"),
+        ([USER, {"role": "assistant", "content": "a", "reasoning_details": [{"text": "hm"}]}], "a turn with reasoning_details"),
         ([{"role": "user", "content": [{"text": 3}]}], "text of type int"),
         ([{"role": "user", "content": [{"type": "image"}]}], "content with a part 'image'"),
         (["user", "assistant", "tool"], "a tool result without a call, turn 2"),

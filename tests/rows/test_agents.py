@@ -4,6 +4,7 @@ import json
 import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from specdistill.produce.sources import normalise
 from specdistill.rows.chat import inner_ids, turn_documents
 from specdistill.rows.encoding import ROW_COLUMNS, Encoder
-from specdistill.suites.conversations import render
+from specdistill.suites.conversations import render, use_template
 from tests.refusals import refused
 from tests.tiny import tiny_tokenizer
 
@@ -200,6 +201,13 @@ NO_RESULTS = PLAIN.replace("{% for", "{{ tools }}{% for").replace(
 def test_what_a_template_cannot_express_is_refused_by_name(template: str, row: dict[str, Any], got: str) -> None:
     with refused("data.source row 0", got):
         encoded(tiny_tokenizer(template), row)
+
+
+def test_a_file_that_is_no_template_is_refused_before_any_row(tmp_path: Path) -> None:
+    for content in (b"{% for m in messages %}{{ m.content }", b"\xff"):
+        (tmp_path / "mine.jinja").write_bytes(content)
+        with refused("data.chat_template", tmp_path / "mine.jinja"):
+            use_template(tiny_tokenizer(), SimpleNamespace(data=SimpleNamespace(chat_template=str(tmp_path / "mine.jinja"))))
 
 
 def test_tokens_around_calls_and_reasoning_are_no_sign_of_a_fault() -> None:
