@@ -176,7 +176,7 @@ def test_masks_of_none_or_all_show_the_rendered_text() -> None:
 def test_conversations_need_a_template_that_takes_them() -> None:
     with refused("data.source row 0", holds="no chat template"):
         encode(tiny_tokenizer(None), [TWO_TURNS])
-    with refused("data.source row 1", "turns system, user, assistant: System role not supported"):
+    with refused("data.source row 1", "turns system, user, assistant", holds="System role not supported"):
         encode(tiny_tokenizer(GEMMA), [TWO_TURNS[1:], TWO_TURNS])
 
 
