@@ -63,7 +63,7 @@ def test_slow_and_killed_nodes_make_the_same_bytes(shards: int, tmp_path: Path, 
         faults = [Behaviour(), Behaviour(seconds=0.02), Behaviour(fault=lambda number, body: 503 if number % 7 == 3 else None)]
         servers = [stack.enter_context(running(behaviour)).address for behaviour in faults]
         regenerate = RegenerateConfig(num_tokens=60 * shards, prompt_tokens=4, batch_size=2, server=servers[:1])
-        config = config_for(tmp_path, numbered(40), max_length=64, regenerate=regenerate)
+        config = config_for(tmp_path, numbered(5 * shards), max_length=64, regenerate=regenerate)
         whole, cut = (Job(tmp_path / name / "set", config, row_target()) for name in ("whole", "cut"))
         make_blocks(whole)
         missing = [len(Dataset.from_file(str(path))) for path in sorted(whole.blocks.glob("*.arrow"))]  # answers of each shard
