@@ -56,7 +56,7 @@ EXCHANGES = (
 PROMPTS = tuple(dict.fromkeys(question for question, _ in EXCHANGES))
 ANSWERS = {prompt: {answer for question, answer in EXCHANGES if question == prompt} for prompt in PROMPTS}
 KNOWN_COLUMNS = ("text", TOKENS, *CONVERSATIONS, "instances", *dict.fromkeys(name for pair in EXCHANGES for name in pair))
-READ = (*KNOWN_COLUMNS, "tools", "loss_mask", "system", "input", "context")
+READ = (*KNOWN_COLUMNS, "tools", "functions", "loss_mask", "system", "input", "context")
 INSTANCES = ("instruction", "instances")
 EXPECTED = (
     "text, messages, conversations, turns, input_ids, or instruction and output (prompt and response, question and answer)"
@@ -202,9 +202,9 @@ def normalise(row: Mapping[str, Any], where: str, tokenizer: Any = None) -> Iter
     exchange = next((pair for pair in EXCHANGES if pair[0] in present and pair[1] in present), None)
     context = present.get("input") or present.get("context")
     if TOKENS in present:
-        yield _token_row(present[TOKENS], present.get("loss_mask"), where, tokenizer)
+        yield _token_row(present, where, tokenizer)
     elif turns is not None:
-        messages, tools = conversation(turns, present.get("tools"), where)
+        messages, tools = conversation(turns, present.get("tools") or present.get("functions"), where)
         if messages and messages[0]["role"] != "system" and isinstance(present.get("system"), str):
             messages = [{"role": "system", "content": present["system"]}, *messages]
         if messages:
@@ -237,7 +237,14 @@ def _load(entry: SourceEntry, split: str, key: str, cache_dir: str | None) -> An
                 for file in DownloadManager().download([*chain.from_iterable(builder.config.data_files.values())]):
                     _check_json(Path(file), key)
             builder.download_and_prepare()
-            return builder.as_dataset(split=split)
+            rows = builder.as_dataset(split=split)
+            whole = {name: List(AnyJson()) for name, it in rows.features.items() if _has_json_within(it)}
+            if whole and isinstance(builder, Json):
+                options["features"] = Features({**rows.features, **whole})
+                builder = load_dataset_builder(kind or source, **options, cache_dir=cache_dir)
+                builder.download_and_prepare()
+                rows = builder.as_dataset(split=split)
+            return rows
     except (DatasetsError, OSError, ValueError, TypeError, ArrowException, YAMLError) as error:
         reason = one_line(str(error.__cause__ or error))[:300]
         if not path.exists() and not isinstance(error, ValueError):
@@ -271,18 +278,34 @@ def _check_json(path: Path, key: str) -> None:
         raise UserError(key, got=f"{path}, {error}", expected="rows that are alike, a JSON object each") from error
 
 
-def _token_row(ids: Any, mask: Any, where: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def _token_row(row: Mapping[str, Any], where: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Ids as they were read and generated, with a loss mask, or with loss on all of them."""
-    mask = [1] * len(ids) if mask is None else mask
-    for name, values, limit in (("input_ids", ids, len(tokenizer)), ("loss_mask", mask, 2)):
-        if not isinstance(values, list) or not all(type(value) is int for value in values) or len(values) != len(ids):
-            got = f"{name} of type {type(values).__name__}, {len(ids)} input_ids"
-            raise UserError(where, got=got, expected="two lists of integers of one length")
-        if wrong := next((value for value in values if not 0 <= value < limit), None):
-            raise UserError(
-                where, got=f"{wrong} in {name}", expected=f"0 to {limit - 1}{', the target’s tokens' * (name == TOKENS)}"
-            )
+    ids = row[TOKENS]
+    every = [1] * (len(ids) if isinstance(ids, list) else 0)
+    masks = (
+        name for name, values in row.items() if (name == "labels" or name.endswith(("_mask", "_masks"))) and values != every
+    )
+    if "loss_mask" not in row and (other := next(masks, None)):
+        columns = "data.columns={input_ids: input_ids"
+        expected = f"a loss_mask of 0 and 1 ({columns}, loss_mask: …}}), or {columns}}} for loss on all tokens"
+        raise UserError(where, got=f"{TOKENS} with {other}, which is not read", expected=expected)
+    mask = row.get("loss_mask", every)
+    for name, values, limit in ((TOKENS, ids, len(tokenizer)), ("loss_mask", mask, 2)):
+        if not isinstance(values, list) or len(values) != len(ids):
+            length = f" of length {len(values)}" if isinstance(values, list) else ""
+            expected = f"a list of integers{', one for each of input_ids' * (name != TOKENS)}"
+            raise UserError(where, got=f"{name} of type {type(values).__name__}{length}", expected=expected)
+        for wrong in (value for value in values if type(value) is not int or not 0 <= value < limit):
+            expected = f"integers from 0 to {limit - 1}{', the target’s tokens' * (name == TOKENS)}"
+            raise UserError(where, got=f"{wrong!r} in {name}", expected=expected)
     return {"text": tokenizer.decode(ids), "input_ids": ids, "loss_mask": mask}
+
+
+def _has_json_within(feature: Any) -> bool:
+    """Whether it is of lists of objects, some key of which has values of several types: the library reads those that are texts as JSON, an
+    answer `2` as a number. In whole objects texts stay.
+    """
+    return isinstance(feature, List) and isinstance(feature.feature, dict) and repr(AnyJson()) in repr(feature)
 
 
 def _unfilled(value: Any, feature: Any) -> Any:

@@ -15,7 +15,7 @@ from itertools import dropwhile, pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 
 from specdistill.errors import UserError, nearest, refusing
 from specdistill.files.documents import parse_json
@@ -81,8 +81,13 @@ def _message(turn: Mapping[str, Any], where: str) -> Message:
     if calls:
         message["tool_calls"] = [_call(call, where) for call in mappings(calls, where, "tool_calls")]
         message["content"] = message["content"] or None
+    if message["role"] == "user" and content is None:
+        raise UserError(where, got="a turn of the user without content", expected="its text, or parts of text")
     if reasoning := next((turn[name] for name in REASONING if turn.get(name)), None):
         message[REASONING[0]] = string(reasoning, where, "reasoning")
+    unread = ["refusal", "audio", *["reasoning_details"] * (not reasoning), *["channel"] * (turn.get("channel") != "final")]
+    if other := next((name for name in unread if turn.get(name)), None):
+        raise UserError(where, got=f"a turn with {other}, which is not read", expected="content, tool_calls, reasoning_content")
     return message | {name: turn[name] for name in ("name", "tool_call_id") if turn.get(name)}
 
 
@@ -101,7 +106,10 @@ def _tools(tools: Any, where: str) -> list[Mapping[str, Any]]:
     with refusing(ValueError, where, "tools", "a list of schemas, or its JSON text"):
         found = parse_json(tools) if isinstance(tools, str) and tools else tools or []
     each = mappings(found, where, "tools")
-    return [tool if isinstance(tool.get("function"), Mapping) else {"type": "function", "function": tool} for tool in each]
+    made = [tool if isinstance(tool.get("function"), Mapping) else {"type": "function", "function": tool} for tool in each]
+    for tool in made:
+        string(tool["function"].get("name"), where, "a tool's name")
+    return made
 
 
 def _check_calls(messages: Sequence[Message], known: set[Any], where: str) -> None:
@@ -128,8 +136,11 @@ def is_unanswered(message: Message) -> bool:
 
 
 def mappings(value: Any, where: str, what: str) -> list[Mapping[str, Any]]:
-    if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
+    if not isinstance(value, list):
         raise UserError(where, got=f"{what} of type {type(value).__name__}", expected="a list of objects")
+    for item in value:
+        if not isinstance(item, Mapping):
+            raise UserError(where, got=f"{what} with an item of type {type(item).__name__}", expected="a list of objects")
     return value
 
 
@@ -144,6 +155,8 @@ def use_template(tokenizer: Any, recipe: Any) -> None:
     if (path := getattr(getattr(recipe, "data", None), "chat_template", None)) is not None:
         with refusing((OSError, UnicodeDecodeError), "data.chat_template", path, "a file with a chat template"):
             tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
+        with suppress(*TEMPLATE_ERRORS), refusing(TemplateSyntaxError, "data.chat_template", path, "a template of Jinja"):
+            tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
 
 
 def render(
@@ -213,7 +226,10 @@ def _is_miswritten(rendered: str, messages: Sequence[Message]) -> bool:
 def check_expressed(
     tokenizer: Any, messages: Sequence[Message], tools: Tools, where: str = "data.source", **template: Any
 ) -> None:
-    """Raises UserError naming what of a conversation the chat template ignores: it renders the same without."""
+    """Raises UserError naming what of a conversation the chat template ignores: it renders the same without.
+
+    Messages of the system one by one: some templates render the first alone.
+    """
 
     def rendered(messages: Sequence[Message], tools: Tools) -> str | None:
         try:
@@ -228,6 +244,10 @@ def check_expressed(
         "results of tools": (messages, [{**it, "content": ""} if it["role"] == "tool" else it for it in messages], tools),
         "reasoning": (messages[: last + 1], [_without(REASONING[0], message) for message in messages[: last + 1]], tools),
     }
+    for number, message in enumerate(messages):
+        if message["role"] == "system" and message["content"].strip():
+            rest = [*messages[:number], {**message, "content": ""}, *messages[number + 1 :]]
+            parts[f"messages of the system, e.g. number {number},"] = (messages, rest, tools)
     for what, (with_it, without, kept) in parts.items():
         if (with_it, tools) != (without, kept) and render(tokenizer, with_it, False, where, tools, **template) == rendered(
             without, kept

@@ -5,12 +5,15 @@ import random
 import signal
 import subprocess
 from contextlib import ExitStack, suppress
+from itertools import count
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import psutil
 import pytest
 import yaml
+from datasets import Dataset
 
 from specdistill.errors import ResourceError
 from specdistill.files.folders import alone
@@ -31,47 +34,55 @@ OWN_SERVER = "data.regenerate.server=[http://127.0.0.1:8123]"
 AT_ONCE = 4  # nodes that run
 
 
-def node(job: Job, shard: int, shards: int, lives: int) -> None:
-    """A process that makes a shard, and kills itself before it keeps one answer more than `lives`; -1: it does not."""
-    add, left = AnswerFile.add, [lives]
+def node(job: Job, shard: int, shards: int, kill: tuple[int, bool] | None) -> None:
+    """A process that makes a shard. kill: the number of the answer at which it kills itself, and whether a part of that is on disk."""
+    add, kept, lock = AnswerFile.add, count(), Lock()
 
     def dying(self: AnswerFile, answers: Any) -> None:
-        if not left[0]:
-            os.kill(os.getpid(), signal.SIGKILL)
-        left[0] -= 1
-        add(self, answers)
+        with lock:
+            number = next(kept)
+            if kill is not None and number == kill[0]:
+                if kill[1]:
+                    add(self, answers)
+                    self._file.truncate(self._file.tell() - 9)
+                os.kill(os.getpid(), signal.SIGKILL)
+            add(self, answers)
 
     AnswerFile.add = dying  # type: ignore[method-assign]
     make_blocks(job, shard, shards)
 
 
-@pytest.mark.parametrize(
-    "shards", [6, pytest.param(100, marks=pytest.mark.long)]
-)  # a process for each, and for some a second one
+@pytest.mark.parametrize("shards", [6, pytest.param(100, marks=pytest.mark.long)])  # long: a process for each, and each kill
 def test_slow_and_killed_nodes_make_the_same_bytes(shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every node has one of three servers: one is slow, one fails now and then. Of a third of the shards the first process is killed."""
+    """Every node has one of three servers: one is slow, one fails now and then. Of a third of the shards the first process is killed, and
+    of some the second one, too: at a random answer of those that are still missing, so that no kill comes too late.
+    """
     monkeypatch.setattr(blocks_module, "TOKENS", 60)
-    chance, shards = random.Random(0), 6
-    lives = {shard: chance.randrange(3) for shard in chance.sample(range(shards), shards // 3)}
+    chance = random.Random(0)
     with ExitStack() as stack:
         faults = [Behaviour(), Behaviour(seconds=0.02), Behaviour(fault=lambda number, body: 503 if number % 7 == 3 else None)]
         servers = [stack.enter_context(running(behaviour)).address for behaviour in faults]
         regenerate = RegenerateConfig(num_tokens=60 * shards, prompt_tokens=4, batch_size=2, server=servers[:1])
-        config = config_for(tmp_path, numbered(40), max_length=64, regenerate=regenerate)
+        config = config_for(tmp_path, numbered(5 * shards), max_length=64, regenerate=regenerate)
         whole, cut = (Job(tmp_path / name / "set", config, row_target()) for name in ("whole", "cut"))
         make_blocks(whole)
-        assert len(list(whole.blocks.glob("*.arrow"))) == shards
-        waiting, nodes, codes = list(range(shards)), [], []
+        missing = [len(Dataset.from_file(str(path))) for path in sorted(whole.blocks.glob("*.arrow"))]  # answers of each shard
+        assert len(missing) == shards
+        kills = {shard: 1 + (number % 4 == 0) for number, shard in enumerate(chance.sample(range(shards), shards // 3))}
+        expected, waiting, nodes, codes = sum(kills.values()), list(range(shards)), [], []
         while waiting or nodes:
             while waiting and len(nodes) < AT_ONCE:
-                shard = waiting.pop(0)
+                shard, kill = waiting.pop(0), None
                 own = replace(config, regenerate=replace(regenerate, server=[chance.choice(servers)]))
-                nodes.append((shard, fork(node, Job(cut.folder, own, cut.target), shard, shards, lives.pop(shard, -1))))
+                if kills.get(shard):
+                    kill = chance.randrange(missing[shard]), chance.random() < 0.5
+                    kills[shard], missing[shard] = kills[shard] - 1, missing[shard] - kill[0]
+                nodes.append((shard, fork(node, Job(cut.folder, own, cut.target), shard, shards, kill)))
             shard, process = nodes.pop(0)
             process.join()
             codes.append(process.exitcode)
             waiting += [shard] * (process.exitcode != 0)
-    assert codes.count(-signal.SIGKILL) == shards // 3 and codes.count(0) == shards
+    assert codes.count(-signal.SIGKILL) == expected > shards // 3 and codes.count(0) == shards
     for job in (whole, cut):
         merge.merge(job)
     assert contents(cut.folder) == contents(whole.folder)

@@ -78,6 +78,17 @@ def turns_of(row: Mapping[str, Any]) -> Turns | str:
         ),
         ({"instruction": "do", "input": "this", "output": "done"}, [("user", "do\n\nthis"), ("assistant", "done")]),
         ({"instruction": "do", "context": "", "response": "done"}, [("user", "do"), ("assistant", "done")]),
+        (
+            {
+                "functions": [{"name": "f"}],  # as OpenAI's API named them first
+                "messages": [
+                    USER,
+                    {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
+                    {"role": "function", "name": "f", "content": "7"},
+                ],
+            },
+            [("user", "q"), ("assistant", None), ("tool", "7")],
+        ),
         ({"prompt": "p", "completion": "c"}, [("user", "p"), ("assistant", "c")]),
         ({"instruction": "do", "input": "this"}, [("user", "do\n\nthis")]),  # for the target to answer
         (
@@ -148,14 +159,30 @@ def test_what_agents_do_is_read_as_it_is_in_every_format(tmp_path: Path, ending:
     assert made["messages"] == [row["messages"] for row in rows] and made["tools"] == tools
 
 
+def test_texts_next_to_parts_of_text_stay_texts(tmp_path: Path) -> None:
+    """Also one that reads as JSON."""
+    answers = ["2", "null", '"q"', '{"a": 1}', "[1]"]
+    question = [{"type": "text", "text": "q"}]
+    rows = [{"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": it}]} for it in answers]
+    made = load_rows(written(tmp_path / "rows.jsonl", rows), "train", cache_dir=str(tmp_path))
+    assert made["messages"] == [[USER, {"role": "assistant", "content": it}] for it in answers]
+
+
 def test_token_rows_are_taken_as_they_are(tmp_path: Path) -> None:
-    rows = [{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}, {"input_ids": [8, 9], "loss_mask": None}]
+    not_read = {"logprobs": [-0.5, -1.5], "attention_mask": [1, 1]}
+    rows = [{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}, {"input_ids": [8, 9], "loss_mask": None, **not_read}]
     found = load_rows(written(tmp_path / "rows.jsonl", rows), "train", cache_dir=str(tmp_path))
     assert found["input_ids"] == [[5, 6, 7], [8, 9]] and found["loss_mask"] == [[0, 1, 1], [1, 1]]
     assert found["text"] == [tiny_tokenizer().decode(ids) for ids in found["input_ids"]]
     for wrong, got in (
         ({"input_ids": [5, 260]}, "260 in input_ids"),
-        ({"input_ids": [5], "loss_mask": [1, 1]}, "loss_mask of type list"),
+        ({"input_ids": [5], "loss_mask": [1, 1]}, "loss_mask of type list of length 2"),
+        ({"input_ids": [5, 6], "loss_mask": [1, True]}, "True in loss_mask"),
+        ({"input_ids": [5.0]}, "5.0 in input_ids"),
+        ({"input_ids": [[5, 6]]}, "[5, 6] in input_ids"),
+        ({"input_ids": 5}, "input_ids of type int"),
+        ({"input_ids": [5, 6], "labels": [-100, 6]}, "input_ids with labels, which is not read"),
+        ({"input_ids": [5, 6], "attention_mask": [0, 1]}, "input_ids with attention_mask, which is not read"),
     ):
         with refused("row 0", got):
             list(normalise(wrong, "row 0", tiny_tokenizer()))
@@ -253,7 +280,11 @@ def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
         ("parquet", _parquet({"text": [None, None]}), "rows.parquet, whose rows are all empty"),
         ("parquet", _parquet({"text": []}), "rows.parquet, split train, which does not read as parquet"),
         ("parquet", _parquet({"messages": [{"role": "user"}]}), "row 0: got a conversation of type dict"),
-        ("jsonl", b'{"instruction": "a", "instances": [3]}', "row 0: got instances of type list, expected a list of objects"),
+        (
+            "jsonl",
+            b'{"instruction": "a", "instances": [3]}',
+            "row 0: got instances with an item of type int, expected a list of",
+        ),
         ("json", b'[{"text": "a"},\n{"text": }]', "rows.json, line 2, column 10: Expecting value"),
         ("jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}\n', "rows.jsonl, line 2: byte 0xe9, which is not UTF-8"),
         ("json", b'[{"text":\n\n"\xe9"}]', "rows.json, line 3: byte 0xe9, which is not UTF-8"),
@@ -314,7 +345,11 @@ def test_a_broken_source_ends_a_command_in_one_line(tmp_path: Path, capsys: pyte
         ("hello", "a conversation of type str"),
         ([{"role": "usr", "content": "c"}], "the role 'usr'"),
         ([{"role": ["user"], "content": "c"}], "the role ['user']"),
-        ([{"role": "user", "content": ["c"]}], "content of type list"),
+        ([{"role": "user", "content": ["c"]}], "content with an item of type str"),
+        ([{"role": "user", "parts": [{"text": "c"}]}], "a turn of the user without content"),
+        ([USER, {"role": "assistant", "content": None, "refusal": "no"}], "a turn with refusal, which is not read"),
+        ([USER, {"role": "assistant", "content": "hm", "channel": "analysis"}], "a turn with channel"),
+        ([USER, {"role": "assistant", "content": "a", "reasoning_details": [{"text": "hm"}]}], "a turn with reasoning_details"),
         ([{"role": "user", "content": [{"text": 3}]}], "text of type int"),
         ([{"role": "user", "content": [{"type": "image"}]}], "content with a part 'image'"),
         (["user", "assistant", "tool"], "a tool result without a call, turn 2"),

@@ -2,7 +2,9 @@
 
 import json
 import random
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from specdistill.produce.sources import normalise
 from specdistill.rows.chat import inner_ids, turn_documents
 from specdistill.rows.encoding import ROW_COLUMNS, Encoder
-from specdistill.suites.conversations import render
+from specdistill.suites.conversations import render, use_template
 from tests.refusals import refused
 from tests.tiny import tiny_tokenizer
 
@@ -21,7 +23,6 @@ TEMPLATES = {
 }
 REASONING = {"qwen3": "reasoning_content", "harmony": "thinking", "kimi": "reasoning"}  # the key that each template reads
 SCHEMA = {"type": "function", "function": {"name": "add", "parameters": {"a": 1}}}
-BARE = '{"type": "function", "function": {"name": "add", "parameters": {"a": 1}}}'
 USER, MORE = {"role": "user", "content": "1+1?"}, {"role": "user", "content": "Thanks"}
 CALL = {
     "role": "assistant",
@@ -34,95 +35,72 @@ RESULT, ANSWER, BYE = (
     {"role": "assistant", "content": "Bye"},
 )
 WHOLE = [USER, CALL, RESULT, ANSWER, MORE, BYE]
-
-
+SYSTEM, DEVELOPER = {"role": "system", "content": "Be brief."}, {"role": "developer", "content": "Count."}
+THREE = [{"role": "tool", "content": "3"}, {"role": "assistant", "content": "It is 3."}]
 WORDS = ["ü", "“q”", "x < y & z", "a\nb"]
-OPENED = (
-    '<|start|>system<|message|>You are ChatGPT.<|end|><|start|>developer<|message|>Count.namespace functions { type add = (_: {"a": 1})'
-    " => any; }<|end|><|start|>user<|message|>1+1?<|end|><|start|>assistant"
-)
 
 
-def thinking(message: dict[str, Any]) -> dict[str, Any]:
-    return {**message, "reasoning_content": "hm"}
+def thinking(message: dict[str, Any], thought: str = "hm") -> dict[str, Any]:
+    return {**message, "reasoning_content": thought}
 
 
-# (template, messages, whether they have tools) -> documents, of which the loss is on what is between «».
-BY_HAND = [
-    ("hermes", [USER, ANSWER], False, ["<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n«It is 2.<|im_end|>»\n"]),
-    (
-        "hermes",
-        WHOLE,
-        True,
-        [
-            f"<|im_start|>system\n<tools>\n{BARE}\n</tools><|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
-            '«<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>»\n<|im_start|>user\n<tool_response>\n2\n'
-            "</tool_response><|im_end|>\n<|im_start|>assistant\n«It is 2.<|im_end|>»\n<|im_start|>user\nThanks<|im_end|>\n"
-            "<|im_start|>assistant\n«Bye<|im_end|>»\n"
-        ],
+def called(arguments: Any, content: str | None = None) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, "tool_calls": [{"function": {"name": "add", "arguments": arguments}}]}
+
+
+FIND = {"type": "function", "function": {"name": "find", "parameters": {}}}
+BOTH = [
+    {"id": "add:0", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}},
+    {"id": "find:1", "type": "function", "function": {"name": "find", "arguments": {"x": "y"}}},
+]
+IN_ANOTHER_ORDER = [
+    {"role": "tool", "content": "one", "tool_call_id": "find:1"},
+    {"role": "tool", "content": "2", "tool_call_id": "add:0"},
+]
+QUOTED = [
+    {"role": "user", "content": 'Add “1” in 日本語, "please".'},
+    called({"q": '“ü” "日本"\n</x> & é\\'}),
+    {"role": "tool", "content": '{"r": "é \\"2\\""}'},
+    {"role": "assistant", "content": '“é”\n"2"'},
+]
+NESTED = {"a": [1, None, -0.5, True], "b": {"c": {}, "d": "", "e": [[]]}}
+# Conversations with the schemas of their tools; by_hand/FAMILY.txt has a dozen of them as that family's template renders them.
+CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[Any] | None]] = {
+    "an answer": ([USER, ANSWER], None),
+    "a system message": ([SYSTEM, USER, ANSWER, MORE, BYE], None),
+    "messages of the system and of a developer": ([SYSTEM, DEVELOPER, USER, ANSWER], None),
+    "a developer's message": ([DEVELOPER, USER, thinking(CALL), RESULT, ANSWER], [SCHEMA]),
+    "a question at the end": ([USER, ANSWER, MORE], None),
+    "tools that nobody calls": ([SYSTEM, USER, ANSWER], [SCHEMA]),
+    "a call and another question": (WHOLE, [SCHEMA]),
+    "a call at the end": ([USER, CALL], [SCHEMA]),
+    "a call after a result": ([USER, CALL, RESULT, called({"a": 2}), *THREE], [SCHEMA]),
+    "words before a call": ([USER, called({"a": 1}, "Let me add."), RESULT, ANSWER], [SCHEMA]),
+    "a call without arguments, and no result": ([USER, called({}, ""), {**RESULT, "content": ""}, ANSWER], [SCHEMA]),
+    "nested arguments": ([USER, called(NESTED), RESULT, ANSWER], [SCHEMA]),
+    "quotes and other alphabets": (QUOTED, [SCHEMA]),
+    "two calls, and their results in another order": (
+        [USER, {"role": "assistant", "content": None, "tool_calls": BOTH}, *IN_ANOTHER_ORDER, ANSWER],
+        [SCHEMA, FIND],
     ),
-    (
-        "qwen3",
-        [USER, thinking(ANSWER), MORE, thinking(BYE)],
-        False,
-        [
-            "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n«<think>\nhm\n</think>\n\nIt is 2.<|im_end|>»\n",
-            "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\nIt is 2.<|im_end|>\n<|im_start|>user\nThanks<|im_end|>\n"
-            "<|im_start|>assistant\n«<think>\nhm\n</think>\n\nBye<|im_end|>»\n",
-        ],
+    "reasoning": ([USER, thinking(ANSWER)], None),
+    "reasoning in two exchanges": ([USER, thinking(ANSWER), MORE, thinking(BYE, "well")], None),
+    "reasoning after each result": (
+        [USER, thinking(CALL), RESULT, thinking(called({"a": 2}), "well"), THREE[0], thinking(THREE[1], "so")],
+        [SCHEMA],
     ),
-    (
-        "qwen3",  # until the next question the reasoning stays
-        [USER, thinking(CALL), RESULT, thinking(ANSWER)],
-        True,
-        [
-            f"<|im_start|>system\n<tools>\n{BARE}\n</tools><|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n«<think>\n"
-            'hm\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>»\n<|im_start|>user\n'
-            "<tool_response>\n2\n</tool_response><|im_end|>\n<|im_start|>assistant\n«<think>\nhm\n</think>\n\nIt is 2.<|im_end|>»\n"
-        ],
-    ),
-    (
-        "harmony",
-        [USER, thinking(ANSWER)],
-        False,
-        [
-            "<|start|>system<|message|>You are ChatGPT.<|end|><|start|>user<|message|>1+1?<|end|><|start|>assistant"
-            "«<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>It is 2.<|return|>»"
-        ],
-    ),
-    (
-        "harmony",
-        [{"role": "developer", "content": "Count."}, USER, thinking(CALL), RESULT, ANSWER],
-        True,
-        [
-            OPENED + "«<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
-            ' to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>»<|start|>functions.add to=assistant'
-            '<|channel|>commentary<|message|>"2"<|end|><|start|>assistant«<|channel|>final<|message|>It is 2.<|return|>»'
-        ],
-    ),
-    (
-        "kimi",
-        [USER, thinking(CALL), RESULT, ANSWER],
-        True,
-        [
-            f"<|im_system|>tool_declare<|im_middle|>[{BARE}]<|im_end|><|im_user|>user<|im_middle|>1+1?<|im_end|><|im_assistant|>assistant"
-            "<|im_middle|>«<think>hm</think><|tool_calls_section_begin|><|tool_call_begin|>add<|tool_call_argument_begin|>"
-            '{"a": 1}<|tool_call_end|><|tool_calls_section_end|><|im_end|>»<|im_system|>tool<|im_middle|>## Return of call\n2<|im_end|>'
-            "<|im_assistant|>assistant<|im_middle|>«It is 2.<|im_end|>»"
-        ],
-    ),
-    (
-        "deepseek",
-        [{"role": "system", "content": "Count."}, USER, CALL, RESULT, ANSWER, MORE, BYE],
-        True,
-        [
-            '<｜begin▁of▁sentence｜>Count.\n\n## Tools\n### add\n{"a": 1}<｜User｜>1+1?<｜Assistant｜>'
-            '«<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
-            "<｜end▁of▁sentence｜>»<｜tool▁output▁begin｜>2<｜tool▁output▁end｜>"
-            "«It is 2.<｜end▁of▁sentence｜>»<｜User｜>Thanks<｜Assistant｜>«Bye<｜end▁of▁sentence｜>»"
-        ],
-    ),
-]  # fmt: skip
+    "reasoning and words before a call": ([USER, thinking(called({"a": 1}, "Let me add.")), RESULT, ANSWER], [SCHEMA]),
+}
+
+
+def by_hand(family: str) -> dict[str, list[str]]:
+    """name of a conversation -> its documents, of which the loss is on what is between «»."""
+    text = (Path(__file__).parent / "by_hand" / f"{family}.txt").read_text(encoding="utf-8")
+    _, *parts = re.split(r"^== (.*)\n", text, flags=re.MULTILINE)
+    return {name: body.removesuffix("\n").split("\n--\n") for name, body in zip(parts[::2], parts[1::2], strict=True)}
+
+
+BY_HAND = [(family, name, documents) for family in TEMPLATES for name, documents in by_hand(family).items()]
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase, raw: dict[str, Any], loss_mask: str = "assistant") -> dict[str, list[Any]]:
@@ -130,19 +108,17 @@ def encoded(tokenizer: PreTrainedTokenizerBase, raw: dict[str, Any], loss_mask: 
     return Encoder(tokenizer, loss_mask, 10_000)({name: [row.get(name)] for name in ROW_COLUMNS}, [0])
 
 
-@pytest.mark.parametrize(("family", "messages", "has_tools", "documents"), BY_HAND)
-def test_tokens_and_their_loss_are_what_one_writes_by_hand(
-    family: str, messages: list[Any], has_tools: bool, documents: list[str]
-) -> None:
-    tokenizer = tiny_tokenizer(TEMPLATES[family])
-    made = encoded(tokenizer, {"messages": messages, "tools": [SCHEMA] if has_tools else None})
+@pytest.mark.parametrize(("family", "name", "documents"), BY_HAND)
+def test_tokens_and_their_loss_are_what_one_writes_by_hand(family: str, name: str, documents: list[str]) -> None:
+    tokenizer, (messages, tools) = tiny_tokenizer(TEMPLATES[family]), CONVERSATIONS[name]
+    made = encoded(tokenizer, {"messages": messages, "tools": tools})
     assert len(made["input_ids"]) == len(documents)
     for document, ids, mask in zip(documents, made["input_ids"], made["loss_mask"], strict=True):
         pieces = [(said, number % 2) for number, said in enumerate(document.replace("»", "«").split("«"))]
         assert tokenizer.decode(ids) == "".join(said for said, _ in pieces)
         assert ids.tolist() == tokenizer("".join(said for said, _ in pieces))["input_ids"]
         assert mask.tolist() == [flag for said, flag in pieces for _ in tokenizer(said)["input_ids"]]
-    everything = encoded(tokenizer, {"messages": messages, "tools": [SCHEMA] if has_tools else None}, "all")
+    everything = encoded(tokenizer, {"messages": messages, "tools": tools}, "all")
     assert all(mask.all() for mask in everything["loss_mask"])
 
 
@@ -218,12 +194,20 @@ NO_RESULTS = PLAIN.replace("{% for", "{{ tools }}{% for").replace(
         ),
         (PLAIN, {"messages": [USER, thinking(ANSWER)]}, "reasoning with a chat template that ignores"),
         (TEMPLATES["hermes"], {"messages": [USER, thinking(ANSWER)]}, "reasoning with a chat template that ignores"),
+        (TEMPLATES["hermes"], {"messages": [SYSTEM, DEVELOPER, USER, ANSWER]}, "messages of the system, e.g. number 1, with a chat"),
         (TEMPLATES["harmony"], {"messages": [USER, {**CALL, "tool_calls": CALL["tool_calls"] * 2}], "tools": [SCHEMA]}, "turns user"),
     ],
 )  # fmt: skip
 def test_what_a_template_cannot_express_is_refused_by_name(template: str, row: dict[str, Any], got: str) -> None:
     with refused("data.source row 0", got):
         encoded(tiny_tokenizer(template), row)
+
+
+def test_a_file_that_is_no_template_is_refused_before_any_row(tmp_path: Path) -> None:
+    for content in (b"{% for m in messages %}{{ m.content }", b"\xff"):
+        (tmp_path / "mine.jinja").write_bytes(content)
+        with refused("data.chat_template", tmp_path / "mine.jinja"):
+            use_template(tiny_tokenizer(), SimpleNamespace(data=SimpleNamespace(chat_template=str(tmp_path / "mine.jinja"))))
 
 
 def test_tokens_around_calls_and_reasoning_are_no_sign_of_a_fault() -> None:

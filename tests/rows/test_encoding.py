@@ -103,7 +103,7 @@ def test_a_token_carries_loss_where_it_overlaps_a_turn_of_the_assistant(name: st
         ),
         (WITHOUT_TURN_ENDS, TWO_TURNS, ["Hello — you?", "Bye, assistant!"]),  # no loss at the next header
         # No prefix of the conversation renders as such, and the target writes the empty thought.
-        (MOVING, TWO_TURNS, ["<think></think>Hello — you?</s>", "<think></think>Bye, assistant!\n</s>"]),
+        (MOVING, TWO_TURNS[1:], ["<think></think>Hello — you?</s>", "<think></think>Bye, assistant!\n</s>"]),
     ],
 )
 def test_the_assistant_s_turns_are_found(template: str, messages: Conversation, expected: list[str]) -> None:
@@ -176,7 +176,7 @@ def test_masks_of_none_or_all_show_the_rendered_text() -> None:
 def test_conversations_need_a_template_that_takes_them() -> None:
     with refused("data.source row 0", holds="no chat template"):
         encode(tiny_tokenizer(None), [TWO_TURNS])
-    with refused("data.source row 1", "turns system, user, assistant: System role not supported"):
+    with refused("data.source row 1", "turns system, user, assistant", holds="System role not supported"):
         encode(tiny_tokenizer(GEMMA), [TWO_TURNS[1:], TWO_TURNS])
 
 
