@@ -198,7 +198,8 @@ def ask(server: CompletionServer, context: list[int], task: GenerationTask, toke
     if isinstance(choice, str):
         return Answer(context, [], "refused", choice)
     if server.states and choice.states:
-        take(Path(choice.states), [*context, *(choice.token_ids or ())][:-1], server.server, server.states)
+        read = [*context, *(choice.token_ids or ())][:-1]
+        take(Path(choice.states), read, server.server, server.states, context)
     ids, reason = tokenizer.answer(choice), str(choice.finish_reason)
     error = None if ids is not None else f"an answer in other tokens than the target's: {json.dumps(choice.text[:80])}"
     return Answer(context, ids or [], reason, error)

@@ -31,10 +31,10 @@ def waiting(folder: Path, ids: Sequence[int]) -> Path:
     return folder / f"{xxhash.xxh3_128_hexdigest(np.asarray(ids, np.int32).tobytes())}.safetensors"
 
 
-def take(path: Path, ids: Sequence[int], server: Server, folder: Path | None = None) -> Tensor:
+def take(path: Path, ids: list[int], server: Server, folder: Path | None = None, prompt: Sequence[int] = ()) -> Tensor:
     """The hidden states [L, layers, D] that a server has written for these tokens; its files are removed, and no others.
 
-    folder: where the file waits instead; there one of fewer tokens, the prompt's, is removed: the server does not know OF_OUTPUT.
+    folder: where the file waits instead, but one of the prompt is removed, too: the server does not know OF_OUTPUT.
     """
     try:
         lock = path.with_name(f"{path.name}.lock")
@@ -56,7 +56,7 @@ def take(path: Path, ids: Sequence[int], server: Server, folder: Path | None = N
         next_step = "start it with ExampleHiddenStatesConnector and a folder that both see (docs/data.md)"
         raise ResourceError(what, next_step=next_step) from error
     found = tensors["token_ids"].tolist() if set(tensors) == {"hidden_states", "token_ids"} else []
-    if not found or found != (ids[: len(found)] if folder else ids):
+    if not found or found not in (ids, prompt):
         what = f"{server.address} names {path}, which are not the hidden states of its prompt"
         raise ResourceError(what, next_step="look at its log")
     if folder and found == ids:
