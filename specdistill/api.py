@@ -172,7 +172,7 @@ def train_draft(recipe: TrainedRecipe, callbacks: Sequence[TrainerCallback] = ()
     target = FrozenTarget.load(**vars(recipe.target), layers_on_disk=not runs_layers)
     check_engines(recipe, target)
     use_template(target.tokenizer, recipe)
-    train_set, eval_set = open_rows(recipe.data, RowTarget.of(target), recipe.measured_on)
+    train_set, eval_set = open_rows(recipe.data, RowTarget.of(target), recipe.measured_on, recipe.states_folder)
 
     # Draft, what it learns, and the run's record before its first step
     draft = create_draft(recipe, target, train_set)

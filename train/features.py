@@ -30,7 +30,7 @@ def main(recipe: HeadRecipe) -> None:
     # Target and data
     target = FrozenTarget.load(**vars(recipe.target), layers_on_disk=not recipe.hidden_states.runs_layers)
     use_template(target.tokenizer, recipe)
-    train_set, eval_set = open_rows(recipe.data, RowTarget.of(target), recipe.measured_on)
+    train_set, eval_set = open_rows(recipe.data, RowTarget.of(target), recipe.measured_on, recipe.states_folder)
 
     # Features of the layers that the draft reads, by passes as training makes them
     draft = create_draft(recipe, target, train_set)

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,12 +21,13 @@ ABOUT_THE_SERVER = {401, 403, 404, 405, 501}
 
 
 class Choice(JsonAnswer):
-    """A completion. token_ids: of vLLM and SGLang; tokens: of llama.cpp."""
+    """A completion. token_ids: of vLLM and SGLang; tokens: of llama.cpp; states: vLLM's file of hidden states."""
 
     text: str = at("choices", 0, "text")
     token_ids: list[Count] | None = at("choices", 0, "token_ids", default=None)
     tokens: list[Count] | None = at("choices", 0, "tokens", default=None)
     finish_reason: str | None = at("choices", 0, "finish_reason", default=None)
+    states: str | None = at("kv_transfer_params", "hidden_states_path", default=None)
 
 
 class UnavailableError(Exception):
@@ -38,13 +40,14 @@ class UnavailableError(Exception):
 
 class CompletionServer:
     """A server by its address (`http://host:port`). timeout: seconds that an answer may take. until: when it may be asked
-    again, of a clock that counts seconds; its threads wait together while it fails.
+    again, of a clock that counts seconds; its threads wait together while it fails. states: where the hidden states of its completions
+    wait; None: they are not asked for.
     """
 
-    def __init__(self, address: str, timeout: float) -> None:
+    def __init__(self, address: str, timeout: float, states: Path | None = None) -> None:
         address = address.rstrip("/").removesuffix("/v1")
         self.server = Server(address, key=KEY, timeout=timeout, timeout_key="data.regenerate.timeout")
-        self.address, self.model = self.server.address, ""
+        self.address, self.model, self.states = self.server.address, "", states
         if key := server_keys().get(self.address):
             if not self.address.startswith("https://") and urlsplit(self.address).hostname not in LOOPBACK:
                 raise UserError(KEY, got=f"{self.address}, which would be sent its key in the clear", expected="https://")

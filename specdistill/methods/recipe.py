@@ -141,6 +141,11 @@ class TrainedRecipe(Recipe):
         return self
 
     @property
+    def states_folder(self) -> Any:
+        """The path where hidden states wait that servers give with their answers; None where no store keeps them."""
+        return getattr(getattr(self, "hidden_states", None), "waiting", None)
+
+    @property
     def num_positions(self) -> int:
         """Drafted positions that training measures one by one."""
         return 1

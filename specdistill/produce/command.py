@@ -72,7 +72,7 @@ def _job(recipe: TrainedRecipe, *, generates: bool) -> "Job":
     from specdistill.rows.row_set import check, place_of
 
     target = row_target(recipe, generates=generates)
-    job = Job(place_of(recipe.data, target, recipe.measured_on), recipe.data, target, recipe.measured_on)
+    job = Job(place_of(recipe.data, target, recipe.measured_on), recipe.data, target, recipe.measured_on, recipe.states_folder)
     check(job.config, job.target)
     job.check()
     return job
@@ -126,7 +126,7 @@ def _show(recipe: TrainedRecipe, options: ShowOptions) -> ExitCode:
     folder = place_of(recipe.data, target, recipe.measured_on)
     if not is_whole(folder):
         target = row_target(recipe, generates=True)
-    rows, _ = open_rows(recipe.data, target, recipe.measured_on)
+    rows, _ = open_rows(recipe.data, target, recipe.measured_on, recipe.states_folder)
     *_, manifest = read_rows(folder)
     of = show.lengths(rows)
     documents = show.shown(rows, of, options.documents, target.tokenizer)

@@ -8,26 +8,27 @@ its bytes are the same. A killed process repeats the shard that it was at.
 Shapes: B rows, T positions, L tokens of a row or document, A auxiliary layers, D target hidden size.
 """
 
-import fcntl
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from datasets import Dataset, concatenate_datasets
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specdistill.engines.server import POLL_SECONDS, JsonAnswer, ServedModels, Server, asking, at
-from specdistill.errors import ResourceError, UserError, logger
+from specdistill.engines.server import JsonAnswer, ServedModels, Server, asking, at
+from specdistill.errors import UserError, logger
 from specdistill.files.folders import alone, check_holds, check_writable
 from specdistill.processes import of_all, share
+from specdistill.produce.server_states import take, waiting
 from specdistill.progress import Cost, announce, progress
-from specdistill.recipe.sections import HiddenStatesConfig
+from specdistill.recipe.sections import WAITING, HiddenStatesConfig
 from specdistill.rows.files import on_disk
 from specdistill.rows.packing import PADDING_DOCUMENT, collate
 from specdistill.rows.store import (
@@ -49,6 +50,7 @@ from specdistill.targets.packed_rows import Documents
 
 SERVER_KEY = "hidden_states.server"
 LOCK = "lock"
+MOST_OTHER = 0.1  # of a vector's norm: rounding moves it less, another layer more
 
 
 class Passed(JsonAnswer):
@@ -85,8 +87,10 @@ def feature_store(
     if config.mode == "offline":
         return FeatureStore.open(Path(str(config.path)), sets, origin)
     make = by_servers(target, layers, config.server, config.timeout) if config.server else by_target(target, layers, autocast)
-    store = fill(config, sets, origin, make, batch_size, force=force)
-    logger.info(f"{config.path}: features of {store.num_rows - store.num_missing:,} of {store.num_rows:,} rows")
+    generated = OfGenerated(config.waiting, target, layers, make) if config.waiting else None
+    store = fill(config, sets, origin, generated or make, batch_size, force=force)
+    without = f", {generated.num_rows:,} as they were generated" if generated and generated.num_rows else ""
+    logger.info(f"{config.path}: features of {store.num_rows - store.num_missing:,} of {store.num_rows:,} rows{without}")
     return store
 
 
@@ -109,35 +113,23 @@ def by_target(target: FrozenTarget, aux_layers: Sequence[int], autocast: torch.d
 def by_servers(target: FrozenTarget, aux_layers: Sequence[int], addresses: Sequence[str], timeout: float) -> MakeFeatures:
     """Passes of vLLM servers of the target, between which the documents alternate. timeout: seconds that an answer may take.
 
-    The servers write the hidden states of every prompt to a folder (vLLM 0.32, started as docs/data.md says).
-    The layers are those that the draft reads, and the last one. vLLM counts them as we do, passes them on in ascending order, and takes the
-    last before the target's final norm, which is applied here. The answer to a request for one token names a safetensors file of
-    `hidden_states` [L, layers, D] and `token_ids` [L]; the server holds a lock on a file next to it until it is whole.
+    The answer to a request for one token names a file (see `server_states`).
 
     Raises UserError for servers of other layers or another dtype, ResourceError when one fails.
     """
     servers = [Server(address, key=SERVER_KEY, timeout=timeout, timeout_key="hidden_states.timeout") for address in addresses]
     models = [server.json("/v1/models", ServedModels).data[0].id for server in servers]
-    layers = sorted({*aux_layers, target.num_layers})
-    wanted = [layers.index(layer) for layer in (*aux_layers, target.num_layers)]
 
     def states(number: int, ids: list[int]) -> Tensor:
-        """[A + 1, L, D] of a document, the last one normed."""
+        """[A + 1, L, D] of a document."""
         server, model = servers[number % len(servers)], models[number % len(servers)]
         body = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0}
-        hidden_LND = _read(Path(server.json("/v1/completions", Passed, body).path or ""), ids, server)
-        if hidden_LND.shape != (len(ids), len(layers), target.hidden_size) or str(hidden_LND.dtype) != f"torch.{target.dtype}":
-            got = f"{server.address}, which writes {list(hidden_LND.shape)} {hidden_LND.dtype} for {len(ids)} tokens"
-            raise UserError(SERVER_KEY, got=got, expected=f"layers {layers} of {target.hidden_size} in {target.dtype}")
-        features_ALD = hidden_LND[:, wanted].transpose(0, 1).contiguous()
-        with torch.no_grad():
-            features_ALD[-1] = target.norm(features_ALD[-1].to(target.device)).cpu()
-        return features_ALD
+        hidden_LND = take(Path(server.json("/v1/completions", Passed, body).path or ""), ids, server)
+        return _features(hidden_LND, len(ids), target, aux_layers, server.address)
 
     def make(rows: Rows) -> list[Tensor]:
-        tokens = [Tokens.of(row) for row in rows]
-        split = [torch.from_numpy(row.input_ids).split(row.document_lengths.tolist()) for row in tokens]
-        documents = [ids.tolist() for row in split for ids in row]
+        split = [_documents(row) for row in rows]
+        documents = [ids for row in split for ids in row]
         with asking(len(documents), *servers) as pool:
             found = iter(list(pool.map(states, range(len(documents)), documents)))
         return [torch.cat([next(found) for _ in row], dim=1) for row in split]
@@ -145,33 +137,68 @@ def by_servers(target: FrozenTarget, aux_layers: Sequence[int], addresses: Seque
     return make
 
 
-def _read(path: Path, ids: list[int], server: Server) -> Tensor:
-    """The hidden states [L, layers, D] that a server has written for a prompt; its files are removed, and no others."""
-    try:
-        lock = path.with_name(f"{path.name}.lock")
-        if lock.exists() and not lock.is_file():  # to open a pipe waits for who writes
-            raise ValueError(f"{lock}, which is no file")
-        with lock.open() as held:
-            deadline = time.monotonic() + server.timeout
-            while True:
-                with suppress(BlockingIOError):
-                    fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                    break  # the file is whole
-                if server.is_closed or time.monotonic() > deadline:
-                    what = f"{server.address} did not write {path} in {server.timeout:g} s"
-                    raise ResourceError(what, next_step=f"look at its log, or raise {server.timeout_key}")
-                time.sleep(POLL_SECONDS)
-            tensors = load_file(path)
-    except (OSError, SafetensorError, ValueError) as error:
-        what = f"{server.address} wrote no hidden states that this machine can read ({error})"
-        next_step = "start it with ExampleHiddenStatesConnector and a folder that both see (docs/data.md)"
-        raise ResourceError(what, next_step=next_step) from error
-    if set(tensors) != {"hidden_states", "token_ids"} or tensors["token_ids"].tolist() != ids:
-        what = f"{server.address} names {path}, which are not the hidden states of its prompt"
-        raise ResourceError(what, next_step="look at its log")
-    path.unlink()
-    lock.unlink()
-    return tensors["hidden_states"]
+def _documents(row: dict[str, Any]) -> list[list[int]]:
+    tokens = Tokens.of(row)
+    return [ids.tolist() for ids in torch.from_numpy(tokens.input_ids).split(tokens.document_lengths.tolist())]
+
+
+def _features(hidden_LND: Tensor, num_tokens: int, target: FrozenTarget, aux_layers: Sequence[int], of: str) -> Tensor:
+    """[A + 1, L, D] of what a server wrote: of the layers that the draft reads, and the last one. Raises UserError for other ones.
+
+    vLLM counts them as we do, passes them on in ascending order, and takes the last before the target's final norm, which is applied here.
+    """
+    layers = sorted({*aux_layers, target.num_layers})
+    if hidden_LND.shape != (num_tokens, len(layers), target.hidden_size) or str(hidden_LND.dtype) != f"torch.{target.dtype}":
+        got = f"{of}, which writes {list(hidden_LND.shape)} {hidden_LND.dtype} for {num_tokens} tokens"
+        raise UserError(SERVER_KEY, got=got, expected=f"layers {layers} of {target.hidden_size} in {target.dtype}")
+    wanted = [layers.index(layer) for layer in (*aux_layers, target.num_layers)]
+    features_ALD = hidden_LND[:, wanted].transpose(0, 1).contiguous()
+    with torch.no_grad():
+        features_ALD[-1] = target.norm(features_ALD[-1].to(target.device)).cpu()
+    return features_ALD
+
+
+@dataclass
+class OfGenerated:
+    """Features of rows whose documents all wait in a folder (see `server_states`), without a pass; of others what `make` makes.
+
+    At a document's last token, from which nothing is predicted, they are 0. Files do not say of which layers and target they are: the first
+    row is made, too, and compared. num_rows: without a pass.
+    """
+
+    folder: Path
+    target: FrozenTarget
+    aux_layers: Sequence[int]
+    make: MakeFeatures
+    num_rows: int = 0
+
+    def __call__(self, rows: Rows) -> list[Tensor]:
+        found = [self._found(_documents(row)) for row in rows]
+        for row, features in zip(rows, found, strict=True):
+            if features is not None and self.num_rows == 0:
+                self._compare(features, self.make([row])[0])
+            self.num_rows += features is not None
+        missing = [row for row, features in zip(rows, found, strict=True) if features is None]
+        made = iter(self.make(missing) if missing else ())
+        return [next(made) if features is None else features for features in found]
+
+    def _found(self, documents: Sequence[list[int]]) -> Tensor | None:
+        paths = [waiting(self.folder, ids[:-1]) for ids in documents]
+        if not all(path.is_file() for path in paths):
+            return None
+        shape = self.target, self.aux_layers, f"the server of {self.folder}"
+        parts = [
+            _features(load_file(path)["hidden_states"], len(ids) - 1, *shape)
+            for path, ids in zip(paths, documents, strict=True)
+        ]
+        return torch.cat([F.pad(features_ALD, (0, 0, 0, 1)) for features_ALD in parts], dim=1)
+
+    def _compare(self, found_ALD: Tensor, made_ALD: Tensor) -> None:
+        """Raises UserError for a row of which, in a layer, not most vectors are near."""
+        error_AL = (found_ALD - made_ALD).float().norm(dim=-1) / made_ALD.float().norm(dim=-1)
+        if not bool((error_AL.median(dim=1).values <= MOST_OTHER).all()):
+            got = f"{self.folder}, hidden states of other layers or of another target"
+            raise UserError(KEY, got=got, expected="none: remove the folder")
 
 
 def fill(
@@ -190,7 +217,9 @@ def fill(
     free = "free the disk, or set hidden_states.max_bytes; the same command resumes after the last shard"
     with ExitStack() as stack, on_disk(folder, free):
         if rank == 0:
-            check_holds(folder, KEY, "a feature store", lambda name: name in (LOCK, ASIDE) or SHARD.fullmatch(name) is not None)
+            check_holds(
+                folder, KEY, "a feature store", lambda name: name in (LOCK, ASIDE, WAITING) or SHARD.fullmatch(name) is not None
+            )
             stack.enter_context(alone(folder / LOCK, KEY, folder))
             _clear(folder, shards)
         of_all(None)
@@ -208,7 +237,8 @@ def fill(
                 advance(len(part))
         of_all(None)
         if rank == 0:
-            shutil.rmtree(folder / ASIDE, ignore_errors=True)
+            for name in (ASIDE, WAITING):
+                shutil.rmtree(folder / name, ignore_errors=True)
     try:
         return FeatureStore([Shard.open(folder / name, origin) for name in shards], sets, origin)
     except UserError as error:

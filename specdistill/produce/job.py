@@ -20,12 +20,15 @@ OF_DOCUMENTS = ("packing", "validation_fraction", "validation_split")
 
 @dataclass(frozen=True)
 class Job:
-    """Rows to be made, into a folder, of a recipe for a target. measured_on: suites that the draft will be measured on."""
+    """Rows to be made, into a folder, of a recipe for a target. measured_on: suites that the draft will be measured on. states: where the
+    hidden states of servers' answers wait for a store, if there is one.
+    """
 
     folder: Path
     config: DataConfig
     target: RowTarget
     measured_on: Sequence[str] = ()
+    states: Path | None = None
 
     @cached_property
     def plan(self) -> str:

@@ -46,12 +46,14 @@ AT_ONCE = 4  # blocks that servers work at: of one that is nearly complete few a
 FIRST_ANSWERS = 64  # new ones, that say what the others will cost
 
 
-def open_rows(config: DataConfig, target: RowTarget, measured_on: Sequence[str] = ()) -> tuple[Dataset, Dataset]:
+def open_rows(
+    config: DataConfig, target: RowTarget, measured_on: Sequence[str] = (), states: Path | None = None
+) -> tuple[Dataset, Dataset]:
     """(train, validation) rows with the columns of `packing`: those of `data.rows`, or the recipe's own, which are made where there are
     none yet. Every process of a launch has to call it.
 
-    measured_on: suites that the draft will be measured on. Raises UserError for rows of another target, template or shape, for a set
-    that is not whole, and for machines whose rows or weights differ.
+    measured_on, states: as of a `Job`. Raises UserError for rows of another target, template or shape, for a set that is not whole, and
+    for machines whose rows or weights differ.
     """
     agree({"weights of target.model": target.weights[:SHOWN]})
     if config.shard is not None:
@@ -60,7 +62,7 @@ def open_rows(config: DataConfig, target: RowTarget, measured_on: Sequence[str] 
     check(config, target)
     folder = place_of(config, target, measured_on)
     if config.rows is None and not all(of_all(is_whole(folder))):
-        make_rows(Job(folder, config, target, measured_on))
+        make_rows(Job(folder, config, target, measured_on, states))
     train, validation, manifest = read_rows(folder, Fit.of(config, target))
     hashes = {shard.name: shard.hash[:SHOWN] for shard in manifest.shards}
     agree(hashes, otherwise=": make the rows on one machine, and copy the folder (data.rows)")
@@ -152,7 +154,7 @@ def _backend(job: Job) -> AbstractContextManager[Backend]:
     settings, target = job.config.regenerate, job.target
     if not settings.server:
         return transformers_backend(target, settings.num_tokens, settings.batch_size)
-    servers = [CompletionServer(address, settings.timeout) for address in settings.server]
+    servers = [CompletionServer(address, settings.timeout, job.states) for address in settings.server]
     for server in servers:
         server.find_model([target.name, Path(target.name).name])
     tokenizer = ServerTokenizer(target.tokenizer, target.end_ids, settings.template)
@@ -216,4 +218,8 @@ class GenerationEstimate:
             self.is_announced, seconds = True, time.monotonic() - self.begin
         sample = Cost(self.answers, self.tokens, self.generated, self.num_bytes + PREPARED_BYTES * self.tokens, seconds)
         basis, folder = f"{self.answers:,} answers in {seconds:.1f} s", cache_folder(self.job.config.cache_dir)
-        announce("generating", sample.times(self.num_tokens / self.generated), basis, folder, force=self.job.config.force)
+        times, force = self.num_tokens / self.generated, self.job.config.force
+        announce("generating", sample.times(times), basis, folder, force=force)
+        if (states := self.job.states) and (sizes := [it.stat().st_size for it in states.glob("*.safetensors")]):
+            waiting = sample._replace(num_bytes=self.answers * sum(sizes) / len(sizes))
+            announce("keeping hidden states", waiting.times(times), basis, states, force=force)

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -23,6 +24,7 @@ from specdistill.engines.server import PLAIN_SAMPLING
 from specdistill.errors import ResourceError, logger
 from specdistill.produce.blocks import Answer, AnswerFile
 from specdistill.produce.prompts import GenerationTask
+from specdistill.produce.server_states import OF_OUTPUT, take
 from specdistill.suites.conversations import Message, Tools, is_unanswered, render
 
 SAMPLING = {**PLAIN_SAMPLING, "repeat_penalty": 1.0}  # llama.cpp's word for the repetition penalty
@@ -190,10 +192,14 @@ def ask(server: CompletionServer, context: list[int], task: GenerationTask, toke
         "skip_special_tokens": False,
         "return_token_ids": True,  # vLLM, SGLang
         "return_tokens": True,  # llama.cpp
+        **(OF_OUTPUT if server.states else {}),
     }
     choice = server.complete(body)
     if isinstance(choice, str):
         return Answer(context, [], "refused", choice)
+    if server.states and choice.states:
+        read = [*context, *(choice.token_ids or ())][:-1]
+        take(Path(choice.states), read, server.server, server.states, context)
     ids, reason = tokenizer.answer(choice), str(choice.finish_reason)
     error = None if ids is not None else f"an answer in other tokens than the target's: {json.dumps(choice.text[:80])}"
     return Answer(context, ids or [], reason, error)

@@ -73,6 +73,7 @@ SERVED = ReadWhen("with data.regenerate.server", lambda it: it.num_tokens > 0 an
 
 STORED = ReadWhen("with hidden_states.mode=offline or hybrid", lambda it: it.mode != "online")
 MADE = ReadWhen("with hidden_states.mode=hybrid", lambda it: it.mode == "hybrid")
+WAITING = "generated"  # folder in a store of what servers gave with their answers
 MADE_BY_SERVERS = ReadWhen("with hidden_states.server", lambda it: bool(it.server))
 
 AnswerRule = Literal["refused", "empty", "truncated", "looping", "off_template"]
@@ -204,6 +205,11 @@ class HiddenStatesConfig(Section):
     def runs_layers(self) -> bool:
         """Whether training may have to run the target's layers."""
         return self.mode == "online" or (self.mode == "hybrid" and (not self.server or self.max_bytes is not None))
+
+    @property
+    def waiting(self) -> Path | None:
+        """Where the hidden states of what servers generate wait for the store of all rows; None without one."""
+        return Path(self.path) / WAITING if self.path and self.mode == "hybrid" and self.max_bytes is None else None
 
     @model_validator(mode="after")
     def _a_store_has_a_place(self) -> "HiddenStatesConfig":

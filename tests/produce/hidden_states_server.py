@@ -14,21 +14,29 @@ from safetensors.torch import save_file
 
 from specdistill.targets.frozen import FrozenTarget
 from tests.produce import openai_server
-from tests.produce.openai_server import Behaviour
+from tests.produce.openai_server import Behaviour, completion
 
 ONE_PASS = threading.Lock()  # servers may share a target, whose hooks serve one pass at a time
 
 
 @contextmanager
-def running(target: FrozenTarget, layers: Sequence[int], folder: Path | None, *, dtype: Any = None) -> Iterator[str]:
-    """Its address. folder: where hidden states go; None: a server without the connector. dtype: that it computes in."""
+def running(
+    target: FrozenTarget, layers: Sequence[int], folder: Path | None, *, dtype: Any = None, of_output: bool = True
+) -> Iterator[str]:
+    """Its address. folder: where hidden states go; None: a server without the connector. dtype: that it computes in. of_output: whether it
+    gives those of what it generates, where it is asked to.
+    """
     numbers = itertools.count()
 
     def written(body: dict[str, Any]) -> dict[str, Any]:
-        assert body["model"] == "served" and body["max_tokens"] == 1
+        is_asked = body.get("kv_transfer_params") == {"include_output_tokens": True}
+        assert body["model"] == "served" and (is_asked or body["max_tokens"] == 1)
         if folder is None:
             return {}
         ids = body["prompt"]
+        if is_asked and of_output:
+            answer, _ = completion(ids, body["seed"], body["temperature"], Behaviour().text)
+            ids = [*ids, *answer[: body["max_tokens"]]][:-1]
         with ONE_PASS:
             aux = target.features(torch.tensor([ids]), layers).aux
         hidden = torch.stack([feature[0] for feature in aux], dim=1)

@@ -11,7 +11,7 @@ from specdistill.methods.recipe import Recipe
 from specdistill.produce.features import by_target, feature_store
 from specdistill.recipe.load import load_recipe
 from specdistill.recipe.sections import HiddenStatesConfig
-from specdistill.rows.store import FeatureStore
+from specdistill.rows.store import FeatureStore, Tokens
 from specdistill.targets.frozen import FrozenTarget
 from tests.heads import HEADS
 from tests.refusals import refused
@@ -74,6 +74,23 @@ def test_what_has_no_room_is_made_in_the_steps(tmp_path: Path) -> None:
     kept = [store.collate([row]) for row in ROWS]
     assert ["features" in batch for batch in kept] == [True] * 3 + [False] * 5
     assert history(tmp_path, target, "eagle", store) == expected
+
+
+@pytest.mark.parametrize("method", HEADS)
+def test_nothing_is_learned_from_the_last_token_of_a_document(tmp_path: Path, method: str) -> None:
+    """So its features may be 0, as they are where a server gave those that it had when it ended the document."""
+    target = target_of(torch.float32)
+    aux_layers = tuple(trainer(tmp_path, ROWS, target, method).objective.draft.aux_layers)
+    make, of = by_target(target, aux_layers, None), origin(hidden_size=target.hidden_size, aux_layers=aux_layers)
+
+    def without(rows: Any) -> list[torch.Tensor]:
+        made = make(rows)
+        for row, features in zip(rows, made, strict=True):
+            features[:, Tokens.of(row).document_lengths.cumsum() - 1] = 0
+        return made
+
+    expected = history(tmp_path, target, method, stored(tmp_path / "store", target, aux_layers, "float32"))
+    assert history(tmp_path, target, method, filled(tmp_path / "without", [ROWS], of, without)) == expected
 
 
 def test_processes_may_read_the_store(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""A feature store that a real vLLM fills: what it makes of pico agrees with our own pass, and a head trains from it offline."""
+"""A feature store that a real vLLM fills: what it makes of pico agrees with our own pass, and a head trains from it offline.
+
+What it gives with what it generates agrees with what it makes of that later, and takes no second request.
+"""
 
 import json
 import re
@@ -19,28 +22,40 @@ LAYERS = (2, 8, 13)
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that vLLM writes to, with its log."""
+    return tmp_path_factory.mktemp("states")
+
+
+@pytest.fixture(scope="module")
+def address(states: Path) -> Iterator[str]:
     """Of vLLM with pico, with the connector."""
-    folder = tmp_path_factory.mktemp("states")
     of = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [*LAYERS, 16]}}
     extract = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": of}
     connector = {
         "kv_connector": "HiddenStatesOnCpu",
         "kv_connector_module_path": "hidden_states_on_cpu",
         "kv_role": "kv_producer",
-        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+        "kv_connector_extra_config": {"shared_storage_path": str(states)},
     }
     options = ["--speculative-config", json.dumps(extract), "--kv-transfer-config", json.dumps(connector)]
-    with serving(folder / "log", str(PICO), *options, python_path=Path(__file__).parent) as served:
+    with serving(states / "log", str(PICO), *options, python_path=Path(__file__).parent) as served:
         yield served
 
 
-def command(folder: Path, *arguments: str) -> None:
-    keys = ["recipe=pico/eagle3", "data.regenerate=null", f"data.source={folder / 'rows.jsonl'}", "data.max_length=128"]
+def command(folder: Path, *arguments: str, regenerate: str = "null") -> str:
+    """What it says."""
+    keys = [
+        "recipe=pico/eagle3",
+        f"data.regenerate={regenerate}",
+        f"data.source={folder / 'rows.jsonl'}",
+        "data.max_length=128",
+    ]
     keys += [f"data.cache_dir={folder / 'cache'}", "data.validation_fraction=0.2", "data.decontaminate=[]", "train.bf16=false"]
     keys += ["train.max_steps=2", "train.eval_steps=2", "train.save_steps=2", "hidden_states.dtype=float32"]
     done = specdistill(*arguments, *keys)
     assert done.returncode == 0, done.stderr[-3000:]
+    return done.stderr
 
 
 def test_vllm_fills_a_store_as_the_target_does(address: str, tmp_path: Path) -> None:
@@ -61,3 +76,46 @@ def test_vllm_fills_a_store_as_the_target_does(address: str, tmp_path: Path) -> 
     trained = ["hidden_states.mode=offline", f"hidden_states.path={tmp_path / 'vllm'}", f"train.output_dir={tmp_path / 'run'}"]
     command(tmp_path, "train", *trained)
     assert (tmp_path / "run" / "draft" / "model.safetensors").exists()
+
+
+def test_rows_and_features_in_one_request_are_those_of_two(address: str, states: Path, tmp_path: Path) -> None:
+    asked = ["What does `map` do?", "And `zip`?", "Sort a list.", "Read a file.", "Count words.", "Sum two numbers."]
+    rows = [{"messages": [{"role": "user", "content": it}, {"role": "assistant", "content": "?"}]} for it in asked]
+    rows += [{"text": text} for text in re.findall(r"(?s).{300}", Path(__file__).read_text(encoding="utf-8"))]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    regenerate = f"{{num_tokens: 1500, prompt_tokens: 16, temperatures: [0.0], filter: [], server: [{address}]}}"
+
+    def num_requests() -> int:
+        return (states / "log").read_text().count("POST /v1/completions")
+
+    def made(verb: str, name: str) -> tuple[str, int]:
+        """What it says, and its requests."""
+        keys, before = ["hidden_states.mode=hybrid", f"hidden_states.path={tmp_path / name}"], num_requests()
+        keys.append(f"hidden_states.server=[{address}]")
+        return command(tmp_path, "data", verb, *keys, regenerate=regenerate), num_requests() - before
+
+    made("make", "one")
+    num_documents = len(list((tmp_path / "one" / "generated").iterdir()))
+    assert num_documents > 10 and not list(states.glob("*.safetensors*"))
+    said, num_asked = made("features", "one")
+    assert "as they were generated" in said and 0 < num_asked < num_documents / 2  # of the first row, to compare
+    _, num_asked = made("features", "two")
+    assert num_asked >= num_documents
+    shards = sorted(path.name for path in (tmp_path / "two").glob("*.safetensors"))
+    assert shards and not (tmp_path / "one" / "generated").exists()
+    for shard in shards:
+        one, two = (load_file(tmp_path / name / shard) for name in ("one", "two"))
+        for name in ("input_ids", "document_lengths", "num_documents"):
+            assert torch.equal(one[name], two[name])
+        place, documents = 0, iter(one["document_lengths"].tolist())
+        for count in one["num_documents"].tolist():
+            lengths = [next(documents) for _ in range(count)]
+            found, expected = (
+                it["features"][place : place + 4 * sum(lengths)].view(4, sum(lengths), -1).split(lengths, dim=1)
+                for it in (one, two)
+            )
+            place += 4 * sum(lengths)
+            for own, other in zip(found, expected, strict=True):
+                error = (own - other).norm(dim=-1) / other.norm(dim=-1)
+                assert error[:, :-1].max() < 1e-3, error.max()
+                assert not own[:, -1].any() and other[:, -1].any()

@@ -18,7 +18,7 @@ from bench.counting import generate_here
 from bench.engines import QUIET_VLLM, run
 from specdistill.engines import ENGINES
 from specdistill.engines.start import started
-from specdistill.engines.vllm import ranges
+from specdistill.engines.vllm import PROGRAM, ranges
 from specdistill.errors import ExitCode, ResourceError
 from specdistill.export import export
 from specdistill.methods.load import load_proposer
@@ -28,8 +28,9 @@ from specdistill.report.files import read_report
 from specdistill.suites.suite import load_suite, tokenize
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
+from tests.scripts import specdistill
 from tests.with_engines.conftest import K
-from tests.with_engines.environments import environment
+from tests.with_engines.environments import environment, serving
 
 pytestmark = [pytest.mark.long, pytest.mark.engines]  # vLLM in its own environment
 
@@ -138,6 +139,27 @@ def test_speed_is_measured_at_both_loads(measured: Path) -> None:
     alone, together = (row for row in report["results"] if row["category"] == "all")
     assert together["baseline_tokens_per_second"] > alone["baseline_tokens_per_second"]
     assert together["speedup"] > 0
+
+
+def test_a_given_acceptance_length_is_read_back(tmp_path: Path) -> None:
+    """vLLM accepts as many tokens of whatever is drafted, here by pico for itself: in every round one, in three of five a second."""
+    length = 2.6
+    drafts = {"method": "draft_model", "model": str(PICO), "num_speculative_tokens": K}
+    synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": length}
+    options = ["--speculative-config", json.dumps(drafts | synthetic), *PROGRAM.measured, *PROGRAM.measured_draft]
+    options += ["--worker-extension-cls", "synthetic_on_cpu.Extension"]
+    keys = ["target=pico", "method=draft_model", "suite=pico", "gate=server", f"output_dir={tmp_path / 'report'}"]
+    keys += [f"eval.num_speculative_tokens={K}", "eval.repeats=1", "eval.num_prompts=24", f"eval.max_new_tokens={NEW_TOKENS}"]
+    with serving(tmp_path / "log", str(PICO), *options, python_path=Path(__file__).parent) as address:
+        done = specdistill("eval", *keys, "eval.engine=vllm", f"eval.server={address}")
+    assert done.returncode in (ExitCode.DONE, ExitCode.CHECK_FAILED, ExitCode.INCONCLUSIVE), done.stderr[-4000:]
+    report, samples = read_report(tmp_path / "report")
+    (row,) = (it for it in report["results"] if it["category"] == "all")
+    low, high = row["mean_acceptance_length_ci95"]
+    assert low < length < high and high - low < 0.3
+    counts = [sample.counts for sample in samples if sample.counts]
+    reached = [sum(count.accepted_per_position[k] for count in counts) for k in range(K)]
+    assert [reached[0], *reached[2:]] == [sum(count.num_drafts for count in counts), 0, 0]
 
 
 def test_after_sigkill_no_process_is_left(trained: Callable[[str], Path], tmp_path: Path, shared: set[Path]) -> None:
