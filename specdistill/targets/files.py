@@ -2,7 +2,7 @@
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache, cached_property
@@ -82,36 +82,28 @@ class Shards:
                 total += (self.folder / file).stat().st_size - 8 - int.from_bytes(stream.read(8), "little")
         return total
 
-    def describe(self, name: str) -> tuple[torch.dtype, torch.Size]:
-        """Dtype and shape of a tensor, which is not read."""
-        with safe_open(self.folder / self.file_of[name], framework="pt") as weights:
-            part = weights.get_slice(name)
-            return part[:0].dtype, torch.Size(part.get_shape())
-
-    def shapes(self, names: Iterable[str]) -> dict[str, torch.Size]:
-        """Of tensors in files that are here, by headers alone; each file is opened once."""
-        by_file = defaultdict(list)
-        for name in names:
-            by_file[self.folder / self.file_of[name]].append(name)
-        found: dict[str, torch.Size] = {}
-        for path in filter(Path.is_file, by_file):
-            with safe_open(path, framework="pt") as weights:
-                found |= {name: torch.Size(weights.get_slice(name).get_shape()) for name in by_file[path]}
+    def without_content(self) -> dict[str, Tensor]:
+        """All tensors on the meta device, by the files' headers alone."""
+        found = {}
+        for weights, names in self._opened(self.file_of):
+            for name in names:
+                shape = weights.get_slice(name).get_shape()
+                part = weights.get_slice(name)[:0] if shape else weights.get_tensor(name)  # a number cannot be cut
+                found[name] = torch.empty(shape, dtype=part.dtype, device="meta")
         return found
 
     def load(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Tensors by name. Raises UserError for a broken file."""
-        tensors = {}
+        return {name: weights.get_tensor(name) for weights, inside in self._opened(names) for name in inside}
+
+    def _opened(self, names: Iterable[str]) -> Iterator[tuple[Any, list[str]]]:
+        """Each file that holds some of these tensors, opened once, and which of them."""
         by_file = defaultdict(list)
         for name in names:
-            by_file[self.file_of[name]].append(name)
-        for file, inside in by_file.items():
-            with (
-                refusing(SafetensorError, self.key, self.folder / file, "a whole file"),
-                safe_open(self.folder / file, framework="pt") as weights,
-            ):
-                tensors.update({name: weights.get_tensor(name) for name in inside})
-        return tensors
+            by_file[self.folder / self.file_of[name]].append(name)
+        for path, inside in by_file.items():
+            with refusing(SafetensorError, self.key, path, "a whole file"), safe_open(path, framework="pt") as weights:
+                yield weights, inside
 
     def check(self) -> None:
         """Raises UserError unless every tensor is in the file that the index names, and in no other."""
