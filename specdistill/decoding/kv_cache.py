@@ -99,7 +99,6 @@ class DraftKVCache:
         (self.length,) = lengths
 
     def append(self, layer: int, key_BGTd: Tensor, value_BGTd: Tensor) -> None:
-        """As in `KVCache`."""
         if layer == 0:
             self.length += key_BGTd.shape[2]
         start, end = self.length - key_BGTd.shape[2], self.length
@@ -109,7 +108,6 @@ class DraftKVCache:
         self._buffers[layer] = keys, values
 
     def attend(self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor) -> Tensor:
-        """As in `KVCache`."""
         self.append(layer, key_BGTd, value_BGTd)
         keys, values = self._buffers[layer]
         keys, values = (held[:, :, self._first : self.length] for held in (keys, values))
@@ -141,12 +139,10 @@ class Slots:
         self._mask_TS = key_S <= query_T1 if window is None else (key_S <= query_T1) & (key_S > query_T1 - window)
 
     def append(self, layer: int, key_BGTd: Tensor, value_BGTd: Tensor) -> None:
-        """As in `KVCache`."""
         for buffer, new_BGTd in zip(self._buffers[layer], (key_BGTd, value_BGTd), strict=True):
             buffer.index_copy_(2, self._position_T, new_BGTd)
 
     def attend(self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor) -> Tensor:
-        """As in `KVCache`."""
         self.append(layer, key_BGTd, value_BGTd)
         keys, values = self._buffers[layer]
         return F.scaled_dot_product_attention(query_BNTd, keys, values, attn_mask=self._mask_TS, enable_gqa=True)

@@ -76,14 +76,12 @@ class CachedTarget:
             self.cache.keep_paths([held + 1 for held in self._held], paths)
             return
         (path,), (last,) = paths, self._last
-        num_drafted = len(last) - 1
+        num_rejected = len(last) - 1 - len(path)
         if any(self._trees):
-            keep_path(self.cache, num_drafted, path)
-        elif len(path) == num_drafted:
-            pass
-        elif self._before is None:
-            self.cache.crop(len(path) - num_drafted)
-        else:  # recurrent states have read what is rejected: back to before it, and over what is kept again
+            keep_path(self.cache, len(last) - 1, path)
+        elif num_rejected and self._before is None:
+            self.cache.crop(-num_rejected)
+        elif num_rejected:  # recurrent states have read what is rejected: back to before it, and over what is kept again
             roll_back(self.cache, len(last), self._before)
             read(self.target, [last[: 1 + len(path)]], self.cache)
 

@@ -42,9 +42,7 @@ GROUPED_ATTENTION = "specdistill_grouped"
 class GrowingLayer(DynamicLayer):
     """Keys and values of one layer in a dense [B, heads, room, head_dim] block; beyond `length` it is zero and masked."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.length = 0
+    length = 0
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         end = self.length + key_states.shape[2]
@@ -198,7 +196,7 @@ def _generate_part(
     number, ended = torch.arange(num_rows, device=device), torch.zeros(num_rows, dtype=torch.bool, device=device)
     rows = _UnfinishedRows(number, seen, num_seen, torch.tensor(temperatures, device=device), ended)
     cache = DynamicCache(config=model.config)
-    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]  # type: ignore[no-untyped-call]
     positions = (rows.seen[:, :length].cumsum(1) - 1).clamp(min=0)
 
     for step in range(max_new_tokens):

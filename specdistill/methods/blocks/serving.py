@@ -72,7 +72,7 @@ def loader(
     )
 
 
-def of_speculators(kind: str, architecture: str, *fields: str, limits: tuple[Limit, ...] = ()) -> Layout:
+def of_speculators(kind: str, architecture: str, *fields: str) -> Layout:
     """speculators' folder, from which vLLM takes the target and how many tokens to draft. fields: the kind's own."""
 
     def config(export: HeadExport) -> dict[str, Any]:
@@ -86,4 +86,4 @@ def of_speculators(kind: str, architecture: str, *fields: str, limits: tuple[Lim
             "sliding_window_non_causal": not export.head.is_causal,
         }
 
-    return Layout(config, limits=(CAUSAL, *limits), needs_target="speculators' config.json names it")
+    return Layout(config, limits=(CAUSAL,), needs_target="speculators' config.json names it")
