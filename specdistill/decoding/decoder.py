@@ -35,12 +35,12 @@ from specdistill.targets.frozen import FrozenTarget
 
 NEAR_TIE = 2.0**-14  # of the best logit: 512 roundings of float32, where a 16-layer target was seen to err by 5
 
-# (proposal of N draft tokens, the target's distributions [N + 1, V] after the sequence and each of them, generator) -> indices of the
-# accepted draft tokens, and the token after them
-VerifyRule = Callable[[Proposal, Tensor, Random], tuple[Sequence[int], int]]
+Verdict = tuple[Sequence[int], int]  # indices of the accepted draft tokens, and the token after them
+# Of a proposal of N draft tokens, from the target's distributions [N + 1, V] after the sequence and each of them.
+VerifyRule = Callable[[Proposal, Tensor, Random], Verdict]
 
 
-def exact(proposal: Proposal, probs_NV: Tensor, generator: Random) -> tuple[Sequence[int], int]:
+def exact(proposal: Proposal, probs_NV: Tensor, generator: Random) -> Verdict:
     """The rule above temperature 0: `verify.rejection` of a chain, `verify.sampled` of a tree."""
     tokens, draft_probs = proposal.tokens, proposal.probabilities
     uniforms_1N = uniforms(len(tokens) + 1, [generator]).to(probs_NV.device)
@@ -127,9 +127,6 @@ class Running:
     def generation(self) -> Generation:
         new = tuple(self.token_ids[len(self.prompt_ids) :])
         return Generation(self.prompt_ids, new, tuple(self.rounds), self.prefill_seconds, self.seconds, self.stopped)
-
-
-Verdict = tuple[Sequence[int], int]  # indices of the accepted draft tokens, and the token after them
 
 
 class Decoder:

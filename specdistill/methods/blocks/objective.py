@@ -85,9 +85,8 @@ class BlockObjective(FeatureObjective):
         measure: bool = False,
         **unread: Any,  # the batch's other columns
     ) -> tuple[Tensor, StepSums]:
-        """The loss summed over the blocks of packed rows [B, T] (see specdistill.rows.packing), and the sums of each drafted position.
-
-        A block's loss is the weighted sum over its slots. measure: also fill the metrics that cost time.
+        """The loss summed over the blocks of packed rows [B, T] (see specdistill.rows.packing), each the weighted sum over its slots, and
+        the sums of each drafted position. measure: also fill the metrics that cost time.
         """
         draft, shape = self.draft, self.draft.config
         position_S, ids_S = position_ids.flatten(), input_ids.flatten()
