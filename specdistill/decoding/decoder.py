@@ -222,11 +222,11 @@ class Decoder:
         """Propose `ahead` (a chain of that many tokens, or a tree), verify, commit."""
         start = now(self.target.device)
         proposals, generators = [Proposal([])] * len(rows), [row.generator for row in rows]
-        if isinstance(ahead, int) and self.proposer:
-            proposals = self.proposer.propose(state, ahead, sampling, generators)
-        elif self.proposer:
-            assert isinstance(self.proposer, TreeProposer)
+        if not isinstance(ahead, int) and isinstance(self.proposer, TreeProposer):
             proposals = self.proposer.propose_tree(state, ahead, sampling, generators)
+        elif self.proposer:
+            assert isinstance(ahead, int)
+            proposals = self.proposer.propose(state, ahead, sampling, generators)
         drafted = now(self.target.device)
         fed = [[row.token_ids[-1], *proposal.tokens] for row, proposal in zip(rows, proposals, strict=True)]
         trees = [proposal.tree for proposal in proposals]

@@ -79,11 +79,12 @@ class CachedTarget:
         num_rejected = len(last) - 1 - len(path)
         if any(self._trees):
             keep_path(self.cache, len(last) - 1, path)
-        elif num_rejected and self._before is None:
-            self.cache.crop(-num_rejected)
-        elif num_rejected:  # recurrent states have read what is rejected: back to before it, and over what is kept again
+        elif num_rejected and self._before:
+            # Recurrent states have read what is rejected: back to before it, and over what is kept again.
             roll_back(self.cache, len(last), self._before)
             read(self.target, [last[: 1 + len(path)]], self.cache)
+        elif num_rejected:
+            self.cache.crop(-num_rejected)
 
 
 def cache_size(num_tokens: int) -> int:
