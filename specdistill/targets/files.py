@@ -2,7 +2,7 @@
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache, cached_property
@@ -75,35 +75,32 @@ class Shards:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors: of each file without its header and the header's length in eight bytes."""
-        total = 0
-        for file in self.files:
-            with (self.folder / file).open("rb") as stream:
-                total += (self.folder / file).stat().st_size - 8 - int.from_bytes(stream.read(8), "little")
-        return total
+        """Of all tensors."""
+        return sum(tensor.nbytes for tensor in self.without_content().values())
 
     def without_content(self) -> dict[str, Tensor]:
         """All tensors on the meta device, by the files' headers alone."""
-        found = {}
-        for weights, names in self._opened(self.file_of):
-            for name in names:
-                shape = weights.get_slice(name).get_shape()
-                part = weights.get_slice(name)[:0] if shape else weights.get_tensor(name)  # a number cannot be cut
-                found[name] = torch.empty(shape, dtype=part.dtype, device="meta")
-        return found
+
+        def described(weights: Any, name: str) -> Tensor:
+            shape = weights.get_slice(name).get_shape()
+            part = weights.get_slice(name)[:0] if shape else weights.get_tensor(name)  # a number cannot be cut
+            return torch.empty(shape, dtype=part.dtype, device="meta")
+
+        return self._read(self.file_of, described)
 
     def load(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Tensors by name. Raises UserError for a broken file."""
-        return {name: weights.get_tensor(name) for weights, inside in self._opened(names) for name in inside}
+        return self._read(names, lambda weights, name: weights.get_tensor(name))
 
-    def _opened(self, names: Iterable[str]) -> Iterator[tuple[Any, list[str]]]:
-        """Each file that holds some of these tensors, opened once, and which of them."""
+    def _read(self, names: Iterable[str], read: Callable[[Any, str], Tensor]) -> dict[str, Tensor]:
+        """Of tensors what `read` gives, by name; each file is opened once. Raises UserError for a broken one."""
+        tensors = {}
         by_file = defaultdict(list)
         for name in names:
             by_file[self.folder / self.file_of[name]].append(name)
         for path, inside in by_file.items():
             with refusing(SafetensorError, self.key, path, "a whole file"), safe_open(path, framework="pt") as weights:
-                yield weights, inside
+                tensors.update({name: read(weights, name) for name in inside})
+        return tensors
 
     def check(self) -> None:
         """Raises UserError unless every tensor is in the file that the index names, and in no other."""
