@@ -22,17 +22,11 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 @dataclass(eq=False)
 class BlockMemory:
-    """A `KVCache` of one training step: each layer's context enters by `append`, and its blocks then `attend`.
+    """A `KVCache` of one training step: each layer's context enters by `append`, and its blocks then `attend`."""
 
-    Args:
-        anchors_N: flattened positions of the anchors, ascending, each after the first of its document.
-        starts_N: where their documents begin.
-        spans: of specdistill.methods.blocks.anchors.
-    """
-
-    anchors_N: Tensor
-    starts_N: Tensor
-    spans: Sequence[tuple[int, int, int, int]]
+    anchors_N: Tensor  # flattened positions, ascending, each after the first of its document
+    starts_N: Tensor  # where their documents begin
+    spans: Sequence[tuple[int, int, int, int]]  # of specdistill.methods.blocks.anchors
     block_size: int
     window: int | None
     is_causal: bool
