@@ -112,8 +112,10 @@ class FrozenTarget:
         anatomy = examine(self.model, name)
         self.is_recurrent, self.is_plain = is_recurrent(self.config), is_plain(self.model)
         self.backbone, self.layers, self.norm = anatomy.backbone, anatomy.layers, anatomy.norm
+        self.device: torch.device = self.model.device
         self.logits, self.lm_head = anatomy.head, anatomy.head.linear
         self.hidden_size, self.vocab_size = int(self.config.hidden_size), int(self.config.vocab_size)
+        self.num_layers = len(self.layers)
 
     @classmethod
     def load(
@@ -161,11 +163,6 @@ class FrozenTarget:
         return cls(loaded, tokenizer, name=name, revision=revision, files=files, quantization=quantization)
 
     @property
-    def device(self) -> torch.device:
-        device: torch.device = self.model.device
-        return device
-
-    @property
     def dtype(self) -> str:
         """Of the features; of the weights, too, unless they were rounded to a `quantization`."""
         return str(next(self.model.parameters()).dtype).removeprefix("torch.")
@@ -173,10 +170,6 @@ class FrozenTarget:
     @property
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.layers)
 
     @property
     def max_length(self) -> int:
