@@ -64,6 +64,7 @@ class DraftKVCache:
         self.window = window
         self.length = 0
         self._tables = RotaryTables(rotary, device)
+        self.reserve = self._tables.reserve  # positions, all at once: a graph's buffers must stay where they are
         self._buffers: dict[int, tuple[Tensor, Tensor]] = {}  # by layer
         self._first = 0  # the first position that the step's first query attends to
         self._mask_TS: Tensor | None = None  # what each query attends to from there on; None: itself and all before it
@@ -114,10 +115,6 @@ class DraftKVCache:
         if self._mask_TS is None and query_BNTd.shape[2] > 1:
             return cached_attention(query_BNTd, keys, values, self.window).transpose(1, 2)
         return F.scaled_dot_product_attention(query_BNTd, keys, values, attn_mask=self._mask_TS, enable_gqa=True)
-
-    def reserve(self, positions: int) -> None:
-        """Allocate this many positions at once: a graph's buffers must stay where they are."""
-        self._tables.reserve(positions)
 
     def slots(self, held: Tensor, count: int) -> tuple[tuple[Tensor, Tensor], "Slots"]:
         """(cos, sin) [1, T, d] of T = `count` positions from `held`, a scalar, on, and a `KVCache` for a graph's pass over them."""

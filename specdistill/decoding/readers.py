@@ -59,9 +59,8 @@ class CachedTarget:
         Returns logits [B, T, V] and features [B, T, D].
         """
         self._last, self._trees = token_ids, trees
-        is_batch = isinstance(self.cache, BatchKVCache)
         self._before = snapshot(self.cache) if self.target.is_recurrent and len(token_ids[0]) > 1 else None
-        self._held = [*self.cache.lengths] if is_batch else [self.cache.get_seq_length()]
+        self._held = [*self.cache.lengths] if isinstance(self.cache, BatchKVCache) else [self.cache.get_seq_length()]
         step = None
         if any(trees):
             chains = (Tree(tuple(range(ROOT, len(row) - 2))) for row in token_ids)
