@@ -147,7 +147,7 @@ def test_a_row_that_leaves_a_batch_takes_along_what_it_drafted() -> None:
     rule.drafts(rows, [Proposal([5]), Proposal([6])])
     rule.keep([1])
     rule.length([[2, 6, 7]], K)
-    assert rule.averages.offset == pytest.approx(WEIGHT * (1 - 0.1))  # accepted, at a confidence of 0.1
+    assert rule.offset == pytest.approx(WEIGHT * (1 - 0.1))  # accepted, at a confidence of 0.1
 
 
 def rounds(length: int, seconds: float, *accepted: int) -> list[Round]:
