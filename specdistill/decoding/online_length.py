@@ -29,6 +29,7 @@ from torch import Tensor
 
 from specdistill.decoding.proposer import DecodingState, Proposal, Proposer, Remembering, Unread, reader_of
 from specdistill.decoding.sampling import Generators, Sampling
+from specdistill.decoding.tree import TreeShape
 
 WEIGHT = 0.05  # of what was seen last in a running average
 TRIED = 0.02
@@ -146,7 +147,12 @@ class OnlineLengthProposer:
         self.aux_layers, self.depends_on_width, self.reader = draft.aux_layers, draft.depends_on_width, reader_of(draft)
         self.num_parameters, self.num_bytes, self.vocabulary = draft.num_parameters, draft.num_bytes, draft.vocabulary
         self.settings: dict[str, Any] = {**draft.settings, "draft_length": "online"}
-        self.draws, self.passes = draft.draws, draft.passes
+
+    def draws(self, sampling: Sampling, tree: TreeShape | None) -> bool:
+        return self.draft.draws(sampling, tree)
+
+    def passes(self, k: int) -> int:
+        return self.draft.passes(k)
 
     def remember(self, outputs: Sequence[Sequence[int]]) -> None:
         if isinstance(self.draft, Remembering):
