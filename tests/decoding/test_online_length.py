@@ -170,5 +170,5 @@ def test_lengths_follow_each_other_while_costs_are_measured(target: FrozenTarget
     for _ in range(2):
         seen.clear()
         calibrate(target, proposer, [Prompt("p", "c", "text", tuple(PROMPT))], settings)
-        assert {*seen} == {1, 2} and rule.slope is not None and rule.first.cost == rule.base + rule.slope
-    assert rule.first.offset < 0 and rule.first.rate < 0.25  # nothing was accepted
+        assert {*seen} == {1, 2} and rule.slope is not None and rule.first["cost"] == rule.base + rule.slope
+    assert rule.first["offset"] < 0 and rule.first["rate"] < 0.25  # nothing was accepted
