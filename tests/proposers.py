@@ -15,10 +15,11 @@ from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.early_exit.module import build_exit
 from specdistill.methods.early_exit.proposer import ExitProposer
 from specdistill.methods.load import implementation
+from specdistill.methods.lookups import LookupProposer
 from specdistill.methods.models.proposer import DraftModelProposer
 from specdistill.methods.models.vocabulary import SharedVocabulary
-from specdistill.methods.ngram.method import NgramProposer
-from specdistill.methods.suffix.method import SuffixProposer
+from specdistill.methods.ngram.lookup import NgramLookup
+from specdistill.methods.suffix.method import SuffixLookup
 from specdistill.recipe.sections import LookupFirstConfig
 from specdistill.targets.frozen import FrozenTarget
 from tests.draft_models import half_right, translated
@@ -146,15 +147,15 @@ OTHERS: dict[str, Callable[[FrozenTarget], Proposer]] = {
     "draft_model, other vocabulary": translated,
     "draft_model, of transformers": lambda target: DraftModelProposer(qwen()),
     "the target itself": lambda target: DraftModelProposer(target.model),
-    "ngram": lambda target: NgramProposer(),
+    "ngram": lambda target: ngram_proposer(),
     "ngram+eagle3": lambda target: behind_lookup(proposer_of("eagle3", target), min=1),
-    "suffix": lambda target: SuffixProposer(),
+    "suffix": lambda target: suffix_proposer(),
     "suffix+eagle3": lambda target: behind_lookup(proposer_of("eagle3", target), method="suffix", min=1),
     "ngram+draft_model": lambda target: behind_lookup(DraftModelProposer(half_right(target)), min=1),
     # Uncalibrated: lengths go round from 0 to K.
     "online eagle3": lambda target: OnlineLengthProposer(proposer_of("eagle3", target)),
     "online draft_model": lambda target: OnlineLengthProposer(DraftModelProposer(half_right(target))),
-    "online ngram": lambda target: OnlineLengthProposer(NgramProposer()),
+    "online ngram": lambda target: OnlineLengthProposer(ngram_proposer()),
     "ngram+online eagle3": lambda target: behind_lookup(proposer_of("online eagle3", target), min=1),
     "ngram+tree of eagle3": lambda target: behind_lookup(proposer_of("eagle3", target), draft_tree={"branching": [2, 2]}),
 }
@@ -166,6 +167,14 @@ SHARING: dict[str, Callable[[FrozenTarget], Proposer]] = {
     "ngram+early_exit": lambda target: behind_lookup(proposer_of("early_exit", target), min=1),
     "online early_exit": lambda target: OnlineLengthProposer(proposer_of("early_exit", target)),
 }
+
+
+def ngram_proposer(*arguments: Any, **options: Any) -> LookupProposer:
+    return LookupProposer(NgramLookup(*arguments, **options))
+
+
+def suffix_proposer(*arguments: Any, **options: Any) -> LookupProposer:
+    return LookupProposer(SuffixLookup(*arguments, **options))
 
 
 def behind_lookup(draft: Proposer, **keys: Any) -> LookupFirstProposer:

@@ -27,7 +27,6 @@ class DraftCandidates(CandidateGenerator):
     def __init__(self, draft: "Draft", k: int, config: GenerationConfig, captured: dict[int, Tensor]) -> None:
         self.proposer, self.device, self.k, self.captured = draft.proposer, draft.target.device, k, captured
         self.max_length = config.max_length
-        self.stop_ids = [] if config._eos_token_tensor is None else config._eos_token_tensor.tolist()
         # Any distribution is verified exactly; processors of the target's logits other than these cost acceptance.
         of_draft = Sampling(config.temperature or 1.0, 1.0 if config.top_p is None else config.top_p, config.top_k or 0)
         self.sampling = of_draft if config.do_sample else GREEDY
@@ -45,12 +44,10 @@ class DraftCandidates(CandidateGenerator):
         *aux, last = (self.captured[layer].to(self.device) for layer in (*self.proposer.aux_layers, LAST))
         state = DecodingState([token_ids], Features(tuple(aux), last), [num_fresh])  # what was committed since the last draft
         (proposal,) = self.proposer.propose(state, k, self.sampling, [None])
-        # Nothing behind a token that stops, where older releases of transformers do not look for one.
-        end = next((index for index, token in enumerate(proposal.tokens, start=1) if token in self.stop_ids), k)
         if not proposal.tokens:
             return input_ids, None
-        logits = None if proposal.probabilities is None else proposal.probabilities[None, :end].log()
-        return torch.cat((input_ids, input_ids.new_tensor([proposal.tokens[:end]])), dim=1), logits
+        logits = None if proposal.probabilities is None else proposal.probabilities[None].log()
+        return torch.cat((input_ids, input_ids.new_tensor([proposal.tokens])), dim=1), logits
 
 
 @dataclass(frozen=True)

@@ -31,16 +31,16 @@ from specdistill.decoding.sampling import GREEDY, Generators, Random, Sampling, 
 from specdistill.decoding.transformers_models import check_batchable, check_reads_trees, padded
 from specdistill.decoding.tree import Tree, TreeShape
 from specdistill.errors import UserError
-from specdistill.targets.frozen import Features, FrozenTarget
+from specdistill.targets.frozen import FrozenTarget
 
 NEAR_TIE = 2.0**-14  # of the best logit: 512 roundings of float32, where a 16-layer target was seen to err by 5
 
-# (proposal of N draft tokens, the target's distributions [N + 1, V] after the sequence and each of them, generator) -> indices of the
-# accepted draft tokens, and the token after them
-VerifyRule = Callable[[Proposal, Tensor, Random], tuple[Sequence[int], int]]
+Verdict = tuple[Sequence[int], int]  # indices of the accepted draft tokens, and the token after them
+# Of a proposal of N draft tokens, from the target's distributions [N + 1, V] after the sequence and each of them.
+VerifyRule = Callable[[Proposal, Tensor, Random], Verdict]
 
 
-def exact(proposal: Proposal, probs_NV: Tensor, generator: Random) -> tuple[Sequence[int], int]:
+def exact(proposal: Proposal, probs_NV: Tensor, generator: Random) -> Verdict:
     """The rule above temperature 0: `verify.rejection` of a chain, `verify.sampled` of a tree."""
     tokens, draft_probs = proposal.tokens, proposal.probabilities
     uniforms_1N = uniforms(len(tokens) + 1, [generator]).to(probs_NV.device)
@@ -127,9 +127,6 @@ class Running:
     def generation(self) -> Generation:
         new = tuple(self.token_ids[len(self.prompt_ids) :])
         return Generation(self.prompt_ids, new, tuple(self.rounds), self.prefill_seconds, self.seconds, self.stopped)
-
-
-Verdict = tuple[Sequence[int], int]  # indices of the accepted draft tokens, and the token after them
 
 
 class Decoder:
@@ -224,7 +221,12 @@ class Decoder:
     ) -> None:
         """Propose `ahead` (a chain of that many tokens, or a tree), verify, commit."""
         start = now(self.target.device)
-        proposals = propose(self.proposer, state, ahead, sampling, [row.generator for row in rows])
+        proposals, generators = [Proposal([])] * len(rows), [row.generator for row in rows]
+        if not isinstance(ahead, int) and isinstance(self.proposer, TreeProposer):
+            proposals = self.proposer.propose_tree(state, ahead, sampling, generators)
+        elif self.proposer:
+            assert isinstance(ahead, int)
+            proposals = self.proposer.propose(state, ahead, sampling, generators)
         drafted = now(self.target.device)
         fed = [[row.token_ids[-1], *proposal.tokens] for row, proposal in zip(rows, proposals, strict=True)]
         trees = [proposal.tree for proposal in proposals]
@@ -232,8 +234,9 @@ class Decoder:
         verdicts = self.verify(rows, proposals, logits_BTV, sampling)
         paths = [path for path, _ in verdicts]
         reader.keep(paths)
-        state.fresh = kept_features(features, paths) if any(trees) else features
-        state.num_fresh = [1 + len(path) for path in paths]
+        if any(trees):
+            features = features.at(padded([[0, *(node + 1 for node in path)] for path in paths], self.target.device))
+        state.fresh, state.num_fresh = features, [1 + len(path) for path in paths]
         verified = now(self.target.device)
         draft_s, verify_s = (drafted - start) / len(rows), (verified - drafted) / len(rows)
         for row, proposal, (path, next_token) in zip(rows, proposals, verdicts, strict=True):
@@ -260,12 +263,16 @@ class Decoder:
         verdicts: dict[int, Verdict] = {}
         kinds: dict[tuple[int, bool], list[int]] = {}
         for index, (row, proposal) in enumerate(zip(rows, proposals, strict=True)):
-            if proposal.tree or len(rows) == 1:
-                verdicts[index] = self._verify(row, proposal, logits_BTV[index : index + 1], sampling)
+            logits_1NV = logits_BTV[index : index + 1, : len(proposal.tokens) + 1]
+            if proposal.tree and sampling.is_greedy:
+                verdicts[index] = self._follow_best(row.token_ids, proposal.tokens, proposal.tree, logits_1NV)
+            elif (proposal.tree or len(rows) == 1) and not sampling.is_greedy:
+                verdicts[index] = self.rule(proposal, sampling.probabilities(logits_1NV)[0], row.generator)
             else:
                 kinds.setdefault((len(proposal.tokens), proposal.probabilities is None), []).append(index)
         for (width, _), chosen in kinds.items():
-            drafted, logits_RKV = [proposals[index].tokens for index in chosen], logits_BTV[chosen, : width + 1]
+            drafted, logits_BKV = [proposals[index].tokens for index in chosen], logits_BTV[:, : width + 1]
+            logits_RKV = logits_BKV if len(chosen) == len(rows) else logits_BKV[chosen]
             if sampling.is_greedy:
                 texts = [rows[index].token_ids for index in chosen]
                 choices = break_ties(self.target, texts, drafted, logits_RKV).argmax(-1).tolist()
@@ -282,16 +289,6 @@ class Decoder:
                 found = [*zip(num_accepted.tolist(), next_token.tolist(), strict=True)]
             verdicts |= {index: (range(count), token) for index, (count, token) in zip(chosen, found, strict=True)}
         return [verdicts[index] for index in range(len(rows))]
-
-    def _verify(self, row: Running, proposal: Proposal, logits_1TV: Tensor, sampling: Sampling) -> Verdict:
-        tokens, logits_1KV = proposal.tokens, logits_1TV[:, : len(proposal.tokens) + 1]
-        if not sampling.is_greedy:
-            return self.rule(proposal, sampling.probabilities(logits_1KV)[0], row.generator)
-        if proposal.tree:
-            return self._follow_best(row.token_ids, tokens, proposal.tree, logits_1KV)
-        (choices,) = break_ties(self.target, [row.token_ids], [tokens], logits_1KV).argmax(-1).tolist()
-        num_accepted, next_token = verify.greedy(tokens, choices)
-        return range(num_accepted), next_token
 
     def _follow_best(self, token_ids: list[int], tokens: list[int], tree: Tree, logits_1NV: Tensor) -> tuple[list[int], int]:
         """Follow the target's best tokens. Breaking a near-tie may lead to another branch, which has near-ties of its own."""
@@ -323,23 +320,6 @@ class Decoder:
             if self.proposer:
                 self.proposer.begin([1, 1])  # which may refuse
             self._reads_batches = True
-
-
-def propose(
-    proposer: Proposer | None, state: DecodingState, ahead: int | TreeShape, sampling: Sampling, generators: Generators
-) -> list[Proposal]:
-    """For each row a chain of `ahead` tokens, or a tree; without a proposer nothing."""
-    if proposer is None:
-        return [Proposal([]) for _ in generators]
-    if isinstance(ahead, int):
-        return proposer.propose(state, ahead, sampling, generators)
-    assert isinstance(proposer, TreeProposer)
-    return proposer.propose_tree(state, ahead, sampling, generators)
-
-
-def kept_features(features: Features, paths: Sequence[Sequence[int]]) -> Features:
-    """Those of each row's root and accepted path, of a pass over the root and what was drafted."""
-    return features.at(padded([[0, *(node + 1 for node in path)] for path in paths], features.last_hidden.device))
 
 
 def now(device: torch.device) -> float:

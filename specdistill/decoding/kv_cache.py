@@ -54,7 +54,7 @@ def grown(buffer: Tensor | None, new_BGTd: Tensor, size: int) -> Tensor:
 
 
 class DraftKVCache:
-    """A `KVCache` for one sequence, used as `BatchKVCache` is: causal attention over what is cached, or the last `window` of it.
+    """A `KVCache` for one sequence, used as `RaggedKVCache` is: causal attention over what is cached, or the last `window` of it.
 
     `length` counts the positions held. Each step begins with its rotary tables, from `extend` or `level`; its first layer advances
     `length`, so that all layers of the step see one position.
@@ -64,6 +64,7 @@ class DraftKVCache:
         self.window = window
         self.length = 0
         self._tables = RotaryTables(rotary, device)
+        self.reserve = self._tables.reserve  # positions, all at once: a graph's buffers must stay where they are
         self._buffers: dict[int, tuple[Tensor, Tensor]] = {}  # by layer
         self._first = 0  # the first position that the step's first query attends to
         self._mask_TS: Tensor | None = None  # what each query attends to from there on; None: itself and all before it
@@ -99,7 +100,6 @@ class DraftKVCache:
         (self.length,) = lengths
 
     def append(self, layer: int, key_BGTd: Tensor, value_BGTd: Tensor) -> None:
-        """As in `KVCache`."""
         if layer == 0:
             self.length += key_BGTd.shape[2]
         start, end = self.length - key_BGTd.shape[2], self.length
@@ -109,17 +109,12 @@ class DraftKVCache:
         self._buffers[layer] = keys, values
 
     def attend(self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor) -> Tensor:
-        """As in `KVCache`."""
         self.append(layer, key_BGTd, value_BGTd)
         keys, values = self._buffers[layer]
         keys, values = (held[:, :, self._first : self.length] for held in (keys, values))
         if self._mask_TS is None and query_BNTd.shape[2] > 1:
             return cached_attention(query_BNTd, keys, values, self.window).transpose(1, 2)
         return F.scaled_dot_product_attention(query_BNTd, keys, values, attn_mask=self._mask_TS, enable_gqa=True)
-
-    def reserve(self, positions: int) -> None:
-        """Allocate this many positions at once: a graph's buffers must stay where they are."""
-        self._tables.reserve(positions)
 
     def slots(self, held: Tensor, count: int) -> tuple[tuple[Tensor, Tensor], "Slots"]:
         """(cos, sin) [1, T, d] of T = `count` positions from `held`, a scalar, on, and a `KVCache` for a graph's pass over them."""
@@ -141,20 +136,18 @@ class Slots:
         self._mask_TS = key_S <= query_T1 if window is None else (key_S <= query_T1) & (key_S > query_T1 - window)
 
     def append(self, layer: int, key_BGTd: Tensor, value_BGTd: Tensor) -> None:
-        """As in `KVCache`."""
         for buffer, new_BGTd in zip(self._buffers[layer], (key_BGTd, value_BGTd), strict=True):
             buffer.index_copy_(2, self._position_T, new_BGTd)
 
     def attend(self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor) -> Tensor:
-        """As in `KVCache`."""
         self.append(layer, key_BGTd, value_BGTd)
         keys, values = self._buffers[layer]
         return F.scaled_dot_product_attention(query_BNTd, keys, values, attn_mask=self._mask_TS, enable_gqa=True)
 
 
 class BatchKVCache(DynamicCache):
-    """Keys and values of B sequences that advance by different lengths, as a cache of transformers' models. Each pass: `extend` by each
-    row's number of new tokens, run the layers, `truncate` each row to the tokens it keeps, and `keep` the rows that continue.
+    """Keys and values of B sequences that advance by different lengths, as a cache of transformers' models. Each pass: `place` each
+    row's new tokens, run the layers, `truncate` each row to the tokens it keeps, and `keep` the rows that continue.
 
     lengths: tokens held of each row. Rows shorter than the longest of a pass are padded on the right; the next pass overwrites padding.
     All layers are full, even those of sliding windows: the mask applies the window.
@@ -168,7 +161,7 @@ class BatchKVCache(DynamicCache):
         self._held = self._end = 0  # positions before and after it
         self._size = 0  # positions allocated
 
-    def extend(self, counts: Sequence[int], *, is_causal: bool = True, step: Step | None = None) -> Tensor:
+    def place(self, counts: Sequence[int], *, is_causal: bool = True, step: Step | None = None) -> Tensor:
         """Positions [B, T] of the next pass, in which row b gets counts[b] new tokens, each of which sees those up to itself, or all.
 
         step: of trees, if the tokens are nodes: a slot is then not its node's position until `keep_paths`.
@@ -227,24 +220,19 @@ class BatchKVCache(DynamicCache):
         self._buffers = {layer: (keys[index], values[index]) for layer, (keys, values) in self._buffers.items()}
 
 
-class RaggedKVCache:
-    """A `KVCache` for B sequences, used as `BatchKVCache` is."""
+class RaggedKVCache(BatchKVCache):
+    """A `KVCache` for B sequences."""
 
     def __init__(self, num_rows: int, rotary: RotaryFunction, device: torch.device, window: int | None = None) -> None:
-        self._rows = BatchKVCache(num_rows, device)
-        self.truncate, self.keep = self._rows.truncate, self._rows.keep
+        super().__init__(num_rows, device)
         self._window = window
         self._tables = RotaryTables(rotary, device)
         self._mask_B1TS: Tensor
 
-    @property
-    def lengths(self) -> list[int]:
-        return self._rows.lengths
-
     def extend(self, counts: Sequence[int], *, is_causal: bool = True, step: Step | None = None) -> tuple[Tensor, Tensor]:
-        """(cos, sin) [B, T, d] of the next step, as `BatchKVCache`'s; its layers then call `attend`."""
-        position_BT = self._rows.extend(counts, is_causal=is_causal, step=step)
-        self._mask_B1TS = self._rows.visible(self._window)
+        """(cos, sin) [B, T, d] of the next step, as `place` its positions; its layers then call `attend`."""
+        position_BT = self.place(counts, is_causal=is_causal, step=step)
+        self._mask_B1TS = self.visible(self._window)
         self._tables.reserve(self._mask_B1TS.shape[-1])
         return self._tables.cos[0, position_BT], self._tables.sin[0, position_BT]
 
@@ -253,10 +241,10 @@ class RaggedKVCache:
         return self.extend([step.seen_BTF.shape[1]] * len(self.lengths), step=step)
 
     def append(self, layer: int, key_BGTd: Tensor, value_BGTd: Tensor) -> None:
-        self._rows.update(key_BGTd, value_BGTd, layer)
+        self.update(key_BGTd, value_BGTd, layer)
 
     def attend(self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor) -> Tensor:
-        keys, values = self._rows.update(key_BGTd, value_BGTd, layer)
+        keys, values = self.update(key_BGTd, value_BGTd, layer)
         return F.scaled_dot_product_attention(query_BNTd, keys, values, attn_mask=self._mask_B1TS, enable_gqa=True)
 
 

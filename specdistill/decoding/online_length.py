@@ -22,7 +22,6 @@ drawn from p.
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -48,18 +47,11 @@ class ConfidentProposer(Protocol):
     is_enough: Callable[[Tensor], bool] | None
 
 
-@dataclass(frozen=True)
-class Averages:
-    """offset, rate: o and a. tokens, cost: of a round that drafts; their ratio is g."""
-
-    offset: float = 0.0
-    rate: float = 0.5
-    tokens: float = 1.0
-    cost: float = 1.0
-
-
 class LengthRule:
-    """Chooses the length of each round of one request, or of B rows that share rounds, and learns from what became of it."""
+    """Chooses the length of each round of one request, or of B rows that share rounds, and learns from what became of it.
+
+    Running averages: offset, rate: o and a; tokens, cost: of a round that drafts, whose ratio is g.
+    """
 
     def __init__(self, has_confidences: bool) -> None:
         self.has_confidences = has_confidences
@@ -68,7 +60,7 @@ class LengthRule:
     def calibrate(self) -> None:
         """From now on lengths go round from 0 to K, and averages are learned, from request to request."""
         self.slope: float | None = None
-        self.averages = Averages()
+        self.offset, self.rate, self.tokens, self.cost = 0.0, 0.5, 1.0, 1.0
         self._lengths = itertools.count()
 
     def start(self, base: float, slope: float, goodput: float, rate: float) -> None:
@@ -76,11 +68,11 @@ class LengthRule:
         was learned, with this goodput while it drafts, and this acceptance rate.
         """
         self.base, self.slope, cost = base, slope, base + slope
-        self.first = replace(self.averages, rate=rate, tokens=goodput * cost, cost=cost)
+        self.first = {"offset": self.offset, "rate": rate, "tokens": goodput * cost, "cost": cost}
 
     def begin(self) -> None:
         if self.slope is not None:
-            self.averages = self.first
+            vars(self).update(self.first)
         self._rounds_without = math.inf  # the first round always drafts
         self._drafted: list[tuple[int, list[int]]] = []  # of each row: its tokens before the draft, draft tokens
         self._confidences: list[list[float]] = []  # [K][B], of these
@@ -91,7 +83,7 @@ class LengthRule:
         self._drafted, self._confidences = [], []
         if self.slope is None:
             k = next(self._lengths) % (k + 1)
-        elif self._rounds_without < (self.averages.cost - self.averages.tokens) / TRIED:  # what a draft loses, in plain steps
+        elif self._rounds_without < (self.cost - self.tokens) / TRIED:  # what a draft loses, in plain steps
             k = 0
         self._rounds_without = 0 if k else self._rounds_without + 1
         if self.has_confidences:
@@ -105,13 +97,13 @@ class LengthRule:
         if self.slope is None:
             return False
         reached = [math.prod(map(self._expected, of_row)) for of_row in zip(*self._confidences, strict=True)]
-        gain = self.averages.rate * sum(reached) / len(reached)
-        return gain < self.slope * max(self.averages.tokens / self.averages.cost, 1.0)
+        gain = self.rate * sum(reached) / len(reached)
+        return gain < self.slope * max(self.tokens / self.cost, 1.0)
 
     def _expected(self, confidence: float) -> float:
         """p, how likely a draft token of this confidence is accepted."""
         c = min(max(confidence, LEAST), 1 - LEAST)
-        return 1 / (1 + (1 - c) / c * math.exp(-self.averages.offset))
+        return 1 / (1 + (1 - c) / c * math.exp(-self.offset))
 
     def drafts(self, token_ids: Sequence[Sequence[int]], proposals: Sequence[Proposal]) -> None:
         """Note what each row drafts after its tokens."""
@@ -131,15 +123,14 @@ class LengthRule:
             ]
             if reached:
                 hit, expected = (sum(column) / len(reached) for column in zip(*reached, strict=True))
-                self._average(offset=self.averages.offset + hit - expected, rate=hit)
+                self._average(offset=self.offset + hit - expected, rate=hit)
         longest = max((drafted for drafted, _ in counts), default=0)
         if longest and self.slope is not None:
             tokens = 1 + sum(accepted for _, accepted in counts) / len(counts)
             self._average(tokens=tokens, cost=self.base + self.slope * longest)
 
     def _average(self, **seen: float) -> None:
-        changes = {name: (1 - WEIGHT) * getattr(self.averages, name) + WEIGHT * value for name, value in seen.items()}
-        self.averages = replace(self.averages, **changes)
+        vars(self).update({name: (1 - WEIGHT) * getattr(self, name) + WEIGHT * value for name, value in seen.items()})
 
     def keep(self, rows: Sequence[int]) -> None:
         self._drafted = [self._drafted[row] for row in rows if self._drafted]

@@ -59,9 +59,8 @@ class CachedTarget:
         Returns logits [B, T, V] and features [B, T, D].
         """
         self._last, self._trees = token_ids, trees
-        is_batch = isinstance(self.cache, BatchKVCache)
         self._before = snapshot(self.cache) if self.target.is_recurrent and len(token_ids[0]) > 1 else None
-        self._held = [*self.cache.lengths] if is_batch else [self.cache.get_seq_length()]
+        self._held = [*self.cache.lengths] if isinstance(self.cache, BatchKVCache) else [self.cache.get_seq_length()]
         step = None
         if any(trees):
             chains = (Tree(tuple(range(ROOT, len(row) - 2))) for row in token_ids)
@@ -76,16 +75,15 @@ class CachedTarget:
             self.cache.keep_paths([held + 1 for held in self._held], paths)
             return
         (path,), (last,) = paths, self._last
-        num_drafted = len(last) - 1
+        num_rejected = len(last) - 1 - len(path)
         if any(self._trees):
-            keep_path(self.cache, num_drafted, path)
-        elif len(path) == num_drafted:
-            pass
-        elif self._before is None:
-            self.cache.crop(len(path) - num_drafted)
-        else:  # recurrent states have read what is rejected: back to before it, and over what is kept again
+            keep_path(self.cache, len(last) - 1, path)
+        elif num_rejected and self._before:
+            # Recurrent states have read what is rejected: back to before it, and over what is kept again.
             roll_back(self.cache, len(last), self._before)
             read(self.target, [last[: 1 + len(path)]], self.cache)
+        elif num_rejected:
+            self.cache.crop(-num_rejected)
 
 
 def cache_size(num_tokens: int) -> int:

@@ -58,11 +58,10 @@ def masked_pass(
         expected = "null: a tree needs full attention or a sliding window"
         raise UserError("eval.tree", got=f"layers with {', '.join(sorted(unknown))}", expected=expected)
     if isinstance(cache, BatchKVCache):
-        position_BT = cache.extend(counts, step=step)
+        position_BT = cache.place(counts, step=step)
         end_B1 = torch.tensor(cache.lengths, device=position_BT.device).unsqueeze(1)
-        return position_BT.where(position_BT < end_B1, 0), masks(
-            config, dtype, cache.visible
-        )  # padding needs some valid position
+        position_BT = position_BT.where(position_BT < end_B1, 0)  # padding needs some valid position
+        return position_BT, masks(config, dtype, cache.visible)
     if step is None:
         return None, None
     position_BT = torch.tensor(step.new_positions, device=step.seen_BTF.device)

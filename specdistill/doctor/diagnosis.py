@@ -193,7 +193,7 @@ def examine_native(target: TargetFiles) -> Diagnosis:
     seen = Diagnosis(Path(target.name))
     with refusals(seen, "target.model"):
         shards = Shards.open(target.fetch("config.json", INDEX, SINGLE), "target.model")
-        seen.num_tensors = check_native(shards.shapes(shards.file_of), target)
+        seen.num_tensors = check_native({name: tensor.shape for name, tensor in shards.without_content().items()}, target)
         seen.method = "mtp"
         seen.findings.append(note("the layer is in its target's own checkpoint, from which engines serve it; not decoded"))
     return seen

@@ -123,8 +123,7 @@ class ModelFiles:
         if not self.missing(self.weights()):
             shards = Shards.open(self.folder, self.key)
             shards.check()
-            described = ((name, *shards.describe(name)) for name in shards.file_of)
-            return {name: torch.empty(shape, dtype=dtype, device="meta") for name, dtype, shape in described}
+            return shards.without_content()
         assert self.repository is not None
         what = f"{self.name}, whose weights cannot be read"
         with refusing(OTHER_HEADERS, self.key, what, "whole safetensors files"):

@@ -274,8 +274,8 @@ def loads_as_is(engine: Engine, method: str, folder: Path) -> bool:
         return False
     if row.standalone:
         return engine is not GGUF  # whose files its converter makes
-    config, shards = read_config(folder, "draft"), Shards.open(folder, "draft")
-    shapes = {name: tuple(shards.describe(name)[1]) for name in shards.file_of}
+    config, tensors = read_config(folder, "draft"), Shards.open(folder, "draft").without_content()
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     head = implementation(method).head_shape(config, None)
     return all(found.severity != "problem" for found in findings_of_engine(engine, method, head, config, shapes))
 

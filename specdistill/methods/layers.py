@@ -1,4 +1,4 @@
-"""What EAGLE heads are built of: Llama's parts, with the attention itself left to the caller.
+"""What drafts that read features are built of: Llama's parts, with the attention itself left to the caller.
 
 Shapes: B batch, T positions, I input size, H hidden size, N query heads, G key/value heads, d head size.
 
@@ -78,6 +78,8 @@ class KVCache(Protocol):
 
 
 class Attention(nn.Module):
+    """q_norm, k_norm: of each query and key head; only block drafters have them."""
+
     def __init__(self, config: HeadShape, input_size: int) -> None:
         super().__init__()
         self.head_dim = config.head_dim
@@ -85,23 +87,32 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(input_size, config.num_key_value_heads * config.head_dim, bias=False)
         self.v_proj = nn.Linear(input_size, config.num_key_value_heads * config.head_dim, bias=False)
         self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=False)
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
 
     def forward(self, x_BTI: Tensor, rotary: tuple[Tensor, Tensor], layer: int, kv_cache: KVCache) -> Tensor:
-        split = (*x_BTI.shape[:2], -1, self.head_dim)
-        query, key, value = (project(x_BTI).view(split).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj))
+        query, key = self.heads(self.q_proj, self.q_norm, x_BTI), self.heads(self.k_proj, self.k_norm, x_BTI)
         query, key = apply_rotary_pos_emb(query, key, *rotary)
-        context_BNTd = kv_cache.attend(layer, query, key, value)
+        context_BNTd = kv_cache.attend(layer, query, key, self.heads(self.v_proj, None, x_BTI))
         return self.o_proj(context_BNTd.transpose(1, 2).flatten(2))
+
+    def heads(self, project: nn.Linear, norm: nn.Module | None, x_BTI: Tensor) -> Tensor:
+        """[B, N or G, T, d]."""
+        x = project(x_BTI).unflatten(-1, (-1, self.head_dim))
+        heads: Tensor = (x if norm is None else norm(x)).transpose(1, 2)
+        return heads
 
 
 class PlainLayer(nn.Module):
     """An ordinary Llama layer: what every layer after a head's first one is. Without `input_norm`, the first of an EAGLE-1 head."""
 
-    def __init__(self, config: HeadShape, index: int, *, input_norm: bool = True) -> None:
+    def __init__(
+        self, config: HeadShape, index: int, *, input_norm: bool = True, attention: type[Attention] = Attention
+    ) -> None:
         super().__init__()
         self.index = index
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps) if input_norm else nn.Identity()
-        self.self_attn = Attention(config, config.hidden_size)
+        self.self_attn = attention(config, config.hidden_size)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from specdistill.decoding.proposer import DecodingState, Proposal, Proposer, Remembering
@@ -9,6 +10,8 @@ from specdistill.decoding.sampling import Generators, Sampling
 from specdistill.decoding.tree import TreeShape
 from specdistill.methods import sizes
 from specdistill.methods.contract import Implementation
+from specdistill.recipe.fields import Section
+from specdistill.targets.frozen import FrozenTarget
 
 
 class Lookup(Protocol):
@@ -63,15 +66,16 @@ class LookupProposer:
 
 
 def lookup_method(
-    load_proposer: Callable[..., Proposer],
-    lookup: Callable[[int, int], Proposer],
-    *,
-    note: str,
-    published: sizes.PublishedFigures,
+    method: str, lookup: Callable[..., Lookup], *, note: str, published: sizes.PublishedFigures
 ) -> Implementation:
-    """A row of the table; the arguments are `Implementation`'s and `PlannedDraft`'s. There are no weights, and nothing to train."""
+    """A row of the table. lookup: takes the keys of the method's section of `eval:`, the first two of which are the fewest and the most
+    tokens that agree. note, published: of `PlannedDraft`. There are no weights, and nothing to train.
+    """
+
+    def load_proposer(folder: Path | None, target: FrozenTarget, *, key: str, **sections: Section) -> Proposer:
+        return LookupProposer(lookup(**vars(sections[method]) if sections else {}))
 
     def planned(target: sizes.Described, given: sizes.Described | None, settings: dict[str, Any]) -> sizes.PlannedDraft:
         return sizes.PlannedDraft(sizes.ParameterCounts(0, 0, 0), None, target.text.vocab_size, note, published)
 
-    return Implementation(load_proposer, planned, lookup)
+    return Implementation(load_proposer, planned, lambda fewest, most: LookupProposer(lookup(fewest, most)))

@@ -105,7 +105,7 @@ def by_target(target: FrozenTarget, aux_layers: Sequence[int], autocast: torch.d
         with torch.autocast(target.device.type, autocast, enabled=autocast is not None):
             features = target.features(ids_BT, aux_layers, position_ids_BT=positions_BT, documents=documents)
         lengths = (batch["document_ids"] != PADDING_DOCUMENT).sum(1).tolist()
-        return [row[:, :length] for row, length in zip(features.stacked().cpu(), lengths, strict=True)]
+        return [row[:, :length] for row, length in zip(torch.stack(features.tensors, dim=1).cpu(), lengths, strict=True)]
 
     return make
 

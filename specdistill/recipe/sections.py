@@ -229,10 +229,11 @@ class TreeConfig(Section):
         return self.depth or len(self.branching or ())
 
 
-def check_lengths(shortest: int, longest: int) -> None:
-    """In the validator of a section that has them as `min` and `max`; `validate` makes the error, with the keys where it stands."""
-    if shortest > longest:
-        raise PydanticCustomError("min_above_max", "min {min} is above max {max}", {"min": shortest, "max": longest})
+def check_lengths(it: Any) -> Any:
+    """The validator of a section with lengths `min` and `max`; `validate` makes the error, with the keys where it stands."""
+    if it.min > it.max:
+        raise PydanticCustomError("min_above_max", "min {min} is above max {max}", {"min": it.min, "max": it.max})
+    return it
 
 
 class LookupFirstConfig(Section):
@@ -249,10 +250,7 @@ class LookupFirstConfig(Section):
     )
     draft_tree: TreeConfig | None = option(None, "draft a token tree instead of draft_tokens; null: a chain")
 
-    @model_validator(mode="after")
-    def _has_lengths(self) -> "LookupFirstConfig":
-        check_lengths(self.min, self.max)
-        return self
+    _has_lengths = model_validator(mode="after")(check_lengths)
 
     @property
     def levels(self) -> int:

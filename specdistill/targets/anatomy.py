@@ -100,8 +100,7 @@ def examine(model: Any, name: str, *, key: str = "target.model") -> Anatomy:
         got = f"{name}, a {type(model).__name__}: {one_line(str(error))[:200]}"
         raise UserError(key, got=got, expected="a causal language model that continues its KV cache") from error
     finally:
-        if training:
-            model.train()
+        model.train(training)
     return anatomy
 
 

@@ -42,9 +42,7 @@ GROUPED_ATTENTION = "specdistill_grouped"
 class GrowingLayer(DynamicLayer):
     """Keys and values of one layer in a dense [B, heads, room, head_dim] block; beyond `length` it is zero and masked."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.length = 0
+    length = 0
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         end = self.length + key_states.shape[2]
@@ -141,9 +139,8 @@ def generate(
     """Continue every prompt; returns the new tokens of each row. Temperature 0 is greedy.
 
     A row ends with a token of `end_ids`, included, or is cut before: after `max_new_tokens`, or once nearly all others have ended.
-    The batch is split into `num_parts`, by default as
-    many as suit the device and the prompts, that are generated in parallel; the same seed, prompts and parts give the same tokens, whatever
-    number of threads this process may use.
+    The batch is split into `num_parts`, by default as many as suit the device and the prompts, that are generated in parallel; the same
+    seed, prompts and parts give the same tokens, whatever number of threads this process may use.
     """
     threads = torch.get_num_threads()
     if num_parts is None:
@@ -188,12 +185,18 @@ def _generate_part(
     end_ids: Sequence[int],
     seed: int,
 ) -> list[list[int]]:
-    generator = torch.Generator(model.device).manual_seed(seed)
-    ends = torch.tensor(list(end_ids), dtype=torch.long, device=model.device)
-    generated = torch.full((len(prompts), max_new_tokens), -1, device=model.device)
-    ids, rows = _left_padded(prompts, temperatures, max_new_tokens, model.device)
-    cache, length = DynamicCache(config=model.config), ids.shape[1]
-    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    device, num_rows, length = model.device, len(prompts), max(map(len, prompts))
+    generator = torch.Generator(device).manual_seed(seed)
+    ends = torch.tensor(list(end_ids), dtype=torch.long, device=device)
+    generated = torch.full((num_rows, max_new_tokens), -1, device=device)
+    ids = torch.tensor([[0] * (length - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+    seen = torch.zeros(num_rows, room(1, length + max_new_tokens), dtype=torch.bool, device=device)
+    num_seen = torch.tensor([[len(prompt)] for prompt in prompts], device=device)
+    seen[:, :length] = torch.arange(length, device=device) >= length - num_seen
+    number, ended = torch.arange(num_rows, device=device), torch.zeros(num_rows, dtype=torch.bool, device=device)
+    rows = _UnfinishedRows(number, seen, num_seen, torch.tensor(temperatures, device=device), ended)
+    cache = DynamicCache(config=model.config)
+    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]  # type: ignore[no-untyped-call]
     positions = (rows.seen[:, :length].cumsum(1) - 1).clamp(min=0)
 
     for step in range(max_new_tokens):
@@ -210,7 +213,7 @@ def _generate_part(
         rows.ended |= torch.isin(tokens_B, ends)
         if step % CHECK_EVERY == CHECK_EVERY - 1:
             unfinished = (~rows.ended).nonzero().flatten()
-            if len(unfinished) <= STOP_SHARE * len(prompts):
+            if len(unfinished) <= STOP_SHARE * num_rows:
                 break
             if len(unfinished) <= KEEP_SHARE * len(tokens_B) and not is_recurrent(model.config.get_text_config()):
                 rows, tokens_B = rows[unfinished], tokens_B[unfinished]
@@ -237,17 +240,3 @@ def sample(logits_BV: Tensor, temperatures_B: Tensor, generator: torch.Generator
         drawn = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
         tokens_B[sampled] = drawn.squeeze(1).clamp(max=logits_BV.shape[1] - 1)
     return tokens_B
-
-
-def _left_padded(
-    prompts: Sequence[Sequence[int]], temperatures: Sequence[float], max_new_tokens: int, device: torch.device
-) -> tuple[Tensor, _UnfinishedRows]:
-    """Token ids [B, P], padded on the left, and their rows."""
-    width = max(len(prompt) for prompt in prompts)
-    ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
-    seen = torch.zeros(len(prompts), room(1, width + max_new_tokens), dtype=torch.bool, device=device)
-    num_seen = torch.tensor([[len(prompt)] for prompt in prompts], device=device)
-    seen[:, :width] = torch.arange(width, device=device) >= width - num_seen
-    number = torch.arange(len(prompts), device=device)
-    ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
-    return ids, _UnfinishedRows(number, seen, num_seen, torch.tensor(temperatures, device=device), ended)

@@ -66,10 +66,7 @@ def cache_size(model: Any) -> CacheSize | None:
         two, three = (_after(model, config, length) for length in (2, 3))
     except CLASS_ERRORS:  # of what it is asked to do on the meta device
         return None
-    layers = [
-        _layer(layer, *sizes)
-        for layer, *sizes in zip(two.layers, map(_sizes, two.layers), map(_sizes, three.layers), strict=True)
-    ]
+    layers = map(_layer, two.layers, three.layers)
     found = tuple(layer for layer in layers if layer.size or layer.state)
     return CacheSize(found) if found else None
 
@@ -81,14 +78,15 @@ def _after(model: Any, config: Any, length: int) -> DynamicCache:
     return cache
 
 
-def _sizes(layer: Any) -> list[tuple[int, int]]:
-    """Of a layer's tensors, numbers and bytes. What steers the layer (flags, a window's length) has no dimensions."""
+def _tensors(layer: Any) -> list[Tensor]:
+    """Of a layer. What steers it (flags, a window's length) has no dimensions."""
     held = [part for value in vars(layer).values() for part in (value.values() if isinstance(value, dict) else [value])]
-    return [(part.numel(), part.nbytes) for part in held if isinstance(part, Tensor) and part.ndim]
+    return [part for part in held if isinstance(part, Tensor) and part.ndim]
 
 
-def _layer(layer: Any, two: list[tuple[int, int]], three: list[tuple[int, int]]) -> LayerCache:
-    grown = [(more - less, size) for (less, size), (more, _) in zip(two, three, strict=True)]
+def _layer(layer: Any, longer: Any) -> LayerCache:
+    tensors = zip(_tensors(layer), _tensors(longer), strict=True)
+    grown = [(more.numel() - less.numel(), less.nbytes) for less, more in tensors]
     keys = getattr(layer, "keys", None)
     return LayerCache(
         heads=int(keys.shape[1]) if isinstance(keys, Tensor) and keys.ndim == 4 else 1,

@@ -13,9 +13,8 @@ import torch
 
 from specdistill.targets.frozen import FrozenTarget
 
-MOST_GRAPHS = (
-    128  # of one function: for each K and size of a KV cache; for each step of an unroll, in training and in evaluation
-)
+# Of one function: for each K and size of a KV cache; for each step of an unroll, in training and in evaluation.
+MOST_GRAPHS = 128
 
 
 def allow_graphs() -> None:
@@ -30,10 +29,8 @@ def compile_layers(train: Mapping[str, Any], target: FrozenTarget, objective: An
     allow_graphs()
     torch._dynamo.config.optimize_ddp = False  # it would cut layers at the borders of gradient buckets
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
-    options: dict[str, Any] = {
-        "backend": train.get("torch_compile_backend") or "inductor",
-        "mode": train.get("torch_compile_mode"),
-    }
+    backend = train.get("torch_compile_backend") or "inductor"
+    options: dict[str, Any] = {"backend": backend, "mode": train.get("torch_compile_mode")}
     target.compile(**options)
     for layer in objective.layers:
         layer.forward = torch.compile(layer.forward, **options)

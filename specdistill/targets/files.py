@@ -2,7 +2,7 @@
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache, cached_property
@@ -75,42 +75,31 @@ class Shards:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors: of each file without its header and the header's length in eight bytes."""
-        total = 0
-        for file in self.files:
-            with (self.folder / file).open("rb") as stream:
-                total += (self.folder / file).stat().st_size - 8 - int.from_bytes(stream.read(8), "little")
-        return total
+        """Of all tensors."""
+        return sum(tensor.nbytes for tensor in self.without_content().values())
 
-    def describe(self, name: str) -> tuple[torch.dtype, torch.Size]:
-        """Dtype and shape of a tensor, which is not read."""
-        with safe_open(self.folder / self.file_of[name], framework="pt") as weights:
-            part = weights.get_slice(name)
-            return part[:0].dtype, torch.Size(part.get_shape())
+    def without_content(self) -> dict[str, Tensor]:
+        """All tensors on the meta device, by the files' headers alone."""
 
-    def shapes(self, names: Iterable[str]) -> dict[str, torch.Size]:
-        """Of tensors in files that are here, by headers alone; each file is opened once."""
-        by_file = defaultdict(list)
-        for name in names:
-            by_file[self.folder / self.file_of[name]].append(name)
-        found: dict[str, torch.Size] = {}
-        for path in filter(Path.is_file, by_file):
-            with safe_open(path, framework="pt") as weights:
-                found |= {name: torch.Size(weights.get_slice(name).get_shape()) for name in by_file[path]}
-        return found
+        def described(weights: Any, name: str) -> Tensor:
+            shape = weights.get_slice(name).get_shape()
+            part = weights.get_slice(name)[:0] if shape else weights.get_tensor(name)  # a number cannot be cut
+            return torch.empty(shape, dtype=part.dtype, device="meta")
+
+        return self._read(self.file_of, described)
 
     def load(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Tensors by name. Raises UserError for a broken file."""
+        return self._read(names, lambda weights, name: weights.get_tensor(name))
+
+    def _read(self, names: Iterable[str], read: Callable[[Any, str], Tensor]) -> dict[str, Tensor]:
+        """Of tensors what `read` gives, by name; each file is opened once. Raises UserError for a broken one."""
         tensors = {}
         by_file = defaultdict(list)
         for name in names:
-            by_file[self.file_of[name]].append(name)
-        for file, inside in by_file.items():
-            with (
-                refusing(SafetensorError, self.key, self.folder / file, "a whole file"),
-                safe_open(self.folder / file, framework="pt") as weights,
-            ):
-                tensors.update({name: weights.get_tensor(name) for name in inside})
+            by_file[self.folder / self.file_of[name]].append(name)
+        for path, inside in by_file.items():
+            with refusing(SafetensorError, self.key, path, "a whole file"), safe_open(path, framework="pt") as weights:
+                tensors.update({name: read(weights, name) for name in inside})
         return tensors
 
     def check(self) -> None:

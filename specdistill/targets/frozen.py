@@ -7,7 +7,7 @@ that is Hugging Face's `hidden_states[L]`, the input of decoder layer L, and for
 vLLM and speculators count the same way; SGLang and SpecForge count L - 1, which `specdistill.methods.eagle3.checkpoint` translates.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -52,46 +52,40 @@ class Features:
     last_hidden: Tensor
 
     @classmethod
-    def unstacked(cls, stacked_BATD: Tensor) -> "Features":
-        """From auxiliary layers and last hidden state in one tensor [B, A + 1, T, D], the form of a feature store."""
-        *aux, last_hidden = stacked_BATD.unbind(1)
+    def of(cls, tensors: Iterable[Tensor]) -> "Features":
+        """From what `tensors` gives."""
+        *aux, last_hidden = tensors
         return cls(tuple(aux), last_hidden)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The auxiliary layers, then the last hidden state. In one tensor [B, A + 1, T, D] they are what a feature store keeps."""
+        return (*self.aux, self.last_hidden)
 
     @classmethod
     def joined(cls, parts: Sequence["Features"]) -> "Features":
         """Of the positions of all parts, one after the other; copied."""
-        aux = zip(*(part.aux for part in parts), strict=True)
-        return cls(
-            tuple(torch.cat(of_layer, dim=1) for of_layer in aux), torch.cat([part.last_hidden for part in parts], dim=1)
-        )
+        return cls.of(torch.cat(of_layer, dim=1) for of_layer in zip(*(part.tensors for part in parts), strict=True))
 
     @classmethod
     def padded(cls, rows: Sequence["Features"]) -> "Features":
         """Of B rows of their own lengths, each [1, T, D], in one batch as long as the longest."""
-        aux = zip(*(row.aux for row in rows), strict=True)
-        batched = partial(pad_sequence, batch_first=True)
-        return cls(
-            tuple(batched([feature[0] for feature in of_layer]) for of_layer in aux),
-            batched([row.last_hidden[0] for row in rows]),
-        )
-
-    def stacked(self) -> Tensor:
-        """[B, A + 1, T, D]."""
-        return torch.stack((*self.aux, self.last_hidden), dim=1)
+        layers = zip(*(row.tensors for row in rows), strict=True)
+        return cls.of(pad_sequence([feature[0] for feature in of_layer], batch_first=True) for of_layer in layers)
 
     def first(self, count: int) -> "Features":
         """Of the first `count` positions."""
-        return Features(tuple(feature[:, :count] for feature in self.aux), self.last_hidden[:, :count])
+        return self.of(feature[:, :count] for feature in self.tensors)
 
     def at(self, position_BF: Tensor) -> "Features":
         """Of some positions of each row, in the order given."""
         row_B1 = torch.arange(len(position_BF), device=position_BF.device).unsqueeze(1)
-        return Features(tuple(feature[row_B1, position_BF] for feature in self.aux), self.last_hidden[row_B1, position_BF])
+        return self.of(feature[row_B1, position_BF] for feature in self.tensors)
 
     def rows(self, index: Sequence[int]) -> "Features":
         """Of some rows of the batch."""
         index_B = torch.tensor(index, device=self.last_hidden.device)  # copied to the device once
-        return Features(tuple(feature[index_B] for feature in self.aux), self.last_hidden[index_B])
+        return self.of(feature[index_B] for feature in self.tensors)
 
 
 class FrozenTarget:
@@ -118,8 +112,10 @@ class FrozenTarget:
         anatomy = examine(self.model, name)
         self.is_recurrent, self.is_plain = is_recurrent(self.config), is_plain(self.model)
         self.backbone, self.layers, self.norm = anatomy.backbone, anatomy.layers, anatomy.norm
+        self.device: torch.device = self.model.device
         self.logits, self.lm_head = anatomy.head, anatomy.head.linear
         self.hidden_size, self.vocab_size = int(self.config.hidden_size), int(self.config.vocab_size)
+        self.num_layers = len(self.layers)
 
     @classmethod
     def load(
@@ -167,11 +163,6 @@ class FrozenTarget:
         return cls(loaded, tokenizer, name=name, revision=revision, files=files, quantization=quantization)
 
     @property
-    def device(self) -> torch.device:
-        device: torch.device = self.model.device
-        return device
-
-    @property
     def dtype(self) -> str:
         """Of the features; of the weights, too, unless they were rounded to a `quantization`."""
         return str(next(self.model.parameters()).dtype).removeprefix("torch.")
@@ -179,10 +170,6 @@ class FrozenTarget:
     @property
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.layers)
 
     @property
     def max_length(self) -> int:
@@ -237,7 +224,7 @@ class FrozenTarget:
         documents = Documents.of(position_ids_BT) if documents is None else documents
         features = self._packing(self.model, inputs, documents, partial(self._pass, aux_layers))
         shape = (*input_ids_BT.shape, -1)
-        return Features(tuple(feature.view(shape) for feature in features.aux), features.last_hidden.view(shape))
+        return Features.of(feature.view(shape) for feature in features.tensors)
 
     @cached_property
     def _maskless(self) -> list[Any]:

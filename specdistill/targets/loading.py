@@ -177,18 +177,16 @@ def _layers_on_disk(config: Any, device: str, trust_remote_code: bool) -> dict[s
     if any(isinstance(conversion, WeightConverter) for conversion in get_model_conversion_mapping(model)):
         return None
     lists = layer_lists(model, backbone_of(model))
-
-    def places(part: Any, name: str) -> dict[str, str]:
-        if part in lists:
-            return {name: "disk"}
-        if not any(each in lists for each in part.modules()):
-            return {name: device}
-        prefix = f"{name}." if name else ""
-        own = [own for own, _ in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))]
-        inner = {key: value for child, module in part.named_children() for key, value in places(module, prefix + child).items()}
-        return {**dict.fromkeys((prefix + each for each in own), device), **inner}
-
-    return places(model, "")
+    places: dict[str, str] = {}
+    for name, part in model.named_modules():
+        if any(name.startswith(f"{whole}.") for whole in places):
+            continue
+        if part in lists or not any(each in lists for each in part.modules()):
+            places[name] = "disk" if part in lists else device
+        else:
+            own = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
+            places |= {f"{name}.{tensor}".removeprefix("."): device for tensor, _ in own}
+    return places
 
 
 def is_plain(model: Any) -> bool:

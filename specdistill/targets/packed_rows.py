@@ -48,9 +48,8 @@ class Documents(NamedTuple):
         return cls(bounds.int(), int(bounds.diff().max()))
 
 
-PackingMethod = Callable[
-    [Any, BackboneInputs, Documents, Callable[[BackboneInputs], Any]], Any
-]  # (model, inputs, documents, pass) -> what the pass returns
+# (model, inputs, documents, pass) -> what the pass returns
+PackingMethod = Callable[[Any, BackboneInputs, Documents, Callable[[BackboneInputs], Any]], Any]
 
 
 def by_lengths(model: Any, inputs: BackboneInputs, documents: Documents, run: Callable[[BackboneInputs], Any]) -> Any:
@@ -167,10 +166,12 @@ AttentionMaskInterface.register(NAME, causal_mask)
 def attending(configs: Sequence[Any]) -> Iterator[None]:
     """Within it `attend` stands in the place of `sdpa` in these configs."""
     try:
-        set_attention(configs, NAME)
+        for config in configs:
+            config._attn_implementation = {"": NAME}  # its own alone, not that of the configs within it
         yield
     finally:
-        set_attention(configs, "sdpa")
+        for config in configs:
+            config._attn_implementation = {"": "sdpa"}
 
 
 def sdpa_configs(model: Any) -> list[Any]:
@@ -182,11 +183,6 @@ def sdpa_configs(model: Any) -> list[Any]:
     if not found:
         raise LookupError("no sdpa")
     return found
-
-
-def set_attention(configs: Sequence[Any], name: str) -> None:
-    for config in configs:
-        config._attn_implementation = {"": name}  # its own alone, not that of the configs within it
 
 
 def configs_with_lengths(model: Any) -> list[Any]:

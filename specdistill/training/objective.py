@@ -170,7 +170,7 @@ class FeatureObjective(nn.Module):
     def of_target(self, target: FrozenTarget, inputs: dict[str, Any], labels: Tensor) -> dict[str, Any]:
         """Features [B, T, D], which a batch from a store has, and soft targets before the tokens at these flattened positions."""
         if "features" in inputs:
-            features = Features.unstacked(inputs["features"].to(target.tensor("embed_tokens.weight").dtype))
+            features = Features.of(inputs["features"].to(target.tensor("embed_tokens.weight").dtype).unbind(1))
         else:
             documents = Documents(inputs["cumulative_lengths"], inputs["longest"])
             rows = {"position_ids_BT": inputs["position_ids"], "documents": documents}

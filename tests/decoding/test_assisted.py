@@ -73,12 +73,10 @@ def widths(target: FrozenTarget, proposer: Proposer, **options: Any) -> list[int
     return passes
 
 
-def test_nothing_is_drafted_past_a_stop_token_or_the_limit(target: FrozenTarget, plain: list[int]) -> None:
+def test_nothing_is_drafted_past_the_limit(target: FrozenTarget, plain: list[int]) -> None:
     oracle = Oracle([*PROMPT[0].tolist(), *plain])
     assert widths(target, oracle, max_new_tokens=13) == [6, 5, 5, 2]
     assert widths(target, oracle, max_new_tokens=13, num_speculative_tokens=2) == [6, 3, 3, 3, 3]
-    assert plain.index(plain[6]) == 6
-    assert widths(target, oracle, eos_token_id=plain[6]) == [6, 5, 2]
 
 
 def test_a_draft_with_the_targets_distribution_is_accepted_in_full(target: FrozenTarget) -> None:
@@ -99,7 +97,8 @@ def test_targets_with_other_layers_keep_their_text(kind: str) -> None:
 
 def test_text_ends_where_generate_ends_it(target: FrozenTarget, plain: list[int]) -> None:
     oracle = Oracle([*PROMPT[0].tolist(), *plain])
-    assert written(target, oracle, eos_token_id=plain[6]) == plain[: plain.index(plain[6]) + 1]
+    assert plain.index(plain[6]) == 6  # within what is drafted in the second round
+    assert written(target, oracle, eos_token_id=plain[6]) == plain[:7]
     assert [written(target, oracle, max_new_tokens=count) for count in (1, 2, 7)] == [plain[:count] for count in (1, 2, 7)]
 
 

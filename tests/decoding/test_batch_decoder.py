@@ -14,10 +14,9 @@ from specdistill.decoding.tree import DynamicTree, StaticTree, TreeShape
 from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.eagle.module import build_eagle
 from specdistill.methods.models.proposer import DraftModelProposer
-from specdistill.methods.ngram.method import NgramProposer
 from specdistill.targets.frozen import FrozenTarget
 from tests import mtp_targets
-from tests.proposers import OTHERS, SHAPES, proposer_of
+from tests.proposers import OTHERS, SHAPES, ngram_proposer, proposer_of
 from tests.refusals import refused
 from tests.tiny import qwen, tiny_target_model, tiny_tokenizer, twins
 
@@ -145,7 +144,7 @@ def test_targets_of_other_kinds_keep_their_text(kind: str) -> None:
     )
     target.model.generation_config.eos_token_id = STOPS
     alone = [Decoder(target).generate(prompt, max_new_tokens=NEW_TOKENS) for prompt in PROMPTS[:5]]
-    for proposer in (HeadProposer(build_eagle(target)), NgramProposer(), DraftModelProposer(target.model)):
+    for proposer in (HeadProposer(build_eagle(target)), ngram_proposer(), DraftModelProposer(target.model)):
         assert texts(decode(target, proposer, PROMPTS[:5])) == texts(alone)
     assert texts(decode(target, DraftModelProposer(target.model), PROMPTS[:5], tree=DYNAMIC)) == texts(alone)
 
@@ -213,7 +212,7 @@ def test_shares_of_the_time_add_up_to_the_batchs(target: FrozenTarget, monkeypat
 )
 def test_prompts_that_do_not_fit_are_refused(target: FrozenTarget, prompts: list[list[int]], got: str) -> None:
     with refused("eval.max_new_tokens", got):
-        Decoder(target, NgramProposer()).generate_all(prompts, max_new_tokens=8, num_speculative_tokens=2)
+        Decoder(target, ngram_proposer()).generate_all(prompts, max_new_tokens=8, num_speculative_tokens=2)
 
 
 def test_what_cannot_be_batched_is_refused(target: FrozenTarget) -> None:

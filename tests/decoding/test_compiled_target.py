@@ -12,10 +12,9 @@ from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.sampling import GREEDY, Sampling
 from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.eagle3.module import build_eagle3
-from specdistill.methods.ngram.method import NgramProposer
 from specdistill.targets.frozen import FrozenTarget
 from tests import mtp_targets
-from tests.proposers import proposer_of
+from tests.proposers import ngram_proposer, proposer_of
 from tests.refusals import refused
 from tests.tiny import qwen, tiny_target_model, tiny_tokenizer
 
@@ -68,7 +67,7 @@ def test_output_is_what_transformers_generates_by_one_graph(name: str | None, bu
 @pytest.mark.long  # ten graphs are traced
 def test_each_shape_has_a_graph_however_many_there_are(graphs: list[Any]) -> None:
     target = target_of(tiny_target_model(num_layers=1))
-    decoder = Decoder(target, NgramProposer(), compiled=True)
+    decoder = Decoder(target, ngram_proposer(), compiled=True)
     for k in range(1, 11):
         decoder.generate(PROMPT, max_new_tokens=4, num_speculative_tokens=k)
     assert len(graphs) == 10
@@ -137,7 +136,7 @@ class Summing(LlamaForCausalLM):  # type: ignore[misc]
 def test_targets_that_cannot_are_refused(build: Any, what: str, graphs: list[Any]) -> None:
     target = target_of(build(), name="odd")
     with refused("eval.compile", f"true for odd, {what}"):
-        Decoder(target, NgramProposer(), compiled=True).generate(PROMPT, max_new_tokens=8, num_speculative_tokens=2)
+        Decoder(target, ngram_proposer(), compiled=True).generate(PROMPT, max_new_tokens=8, num_speculative_tokens=2)
 
 
 @pytest.mark.parametrize(

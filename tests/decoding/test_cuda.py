@@ -16,11 +16,10 @@ from specdistill.methods.chains.unroll import TrainingTimeTest
 from specdistill.methods.eagle3.checkpoint import save_eagle3
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.models.proposer import DraftModelProposer
-from specdistill.methods.ngram.method import NgramProposer
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.arguments import training_arguments
 from specdistill.training.trainer import DraftTrainer
-from tests.proposers import proposer_of
+from tests.proposers import ngram_proposer, proposer_of
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 pytestmark = pytest.mark.gpu
@@ -36,7 +35,7 @@ def target() -> FrozenTarget:
 
 def test_greedy_output_is_the_plain_output(target: FrozenTarget) -> None:
     plain = Decoder(target).generate(PROMPT, max_new_tokens=60)
-    for proposer in (HeadProposer(build_eagle3(target)), NgramProposer()):
+    for proposer in (HeadProposer(build_eagle3(target)), ngram_proposer()):
         fast = Decoder(target, proposer).generate(PROMPT, max_new_tokens=60, num_speculative_tokens=4)
         assert fast.token_ids == plain.token_ids
 
@@ -44,7 +43,7 @@ def test_greedy_output_is_the_plain_output(target: FrozenTarget) -> None:
 def test_batches_write_what_each_row_writes_alone(target: FrozenTarget) -> None:
     prompts = [[*PROMPT[: 1 + index % 6], 40 + index] for index in range(16)]
     plain = [Decoder(target).generate(prompt, max_new_tokens=60).token_ids for prompt in prompts]
-    for proposer in (None, HeadProposer(build_eagle3(target)), DraftModelProposer(target.model), NgramProposer()):
+    for proposer in (None, HeadProposer(build_eagle3(target)), DraftModelProposer(target.model), ngram_proposer()):
         k = 4 if proposer else 0
         generations = Decoder(target, proposer).generate_all(prompts, max_new_tokens=60, num_speculative_tokens=k)
         assert [generation.token_ids for generation in generations] == plain

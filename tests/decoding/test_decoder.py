@@ -14,11 +14,12 @@ from specdistill.decoding.decoder import Decoder, Generation, Running
 from specdistill.decoding.proposer import Proposal
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import DynamicTree, StaticTree
+from specdistill.methods.lookups import LookupProposer
 from specdistill.methods.models.proposer import DraftModelProposer
-from specdistill.methods.ngram.method import NgramProposer
+from specdistill.methods.ngram.lookup import NgramLookup
 from specdistill.targets.frozen import FrozenTarget
 from tests import mtp_targets
-from tests.proposers import SHAPES, SHARING, Oracle, proposer_of
+from tests.proposers import SHAPES, SHARING, Oracle, ngram_proposer, proposer_of
 from tests.refusals import refused
 from tests.tiny import qwen, tiny_target_model, tiny_tokenizer
 
@@ -146,7 +147,7 @@ def test_sampled_text_follows_the_targets_distribution(
 @pytest.mark.parametrize(("prompt", "max_new_tokens"), [([], 8), (PROMPT, 251)])
 def test_prompts_that_do_not_fit_are_refused(target: FrozenTarget, prompt: list[int], max_new_tokens: int) -> None:
     with refused("eval.max_new_tokens"):
-        Decoder(target, NgramProposer()).generate(prompt, max_new_tokens=max_new_tokens, num_speculative_tokens=2)
+        Decoder(target, ngram_proposer()).generate(prompt, max_new_tokens=max_new_tokens, num_speculative_tokens=2)
 
 
 # --- What a round costs
@@ -208,7 +209,7 @@ def test_a_pass_moves_no_keys_of_the_text(target: FrozenTarget) -> None:
     """Of 150 rounds hardly any finds the KV cache at another place than the round before it."""
     places = []
 
-    class Placed(NgramProposer):
+    class Placed(LookupProposer):
         def propose(self, *arguments: Any) -> list[Proposal]:
             places.append(readers[-1].cache.layers[0].keys.data_ptr())
             return super().propose(*arguments)
@@ -220,5 +221,5 @@ def test_a_pass_moves_no_keys_of_the_text(target: FrozenTarget) -> None:
             readers.append(super()._reader(*arguments))
             return readers[-1]
 
-    Noting(target, Placed()).generate(PROMPT, max_new_tokens=240, num_speculative_tokens=1)
+    Noting(target, Placed(NgramLookup())).generate(PROMPT, max_new_tokens=240, num_speculative_tokens=1)
     assert len(places) > 100 and sum(one != other for one, other in pairwise(places)) <= 2

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdistill.decoding.decoder import Decoder, propose
+from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.lookup_first import LookupFirstProposer
 from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.decoding.sampling import GREEDY, Generators, Sampling
@@ -14,10 +14,9 @@ from specdistill.decoding.tree import DynamicTree
 from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.models.proposer import DraftModelProposer
-from specdistill.methods.ngram.method import NgramProposer
 from specdistill.recipe.sections import LookupFirstConfig
 from specdistill.targets.frozen import FrozenTarget
-from tests.proposers import behind_lookup, state_of, tiny_target
+from tests.proposers import behind_lookup, ngram_proposer, state_of, tiny_target
 from tests.refusals import refused
 
 PROMPT = [5, 9, 5, 9, 6, 5, 9]
@@ -46,7 +45,7 @@ def test_the_draft_drafts_where_nothing_is_found_as_if_it_had_read_every_round(
     target: FrozenTarget, shape: dict[str, Any]
 ) -> None:
     head, config = HeadProposer(build_eagle3(target)), LookupFirstConfig(min=2, max=3, **shape)
-    watched, lookup = Watched(head, NgramProposer(2, 3), config), NgramProposer(2, 3)
+    watched, lookup = Watched(head, ngram_proposer(2, 3), config), ngram_proposer(2, 3)
     Decoder(target, watched).generate(PROMPT, max_new_tokens=60, num_speculative_tokens=4)
     followed = {True: 0, False: 0}  # whether a round of a lookup came before the draft's
     looked_up = False
@@ -57,8 +56,8 @@ def test_the_draft_drafts_where_nothing_is_found_as_if_it_had_read_every_round(
         else:
             head.begin([100])
             fresh = target.features(torch.tensor([text[:-1]]), head.aux_layers)
-            state = state_of(text, fresh)
-            (own,) = propose(head, state, DynamicTree(5, 2, 3) if config.draft_tree else 2, GREEDY, [None])
+            drafting = state_of(text, fresh), DynamicTree(5, 2, 3) if config.draft_tree else 2, GREEDY, [None]
+            (own,) = head.propose_tree(*drafting) if config.draft_tree else head.propose(*drafting)
             assert tokens == own.tokens and len(tokens) == (5 if config.draft_tree else 2)
             followed[looked_up] += 1
         looked_up = bool(found)
@@ -103,4 +102,4 @@ def test_it_says_what_it_is(target: FrozenTarget) -> None:
     assert [grown.passes(k) for k in (3, 6)] == [3, 0]
     assert not grown.draws(Sampling(1.0), None)  # the best tokens
     with refused("eval.lookup_first.draft_tree", "a tree of a draft that drafts chains only"):
-        behind_lookup(NgramProposer(), draft_tree={"branching": [2]})
+        behind_lookup(ngram_proposer(), draft_tree={"branching": [2]})

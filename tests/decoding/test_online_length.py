@@ -15,11 +15,9 @@ from specdistill.measurement.measure import calibrate, cost_and_yield
 from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.models.proposer import DraftModelProposer
-from specdistill.methods.ngram.method import NgramProposer
-from specdistill.methods.suffix.method import SuffixProposer
 from specdistill.suites.suite import Prompt
 from specdistill.targets.frozen import FrozenTarget
-from tests.proposers import Oracle, behind_lookup, state_of, tiny_target
+from tests.proposers import Oracle, behind_lookup, ngram_proposer, state_of, suffix_proposer, tiny_target
 
 PROMPT, NEW_TOKENS, K = [5, 9, 5, 9, 6], 200, 6
 PAYS, LOSES = (1.2, 0.1, 2.0, 0.5), (1.2, 0.1, 0.8, 0.5)  # what rules start with
@@ -89,7 +87,7 @@ def test_a_request_begins_as_every_other(target: FrozenTarget, plain: list[int])
 
 
 def test_a_draft_looks_up_earlier_outputs(target: FrozenTarget, plain: list[int]) -> None:
-    proposer = online(SuffixProposer(), PAYS)
+    proposer = online(suffix_proposer(), PAYS)
     assert isinstance(proposer, Remembering)
     proposer.remember([[*PROMPT, *plain]])
     assert sum(entry.num_accepted for entry in decode(target, proposer).rounds) > NEW_TOKENS / 2
@@ -149,7 +147,7 @@ def test_a_row_that_leaves_a_batch_takes_along_what_it_drafted() -> None:
     rule.drafts(rows, [Proposal([5]), Proposal([6])])
     rule.keep([1])
     rule.length([[2, 6, 7]], K)
-    assert rule.averages.offset == pytest.approx(WEIGHT * (1 - 0.1))  # accepted, at a confidence of 0.1
+    assert rule.offset == pytest.approx(WEIGHT * (1 - 0.1))  # accepted, at a confidence of 0.1
 
 
 def rounds(length: int, seconds: float, *accepted: int) -> list[Round]:
@@ -165,12 +163,12 @@ def test_costs_are_a_line_over_plain_rounds_and_the_best_length_yields_most() ->
 
 def test_lengths_follow_each_other_while_costs_are_measured(target: FrozenTarget) -> None:
     """Behind a lookup the draft's own, up to what it may draft there; another measurement begins again."""
-    proposer, seen = behind_lookup(OnlineLengthProposer(NgramProposer()), draft_tokens=2), []
+    proposer, seen = behind_lookup(OnlineLengthProposer(ngram_proposer()), draft_tokens=2), []
     assert isinstance(proposer.draft, OnlineLengthProposer)
     rule, settings = proposer.draft.rule, Settings(5, 30)
     proposer.draft.draft.propose = lambda state, k, *_: seen.append(k) or [Proposal([7] * k)]  # type: ignore[method-assign]
     for _ in range(2):
         seen.clear()
         calibrate(target, proposer, [Prompt("p", "c", "text", tuple(PROMPT))], settings)
-        assert {*seen} == {1, 2} and rule.slope is not None and rule.first.cost == rule.base + rule.slope
-    assert rule.first.offset < 0 and rule.first.rate < 0.25  # nothing was accepted
+        assert {*seen} == {1, 2} and rule.slope is not None and rule.first["cost"] == rule.base + rule.slope
+    assert rule.first["offset"] < 0 and rule.first["rate"] < 0.25  # nothing was accepted

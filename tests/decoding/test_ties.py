@@ -7,9 +7,9 @@ from specdistill.decoding import decoder
 from specdistill.decoding.decoder import Decoder
 from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.eagle3.module import build_eagle3
-from specdistill.methods.ngram.method import NgramProposer
 from specdistill.targets.frozen import FrozenTarget
 from tests import mtp_targets
+from tests.proposers import ngram_proposer
 from tests.tiny import twins
 
 PROMPT = [5, 9, 5, 9, 20, 31]
@@ -36,7 +36,7 @@ def test_greedy_text_is_what_float64_prefers_and_float32_does_not(target, monkey
 
 def test_a_draft_changes_nothing_at_near_ties(target):
     plain = Decoder(target).generate(PROMPT, max_new_tokens=NEW_TOKENS).token_ids
-    for proposer in (HeadProposer(build_eagle3(target)), NgramProposer()):
+    for proposer in (HeadProposer(build_eagle3(target)), ngram_proposer()):
         fast = Decoder(target, proposer).generate(PROMPT, max_new_tokens=NEW_TOKENS, num_speculative_tokens=4)
         assert fast.token_ids == plain
 

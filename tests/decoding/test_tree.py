@@ -16,11 +16,10 @@ from specdistill.decoding.tree import ROOT, DynamicTree, StaticTree, Step, Tree,
 from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.models.proposer import DraftModelProposer
-from specdistill.methods.ngram.method import NgramProposer
 from specdistill.targets.frozen import FrozenTarget
 from tests import mtp_targets
 from tests.draft_models import half_right
-from tests.proposers import SHAPES, Oracle, proposer_of
+from tests.proposers import SHAPES, Oracle, ngram_proposer, proposer_of
 from tests.refusals import refused
 from tests.tiny import qwen, tiny_target_model, tiny_tokenizer, twins
 
@@ -350,7 +349,7 @@ def test_forms_are_what_a_recipe_says() -> None:
 @pytest.mark.parametrize(
     ("proposer", "key", "got"),
     [
-        (lambda target: NgramProposer(), "tree", "a tree for NgramProposer"),
+        (lambda target: ngram_proposer(), "tree", "a tree for LookupProposer"),
         (lambda target: HeadProposer(build_eagle3(target, sliding_window=3)), "tree.depth", "4 steps"),
     ],
 )

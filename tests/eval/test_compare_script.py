@@ -9,7 +9,7 @@ from specdistill.command import COMPARE, run
 from specdistill.comparison import measure
 from specdistill.errors import ExitCode
 from specdistill.gate.decide import judge_again
-from specdistill.methods.ngram.method import NgramProposer
+from specdistill.methods.lookups import LookupProposer
 from specdistill.report.files import validate
 from specdistill.targets.frozen import FrozenTarget
 from tests.draft_models import other_tokenizer, tiny_draft_model
@@ -200,7 +200,7 @@ def test_a_draft_that_changes_the_text_is_exit_code_one(arguments, tmp_path, mon
 
     def only_ngram_is_lossless(target, proposer, *others):
         found = check(target, proposer, *others)
-        return found if isinstance(proposer, NgramProposer) else [{"prompt_id": "p", "near_tie": False}, *found[1:]]
+        return found if isinstance(proposer, LookupProposer) else [{"prompt_id": "p", "near_tie": False}, *found[1:]]
 
     monkeypatch.setattr(measure, "greedy_check", only_ngram_is_lossless)
     assert command(*arguments, "drafts=[small,ngram]", "num_prompts=2") == ExitCode.CHECK_FAILED
@@ -230,7 +230,7 @@ def test_a_draft_that_changes_the_text_is_exit_code_one(arguments, tmp_path, mon
             *("num_speculative_tokens", "7"),
         ),
         (["drafts=[small,ngram]", "trees_each=[null]"], "trees_each", "1 of them"),
-        (["drafts=[small,ngram]", "trees_each=[null,{branching: [2]}]"], "tree", "a tree for NgramProposer"),
+        (["drafts=[small,ngram]", "trees_each=[null,{branching: [2]}]"], "tree", "a tree for LookupProposer"),
         (["drafts=[run/draft,small]", "ngram.max=5"], "ngram", "rule='specdistill' min=1 max=5 lookup='sequence' with"),
         (["drafts=[run/draft,ngram]", "heterogeneous_vocab=true"], "heterogeneous_vocab", "True with method eagle3 and ngram"),
         (["drafts=[small,ngram]", "lookup_first.min=3"], f"{FIRST}_each", "a lookup in front of ngram"),

@@ -8,7 +8,6 @@ from specdistill.engines.server import Server
 from specdistill.errors import ExitCode
 from specdistill.measurement.configurations import Settings
 from specdistill.measurement.measure import prompt_records
-from specdistill.methods.ngram.method import NgramProposer
 from specdistill.project import PICO
 from specdistill.report.build import result_rows
 from specdistill.report.files import read_report
@@ -16,6 +15,7 @@ from specdistill.suites.suite import load_suite, tokenize
 from specdistill.targets.frozen import FrozenTarget
 from tests.measurement.peer import Behaviour, PeerServer, evaluate_pico
 from tests.measuring import measure
+from tests.proposers import ngram_proposer
 from tests.refusals import refused_key
 
 K, NUM_PROMPTS, NEW_TOKENS = 3, 6, 12
@@ -33,7 +33,7 @@ def pico():
 def speculative(pico):
     with ExitStack() as peers:
         yield lambda engine="vllm", **behaviour: peers.enter_context(
-            PeerServer(engine, pico, NgramProposer(), K, behaviour=Behaviour(**behaviour))
+            PeerServer(engine, pico, ngram_proposer(), K, behaviour=Behaviour(**behaviour))
         )
 
 
@@ -49,7 +49,7 @@ def expected(pico):
     suite = load_suite("pico")
     prompts = tokenize(suite, pico.tokenizer, max_new_tokens=NEW_TOKENS, max_length=pico.max_length, num_prompts=NUM_PROMPTS)
     settings = Settings(K, NEW_TOKENS, repeats=1, warmup=0)
-    proposer = NgramProposer()
+    proposer = ngram_proposer()
     runs = measure(pico, proposer, prompts, settings)
     measured = prompt_records(suite.name, settings.configuration, pico, proposer, runs)
     return measured, result_rows(measured, suite, settings.configuration, seed=0)
@@ -124,7 +124,7 @@ def test_sampled_texts_are_not_compared_token_for_token(speculative, plain, tmp_
 
 def test_a_text_that_differs_is_shown_and_fails(pico, plain, tmp_path):
     """The draft's server writes another text: it samples, whatever it is asked."""
-    with PeerServer("vllm", pico, NgramProposer(), K) as wrong:
+    with PeerServer("vllm", pico, ngram_proposer(), K) as wrong:
         generate = wrong.decoder.generate
 
         def hot(*arguments, sampling, **options):
@@ -219,7 +219,7 @@ def test_what_is_no_such_server_is_refused(speculative, plain, tmp_path, capsys)
 
 def test_a_server_of_another_model_or_version_is_refused(pico, speculative, plain, tmp_path, capsys):
     folder, good = tmp_path / "report", f"eval.server={speculative().address}"
-    with PeerServer("vllm", pico, NgramProposer(), K, model="Qwen/Qwen3-8B") as other:
+    with PeerServer("vllm", pico, ngram_proposer(), K, model="Qwen/Qwen3-8B") as other:
         check_refused(capsys, folder, 2, "eval.server", "eval.engine=vllm", f"eval.server={other.address}")
     newer = f"eval.baseline_server={plain(version='0.33.0').address}"
     check_refused(capsys, folder, 2, "eval.baseline_server", "eval.engine=vllm", good, newer)

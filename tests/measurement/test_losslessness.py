@@ -19,10 +19,9 @@ from specdistill.measurement.losslessness import (
     wrong_residual,
 )
 from specdistill.methods.models.proposer import DraftModelProposer
-from specdistill.methods.ngram.method import NgramProposer
 from specdistill.suites.suite import Prompt
 from specdistill.targets.frozen import FrozenTarget
-from tests.proposers import ModelProposer, tiny_target
+from tests.proposers import ModelProposer, ngram_proposer, tiny_target
 from tests.tiny import tiny_target_model, tiny_tokenizer, twins
 
 PROMPT = Prompt("p", "c", "text", (7, 2, 1, 6))
@@ -120,13 +119,13 @@ def test_sampling_is_lossless_and_the_wrong_rule_is_caught(draft, k, tree):
 
 
 def test_too_few_draws_are_said_to_be_too_few():
-    assert "2 draws" in sampling_test(peaked(0), NgramProposer(), [PROMPT], Settings(1, 8), num_draws=2)
-    assert sampling_test(peaked(0), NgramProposer(), [PROMPT], Settings(1, 8), num_draws=0) == "eval.sampling_draws is 0"
+    assert "2 draws" in sampling_test(peaked(0), ngram_proposer(), [PROMPT], Settings(1, 8), num_draws=2)
+    assert sampling_test(peaked(0), ngram_proposer(), [PROMPT], Settings(1, 8), num_draws=0) == "eval.sampling_draws is 0"
 
 
 def test_greedy_settings_are_tested_at_temperature_1_with_the_runs_seed():
     def test(**settings):
-        return sampling_test(peaked(0), NgramProposer(), [PROMPT], Settings(1, 8, **settings), num_draws=40)
+        return sampling_test(peaked(0), ngram_proposer(), [PROMPT], Settings(1, 8, **settings), num_draws=40)
 
     sampled = test(sampling=Sampling(1.0), seed=1)
     assert test(seed=1) == sampled != test(seed=2)
@@ -140,7 +139,7 @@ def test_the_most_telling_prompt_is_a_beginning_of_a_continuation():
     (prompt,) = (prompt for prompt in prompts if prompt.id == name)
     assert ids[: len(prompt.token_ids)] == prompt.token_ids
     assert ids != Decoder(target).generate(prompt.token_ids, max_new_tokens=1).token_ids
-    assert most_telling_prompt(target, NgramProposer(), [PROMPT], SAMPLED)[1] == "p"
+    assert most_telling_prompt(target, ngram_proposer(), [PROMPT], SAMPLED)[1] == "p"
 
 
 def test_losslessness_of_several_configurations_is_that_of_all_their_prompts():

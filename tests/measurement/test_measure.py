@@ -22,12 +22,11 @@ from specdistill.measurement.measure import (
     spell,
 )
 from specdistill.methods.models.proposer import DraftModelProposer
-from specdistill.methods.ngram.method import NgramProposer
 from specdistill.report.build import result_rows
 from specdistill.statistics.metrics import prompt_sums
 from specdistill.suites.suite import Prompt
 from tests.measuring import measure
-from tests.proposers import ModelProposer, tiny_target
+from tests.proposers import ModelProposer, ngram_proposer, tiny_target
 from tests.simulated import SUITE
 from tests.tiny import tiny_tokenizer
 
@@ -179,7 +178,7 @@ def test_costs_of_shorter_drafts(target, monkeypatch):
     monkeypatch.setattr(proposer, "propose", stalled(proposer.propose, 1, monkeypatch))  # the median does not notice
     costs = round_costs(target, proposer, PROMPTS, Settings(num_speculative_tokens=2, max_new_tokens=12))
     assert [(cost.k, cost.verify_ms, cost.draft_ms) for cost in costs] == [(k, *[pytest.approx(1)] * 2) for k in (1, 2)]
-    assert round_costs(target, NgramProposer(max_ngram=50, min_ngram=50), PROMPTS, SETTINGS) == []
+    assert round_costs(target, ngram_proposer(max=50, min=50), PROMPTS, SETTINGS) == []
 
 
 @pytest.mark.parametrize("tree", [DynamicTree(budget=5, depth=2, top_k=2), StaticTree((3, 1))])
@@ -229,12 +228,12 @@ def test_prompts_keep_their_order_and_the_last_batch_holds_the_rest():
 
 def test_every_prompt_runs_both_ways_in_its_batch(target, paired_runs):
     assert [(len(run.speculative), len(run.baseline), len(run.hf_generate)) for run in paired_runs] == [(2, 2, 2)] * 5
-    alone = measure(target, NgramProposer(), FIVE, replace(SETTINGS, repeats=1))
+    alone = measure(target, ngram_proposer(), FIVE, replace(SETTINGS, repeats=1))
     assert [run.speculative[0].token_ids for run in paired_runs] == [run.baseline[0].token_ids for run in alone]
 
 
 def test_drafts_measured_together_share_batches_and_a_baseline(target, proposer):
-    first, second = measure_together(target, [proposer, NgramProposer()], FIVE, replace(IN_PAIRS, repeats=1, warmup=0))
+    first, second = measure_together(target, [proposer, ngram_proposer()], FIVE, replace(IN_PAIRS, repeats=1, warmup=0))
     for one, other in zip(first, second, strict=True):
         assert one.baseline is other.baseline and len(one.baseline) == 1
         assert one.speculative[0].token_ids == other.speculative[0].token_ids == one.baseline[0].token_ids

@@ -14,11 +14,11 @@ from specdistill.measurement.measured import (
     fingerprint,
     measurement_identity,
 )
-from specdistill.methods.ngram.method import NgramProposer
 from specdistill.report import files
 from specdistill.statistics.records import Configuration
 from specdistill.suites.suite import Prompt
 from specdistill.targets.frozen import FrozenTarget
+from tests.proposers import ngram_proposer
 from tests.simulated import SUITE, simulate
 
 PROMPTS = [Prompt(f"p{number}", "ab"[number % 2], "x", (20 + number, 30, 40)) for number in range(2)]
@@ -49,10 +49,10 @@ def test_the_identity_names_target_draft_suite_and_machine(tmp_path):
     target = FrozenTarget.load("pico")
 
     def identity(draft=None, **options):
-        return measurement_identity(target, NgramProposer(**options), SUITE, method="ngram", draft=draft)
+        return measurement_identity(target, ngram_proposer(**options), SUITE, method="ngram", draft=draft)
 
-    assert identity() == identity(max_ngram=3) != identity(max_ngram=4)
-    assert fingerprint(MAIN, identity()) != fingerprint(MAIN, identity(max_ngram=4))
+    assert identity() == identity(max=3) != identity(max=4)
+    assert fingerprint(MAIN, identity()) != fingerprint(MAIN, identity(max=4))
     (tmp_path / "weights").write_bytes(b"one")
     before = identity(str(tmp_path))
     (tmp_path / "weights").write_bytes(b"two")  # the draft is trained again

@@ -12,9 +12,9 @@ from specdistill.decoding.decoder import Decoder, exact, in_float64
 from specdistill.decoding.proposer import Proposal, Proposer
 from specdistill.decoding.sampling import Random, Sampling
 from specdistill.methods.chains.proposer import HeadProposer
-from specdistill.methods.ngram.method import NgramProposer
 from specdistill.targets.anatomy import reads_alike
 from specdistill.targets.frozen import FrozenTarget
+from tests.proposers import ngram_proposer
 from tests.targets.architectures import HEADS, KINDS, PAGE, read_page, row_of, tables
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of some of two hundred classes
@@ -36,7 +36,7 @@ def test_a_kind_decodes_losslessly_or_is_refused(kind: str) -> None:
         return
     *_, logits, heads, _, batches, packed = row.cells
     spread(target)
-    proposers: list[Proposer] = [NgramProposer()]
+    proposers: list[Proposer] = [ngram_proposer()]
     if heads != "–":
         name = "eagle3" if "eagle3" in heads else heads.partition(",")[0]
         proposers.append(HeadProposer(HEADS[name](target)))

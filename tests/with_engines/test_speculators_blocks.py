@@ -117,9 +117,9 @@ def test_logits_targets_mask_confidence_and_gradients_are_the_same(
     def weighted(logits_rW: Tensor) -> Tensor:
         return (logits_rW * torch.stack([next(rows_left) for _ in logits_rW])).sum(-1)
 
-    if draft.confidence is not None:
+    if draft.confidence_head is not None:
         objective.confidence_weight = 1e-9
-        draft.confidence.register_forward_hook(lambda module, inputs, output: confidences.append(output.detach()))
+        draft.confidence_head.register_forward_hook(lambda module, inputs, output: confidences.append(output.detach()))
     total, _ = objective(**own, **objective.read_target(target, own))
     (total * len(objective.step_weights)).backward()
 

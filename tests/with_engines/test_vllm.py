@@ -96,7 +96,7 @@ class EarliestMatch(NgramLookup):
     """vLLM's rule: of the longest n-gram that is found the *first* occurrence, and only what follows it in the text."""
 
     def find(self, text: list[int], k: int) -> list[int]:
-        for n in range(self.max_ngram, self.min_ngram - 1, -1):
+        for n in range(self.max, self.min - 1, -1):
             for start in range(len(text) - n):
                 if text[start : start + n] == text[-n:]:
                     return text[start + n : start + n + k]

@@ -50,13 +50,5 @@ def spans(batch: dict[str, Any], anchors_N: Tensor, block_size: int) -> list[tup
     Whole numbers, which are read off before the step, so that nothing in it depends on data.
     """
     starts_N, size = anchors_N - batch["position_ids"].flatten()[anchors_N], max(1, ROWS // block_size)
-    firsts = range(0, len(anchors_N), size)
-    return [
-        (
-            first,
-            min(first + size, len(anchors_N)),
-            int(starts_N[first : first + size].min()),
-            int(anchors_N[first : first + size].max()),
-        )
-        for first in firsts
-    ]
+    chunks = enumerate(zip(starts_N.split(size), anchors_N.split(size), strict=True))
+    return [(n * size, n * size + len(starts), int(starts.min()), int(anchors.max())) for n, (starts, anchors) in chunks]

@@ -10,6 +10,7 @@ from the first of their documents to the last of their anchors, and to one anoth
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -19,29 +20,20 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 
+@dataclass(eq=False)
 class BlockMemory:
-    """A `KVCache` of one training step: each layer's context enters by `append`, and its blocks then `attend`.
+    """A `KVCache` of one training step: each layer's context enters by `append`, and its blocks then `attend`."""
 
-    Args:
-        anchors_N: flattened positions of the anchors, ascending, each after the first of its document.
-        starts_N: where their documents begin.
-        spans: of specdistill.methods.blocks.anchors.
-    """
-
-    def __init__(
-        self,
-        anchors_N: Tensor,
-        starts_N: Tensor,
-        spans: Sequence[tuple[int, int, int, int]],
-        block_size: int,
-        window: int | None,
-        is_causal: bool,
-    ) -> None:
-        self.anchors_N, self.starts_N, self.spans, self.block_size = anchors_N, starts_N, spans, block_size
-        self.window, self.is_causal = window, is_causal
-        self._context: dict[int, tuple[Tensor, Tensor]] = {}  # by layer: keys and values [G, S, d]
-        self._mask: BlockMask | None = None
-        self._chunks: list[tuple[slice, slice, Tensor]] = []
+    anchors_N: Tensor  # flattened positions, ascending, each after the first of its document
+    starts_N: Tensor  # where their documents begin
+    spans: Sequence[tuple[int, int, int, int]]  # of specdistill.methods.blocks.anchors
+    block_size: int
+    window: int | None
+    is_causal: bool
+    _context: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by layer: keys and values [G, S, d]
+    _mask: BlockMask | None = None
+    # Blocks, the context that one of them sees, and what each of their slots sees of that and of their own slots.
+    _chunks: list[tuple[slice, slice, Tensor]] = field(default_factory=list)
 
     def append(self, layer: int, key_BGTd: Tensor, value_BGTd: Tensor) -> None:
         """Of all tokens of the batch."""
@@ -55,8 +47,12 @@ class BlockMemory:
         return self.in_one_call(*inputs) if query_NhPd.is_cuda else self.in_chunks(*inputs)
 
     def in_chunks(self, query: Tensor, key: Tensor, value: Tensor, key_GSd: Tensor, value_GSd: Tensor) -> Tensor:
-        if not self._chunks:
-            self._chunks = self._masks(key_GSd.shape[1])
+        num_tokens = key_GSd.shape[1]
+        for first, last, start, end in () if self._chunks else self.spans:
+            slot = torch.arange(first * self.block_size, last * self.block_size, device=key.device)
+            context = torch.arange(start, end, device=key.device)
+            mask = self.sees(slot.unsqueeze(1), torch.cat((context, num_tokens + slot)), num_tokens)
+            self._chunks.append((slice(first, last), slice(start, end), mask))
         groups = key.shape[1]
         heads = query.shape[1] // groups
         found = []
@@ -71,16 +67,6 @@ class BlockMemory:
             output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
             found.append(output.unflatten(2, (-1, self.block_size)).permute(2, 0, 1, 3, 4).flatten(1, 2))
         return torch.cat(found)
-
-    def _masks(self, num_tokens: int) -> list[tuple[slice, slice, Tensor]]:
-        """(blocks, the context that one of them sees, what each of their slots sees of that and of their own slots)."""
-        chunks = []
-        for first, last, start, end in self.spans:
-            slot = torch.arange(first * self.block_size, last * self.block_size, device=self.anchors_N.device)
-            context = torch.arange(start, end, device=slot.device)
-            mask = self.sees(slot.unsqueeze(1), torch.cat((context, num_tokens + slot)), num_tokens)
-            chunks.append((slice(first, last), slice(start, end), mask))
-        return chunks
 
     def in_one_call(self, query: Tensor, key: Tensor, value: Tensor, key_GSd: Tensor, value_GSd: Tensor) -> Tensor:
         num_tokens = key_GSd.shape[1]

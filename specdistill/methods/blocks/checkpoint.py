@@ -40,10 +40,6 @@ class Kind:
     draft: Callable[[Any], BlockDraft]
 
     @property
-    def what(self) -> str:
-        return f"a {self.name} draft"
-
-    @property
     def own_fields(self) -> list[str]:
         """Of the config, with the names that files have."""
         return [field.name for field in dataclasses.fields(self.config) if field.name not in COMMON]
@@ -94,7 +90,7 @@ def check(
     with torch.device("meta"):
         expected = kind.draft(config).state_dict()
     optional = {EMBEDDING} if config.prunes_vocabulary else {EMBEDDING, HEAD, "d2t"}
-    checkpoint.check_tensors(expected, given, name, key, what=kind.what, optional=optional)
+    checkpoint.check_tensors(expected, given, name, key, what=f"a {kind.name} draft", optional=optional)
     if target is not None:
         for shared in {EMBEDDING, HEAD} & optional & given.keys():
             if not given[shared].is_meta and not checkpoint.is_copy(given[shared], target.tensor(shared)):
@@ -111,8 +107,7 @@ def export(
     kind: Kind, draft: Path, engine: str, layout: Layout, output: Path, target: TargetFiles | None, num_speculative_tokens: int
 ) -> None:
     """Write a draft for an engine. Raises UserError, before anything is written, for what the engine cannot express."""
-    tensors = checkpoint.read_tensors(draft, "draft")
-    config, own = check(kind, draft, tensors, target, key="draft", name=draft)
+    config, own = check(kind, draft, checkpoint.read_tensors(draft, "draft"), target, key="draft", name=draft)
     layout.check(engine, config, draft)
     dtype = checkpoint.stored_dtype(own.values())
     if config.prunes_vocabulary:
@@ -125,13 +120,8 @@ def export(
 
 def config_to_json(config: BlockConfig, kind: Kind, dtype: torch.dtype) -> dict[str, Any]:
     """The config.json of the method's authors."""
-    blocks = {
-        "mask_token_id": config.mask_token_id,
-        "target_layer_ids": [layer - 1 for layer in config.aux_layers],
-        "block_size": config.block_size,
-        "sample_from_anchor": config.sample_from_anchor,
-    }
     own = {name: getattr(config, name) for name in kind.own_fields}
+    own["target_layer_ids"] = [layer - 1 for layer in config.aux_layers]
     layer = "full_attention" if config.sliding_window is None else "sliding_attention"
     return {
         "architectures": [kind.architectures[0]],
@@ -142,8 +132,7 @@ def config_to_json(config: BlockConfig, kind: Kind, dtype: torch.dtype) -> dict[
         "draft_vocab_size": config.draft_vocab_size,
         "num_target_layers": config.target_num_layers,
         **own,
-        **blocks,
-        NESTED: {**own, **blocks, "causal": config.is_causal},
+        NESTED: {**own, "causal": config.is_causal},
     }
 
 
@@ -160,18 +149,18 @@ def config_from_json(kind: Kind, raw: Mapping[str, Any], target_num_layers: int 
         windows = "sliding_attention" in (inner.get("layer_types") or ())
         raw = {"is_causal": windows and not raw.get("sliding_window_non_causal", False), **inner, **raw}
     both = {**raw, **nested}
-    shape = checkpoint.shape_from_json(raw, key, what=kind.what)
+    shape = checkpoint.shape_from_json(raw, key, what=f"a {kind.name} draft")
     causal = next((value for value in (raw.get("is_causal"), nested.get("causal")) if value is not None), None)
     num_layers = raw.get("num_target_layers") or target_num_layers
     if both.get("mask_token_id") is None or not layers:
         missing = "target_layer_ids" if both.get("mask_token_id") is not None else "mask_token_id"
-        raise UserError(key, got=f"a config.json without {missing}", expected=f"the keys of {kind.what}")
+        raise UserError(key, got=f"a config.json without {missing}", expected=f"the keys of a {kind.name} draft")
     if num_layers is None:
         expected = "the target: the draft's config.json does not say how deep it is"
         raise UserError("target.model", got="nothing", expected=expected)
-    own: dict[str, Any] = {name: both[name] for name in kind.own_fields if both.get(name) is not None}
+    own: dict[str, Any] = {"block_size": 16}
+    own |= {name: both[name] for name in kind.own_fields if both.get(name) is not None}
     own |= {"is_causal": shape["sliding_window"] is not None if causal is None else bool(causal)}
-    own.setdefault("block_size", 16)
     config = kind.config(
         **shape,
         draft_vocab_size=raw.get("draft_vocab_size") or shape["vocab_size"],

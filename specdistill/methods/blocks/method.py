@@ -36,8 +36,8 @@ def build(
     draft.begin(target, draft_vocabulary)
     with torch.no_grad():  # the head is the target's, and engines do not scale what a draft's gives
         draft.norm.weight.mul_(target.logits.scale)
-    if draft.correction is not None:
-        draft.correction.begin(draft.embed_tokens.weight, draft.lm_head.weight)
+    if draft.markov_head is not None:
+        draft.markov_head.begin(draft.embed_tokens.weight, draft.lm_head.weight)
     return draft.to(target.device)
 
 

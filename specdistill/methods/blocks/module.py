@@ -13,17 +13,17 @@ Slot k predicts x_{a+k}, the anchor's own slot nothing; or, with `sample_from_an
 Embedding and head are the target's, the head cut to a pruned vocabulary's rows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from specdistill.errors import UserError
 from specdistill.methods.chains.head import head_shape
-from specdistill.methods.layers import FeatureDraft, FeatureShape, KVCache, RMSNorm
+from specdistill.methods.layers import Attention, FeatureDraft, FeatureShape, HeadShape, KVCache, PlainLayer, RMSNorm
 from specdistill.methods.mask_token import mask_token
 from specdistill.targets.frozen import Features, FrozenTarget
 
@@ -50,61 +50,35 @@ class BlockConfig(FeatureShape):
         return self.block_size - self.first_slot
 
 
-class BlockAttention(nn.Module):
-    def __init__(self, config: BlockConfig) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        queries, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
-        self.q_proj = nn.Linear(config.hidden_size, queries, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, keys, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, keys, bias=False)
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
+class BlockAttention(Attention):
+    def __init__(self, config: HeadShape, input_size: int) -> None:
+        super().__init__(config, input_size)
         self.q_norm, self.k_norm = (RMSNorm(config.head_dim, config.rms_norm_eps) for _ in range(2))
 
     def remember(self, context_BTH: Tensor, rotary: Rotation, layer: int, kv_cache: KVCache) -> None:
         """Make keys and values of the context."""
-        key = self._heads(self.k_norm, self.k_proj, context_BTH)
-        kv_cache.append(layer, apply_rotary_pos_emb(key, key, *rotary)[0], self._heads(None, self.v_proj, context_BTH))
-
-    def forward(self, x_NPH: Tensor, rotary: Rotation, layer: int, kv_cache: KVCache) -> Tensor:
-        query, key = (
-            self._heads(norm, project, x_NPH) for norm, project in ((self.q_norm, self.q_proj), (self.k_norm, self.k_proj))
-        )
-        query, key = apply_rotary_pos_emb(query, key, *rotary)
-        attended = kv_cache.attend(layer, query, key, self._heads(None, self.v_proj, x_NPH))
-        output: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
-        return output
-
-    def _heads(self, norm: nn.Module | None, project: nn.Linear, x_NPH: Tensor) -> Tensor:
-        x = project(x_NPH).unflatten(-1, (-1, self.head_dim))
-        found: Tensor = (x if norm is None else norm(x)).transpose(1, 2)
-        return found
+        key = self.heads(self.k_proj, self.k_norm, context_BTH)
+        kv_cache.append(layer, apply_rotary_pos_emb(key, key, *rotary)[0], self.heads(self.v_proj, None, context_BTH))
 
 
-class BlockLayer(nn.Module):
+class BlockLayer(PlainLayer):
     def __init__(self, config: BlockConfig, index: int) -> None:
-        super().__init__()
-        self.index = index
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = BlockAttention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = LlamaMLP(config)
+        super().__init__(config, index, attention=BlockAttention)
 
     def forward(
         self, hidden_NPH: Tensor, rotary: Rotation, kv_cache: KVCache, context: tuple[Tensor, Rotation] | None = None
     ) -> Tensor:
         """context: [B, T, H] and its rotary tables, where it is not remembered yet: forward alone has a sharded layer's whole weights."""
         if context is not None:
-            self.self_attn.remember(*context, self.index, kv_cache)
-        hidden = hidden_NPH + self.self_attn(self.input_layernorm(hidden_NPH), rotary, self.index, kv_cache)
-        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return output
+            attention: Any = self.self_attn
+            attention.remember(*context, self.index, kv_cache)
+        return super().forward(hidden_NPH, rotary, kv_cache)
 
 
 class BlockDraft(FeatureDraft):
-    """The drafter. What a subclass may have: `correction`, which is added to its logits once the tokens before a slot are known (see
-    specdistill.methods.dspark), and `confidence`, from hidden states [..., H] and embeddings [..., E] of the tokens before them to logits
-    [...] of the chance that a draft token is accepted.
+    """The drafter. What a subclass may have: `markov_head`, a correction of its logits once the tokens before a slot are known (see
+    specdistill.methods.dspark), and `confidence_head`, from hidden states [..., H] and embeddings [..., E] of the tokens before them to
+    logits [...] of the chance that a draft token is accepted.
     """
 
     def __init__(self, config: BlockConfig) -> None:
@@ -116,14 +90,8 @@ class BlockDraft(FeatureDraft):
         self.layers = nn.ModuleList([BlockLayer(config, index) for index in range(config.num_layers)])
         self.end_with_head(config)
         self.lm_head.requires_grad_(False)
-
-    @property
-    def correction(self) -> Any:
-        return None
-
-    @property
-    def confidence(self) -> Callable[[Tensor, Tensor], Tensor] | None:
-        return None
+        self.markov_head: Any = None
+        self.confidence_head: Any = None
 
     @property
     def shared(self) -> frozenset[str]:

@@ -85,9 +85,8 @@ class BlockObjective(FeatureObjective):
         measure: bool = False,
         **unread: Any,  # the batch's other columns
     ) -> tuple[Tensor, StepSums]:
-        """The loss summed over the blocks of packed rows [B, T] (see specdistill.rows.packing), and the sums of each drafted position.
-
-        A block's loss is the weighted sum over its slots. measure: also fill the metrics that cost time.
+        """The loss summed over the blocks of packed rows [B, T] (see specdistill.rows.packing), each the weighted sum over its slots, and
+        the sums of each drafted position. measure: also fill the metrics that cost time.
         """
         draft, shape = self.draft, self.draft.config
         position_S, ids_S = position_ids.flatten(), input_ids.flatten()
@@ -101,10 +100,10 @@ class BlockObjective(FeatureObjective):
         rows_NKH = normed_NPH[:, shape.first_slot :]
         labels_NK = self._labels(anchors, ids_S.numel())
         correction = None
-        if draft.correction is not None:
-            correction_NKE, embedded_NKE = draft.correction(rows_NKH, ids_S[labels_NK - 1])
-            correction = correction_NKE.flatten(0, 1).unsqueeze(0), draft.correction.weight
-        confident = draft.confidence is not None and self.confidence_weight > 0
+        if draft.markov_head is not None:
+            correction_NKE, embedded_NKE = draft.markov_head(rows_NKH, ids_S[labels_NK - 1])
+            correction = correction_NKE.flatten(0, 1).unsqueeze(0), draft.markov_head.weight
+        confident = draft.confidence_head is not None and self.confidence_weight > 0
         tokens_R, has_loss_R = ids_S[labels_NK].flatten(), has_loss.flatten()
 
         def targets_of(rows: slice) -> tuple[TargetDistributions, Tensor, Tensor]:
@@ -124,7 +123,7 @@ class BlockObjective(FeatureObjective):
         total, metrics_M1R = losses(correction=correction)
         losses_NK, *measured = metrics_M1R[:, 0].unflatten(1, has_loss.shape) * has_loss
         if confident:
-            confidence_NK = draft.confidence(rows_NKH, embedded_NKE)
+            confidence_NK = draft.confidence_head(rows_NKH, embedded_NKE)
             error_NK = F.binary_cross_entropy_with_logits(confidence_NK.float(), measured[1], reduction="none")
             total = total + self.confidence_weight * (error_NK * has_loss * self.step_weights).sum()
         sums = StepSums.of(has_loss.float().T, losses_NK.T, *(values_NK.T for values_NK in measured if measure))

@@ -75,7 +75,7 @@ class _Slots:
     def __init__(self, draft: BlockDraft, hidden_BKH: Tensor, anchor_ids_B: Tensor) -> None:
         self.draft, self.hidden_BKH, self.previous_B1 = draft, hidden_BKH, anchor_ids_B.unsqueeze(1)
         self.logits_BKW = draft.logits(hidden_BKH)
-        self.state_BTE = draft.correction.start(hidden_BKH).unsqueeze(1) if draft.correction else None
+        self.state_BTE = draft.markov_head.start(hidden_BKH).unsqueeze(1) if draft.markov_head else None
 
     def follow(self, rows_BT: Tensor) -> None:
         """From now on the nodes of a level, rows_BT being each one's parent in the level before."""
@@ -87,10 +87,10 @@ class _Slots:
         logits_BTW, hidden_BTH = (
             of_slots[:, slot : slot + 1].expand(-1, previous_BT.shape[1], -1) for of_slots in (self.logits_BKW, self.hidden_BKH)
         )
-        if draft.correction is None:
+        if draft.markov_head is None:
             return logits_BTW, None
         assert self.state_BTE is not None
-        correction_BTE, embedded_BTE, self.state_BTE = draft.correction.step(hidden_BTH, previous_BT, self.state_BTE)
-        logits_BTW = logits_BTW + correction_BTE @ draft.correction.weight.T
-        confidence = draft.confidence
+        correction_BTE, embedded_BTE, self.state_BTE = draft.markov_head.step(hidden_BTH, previous_BT, self.state_BTE)
+        logits_BTW = logits_BTW + correction_BTE @ draft.markov_head.weight.T
+        confidence = draft.confidence_head
         return logits_BTW, None if confidence is None else confidence(hidden_BTH, embedded_BTE).float().sigmoid()

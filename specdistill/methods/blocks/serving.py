@@ -72,11 +72,12 @@ def loader(
     )
 
 
-def of_speculators(kind: str, architecture: str, *fields: str, limits: tuple[Limit, ...] = ()) -> Layout:
-    """speculators' folder, from which vLLM takes the target and how many tokens to draft. fields: the kind's own."""
+def of_speculators(kind: str, architecture: str) -> Layout:
+    """speculators' folder, from which vLLM takes the target and how many tokens to draft."""
 
     def config(export: HeadExport) -> dict[str, Any]:
-        own = {name: export.llama[name] for name in (*fields, "mask_token_id", "block_size", "sample_from_anchor")}
+        elsewhere = ("is_causal", "causal", "target_layer_ids")
+        own = {name: value for name, value in export.llama[NESTED].items() if name not in elsewhere}
         layers = {name: value for name, value in export.llama.items() if name not in {*own, NESTED, "target_layer_ids"}}
         return {
             **speculators_config(export, kind, architecture, layers),
@@ -86,4 +87,4 @@ def of_speculators(kind: str, architecture: str, *fields: str, limits: tuple[Lim
             "sliding_window_non_causal": not export.head.is_causal,
         }
 
-    return Layout(config, limits=(CAUSAL, *limits), needs_target="speculators' config.json names it")
+    return Layout(config, limits=(CAUSAL,), needs_target="speculators' config.json names it")

@@ -104,11 +104,3 @@ class DSparkDraft(BlockDraft):
         super().__init__(config)
         self.markov_head = MarkovHead(config)
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
-
-    @property
-    def correction(self) -> MarkovHead:
-        return self.markov_head
-
-    @property
-    def confidence(self) -> ConfidenceHead | None:
-        return self.confidence_head

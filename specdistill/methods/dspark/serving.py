@@ -4,7 +4,6 @@ from specdistill.engines.engine import Layout, Serving
 from specdistill.engines.loader import Setting, Slot
 from specdistill.methods.blocks.serving import CAUSALITY, CORRECTION, loader, of_speculators
 
-FIELDS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
 # vLLM's qwen3_dspark.py; its runner V2 alone runs it. The confidence head may be there or not.
 VLLM = loader(
     Slot("markov_head.markov_w1.weight", "V R"),
@@ -24,6 +23,6 @@ LIMITED = Layout(limits=(CORRECTION,))
 SERVING = {
     "vllm": Serving("dspark", LIMITED, (VLLM,)),
     "sglang": Serving("DSPARK", Layout(limits=(CORRECTION, CAUSALITY))),
-    "speculators": Serving("dspark", of_speculators("dspark", "DSparkSpeculator", *FIELDS)),
+    "speculators": Serving("dspark", of_speculators("dspark", "DSparkSpeculator")),
     "gguf": Serving("draft-dspark", LIMITED),
 }

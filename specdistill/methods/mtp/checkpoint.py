@@ -230,7 +230,7 @@ def _tensors(draft: Path, draft_config: dict[str, Any], checkpoint: Shards, conf
     # A config.json may omit what is its model's default.
     check_fit(draft_config, (draft_config.get("text_config") or {}) | text, draft, "draft", str(target))
     naming, num_layers = naming_of(draft_config["text_config"]["model_type"]), draft_config["text_config"]["num_hidden_layers"]
-    shards, draft_prefix = Shards.open(draft, "draft"), naming.prefix(num_layers)
+    shards, draft_prefix, stored = Shards.open(draft, "draft"), naming.prefix(num_layers), checkpoint.without_content()
     prefix = naming.find_prefix(checkpoint.file_of, num_layers) or draft_prefix
     present = {name for name in checkpoint.file_of if naming.owns(name, prefix)}
     tensors = {prefix + name.removeprefix(draft_prefix): tensor for name, tensor in shards.load(shards.file_of).items()}
@@ -238,7 +238,7 @@ def _tensors(draft: Path, draft_config: dict[str, Any], checkpoint: Shards, conf
         tensors = tensor_names.merge_experts(tensors)
     if present:
         wrong = (present - {prefix + name for name in naming.copies}) ^ tensors.keys()
-        wrong |= {name for name in tensors.keys() & present if checkpoint.describe(name)[1] != tensors[name].shape}
+        wrong |= {name for name in tensors.keys() & present if stored[name].shape != tensors[name].shape}
     else:
         wrong = {prefix + name for name in naming.names.values()} - tensors.keys()
         tensors |= _copies(checkpoint, naming, prefix)
@@ -250,7 +250,7 @@ def _tensors(draft: Path, draft_config: dict[str, Any], checkpoint: Shards, conf
     for name, tensor in tensors.items():
         end = "." + name.removeprefix(prefix + naming.layer)
         like = name if name in present else next((other for other in checkpoint.file_of if other.endswith(end)), None)
-        tensors[name] = tensor.to(checkpoint.describe(like)[0] if like else default or tensor.dtype)
+        tensors[name] = tensor.to(stored[like].dtype if like else default or tensor.dtype)
     return tensors
 
 

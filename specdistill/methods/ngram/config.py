@@ -24,10 +24,7 @@ class NgramConfig(Section):
         "sequence", "where to look: prompt and output, or the prompt", read_when=OWN_RULE
     )
 
-    @model_validator(mode="after")
-    def _has_lengths(self) -> "NgramConfig":
-        check_lengths(self.min, self.max)
-        return self
+    _has_lengths = model_validator(mode="after")(check_lengths)
 
 
 class NgramEvalConfig(EvalConfig):

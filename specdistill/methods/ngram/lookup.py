@@ -1,7 +1,7 @@
 """N-gram lookup (prompt lookup; LLMA, arXiv 2304.04487): the draft is what followed the last tokens where they occurred before.
 
-A dictionary leads from every n-gram of the sequence, `min_ngram` to `max_ngram` tokens long, to the place after its last occurrence. Each
-token is indexed once, by at most max_ngram - min_ngram + 1 entries, and a proposal asks for as many at most: a round costs what its own
+A dictionary leads from every n-gram of the sequence, `min` to `max` tokens long, to the place after its last occurrence. Each
+token is indexed once, by at most max - min + 1 entries, and a proposal asks for as many at most: a round costs what its own
 tokens cost, however long the sequence is. The index grows by about 270 bytes a token at the default lengths.
 
 The longest n-gram that is found decides, since more agreement says more about what comes next; of its occurrences the latest, whose
@@ -21,30 +21,28 @@ from typing import Any
 
 @dataclass
 class NgramLookup:
-    """The index of one sequence, which grows with it. No torch: engines load it too.
+    """The index of one sequence, which grows with it. The fields are the keys of `eval.ngram`. No torch: engines load it too.
 
-    min_ngram, max_ngram: tokens of the n-grams that are looked up; llama.cpp's rule takes the latter for both.
+    min, max: tokens of the n-grams that are looked up; llama.cpp's rule takes the latter for both.
     lookup: `sequence` finds n-grams of prompt and output, `prompt` those of the prompt alone; what followed them may reach into the output.
         The prompt is what stands before the last token when it is asked first.
     """
 
-    min_ngram: int = 1
-    max_ngram: int = 3
+    min: int = 1
+    max: int = 3
     lookup: str = "sequence"
     rule: str = "specdistill"
-    _after: dict[tuple[int, ...], int] = field(
-        default_factory=dict
-    )  # n-gram -> index of the token after the occurrence that counts
+    _after: dict[tuple[int, ...], int] = field(default_factory=dict)  # n-gram -> index of the token after what counts of it
     _indexed: int = 0  # tokens at the beginning of the sequence whose n-grams are in it
 
     def __post_init__(self) -> None:
         if self.rule == "llama.cpp":
-            self.min_ngram = self.max_ngram
+            self.min = self.max
 
     @property
     def settings(self) -> dict[str, Any]:
         own = {"lookup": self.lookup} if self.rule == "specdistill" else {"rule": self.rule}
-        return {"min": self.min_ngram, "max": self.max_ngram, **own}
+        return {"min": self.min, "max": self.max, **own}
 
     def restart(self) -> None:
         """Forget the sequence."""
@@ -55,7 +53,7 @@ class NgramLookup:
         """Up to k draft tokens for a sequence that begins with the one before; none where nothing is found."""
         if self.lookup == "sequence" or not self._indexed:
             self._index(text)
-        for n in range(min(self.max_ngram, len(text)), self.min_ngram - 1, -1):
+        for n in range(min(self.max, len(text)), self.min - 1, -1):
             start = self._after.get(tuple(text[-n:]))
             if start is not None:
                 return self._continued(text, start, k)
@@ -67,7 +65,7 @@ class NgramLookup:
             return text[start : start + k]
         if self.rule == "llama.cpp":
             found = text[start : min(start + k, len(text) - 1)]
-            return found if len(found) >= self.max_ngram and len(text) > self.max_ngram + k + 2 else []
+            return found if len(found) >= self.max and len(text) > self.max + k + 2 else []
         period = len(text) - start
         return [text[start + i % period] for i in range(k)]
 
@@ -75,7 +73,7 @@ class NgramLookup:
         """Take in the n-grams that end before the last token: nothing has followed that one yet."""
         left_out = 1 if self.rule == "llama.cpp" else 0  # tokens at both ends
         for end in range(self._indexed + 1, len(text) - left_out):
-            for n in range(self.min_ngram, min(self.max_ngram, end - left_out) + 1):
+            for n in range(self.min, min(self.max, end - left_out) + 1):
                 ngram = tuple(text[end - n : end])
                 self._after[ngram] = self._after.get(ngram, end) if self.rule == "vllm" else end
         self._indexed = len(text) - left_out - 1

@@ -20,8 +20,7 @@ class PardDraftConfig(DraftModelDraftConfig):
     )
 
     def shape(self) -> dict[str, Any]:
-        own = set(PardDraftConfig.model_fields) - set(DraftModelDraftConfig.model_fields)
-        return {name: value for name, value in super().shape().items() if name not in own}
+        return {name: value for name, value in super().shape().items() if name in DraftModelDraftConfig.model_fields}
 
 
 class PardRecipe(TrainedRecipe):

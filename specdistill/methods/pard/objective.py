@@ -96,12 +96,11 @@ class ParallelDistillation(Distillation):
 
     def num_loss_tokens(self, batch: dict[str, Any]) -> Tensor:
         """Predicted tokens, of all drafted positions together."""
-        return self._predicted(**{name: batch[name] for name in PREDICTED})[0].sum()
+        return self._predicted(**batch)[0].sum()
 
     def read_target(self, target: FrozenTarget, inputs: dict[str, Any]) -> dict[str, Any]:
         """The target's distributions where something is predicted; none for hard labels in training."""
-        _, _, labels_R = self._predicted(**{name: inputs[name] for name in PREDICTED})
-        return super().read_target(target, inputs | {"loss_positions": labels_R})
+        return super().read_target(target, inputs | {"loss_positions": self._predicted(**inputs)[2]})
 
     def forward(  # type: ignore[override] # rows have masks
         self,
@@ -157,7 +156,7 @@ class ParallelDistillation(Distillation):
         return hidden
 
     def _predicted(
-        self, position_ids: Tensor, loss_positions: Tensor, mask_columns: Tensor, mask_numbers: Tensor
+        self, position_ids: Tensor, loss_positions: Tensor, mask_columns: Tensor, mask_numbers: Tensor, **_: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Of all that is predicted, by tokens and then by masks: whether it counts [R], by which mask it is, 0 for none, and its flattened
         position.
@@ -169,9 +168,6 @@ class ParallelDistillation(Distillation):
         counts_R = loss_rows(position_ids, loss_positions, ahead=1), numbers_R < self.num_positions
         numbers_R = torch.cat((torch.zeros_like(loss_positions), numbers_R.clamp_max(self.num_positions - 1)))
         return torch.cat(counts_R), numbers_R, torch.cat((loss_positions, labels_R))
-
-
-PREDICTED = ("position_ids", "loss_positions", "mask_columns", "mask_numbers")
 
 
 def objective(draft: Any, recipe: PardRecipe, target: FrozenTarget) -> ParallelDistillation:

@@ -19,7 +19,7 @@ class SuffixConfig(Section):
 
     @model_validator(mode="after")
     def _has_lengths(self) -> "SuffixConfig":
-        check_lengths(self.min, self.max)
+        check_lengths(self)
         if self.max_spec_factor * self.max < 1:
             expected = f"at least 1 / {self.max}, or nothing is ever drafted"
             raise UserError("eval.suffix.max_spec_factor", got=self.max_spec_factor, expected=expected)

@@ -13,15 +13,12 @@ Past outputs are those that `remember` is given; the proposer adds nothing by it
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from specdistill.decoding.proposer import Proposer
 from specdistill.methods import sizes
-from specdistill.methods.lookups import LookupProposer, lookup_method
+from specdistill.methods.lookups import lookup_method
 from specdistill.methods.suffix.config import SuffixConfig
 from specdistill.methods.suffix.trie import SuffixTrie
-from specdistill.targets.frozen import FrozenTarget
 
 DEFAULTS = SuffixConfig()
 PUBLISHED = sizes.PublishedFigures(None, "none published for a suite and K alone", 0, "nothing to train")
@@ -81,16 +78,5 @@ class SuffixLookup:
         return 0, 0.0, 0
 
 
-class SuffixProposer(LookupProposer):
-    """With the arguments of `SuffixLookup`."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(SuffixLookup(*arguments, **options))
-
-
-def load_proposer(folder: Path | None, target: FrozenTarget, *, key: str, suffix: SuffixConfig = DEFAULTS) -> Proposer:
-    return SuffixProposer(**vars(suffix))
-
-
 NOTE = "looks the last tokens up in the sequence so far and in earlier outputs"
-METHOD = lookup_method(load_proposer, SuffixProposer, note=NOTE, published=PUBLISHED)
+METHOD = lookup_method("suffix", SuffixLookup, note=NOTE, published=PUBLISHED)

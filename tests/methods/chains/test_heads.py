@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specdistill.decoding.decoder import Decoder, propose
+from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.kv_cache import DraftKVCache
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import StaticTree
@@ -178,8 +178,8 @@ def test_draft_tokens_are_drawn_from_the_softmax_of_the_heads_logits(variant: Va
     for tree in (None, StaticTree((1, 1))):
         proposer, generator = HeadProposer(head), torch.Generator().manual_seed(0)
         proposer.begin([20])
-        state = state_of(text, features)
-        (proposal,) = propose(proposer, state, tree or 2, Sampling(0.7), [generator])
+        drafting = state_of(text, features), tree or 2, Sampling(0.7), [generator]
+        (proposal,) = proposer.propose_tree(*drafting) if tree else proposer.propose(*drafting)
         assert proposal.probabilities is not None and torch.allclose(proposal.probabilities[0], expected, atol=1e-6)
         if tree is None:
             sums = proposal.probabilities.double().cumsum(-1)

@@ -9,25 +9,25 @@ from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.proposer import Proposal
 from specdistill.decoding.sampling import Sampling
 from specdistill.methods.load import load_proposer
+from specdistill.methods.lookups import LookupProposer
 from specdistill.methods.ngram.config import NgramConfig
-from specdistill.methods.ngram.method import NgramProposer
 from specdistill.methods.recipe import Recipe
 from specdistill.recipe.load import load_recipe
 from specdistill.targets.frozen import FrozenTarget
 from tests.draft_models import tiny_draft_model
 from tests.enumeration import distribution_of, output_distribution, plain_distribution
-from tests.proposers import state_of
+from tests.proposers import ngram_proposer, state_of
 from tests.refusals import refused
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 GREEDY = Sampling()
 
 
-def propose(proposer: NgramProposer, text: list[int], k: int = 3) -> list[int]:
+def propose(proposer: LookupProposer, text: list[int], k: int = 3) -> list[int]:
     return proposer.propose(state_of(text), k, GREEDY, [None])[0].tokens
 
 
-def by_scanning(proposer: NgramProposer, text: list[int], num_prompt_tokens: int, k: int) -> list[int]:
+def by_scanning(proposer: LookupProposer, text: list[int], num_prompt_tokens: int, k: int) -> list[int]:
     """The same draft without an index: go back through the sequence, then copy on, from the draft too where the sequence ends."""
     settings = proposer.settings
     latest = min(num_prompt_tokens, len(text) - 1) if settings["lookup"] == "prompt" else len(text) - 1
@@ -42,7 +42,7 @@ def by_scanning(proposer: NgramProposer, text: list[int], num_prompt_tokens: int
 
 
 def test_the_longest_and_latest_match_is_continued() -> None:
-    proposer = NgramProposer(max_ngram=2)
+    proposer = ngram_proposer(max=2)
     proposer.begin([100])
     text = [1, 2, 7, 9, 2, 8, 1, 2]
     assert propose(proposer, text) == [7, 9, 2]  # (1, 2) beats the later (2,)
@@ -56,7 +56,7 @@ def test_the_longest_and_latest_match_is_continued() -> None:
 @pytest.mark.parametrize(("least", "most"), [(1, 1), (1, 3), (2, 4), (3, 3)])
 def test_the_index_finds_what_a_scan_finds(lookup: str, least: int, most: int) -> None:
     rng = random.Random(0)
-    proposer = NgramProposer(least, most, lookup)
+    proposer = ngram_proposer(least, most, lookup)
     found = 0
     for alphabet in (2, 3, 5) * 8:
         text = rng.choices(range(alphabet), k=rng.randint(2, 30))
@@ -87,7 +87,7 @@ def test_greedy_output_is_the_plain_output(target: FrozenTarget, k: int, lookup:
     begun = [5, 1, 5, 1, 2, 3]
     prompt = [*begun, *Decoder(target).generate(begun, max_new_tokens=60).token_ids]  # which holds something to copy
     plain = Decoder(target).generate(prompt, max_new_tokens=60)
-    fast = Decoder(target, NgramProposer(lookup=lookup)).generate(prompt, max_new_tokens=60, num_speculative_tokens=k)
+    fast = Decoder(target, ngram_proposer(lookup=lookup)).generate(prompt, max_new_tokens=60, num_speculative_tokens=k)
     assert fast.token_ids == plain.token_ids
     assert any(entry.num_accepted for entry in fast.rounds)
     assert any(entry.num_accepted < len(entry.drafted) for entry in fast.rounds)
@@ -101,7 +101,7 @@ def test_sampled_text_has_the_targets_distribution_exactly(prompt: tuple[int, ..
 
     def from_prompt(text: list[int], sampling: Sampling, uniforms: list[float]) -> Proposal:
         """The proposal after `text` of a proposer that has seen it grow from the prompt token by token."""
-        proposer = NgramProposer(lookup=lookup)
+        proposer = ngram_proposer(lookup=lookup)
         proposer.begin([len(text) + 2])
         for end in range(len(prompt) + 1, len(text)):
             proposer.propose(state_of(text[:end]), 2, sampling, [None])
@@ -119,9 +119,9 @@ def test_sampled_text_has_the_targets_distribution_exactly(prompt: tuple[int, ..
 
 def test_its_settings_come_through_the_loader(target: FrozenTarget) -> None:
     default = load_proposer("ngram", None, target)
-    assert default.settings == NgramProposer().settings == {"min": 1, "max": 3, "lookup": "sequence"}
+    assert default.settings == ngram_proposer().settings == {"min": 1, "max": 3, "lookup": "sequence"}
     proposer = load_proposer("ngram", None, target, ngram=NgramConfig(min=2, max=5, lookup="prompt"))
-    assert isinstance(proposer, NgramProposer) and proposer.settings == {"min": 2, "max": 5, "lookup": "prompt"}
+    assert isinstance(proposer, LookupProposer) and proposer.settings == {"min": 2, "max": 5, "lookup": "prompt"}
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_the_rules_of_engines_draft_what_they_draft() -> None:
     draw, found = random.Random(0), {"vllm": 0, "llama.cpp": 0}
     for _ in range(100):
         n, k, text = draw.randint(1, 3), draw.randint(1, 5), [draw.randrange(4) for _ in range(draw.randint(1, 10))]
-        proposers = {rule: NgramProposer(1, n, rule=rule) for rule in found}
+        proposers = {rule: ngram_proposer(1, n, rule=rule) for rule in found}
         for proposer in proposers.values():
             proposer.begin([100])
         for _ in range(12):

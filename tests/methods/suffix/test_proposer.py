@@ -14,23 +14,24 @@ from specdistill.decoding.sampling import Sampling
 from specdistill.measurement import measure
 from specdistill.measurement.configurations import Settings
 from specdistill.methods.load import load_proposer
+from specdistill.methods.lookups import LookupProposer
 from specdistill.methods.recipe import Recipe
 from specdistill.methods.suffix.config import SuffixConfig
-from specdistill.methods.suffix.method import SuffixLookup, SuffixProposer
+from specdistill.methods.suffix.method import SuffixLookup
 from specdistill.recipe.load import load_recipe
 from specdistill.recipe.sections import LookupFirstConfig
 from specdistill.suites.suite import Prompt
 from specdistill.targets.frozen import FrozenTarget
 from tests.draft_models import tiny_draft_model
 from tests.enumeration import distribution_of, output_distribution, plain_distribution
-from tests.proposers import state_of, tiny_target
+from tests.proposers import state_of, suffix_proposer, tiny_target
 from tests.refusals import refused
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 GREEDY = Sampling()
 
 
-def propose(proposer: SuffixProposer, text: list[int], k: int = 4) -> list[int]:
+def propose(proposer: LookupProposer, text: list[int], k: int = 4) -> list[int]:
     return proposer.propose(state_of(text), k, GREEDY, [None])[0].tokens
 
 
@@ -77,7 +78,7 @@ def test_the_most_frequent_continuation_of_the_longest_match_is_drafted() -> Non
 @pytest.mark.parametrize(("factor", "probability"), [(1.0, 0.1), (2.5, 0.4), (0.5, 0.0)])
 def test_the_trie_counts_what_a_scan_counts(least: int, most: int, factor: float, probability: float) -> None:
     rng, lengths = random.Random(0), set()
-    proposer = SuffixProposer(least, most, 3, factor, probability)
+    proposer = suffix_proposer(least, most, 3, factor, probability)
     for alphabet in (1, 2, 3, 5) * 2:
         outputs: list[list[int]] = []
         for _ in range(5):
@@ -95,7 +96,7 @@ def test_the_trie_counts_what_a_scan_counts(least: int, most: int, factor: float
 
 
 def test_the_request_alone_is_looked_up_where_no_requests_are_cached() -> None:
-    proposer = SuffixProposer(max_cached_requests=0)
+    proposer = suffix_proposer(max_cached_requests=0)
     proposer.remember([[1, 2, 3]])
     proposer.begin([10])
     assert propose(proposer, [1, 2]) == []
@@ -119,7 +120,7 @@ def test_greedy_output_is_that_of_generate(target: FrozenTarget, k: int) -> None
         tuple(target.model.generate(torch.tensor([prompt]), max_new_tokens=60, do_sample=False)[0, len(prompt) :].tolist())
         for prompt in prompts
     ]
-    proposer = SuffixProposer()
+    proposer = suffix_proposer()
     proposer.remember(expected[1:])
     options = {"max_new_tokens": 60, "num_speculative_tokens": k}
     alone = [Decoder(target, proposer).generate(prompt, **options) for prompt in prompts]
@@ -138,7 +139,7 @@ def test_sampled_text_has_the_targets_distribution_exactly(prompt: tuple[int, ..
     drafted = set()
 
     def from_text(text: list[int], sampling: Sampling, uniforms: list[float]) -> Proposal:
-        proposer = SuffixProposer(max_spec_factor=2)
+        proposer = suffix_proposer(max_spec_factor=2)
         proposer.remember([(1, 2)])
         proposer.begin([len(text) + 2])
         (proposal,) = proposer.propose(state_of(text), 2, sampling, [None])
@@ -153,7 +154,7 @@ def test_sampled_text_has_the_targets_distribution_exactly(prompt: tuple[int, ..
 # --- What a measurement lets it remember
 
 
-class Recording(SuffixProposer):
+class Recording(LookupProposer):
     """Notes what it knows whenever a sequence begins."""
 
     seen: list[tuple[Sequence[int], ...]]
@@ -170,10 +171,10 @@ def test_a_prompt_knows_the_outputs_before_it_and_never_its_own(
     batch_size: int, behind_lookup: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the repetition, and also where prompts are decoded again."""
-    target, recording = tiny_target(), Recording()
+    target, recording = tiny_target(), Recording(SuffixLookup())
     recording.seen = []
     config = LookupFirstConfig(method="suffix", draft_tokens=1)
-    proposer = LookupFirstProposer(SuffixProposer(), recording, config) if behind_lookup else recording
+    proposer = LookupFirstProposer(suffix_proposer(), recording, config) if behind_lookup else recording
     prompts = [Prompt(str(n), "a", f"{n}", tuple(range(n + 1, n + 5))) for n in range(4)]
     settings = Settings(2, 6, repeats=2, warmup=1, batch_size=batch_size)
     monkeypatch.setattr(measure, "disturbed_rounds", lambda generations: [1] * len(generations))
