@@ -6,7 +6,6 @@ are not None: `text`; or `messages` and perhaps `tools` (specdistill.suites.conv
 with other rows, their `text`.
 """
 
-import hashlib
 import lzma
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -61,7 +60,6 @@ INSTANCES = ("instruction", "instances")
 EXPECTED = (
     "text, messages, conversations, turns, input_ids, or instruction and output (prompt and response, question and answer)"
 )
-HASH_RANGE = 2**63  # of hashes of rows: what a column of signed integers holds
 
 
 @dataclass(frozen=True)
@@ -93,16 +91,6 @@ def load_sources(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list
                 expected = f"{default}: it is of rows that are there"
                 raise UserError(key, got=f"{value} with the source self alone", expected=expected)
     return [Source(_rows(entry, key, config, tokenizer), entry, key) for key, entry in found]
-
-
-def row_hash(row: Mapping[str, Any], seed: int) -> int:
-    """0 … HASH_RANGE - 1, of a text, or of a conversation without the assistant's turns: equal for all answers to the same questions."""
-    if row["text"] is not None:
-        content = ["text", row["text"]]
-    else:
-        content = [part for turn in row["messages"] if turn["role"] != "assistant" for part in (turn["role"], turn["content"])]
-    digest = hashlib.blake2b("\0".join([str(seed), *content]).encode(), digest_size=8)
-    return int.from_bytes(digest.digest()) % HASH_RANGE
 
 
 def _rows(entry: SourceEntry, key: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Dataset:

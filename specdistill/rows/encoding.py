@@ -9,6 +9,7 @@ are a document, and the rest is cut alike: each document begins with the system 
 a conversation of its own. Of an exchange that no row holds the turns up to the assistant's last one that fits are kept.
 """
 
+import hashlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,8 +26,8 @@ from specdistill.errors import UserError
 from specdistill.rows.chat import MASKABLE, Spans, turn_documents
 from specdistill.suites.conversations import Message, Tools, is_unanswered, render, shortened
 
-# row: the number of the source's row that a document comes from. An exchange that is filtered in part, because no row holds it, is a
-# document without tokens, of the length that it would have.
+# row, hash: number and `row_hash` of the source's row that a document comes from. An exchange that is filtered in part, because no row
+# holds it, is a document without tokens, of the length that it would have.
 DOCUMENT_COLUMNS = {
     "input_ids": List(Value("int32")),
     "loss_mask": List(Value("int8")),
@@ -34,7 +35,8 @@ DOCUMENT_COLUMNS = {
     "source": Value("int32"),
 }
 ROW_COLUMNS = ("text", "messages", "tools", "input_ids", "loss_mask")  # of `sources`
-ENCODED_COLUMNS = {**DOCUMENT_COLUMNS, "is_text": Value("bool"), "row": Value("int64")}
+ENCODED_COLUMNS = {**DOCUMENT_COLUMNS, "is_text": Value("bool"), "row": Value("int64"), "hash": Value("int64")}
+HASH_RANGE = 2**63  # of hashes of rows: what a column of signed integers holds
 Ids = NDArray[np.int32]
 Mask = NDArray[np.int8]
 
@@ -51,7 +53,7 @@ class Encoded:
 @dataclass(frozen=True)
 class Encoder:
     """Documents of rows with the columns of `sources` as columns. loss_mask: `assistant` or `all`. key, source: name and number of the
-    source, for error messages and as a column.
+    source, for error messages and as a column. seed: of the rows' hashes.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -59,14 +61,16 @@ class Encoder:
     max_length: int
     key: str = "data.source"
     source: int = 0
+    seed: int = 0
 
     def __call__(self, rows: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> dict[str, list[Any]]:
         """The documents of rows, in their order; `numbers` are the rows' own.
 
         Raises UserError naming the row that the chat template does not take, or in which it marks none or all of the tokens.
         """
-        texts, documents = [], []
+        texts, documents, hashes = [], [], {}
         for number, text, turns, tools, ids, mask in zip(numbers, *(rows[name] for name in ROW_COLUMNS), strict=True):
+            hashes[number] = row_hash({"text": text, "messages": turns}, self.seed)
             if turns is not None:
                 documents += [(number, False, made) for made in self.conversation(turns, tools, number)]
             elif ids is not None:
@@ -76,7 +80,8 @@ class Encoder:
         documents += [(number, True, encoded) for number, encoded in self.texts(texts)]
         columns: dict[str, list[Any]] = {name: [] for name in ENCODED_COLUMNS}
         for number, is_cut, encoded in sorted(documents, key=itemgetter(0)):
-            for name, value in {**vars(encoded), "source": self.source, "is_text": is_cut, "row": number}.items():
+            of_row = {"source": self.source, "is_text": is_cut, "row": number, "hash": hashes[number]}
+            for name, value in {**vars(encoded), **of_row}.items():
                 columns[name].append(value)
         return columns
 
@@ -136,6 +141,16 @@ class Encoder:
     def _tokens(self, rendered: Sequence[str], **options: bool) -> Any:
         options = {**options, "return_attention_mask": False, "return_token_type_ids": False}
         return self.tokenizer(list(rendered), add_special_tokens=False, verbose=False, **options)
+
+
+def row_hash(row: Mapping[str, Any], seed: int) -> int:
+    """0 … HASH_RANGE - 1, of a text, or of a conversation without the assistant's turns: equal for all answers to the same questions."""
+    if row["text"] is not None:
+        content = ["text", row["text"]]
+    else:
+        content = [part for turn in row["messages"] if turn["role"] != "assistant" for part in (turn["role"], turn["content"])]
+    digest = hashlib.blake2b("\0".join([str(seed), *content]).encode(), digest_size=8)
+    return int.from_bytes(digest.digest()) % HASH_RANGE
 
 
 def mask_of(spans: Spans, offsets: Sequence[tuple[int, int]]) -> Mask:
