@@ -31,6 +31,7 @@ VERSION = 3  # of the code that prepares rows: raise it when equal inputs give o
 BATCH = 100  # rows that a function is given at a time
 MOST_PROCESSES, ROWS_EACH = 16, 2000  # rows that a process is worth starting for
 FREE_SPACE = "free disk space, or set data.cache_dir to a folder that can be written; what is there is kept"
+TORCHS_WRITER = ("PytorchStreamWriter", "inline_container", "iostream")  # how it calls itself in errors
 HEADER = b"specdistill"  # a key of an Arrow schema's metadata
 Columns = Mapping[str, Sequence[Any]]
 
@@ -161,9 +162,11 @@ def read_header(path: Path) -> str:
 
 
 @contextmanager
-def on_disk(folder: Path, next_step: str = FREE_SPACE) -> Iterator[None]:
-    """Raises ResourceError for a disk that is full or cannot be written."""
+def on_disk(what: Path, next_step: str = FREE_SPACE) -> Iterator[None]:
+    """Raises ResourceError for a disk that is full or cannot be written; torch's writer reports either as a RuntimeError."""
     try:
         yield
-    except (OSError, SafetensorError, DatasetGenerationError) as error:
-        raise ResourceError(f"{folder} could not be written ({error.__cause__ or error})", next_step=next_step) from error
+    except (OSError, SafetensorError, DatasetGenerationError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not any(name in str(error) for name in TORCHS_WRITER):
+            raise
+        raise ResourceError(f"{what} could not be written ({error.__cause__ or error})", next_step=next_step) from error

@@ -171,7 +171,7 @@ class DraftTrainer(ResumableTrainer):
             metrics = super().evaluate(*args, **kwargs)
         if self.decode is not None:
             folder = Path(str(self.args.output_dir)) / ASIDE / "measured"
-            with saving(str(folder)):
+            with saving(folder):
                 self.save_model(str(folder), _internal_call=True)
             with torch.random.fork_rng():
                 length = self.decode(folder / "draft") if self.is_world_process_zero() else 0.0
