@@ -72,7 +72,7 @@ def table_of_splits(manifest: Manifest) -> Table:
     made = Table("", "rows", "documents", "tokens", "loss tokens", "filled")
     for name, it in manifest.splits.items():
         counts = (f"{number:,}" for number in (it.rows, it.documents, it.tokens, it.loss_tokens))
-        made.add_row(name, *counts, f"{manifest.filled[name]:.1%}")
+        made.add_row(name, *counts, f"{it.tokens / (it.rows * manifest.fit.max_length):.1%}")
     return made
 
 

@@ -33,7 +33,7 @@ from specdistill.files.documents import LONGEST, json_rows
 from specdistill.recipe.data_sources import BUILT_IN, LOADERS, SELF, SourceEntry, entries
 from specdistill.recipe.sections import DataConfig
 from specdistill.rows.files import Columns, array, cache_folder, content_of, mapped, on_disk, quiet, tokenizer_fingerprint
-from specdistill.suites.conversations import conversation, mappings, string
+from specdistill.suites.conversations import conversation, string
 
 COLUMNS = {
     "text": Value("string"),
@@ -54,9 +54,8 @@ EXCHANGES = (
 )
 PROMPTS = tuple(dict.fromkeys(question for question, _ in EXCHANGES))
 ANSWERS = {prompt: {answer for question, answer in EXCHANGES if question == prompt} for prompt in PROMPTS}
-KNOWN_COLUMNS = ("text", TOKENS, *CONVERSATIONS, "instances", *dict.fromkeys(name for pair in EXCHANGES for name in pair))
+KNOWN_COLUMNS = ("text", TOKENS, *CONVERSATIONS, *dict.fromkeys(name for pair in EXCHANGES for name in pair))
 READ = (*KNOWN_COLUMNS, "tools", "loss_mask", "system", "input", "context")
-INSTANCES = ("instruction", "instances")
 EXPECTED = (
     "text, messages, conversations, turns, input_ids, or instruction and output (prompt and response, question and answer)"
 )
@@ -177,7 +176,7 @@ def _check_columns(own: Sequence[str], entry: SourceEntry, key: str) -> None:
         expected = f"{{our name: its own}} with our names {', '.join(READ)}"
         raise UserError(sibling_key(key, "columns"), got=unknown, expected=expected, nearest=nearest(unknown, READ))
     named = set(columns or own)
-    if not named & {"text", TOKENS, *CONVERSATIONS, *PROMPTS} and not named.issuperset(INSTANCES):
+    if not named & {"text", TOKENS, *CONVERSATIONS, *PROMPTS}:
         close = next((match for column in own if (match := nearest(column, KNOWN_COLUMNS))), None)
         got = f"{source} with columns {', '.join(named if columns else own)}"
         raise UserError(key, got=got, expected=f"{EXPECTED}, or data.columns to say which are these", nearest=close)
@@ -199,9 +198,6 @@ def normalise(row: Mapping[str, Any], where: str, tokenizer: Any = None) -> Iter
             yield {"text": None, "messages": messages, "tools": tools}
     elif "text" in present:
         yield {"text": string(present["text"], where, "text"), "messages": None}
-    elif "instances" in present and "instruction" in present:  # self-instruct: one instruction, several worked instances
-        for instance in mappings(present["instances"], where, "instances"):
-            yield _exchange(present["instruction"], instance.get("input"), instance.get("output"), where)
     elif exchange is not None:
         yield _exchange(present[exchange[0]], context, present[exchange[1]], where)
     elif question := next((name for name in PROMPTS if name in present and not ANSWERS[name] & row.keys()), None):

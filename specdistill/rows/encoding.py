@@ -72,7 +72,7 @@ class Encoder:
         for number, text, turns, tools, ids, mask in zip(numbers, *(rows[name] for name in ROW_COLUMNS), strict=True):
             hashes[number] = row_hash({"text": text, "messages": turns}, self.seed)
             if turns is not None:
-                documents += [(number, False, made) for made in self.conversation(turns, tools, number)]
+                documents += [(number, False, made) for made in self.conversation(turns, tools, f"{self.key} row {number}")]
             elif ids is not None:
                 documents.append((number, True, _all_with_loss(ids) if self.loss_mask == "all" else _encoded(ids, mask)))
             else:
@@ -92,23 +92,23 @@ class Encoder:
         ended = (those if end is None or those[-1:] == [end] else [*those, end] for those in ids)
         return [(number, _all_with_loss(those)) for (number, _), those in zip(texts, ended, strict=True)]
 
-    def conversation(self, messages: Sequence[Message], tools: Tools = None, number: int | None = None) -> list[Encoded]:
+    def conversation(self, messages: Sequence[Message], tools: Tools, where: str) -> list[Encoded]:
         """The documents of a conversation. One longer than a row is cut at its turns; what is filtered of it comes without tokens."""
-        made = self.chat(messages, tools, number)
+        made = self.chat(messages, tools, where)
         if max(it.length for it in made) <= self.max_length:
             return made
 
         def length(turns: Sequence[Message]) -> int:
-            return len(self._tokens([render(self.tokenizer, turns, False, self._where(number), tools)])["input_ids"][0])
+            return len(self._tokens([render(self.tokenizer, turns, False, where, tools)])["input_ids"][0])
 
         parts, filtered = cut_at_turns(messages, length, self.max_length)
         empty = np.empty(0, np.int32), np.empty(0, np.int8)
-        kept = [encoded for part in parts for encoded in self.chat(part, tools, number)]
+        kept = [encoded for part in parts for encoded in self.chat(part, tools, where)]
         return kept + [Encoded(*empty, tokens) for tokens in filtered]
 
-    def chat(self, messages: Sequence[Message], tools: Tools = None, number: int | None = None) -> list[Encoded]:
-        """A conversation by the chat template, however long it is. number: of its row, if it has one."""
-        where, by_turns = self._where(number), self.loss_mask == "assistant"
+    def chat(self, messages: Sequence[Message], tools: Tools, where: str) -> list[Encoded]:
+        """A conversation by the chat template, however long it is."""
+        by_turns = self.loss_mask == "assistant"
         if (by_turns and all(message["role"] != "assistant" for message in messages)) or any(map(is_unanswered, messages)):
             expected = "an answer, or data.regenerate.num_tokens above 0, so that the target gives one (or data.loss_mask=all)"
             raise UserError(where, got=f"a prompt without an answer, {shortened(messages[-1]['content'])!r}", expected=expected)
@@ -134,9 +134,6 @@ class Encoder:
             if any("".join(it["content"].split()) in "".join(marked.split()) for it in messages if it["role"] == "user"):
                 got = f"a chat template that marks {shortened(marked)!r} as the assistant's in {shortened(whole)!r}"
                 raise UserError(self.key, got=got, expected=MASKABLE)
-
-    def _where(self, number: int | None) -> str:
-        return self.key if number is None else f"{self.key} row {number}"
 
     def _tokens(self, rendered: Sequence[str], **options: bool) -> Any:
         options = {**options, "return_attention_mask": False, "return_token_type_ids": False}
