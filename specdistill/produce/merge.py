@@ -23,7 +23,7 @@ from specdistill.recipe.data_sources import source_names
 from specdistill.recipe.sections import DataConfig
 from specdistill.rows.encoding import ENCODED_COLUMNS, HASH_RANGE, Encoder
 from specdistill.rows.files import array, mapped, read_header, tokenizer_fingerprint
-from specdistill.rows.packing import Packed, pad_token_id, usable
+from specdistill.rows.packing import Packed, usable
 from specdistill.rows.row_set import Fit, SourceCounts, SplitCounts, fingerprint, is_whole, write_rows
 
 # Documents of training and of validation, with the columns input_ids, loss_mask, length and source, and how many were filtered.
@@ -36,12 +36,12 @@ def merge(job: Job) -> None:
     with alone(job.folder.parent / f"{job.folder.name}.lock", "data.rows", job.folder):
         if is_whole(job.folder):
             return
-        config = job.config
+        config, tokenizer = job.config, job.target.tokenizer
         train, validation, filtered = _from_blocks(job) if config.regenerate.num_tokens > 0 else _from_sources(job)
-        shape = config.max_length, config.packing, pad_token_id(job.target.tokenizer), config.seed
+        padding = next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
         halves = {}
         for split, documents in (("train", train), ("validation", validation)):
-            packed = Packed(documents, *shape)
+            packed = Packed(documents, config.max_length, config.packing, padding, config.seed)
             halves[split] = packed, SplitCounts(rows=len(packed), documents=len(documents), **_tokens(documents))
         facts = {
             "fingerprint": job.folder.name if config.rows is None else fingerprint(config, job.target, job.measured_on),

@@ -129,11 +129,7 @@ def _rows(entry: SourceEntry, key: str, config: DataConfig, tokenizer: PreTraine
     except UnicodeDecodeError as error:  # the library keeps the bytes of a file as they are
         raise UserError(key, got=f"{source}, which is not UTF-8", expected="text in UTF-8") from error
     if num_filtered := len(raw) - len(np.unique(array(rows, "row"))):
-        why = (
-            f"hold no text, or are not asked for by {sibling_key(key, 'where')} and min_turns,"
-            if conditions
-            else "hold no text"
-        )
+        why = "hold no text" + f", or are not asked for by {sibling_key(key, 'where')} and min_turns," * bool(conditions)
         logger.warning("%s: %d of %d rows of %s %s and are filtered", key, num_filtered, len(raw), source, why)
     if len(rows) == 0:
         got = f"{source}, of which where and min_turns leave no row" if conditions else f"{source}, whose rows are all empty"
