@@ -175,8 +175,7 @@ def held_out(hashes: NDArray[np.int64], config: DataConfig) -> NDArray[np.bool_]
         count = min(len(hashes) - 1, max(1, round(config.validation_fraction * len(hashes))))
         return np.isin(np.arange(len(hashes)), random.Random(config.seed).sample(range(len(hashes)), count))
     count = int(np.searchsorted(distinct, math.ceil(config.validation_fraction * HASH_RANGE)))
-    is_low: NDArray[np.bool_] = hashes < distinct[min(max(count, 1), len(distinct) - 1)]
-    return is_low
+    return hashes < distinct[min(max(count, 1), len(distinct) - 1)]
 
 
 def _encoded(source: Source, number: int, job: Job) -> Dataset:

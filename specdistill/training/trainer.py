@@ -113,8 +113,7 @@ class DraftTrainer(ResumableTrainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
         if self.args.train_sampling_strategy != "random":
-            sampler: Sampler[int] | None = super()._get_train_sampler(train_dataset)
-            return sampler
+            return super()._get_train_sampler(train_dataset)
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         return RandomOrder(self.num_rows, self.num_empty, seed)
 
