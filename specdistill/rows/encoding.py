@@ -1,7 +1,7 @@
 """Rows as documents: token ids with a loss mask, of the assistant's tokens or of all of them.
 
-An `Encoder` takes rows by the batch, a text, a conversation or token ids each, and is a function of each row alone: `datasets` can map
-them through it in any number of processes. The assistant's turns are found in what the chat template renders (specdistill.rows.chat),
+An `Encoder` is a function of a row alone, a text, a conversation or token ids: `datasets` can map rows through it in any number of
+processes. The assistant's turns are found in what the chat template renders (specdistill.rows.chat),
 which may give a conversation several documents.
 
 A conversation longer than a row is cut at its turns. As many whole exchanges, each a user's turn and what follows it, as fit into a row
@@ -34,7 +34,6 @@ DOCUMENT_COLUMNS = {
     "length": Value("int32"),
     "source": Value("int32"),
 }
-ROW_COLUMNS = ("text", "messages", "tools", "input_ids", "loss_mask")  # of `sources`
 ENCODED_COLUMNS = {**DOCUMENT_COLUMNS, "is_text": Value("bool"), "row": Value("int64"), "hash": Value("int64")}
 HASH_RANGE = 2**63  # of hashes of rows: what a column of signed integers holds
 Ids = NDArray[np.int32]
@@ -52,7 +51,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Documents of rows with the columns of `sources` as columns. loss_mask: `assistant` or `all`. key, source: name and number of the
+    """Documents of rows with the columns of `sources`. loss_mask: `assistant` or `all`. key, source: name and number of the
     source, for error messages and as a column. seed: of the rows' hashes.
     """
 
@@ -63,34 +62,25 @@ class Encoder:
     source: int = 0
     seed: int = 0
 
-    def __call__(self, rows: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> dict[str, list[Any]]:
-        """The documents of rows, in their order; `numbers` are the rows' own.
+    def __call__(self, row: Mapping[str, Any], number: int) -> list[dict[str, Any]]:
+        """The documents of a row, with ENCODED_COLUMNS.
 
         Raises UserError naming the row that the chat template does not take, or in which it marks none or all of the tokens.
         """
-        texts, documents, hashes = [], [], {}
-        for number, text, turns, tools, ids, mask in zip(numbers, *(rows[name] for name in ROW_COLUMNS), strict=True):
-            hashes[number] = row_hash({"text": text, "messages": turns}, self.seed)
-            if turns is not None:
-                documents += [(number, False, made) for made in self.conversation(turns, tools, f"{self.key} row {number}")]
-            elif ids is not None:
-                documents.append((number, True, _all_with_loss(ids) if self.loss_mask == "all" else _encoded(ids, mask)))
-            else:
-                texts.append((number, text))
-        documents += [(number, True, encoded) for number, encoded in self.texts(texts)]
-        columns: dict[str, list[Any]] = {name: [] for name in ENCODED_COLUMNS}
-        for number, is_cut, encoded in sorted(documents, key=itemgetter(0)):
-            of_row = {"source": self.source, "is_text": is_cut, "row": number, "hash": hashes[number]}
-            for name, value in {**vars(encoded), **of_row}.items():
-                columns[name].append(value)
-        return columns
+        messages, ids = row["messages"], row["input_ids"]
+        if messages is not None:
+            documents = self.conversation(messages, row["tools"], f"{self.key} row {number}")
+        elif ids is not None:
+            documents = [_all_with_loss(ids) if self.loss_mask == "all" else _encoded(ids, row["loss_mask"])]
+        else:
+            documents = [self.text(row["text"])]
+        of_row = {"source": self.source, "is_text": messages is None, "row": number, "hash": row_hash(row, self.seed)}
+        return [{**vars(document), **of_row} for document in documents]
 
-    def texts(self, texts: Sequence[tuple[int, str]]) -> list[tuple[int, Encoded]]:
-        """Texts as the target reads them, each with its end-of-text token; every token carries loss."""
-        end = self.tokenizer.eos_token_id
-        ids = self.tokenizer([text for _, text in texts], verbose=False)["input_ids"] if texts else []
-        ended = (those if end is None or those[-1:] == [end] else [*those, end] for those in ids)
-        return [(number, _all_with_loss(those)) for (number, _), those in zip(texts, ended, strict=True)]
+    def text(self, text: str) -> Encoded:
+        """A text as the target reads it, with its end-of-text token; every token carries loss."""
+        end, ids = self.tokenizer.eos_token_id, self.tokenizer(text, verbose=False)["input_ids"]
+        return _all_with_loss(ids if end is None or ids[-1:] == [end] else [*ids, end])
 
     def conversation(self, messages: Sequence[Message], tools: Tools, where: str) -> list[Encoded]:
         """The documents of a conversation. One longer than a row is cut at its turns; what is filtered of it comes without tokens."""
