@@ -36,17 +36,10 @@ DOCUMENT_COLUMNS = {
 }
 ENCODED_COLUMNS = {**DOCUMENT_COLUMNS, "is_text": Value("bool"), "row": Value("int64"), "hash": Value("int64")}
 HASH_RANGE = 2**63  # of hashes of rows: what a column of signed integers holds
-Ids = NDArray[np.int32]
 Mask = NDArray[np.int8]
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """Token ids and, for each, 1 where it carries loss. length: of the ids, or of what is filtered."""
-
-    input_ids: Ids
-    loss_mask: Mask
-    length: int
+Document = dict[
+    str, Any
+]  # input_ids [L] int32; loss_mask [L] int8, 1 where a token carries loss; length: L, or of what is filtered
 
 
 @dataclass(frozen=True)
@@ -62,7 +55,7 @@ class Encoder:
     source: int = 0
     seed: int = 0
 
-    def __call__(self, row: Mapping[str, Any], number: int) -> list[dict[str, Any]]:
+    def __call__(self, row: Mapping[str, Any], number: int) -> list[Document]:
         """The documents of a row, with ENCODED_COLUMNS.
 
         Raises UserError naming the row that the chat template does not take, or in which it marks none or all of the tokens.
@@ -75,28 +68,27 @@ class Encoder:
         else:
             documents = [self.text(row["text"])]
         of_row = {"source": self.source, "is_text": messages is None, "row": number, "hash": row_hash(row, self.seed)}
-        return [{**vars(document), **of_row} for document in documents]
+        return [{**document, **of_row} for document in documents]
 
-    def text(self, text: str) -> Encoded:
+    def text(self, text: str) -> Document:
         """A text as the target reads it, with its end-of-text token; every token carries loss."""
         end, ids = self.tokenizer.eos_token_id, self.tokenizer(text, verbose=False)["input_ids"]
         return _all_with_loss(ids if end is None or ids[-1:] == [end] else [*ids, end])
 
-    def conversation(self, messages: Sequence[Message], tools: Tools, where: str) -> list[Encoded]:
+    def conversation(self, messages: Sequence[Message], tools: Tools, where: str) -> list[Document]:
         """The documents of a conversation. One longer than a row is cut at its turns; what is filtered of it comes without tokens."""
         made = self.chat(messages, tools, where)
-        if max(it.length for it in made) <= self.max_length:
+        if max(it["length"] for it in made) <= self.max_length:
             return made
 
         def length(turns: Sequence[Message]) -> int:
             return len(self._tokens([render(self.tokenizer, turns, False, where, tools)])["input_ids"][0])
 
         parts, filtered = cut_at_turns(messages, length, self.max_length)
-        empty = np.empty(0, np.int32), np.empty(0, np.int8)
         kept = [encoded for part in parts for encoded in self.chat(part, tools, where)]
-        return kept + [Encoded(*empty, tokens) for tokens in filtered]
+        return kept + [{**_encoded([], []), "length": tokens} for tokens in filtered]
 
-    def chat(self, messages: Sequence[Message], tools: Tools, where: str) -> list[Encoded]:
+    def chat(self, messages: Sequence[Message], tools: Tools, where: str) -> list[Document]:
         """A conversation by the chat template, however long it is."""
         by_turns = self.loss_mask == "assistant"
         if (by_turns and all(message["role"] != "assistant" for message in messages)) or any(map(is_unanswered, messages)):
@@ -179,9 +171,9 @@ def cut_at_turns(
     return parts, filtered
 
 
-def _checked(encoded: Encoded, whole: str, where: str) -> Encoded:
+def _checked(encoded: Document, whole: str, where: str) -> Document:
     """Raises UserError for a document in which none or all of the tokens carry loss."""
-    num_marked, num_tokens = int(encoded.loss_mask.sum()), len(encoded.loss_mask)
+    num_marked, num_tokens = int(encoded["loss_mask"].sum()), encoded["length"]
     if num_marked in (0, num_tokens):
         got = f"{num_marked} of {num_tokens} tokens from the assistant in {shortened(whole)!r}"
         expected = "a conversation with turns of the assistant and of others (or data.loss_mask=all)"
@@ -189,9 +181,9 @@ def _checked(encoded: Encoded, whole: str, where: str) -> Encoded:
     return encoded
 
 
-def _encoded(ids: Sequence[int], mask: Sequence[int] | Mask) -> Encoded:
-    return Encoded(np.array(ids, np.int32), np.asarray(mask, np.int8), len(ids))
+def _encoded(ids: Sequence[int], mask: Sequence[int] | Mask) -> Document:
+    return {"input_ids": np.array(ids, np.int32), "loss_mask": np.asarray(mask, np.int8), "length": len(ids)}
 
 
-def _all_with_loss(ids: Sequence[int]) -> Encoded:
+def _all_with_loss(ids: Sequence[int]) -> Document:
     return _encoded(ids, np.ones(len(ids), np.int8))
