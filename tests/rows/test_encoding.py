@@ -241,7 +241,7 @@ def test_real_conversations_with_a_real_tokenizer(shared_data: Path) -> None:
 
 
 def test_token_rows_keep_their_tokens_and_masks_among_others() -> None:
-    given: list[Any] = ["text", {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}, TWO_TURNS]
+    given: list[Any] = ["text", {"text": "567", "input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}, TWO_TURNS]
     for loss_mask, expected in (("assistant", [0, 1, 1]), ("all", [1, 1, 1])):
         made = encode(tiny_tokenizer(CHATML), given, loss_mask)[1]
         assert (made["input_ids"], made["loss_mask"], made["row"]) == ([5, 6, 7], expected, 1)
