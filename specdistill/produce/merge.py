@@ -183,8 +183,7 @@ def _encoded(source: Source, number: int, job: Job) -> Dataset:
     encoder = Encoder(tokenizer, config.loss_mask, config.max_length, source.key, number, config.seed)
     if source.rows.data.column("messages").null_count < len(source.rows):
         encoder.prove()
-    template: Any = tokenizer.chat_template
-    made_with = [tokenizer_fingerprint(tokenizer), template, config.loss_mask, config.max_length, config.seed]
+    made_with = [tokenizer_fingerprint(tokenizer), tokenizer.chat_template, config.loss_mask, config.max_length, config.seed]
     inputs = ["encoded", source.rows._fingerprint, number, *made_with]
     encoded = mapped(source.rows, encoder, ENCODED_COLUMNS, inputs, "Tokenizing", config)
     _, num_documents = np.unique(array(encoded, "row"), return_counts=True)

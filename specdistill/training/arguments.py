@@ -185,8 +185,7 @@ def _check_trackers_and_schedule(arguments: Any) -> None:
     """Build once what the Trainer would build later, when the data is made: raises UserError for what is not installed or lacks options."""
     for tracker in arguments.report_to:
         try:
-            callback: Any = INTEGRATION_TO_CALLBACK[tracker]
-            callback()
+            INTEGRATION_TO_CALLBACK[tracker]()
         except (ImportError, RuntimeError, ValueError, KeyError) as error:
             missing = f"train.report_to: {tracker} is not installed. Run: pip install {tracker}"
             expected = "none alone, or what is installed and set up"
