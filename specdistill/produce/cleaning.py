@@ -24,7 +24,7 @@ from specdistill.progress import progress
 from specdistill.project import SUITES
 from specdistill.recipe.sections import DataConfig
 from specdistill.rows.files import cache_folder, is_first_here, on_disk, quiet
-from specdistill.suites.suite import Suite, check_suite, load_suite
+from specdistill.suites.suite import Suite, load_suite
 
 VERSION = 1  # of the rules below: raise it when equal rows are filtered differently
 SUITE_NGRAM, SHORT = 13, 5
@@ -83,9 +83,8 @@ def load_suites(names: Sequence[str], measured_on: Sequence[str]) -> list[Suite]
     suites: dict[str, Suite] = {}
     missing: dict[str, None] = {}
     for name in [*(name for name in names if name != "all"), *implied]:
-        check_suite(name, key="data.decontaminate")
         try:
-            suite = load_suite(name)
+            suite = load_suite(name, key="data.decontaminate")
         except ResourceError:
             if name in names:
                 raise

@@ -108,12 +108,12 @@ class Prompt:
     token_ids: tuple[int, ...]
 
 
-def load_suite(name: str | None, target: str = "pico") -> Suite:
+def load_suite(name: str | None, target: str = "pico", *, key: str = "eval.suite") -> Suite:
     """A suite by name or path; None stands for pico's own prompts, which are no measure of another target.
 
-    Raises UserError for an unknown name, None with another target, a wrong hash or a row without a prompt.
+    Raises UserError for an unknown name, which names `key`, None with another target, a wrong hash or a row without a prompt.
     """
-    path = _find("pico" if name is None and target == "pico" else name, target)
+    path = _find("pico" if name is None and target == "pico" else name, target, key)
     if path.suffix == ".jsonl":
         content = read(str(path))
         digest = hashlib.sha256(content).hexdigest()
