@@ -223,18 +223,13 @@ class TreeConfig(Section):
         return self.depth or len(self.branching or ())
 
 
-class MatchLengths(Section):
-    """With the keys `min` and `max`. `validate` makes the error, with the keys where they stand."""
-
-    @model_validator(mode="after")
-    def _in_order(self) -> "MatchLengths":
-        lengths = {name: getattr(self, name) for name in ("min", "max")}
-        if lengths["min"] > lengths["max"]:
-            raise PydanticCustomError("min_above_max", "min {min} is above max {max}", lengths)
-        return self
+def check_lengths(shortest: int, longest: int) -> None:
+    """In the validator of a section that has them as `min` and `max`; `validate` makes the error, with the keys where it stands."""
+    if shortest > longest:
+        raise PydanticCustomError("min_above_max", "min {min} is above max {max}", {"min": shortest, "max": longest})
 
 
-class LookupFirstConfig(MatchLengths):
+class LookupFirstConfig(Section):
     """A lookup in front of a draft (see specdistill.decoding.lookup_first)."""
 
     method: Literal["ngram", "suffix"] = option("ngram", "lookup method")
@@ -247,6 +242,11 @@ class LookupFirstConfig(MatchLengths):
         read_when=CHAINS,
     )
     draft_tree: TreeConfig | None = option(None, "draft a token tree instead of draft_tokens; null: a chain")
+
+    @model_validator(mode="after")
+    def _has_lengths(self) -> "LookupFirstConfig":
+        check_lengths(self.min, self.max)
+        return self
 
     @property
     def levels(self) -> int:

@@ -118,6 +118,17 @@ def with_metrics(
         return losses_r, torch.stack((losses_r, correct_r.float(), accepted_r))
 
 
+def checkpoint_mlps(layers: nn.ModuleList) -> None:
+    """From now on backward computes the layers' MLPs again, whose wide states are most of what a layer keeps for it."""
+    names = ("mlp", "feed_forward", "block_sparse_moe")
+    mlps = [module for name, module in layers.named_modules() if name.rpartition(".")[2] in names]
+    if not mlps:
+        got, expected = f"true with layers of {type(layers[0]).__name__}", f"layers with {names[0]}"
+        raise UserError("train.activation_checkpointing", got=got, expected=expected)
+    for mlp in mlps:
+        mlp.forward = partial(checkpoint, mlp.forward, use_reentrant=False)
+
+
 class FeatureObjective(nn.Module):
     """What the objectives of drafts have in common that read the target's features. step_weights: [K], of the drafted positions."""
 
@@ -134,24 +145,10 @@ class FeatureObjective(nn.Module):
         return self.draft.layers
 
     def activation_checkpointing_enable(self, **options: Any) -> None:
-        """Called by transformers' Trainer for `train.activation_checkpointing`: backward computes the layers' MLPs again, whose wide states
-        are most of what a layer keeps for it. Not the attention, which would enter its keys and values into the cache a second time.
+        """Called by transformers' Trainer for `train.activation_checkpointing`. Not the attention, which would enter its keys and values
+        into the cache a second time.
         """
-        names = ("mlp", "feed_forward", "block_sparse_moe")
-        mlps = [module for name, module in self.layers.named_modules() if name.rpartition(".")[2] in names]
-        if not mlps:
-            got, expected = f"true with layers of {type(self.layers[0]).__name__}", f"layers with {names[0]}"
-            raise UserError("train.activation_checkpointing", got=got, expected=expected)
-        for mlp in mlps:
-            mlp.forward = partial(checkpoint, mlp.forward, use_reentrant=False)
-
-    def prepare(self, batch: dict[str, Any], number: int | None) -> dict[str, Any]:
-        """The batch as it is."""
-        return batch
-
-    def read_target(self, target: FrozenTarget, inputs: dict[str, Any]) -> dict[str, Any]:
-        """What `forward` needs from the frozen target, where the loss tokens are predicted."""
-        return self.of_target(target, inputs, inputs["loss_positions"])
+        checkpoint_mlps(self.layers)
 
     def of_target(self, target: FrozenTarget, inputs: dict[str, Any], labels: Tensor) -> dict[str, Any]:
         """Features [B, T, D], which a batch from a store has, and soft targets before the tokens at these flattened positions."""

@@ -67,9 +67,17 @@ class TrainingTimeTest(FeatureObjective):
         self.feature_weight = feature_weight
         self.noise = noise
 
+    def prepare(self, batch: dict[str, Any], number: int | None) -> dict[str, Any]:
+        """The batch as it is: every position of it is the root of a chain."""
+        return batch
+
     def num_loss_tokens(self, batch: dict[str, Any]) -> Tensor:
         """Loss tokens of step 0: what the loss of a batch is divided by."""
         return loss_rows(batch["position_ids"], batch["loss_positions"], ahead=2).sum()
+
+    def read_target(self, target: FrozenTarget, inputs: dict[str, Any]) -> dict[str, Any]:
+        """What `forward` needs from the frozen target."""
+        return self.of_target(target, inputs, inputs["loss_positions"])
 
     def forward(
         self,

@@ -14,7 +14,7 @@ from torch import Tensor
 from specdistill.losses.chunked import head_loss
 from specdistill.losses.divergence import Divergence
 from specdistill.methods.early_exit.module import ExitDraft
-from specdistill.targets.frozen import Features
+from specdistill.targets.frozen import Features, FrozenTarget
 from specdistill.training.objective import (
     FeatureObjective,
     SoftTargets,
@@ -38,8 +38,15 @@ class ExitDistillation(FeatureObjective):
         super().__init__(draft, divergence, temperature, torch.ones(1))
         self.num_positions = num_positions
 
+    def prepare(self, batch: dict[str, Any], number: int | None) -> dict[str, Any]:
+        """The batch as it is."""
+        return batch
+
     def num_loss_tokens(self, batch: dict[str, Any]) -> Tensor:
         return loss_rows(batch["position_ids"], batch["loss_positions"], ahead=1).sum()
+
+    def read_target(self, target: FrozenTarget, inputs: dict[str, Any]) -> dict[str, Any]:
+        return self.of_target(target, inputs, inputs["loss_positions"])
 
     def forward(
         self,

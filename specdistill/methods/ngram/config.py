@@ -6,14 +6,14 @@ from pydantic import model_validator
 
 from specdistill.errors import UserError
 from specdistill.methods.untrained import UntrainedRecipe, check_of_engine
-from specdistill.recipe.fields import ReadWhen, option, section, shown
-from specdistill.recipe.sections import LLAMA_CPP, NOT_RUNNING, STARTED, EvalConfig, LookupFirstConfig, MatchLengths
+from specdistill.recipe.fields import ReadWhen, Section, option, section, shown
+from specdistill.recipe.sections import LLAMA_CPP, NOT_RUNNING, STARTED, EvalConfig, LookupFirstConfig, check_lengths
 
 OWN_RULE = ReadWhen("with rule=specdistill", lambda it: it.rule == "specdistill")
 SEVERAL_LENGTHS = ReadWhen("without rule=llama.cpp, which compares max tokens", lambda it: it.rule != "llama.cpp")
 
 
-class NgramConfig(MatchLengths):
+class NgramConfig(Section):
     rule: Literal["specdistill", "vllm", "llama.cpp"] = option(
         "specdistill",
         "specdistill: continue the latest match, repeated past the end; vllm: the first match; llama.cpp: its ngram-simple",
@@ -23,6 +23,11 @@ class NgramConfig(MatchLengths):
     lookup: Literal["sequence", "prompt"] = option(
         "sequence", "where to look: prompt and output, or the prompt", read_when=OWN_RULE
     )
+
+    @model_validator(mode="after")
+    def _has_lengths(self) -> "NgramConfig":
+        check_lengths(self.min, self.max)
+        return self
 
 
 class NgramEvalConfig(EvalConfig):

@@ -4,11 +4,11 @@ from pydantic import model_validator
 
 from specdistill.errors import UserError
 from specdistill.methods.untrained import UntrainedRecipe, check_of_engine
-from specdistill.recipe.fields import option, section
-from specdistill.recipe.sections import NOT_RUNNING, STARTED, EvalConfig, MatchLengths
+from specdistill.recipe.fields import Section, option, section
+from specdistill.recipe.sections import NOT_RUNNING, STARTED, EvalConfig, check_lengths
 
 
-class SuffixConfig(MatchLengths):
+class SuffixConfig(Section):
     min: int = option(1, "shortest match", ge=1)
     max: int = option(24, "longest match", ge=1)
     max_cached_requests: int = option(10000, "latest earlier requests whose outputs are searched too; 0: none", ge=0)
@@ -18,7 +18,8 @@ class SuffixConfig(MatchLengths):
     )
 
     @model_validator(mode="after")
-    def _drafts_something(self) -> "SuffixConfig":
+    def _has_lengths(self) -> "SuffixConfig":
+        check_lengths(self.min, self.max)
         if self.max_spec_factor * self.max < 1:
             expected = f"at least 1 / {self.max}, or nothing is ever drafted"
             raise UserError("eval.suffix.max_spec_factor", got=self.max_spec_factor, expected=expected)
