@@ -52,12 +52,9 @@ class SuiteIndex:
                 texts = [row.content]
                 if row.kind == "messages":
                     texts = [turn["content"] for turn in row.content if turn["role"] == "user"]
-                for text in texts:
-                    self._add(tuple(words(text)), f"{suite.name}: {row.id}")
-
-    def _add(self, prompt: WordTuple, place: str) -> None:
-        for piece in ngrams(prompt, min(SUITE_NGRAM, max(1, len(prompt)))):
-            self.pieces.setdefault(piece[:SHORT], {}).setdefault(piece, place)
+                for prompt in map(words, texts):
+                    for piece in ngrams(prompt, min(SUITE_NGRAM, max(1, len(prompt)))):
+                        self.pieces.setdefault(piece[:SHORT], {}).setdefault(piece, f"{suite.name}: {row.id}")
 
     def overlap(self, row: Mapping[str, Any]) -> tuple[str, str] | None:
         """(`suite: prompt`, the words in common) of the first overlap of a row in one of the common forms of `sources`."""

@@ -250,7 +250,12 @@ def _checked(name: str, value: Any, hint: Any, choices: Iterable[str]) -> Any:
     if value is None and NoneType in kinds and name != "report_to":  # there null would be a tracker of that name
         return value
     if names:
-        return _named(name, value, names)
+        value = "no" if value is False and "no" in names else value  # YAML reads an unquoted no as false
+        for item in value if isinstance(value, list) else [value]:
+            if item not in names:
+                close = nearest(str(item), names)
+                raise UserError(f"train.{name}", got=repr(item), expected=f"one of {', '.join(names)}", nearest=close)
+        return value
     if type(value) not in kinds | ({int} if float in kinds else set()):
         known = sorted({NoneType: "null", dict: "mapping"}.get(kind, kind.__name__) for kind in kinds)
         raise UserError(f"train.{name}", got=f"{value!r} ({type(value).__name__})", expected=" or ".join(known))
@@ -270,12 +275,3 @@ def _accepted(hint: Any) -> tuple[set[type], list[str]]:
     members = accepted.union(*map(get_args, accepted))
     names = [member.value for kind in members if isinstance(kind, type) and issubclass(kind, Enum) for member in kind]
     return kinds - ({str} if dict in kinds else set()), names
-
-
-def _named(name: str, value: Any, names: list[str]) -> Any:
-    value = "no" if value is False and "no" in names else value  # YAML reads an unquoted no as false
-    for item in value if isinstance(value, list) else [value]:
-        if item not in names:
-            close = nearest(str(item), names)
-            raise UserError(f"train.{name}", got=repr(item), expected=f"one of {', '.join(names)}", nearest=close)
-    return value

@@ -106,7 +106,9 @@ class DraftTrainer(ResumableTrainer):
         self._count_tokens_from_now()
         # compute_loss divides by the whole batch's count itself: the Trainer must not divide again.
         self.model_accepts_loss_kwargs = True
-        objective._no_split_modules = layer_classes(self.objective.draft)  # type: ignore[assignment]  # what FSDP shards one by one
+        # What FSDP shards one by one: layers of a language model as transformers knows them, of a head by its list, if it has one.
+        layers = {type(layer).__name__ for layer in getattr(self.objective.draft, "layers", ())}
+        self.objective._no_split_modules = sorted(getattr(self.objective.draft, "_no_split_modules", None) or layers)
         # Sharded weights are gathered into this copy to be saved.
         self.is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
         self.whole: Any = copy.deepcopy(self.objective.draft).cpu() if self.is_sharded and arguments.should_save else None
@@ -232,12 +234,6 @@ class DraftTrainer(ResumableTrainer):
             {name.removeprefix("draft."): tensor for name, tensor in state.items() if name.startswith("draft.")}
         )
         return self.save(self.whole, folder)
-
-
-def layer_classes(draft: Any) -> list[str]:
-    """Names of the classes of a draft's layers: of a language model as transformers knows them, of a head by its list, if it has one."""
-    known = getattr(draft, "_no_split_modules", None)
-    return sorted(known) if known else sorted({type(layer).__name__ for layer in getattr(draft, "layers", ())})
 
 
 def fill_up(rows: Dataset, multiple: int) -> Dataset:
