@@ -22,7 +22,7 @@ ConfidenceInterval = Annotated[list[float], Field(min_length=2, max_length=2, de
 
 def about(description: str) -> FieldInfo:
     """What a field is, for the printed schema."""
-    return Field(description=description)  # type: ignore[no-any-return]
+    return Field(description=description)
 
 
 class Document(TypedDict):
