@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from specdistill.command import keys_of
 from specdistill.errors import ExitCode, UserError, nearest
 from specdistill.launch import LaunchOptions, run_script
-from specdistill.methods.recipe import Recipe, TrainedRecipe, trainable
+from specdistill.methods.recipe import Recipe, TrainedRecipe
 from specdistill.produce.fleet import FleetOptions, array_job, make_on_ray
 from specdistill.recipe.fields import Section, option
 from specdistill.recipe.load import load_own_keys, load_recipe
@@ -40,7 +40,9 @@ def data(arguments: list[str]) -> int:
         show_options, keys = load_own_keys(ShowOptions, keys)
     if verb == "make":
         fleet, keys = load_own_keys(FleetOptions, keys)
-    recipe = trainable(load_recipe(Recipe, [*keys, "train.output_dir=runs"]))  # a recipe needs it, the rows do not
+    recipe = load_recipe(Recipe, [*keys, "train.output_dir=runs"])  # a recipe needs it, the rows do not
+    if not isinstance(recipe, TrainedRecipe):
+        raise UserError("method", got=f"{recipe.method}, which needs no training", expected="a method that is trained")
     if verb == "show":
         return _show(recipe, show_options)
     return _make_on(fleet, recipe, keys) if fleet.on else _make(recipe, merges_only=verb == "merge")
