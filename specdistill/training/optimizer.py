@@ -110,7 +110,7 @@ def build_optimizer(name: str, model: nn.Module, arguments: TrainingArguments) -
         chosen: Any = arguments.optim
         expected = "an optimizer that is installed, with what it needs"
         with refusing((ImportError, ValueError), "train.optim", chosen.value, expected):
-            Trainer.get_optimizer_cls_and_kwargs(arguments, model)
+            Trainer.get_optimizer_cls_and_kwargs(arguments, model)  # type: ignore[arg-type]
         return None
     if arguments.deepspeed or arguments.fsdp or is_sharded():
         expected = "adamw: Muon needs whole matrices, not shards"

@@ -63,7 +63,7 @@ class ResumableTrainer(Trainer):
             sampler = sampler.batch_sampler
         if hasattr(getattr(sampler, "sampler", None), "set_epoch"):
             sampler.sampler.set_epoch(kwargs["epoch"])
-        super()._run_epoch(*args, **kwargs)
+        super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         """The best that is to be loaded at the end is saved, also between two steps of `train.save_steps`."""

@@ -108,7 +108,8 @@ class DraftTrainer(ResumableTrainer):
         self.model_accepts_loss_kwargs = True
         # What FSDP shards one by one: layers of a language model as transformers knows them, of a head by its list, if it has one.
         layers = {type(layer).__name__ for layer in getattr(self.objective.draft, "layers", ())}
-        self.objective._no_split_modules = sorted(getattr(self.objective.draft, "_no_split_modules", None) or layers)
+        known = getattr(self.objective.draft, "_no_split_modules", None)
+        objective._no_split_modules = sorted(known or layers)  # type: ignore[assignment]
         # Sharded weights are gathered into this copy to be saved.
         self.is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
         self.whole: Any = copy.deepcopy(self.objective.draft).cpu() if self.is_sharded and arguments.should_save else None
