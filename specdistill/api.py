@@ -37,7 +37,7 @@ from specdistill.measurement.configurations import Settings
 from specdistill.measurement.measured import discard_finished
 from specdistill.methods import METHODS
 from specdistill.methods.load import create_draft, implementation, load_proposer, locate, method_of
-from specdistill.methods.recipe import Recipe, TrainedRecipe, check_trainable, own_eval_keys
+from specdistill.methods.recipe import Recipe, TrainedRecipe, own_eval_keys, trainable
 from specdistill.methods.target_record import save_draft
 from specdistill.next_step import after
 from specdistill.processes import is_first
@@ -145,14 +145,7 @@ def train(recipe: RecipeOrRun, *, callbacks: Sequence[TrainerCallback] = (), **k
 
     recipe: a name, a file or sections. callbacks: of transformers' Trainer. keys: over the recipe's, e.g. train={"output_dir": "runs/a"}.
     """
-    return train_draft(_trainable(arguments_of(recipe, keys)), callbacks)
-
-
-def _trainable(arguments: Sequence[str]) -> TrainedRecipe:
-    recipe = load_recipe(Recipe, arguments)
-    check_trainable(recipe, METHODS[recipe.method].script or "train/eagle.py")
-    assert isinstance(recipe, TrainedRecipe)
-    return recipe
+    return train_draft(trainable(load_recipe(Recipe, arguments_of(recipe, keys))), callbacks)
 
 
 def train_draft(recipe: TrainedRecipe, callbacks: Sequence[TrainerCallback] = ()) -> Path:
@@ -244,7 +237,8 @@ class DraftTrainer:
         self.rows, self.callbacks = None if isinstance(train_dataset, str | os.PathLike) else train_dataset, callbacks
         source = train_dataset if self.rows is None else f"{os.fspath(args.keys['train']['output_dir'])}.jsonl"
         own = {"method": method, "target": target if isinstance(target, Mapping) else {"model": target}}
-        self.recipe = _trainable(arguments_of({**args.keys, **own}, {"data": {"source": source}} if source else {}))
+        keys = {"data": {"source": source}} if source else {}
+        self.recipe = trainable(load_recipe(Recipe, arguments_of({**args.keys, **own}, keys)))
 
     def train(self) -> Path:
         """Returns the run's folder, with the draft in `draft`. An interrupted run resumes."""

@@ -62,6 +62,9 @@ def refusing(kinds: type[Exception] | tuple[type[Exception], ...], key: str, wha
         yield
     except kinds as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        if hasattr(error, "errors"):  # pydantic's: of several the first
+            first = error.errors()[0]
+            reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise UserError(key, got=f"{what}: {one_line(reason)[:MOST_QUOTED]}", expected=expected) from error
 
 

@@ -42,10 +42,11 @@ def run_processes(
 ) -> list[EndedProcess]:
     """Run `work(rank)` for each local rank, at once. timeout: of a collective operation."""
     own = {"WORLD_SIZE": str(len(local_ranks)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
-    started = [
-        fork(_joined, folder, work, rank, timeout, own | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)})
-        for rank, local_rank in enumerate(local_ranks)
-    ]
+    machines = [local_ranks[: rank + 1].count(0) for rank in range(len(local_ranks))]
+    started = []
+    for rank, (local_rank, machine) in enumerate(zip(local_ranks, machines, strict=True)):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(machines.count(machine))}
+        started.append(fork(_joined, folder, work, rank, timeout, own | place))
     for process in started:
         process.join()
     return [

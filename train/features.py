@@ -7,9 +7,8 @@ import sys
 
 from specdistill import command
 from specdistill.errors import UserError
-from specdistill.methods.chains.recipe import HeadRecipe
 from specdistill.methods.load import create_draft
-from specdistill.methods.recipe import Recipe, check_trainable
+from specdistill.methods.recipe import FeatureRecipe, Recipe, trainable
 from specdistill.produce.features import feature_store
 from specdistill.produce.make import open_rows
 from specdistill.rows.row_set import RowTarget
@@ -19,8 +18,10 @@ from specdistill.terminal import result
 from specdistill.training.arguments import autocast_dtype, check_precision, training_arguments
 
 
-def main(recipe: HeadRecipe) -> None:
-    check_trainable(recipe, "train/eagle.py")
+def main(recipe: Recipe) -> None:
+    recipe = trainable(recipe)
+    if not isinstance(recipe, FeatureRecipe):
+        raise UserError("method", got=recipe.method, expected="one whose drafts read the target's hidden states")
     if recipe.hidden_states.mode != "hybrid":
         expected = "hybrid, with hidden_states.path: a store that is filled"
         raise UserError("hidden_states.mode", got=recipe.hidden_states.mode, expected=expected)

@@ -1,4 +1,4 @@
-"""Train a multi-token-prediction layer: `train/eagle.py`, which trains every head, by its own name.
+"""Train a multi-token-prediction layer: `train/eagle.py`, which trains every method, by its own name.
 
 accelerate launch --config_file accelerate_configs/cpu.yaml train/mtp.py recipe=pico/mtp
 """

@@ -224,13 +224,10 @@ def options_by_method(options: Section, methods: Sequence[str]) -> list[dict[str
     return by_method
 
 
-def check_trainable(recipe: Recipe, script: str) -> None:
-    """Raises UserError when `script` does not train the recipe's method, or for a divergence or a tree that cannot be built."""
-    trained_by = METHODS[recipe.method].script
-    if trained_by != script:
-        own = [name for name, method in METHODS.items() if method.script == script]
-        who = f"which {trained_by} trains" if trained_by else "which needs no training"
-        raise UserError("method", got=f"{recipe.method}, {who}", expected=" or ".join(own))
+def trainable(recipe: Recipe) -> TrainedRecipe:
+    """The recipe. Raises UserError for a method that needs no training, and for a divergence or a tree that cannot be built."""
+    if not isinstance(recipe, TrainedRecipe):
+        raise UserError("method", got=f"{recipe.method}, which needs no training", expected="a method that is trained")
     from specdistill.decoding.tree import tree_shape  # not at the top: recipes are read without torch
     from specdistill.losses.divergence import build_divergence
 
@@ -238,3 +235,4 @@ def check_trainable(recipe: Recipe, script: str) -> None:
         tree_shape(**vars(recipe.eval.tree))
     if divergence := getattr(getattr(recipe, "loss", None), "divergence", None):
         build_divergence(divergence)
+    return recipe

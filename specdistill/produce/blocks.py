@@ -77,7 +77,8 @@ class AnswerFile:
     """
 
     def __init__(self, path: Path, plan: str, added: Callable[[Sequence[Answer], int], object] = lambda answers, size: None):
-        self.path, self.plan, self._added = path, plan, added
+        self.path, self._added = path, added
+        self._head = json.dumps({"plan": plan, "version": VERSION}).encode()
         self._known: dict[str, list[Answer]] = {}
         self._lock = Lock()
         self._file: Any = None
@@ -98,10 +99,6 @@ class AnswerFile:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._file.close()
-
-    @property
-    def _head(self) -> bytes:
-        return json.dumps({"plan": self.plan, "version": VERSION}).encode()
 
     def get(self, name: str) -> list[Answer] | None:
         return self._known.get(name)

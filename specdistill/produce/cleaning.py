@@ -24,7 +24,7 @@ from specdistill.progress import progress
 from specdistill.project import SUITES
 from specdistill.recipe.sections import DataConfig
 from specdistill.rows.files import cache_folder, is_first_here, on_disk, quiet
-from specdistill.suites.suite import Suite, check_suite, load_suite
+from specdistill.suites.suite import Suite, load_suite
 
 VERSION = 1  # of the rules below: raise it when equal rows are filtered differently
 SUITE_NGRAM, SHORT = 13, 5
@@ -43,28 +43,18 @@ def ngrams(words: Sequence[str], n: int) -> Iterator[WordTuple]:
 
 
 class SuiteIndex:
-    """The word n-grams of suites' prompts. A prompt that several suites hold is the first one's."""
+    """The word n-grams of suites' prompts, and shorter prompts whole. One that several suites hold is the first one's."""
 
     def __init__(self, suites: Iterable[Suite]) -> None:
-        self.long: dict[WordTuple, str] = {}
-        self.short: dict[WordTuple, list[tuple[WordTuple, str]]] = {}  # by their first words
-        self.shortest: dict[WordTuple, str] = {}
+        self.pieces: dict[WordTuple, dict[WordTuple, str]] = {}  # by their first SHORT words, or all of fewer
         for suite in suites:
             for row in suite.rows:
                 texts = [row.content]
                 if row.kind == "messages":
                     texts = [turn["content"] for turn in row.content if turn["role"] == "user"]
-                for text in texts:
-                    self._add(tuple(words(text)), f"{suite.name}: {row.id}")
-
-    def _add(self, prompt: WordTuple, place: str) -> None:
-        if len(prompt) >= SUITE_NGRAM:
-            for ngram in ngrams(prompt, SUITE_NGRAM):
-                self.long.setdefault(ngram, place)
-        elif len(prompt) >= SHORT:
-            self.short.setdefault(prompt[:SHORT], []).append((prompt, place))
-        elif prompt:
-            self.shortest.setdefault(prompt, place)
+                for prompt in map(words, texts):
+                    for piece in ngrams(prompt, min(SUITE_NGRAM, max(1, len(prompt)))):
+                        self.pieces.setdefault(piece[:SHORT], {}).setdefault(piece, f"{suite.name}: {row.id}")
 
     def overlap(self, row: Mapping[str, Any]) -> tuple[str, str] | None:
         """(`suite: prompt`, the words in common) of the first overlap of a row in one of the common forms of `sources`."""
@@ -72,15 +62,11 @@ class SuiteIndex:
         return next(filter(None, map(self._overlap, texts)), None)
 
     def _overlap(self, text: str) -> tuple[str, str] | None:
-        own = words(text)
-        if found := next(filter(self.long.__contains__, ngrams(own, SUITE_NGRAM)), None):
-            return self.long[found], " ".join(found)
-        for start, first in enumerate(ngrams(own, SHORT)):
-            for prompt, place in self.short.get(first, ()):
-                if tuple(own[start : start + len(prompt)]) == prompt:
-                    return place, " ".join(prompt)
-        if whole := self.shortest.get(tuple(own[:SHORT])):  # which is of fewer words, so that `own` is, too
-            return whole, " ".join(own)
+        own = tuple(words(text))
+        for start in range(max(1, len(own) - SHORT + 1)):  # a piece of fewer words is found only where it is all of `own`
+            for piece, place in self.pieces.get(own[start : start + SHORT], {}).items():
+                if own[start : start + len(piece)] == piece:
+                    return place, " ".join(piece)
         return None
 
 
@@ -94,9 +80,8 @@ def load_suites(names: Sequence[str], measured_on: Sequence[str]) -> list[Suite]
     suites: dict[str, Suite] = {}
     missing: dict[str, None] = {}
     for name in [*(name for name in names if name != "all"), *implied]:
-        check_suite(name, key="data.decontaminate")
         try:
-            suite = load_suite(name)
+            suite = load_suite(name, key="data.decontaminate")
         except ResourceError:
             if name in names:
                 raise

@@ -11,7 +11,6 @@ import os
 import re
 import time
 import uuid
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import as_completed
 from contextlib import AbstractContextManager, ExitStack
@@ -90,8 +89,7 @@ def _shares(folder: Path) -> tuple[int, int]:
     rank, count = share()
     if count == 1:
         return 0, 1
-    local_ranks, names = zip(*of_all((int(os.environ["LOCAL_RANK"]), uuid.uuid4().hex)), strict=True)
-    mark = folder / f"launch-{names[0]}"
+    mark = folder / f"launch-{of_all(uuid.uuid4().hex)[0]}"
     if rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         mark.touch()
@@ -99,11 +97,7 @@ def _shares(folder: Path) -> tuple[int, int]:
     is_common = all(of_all(mark.exists()))
     if rank == 0:
         mark.unlink()
-    if is_common:
-        return rank, count
-    begins = [first for first, local_rank in enumerate(local_ranks) if local_rank == 0]  # of each machine's processes
-    machine = bisect_right(begins, rank)
-    return local_ranks[rank], [*begins, count][machine] - begins[machine - 1]
+    return (rank, count) if is_common else (int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
 
 
 def shard_of(stated: str | None) -> tuple[int, int]:

@@ -4,12 +4,10 @@ import math
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, Value, concatenate_datasets
+from datasets import Dataset, concatenate_datasets
 from numpy.typing import NDArray
 
 from specdistill.errors import UserError, logger
@@ -20,13 +18,16 @@ from specdistill.produce.generate import ENOUGH
 from specdistill.produce.job import Job
 from specdistill.produce.self_prompts import NearDuplicates
 from specdistill.produce.server_backend import SAMPLING
-from specdistill.produce.sources import HASH_RANGE, Source, row_hash
+from specdistill.produce.sources import Source
 from specdistill.recipe.data_sources import source_names
 from specdistill.recipe.sections import DataConfig
-from specdistill.rows.encoding import ENCODED_COLUMNS, Encoder
-from specdistill.rows.files import Columns, array, mapped, read_header, tokenizer_fingerprint
-from specdistill.rows.packing import Packed, pad_token_id, usable
+from specdistill.rows.encoding import ENCODED_COLUMNS, HASH_RANGE, Encoder
+from specdistill.rows.files import array, mapped, read_header, tokenizer_fingerprint
+from specdistill.rows.packing import Packed, usable
 from specdistill.rows.row_set import Fit, SourceCounts, SplitCounts, fingerprint, is_whole, write_rows
+
+# Documents of training and of validation, with the columns input_ids, loss_mask, length and source, and how many were filtered.
+Split = tuple[Dataset, Dataset, Counter[str]]
 
 
 def merge(job: Job) -> None:
@@ -35,30 +36,21 @@ def merge(job: Job) -> None:
     with alone(job.folder.parent / f"{job.folder.name}.lock", "data.rows", job.folder):
         if is_whole(job.folder):
             return
-        config = job.config
-        parts = _from_blocks(job) if config.regenerate.num_tokens > 0 else _from_sources(job)
-        shape = config.max_length, config.packing, pad_token_id(job.target.tokenizer), config.seed
+        config, tokenizer = job.config, job.target.tokenizer
+        train, validation, filtered = _from_blocks(job) if config.regenerate.num_tokens > 0 else _from_sources(job)
+        padding = next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
         halves = {}
-        for split, documents in (("train", parts.train), ("validation", parts.validation)):
-            packed = Packed(documents, *shape)
+        for split, documents in (("train", train), ("validation", validation)):
+            packed = Packed(documents, config.max_length, config.packing, padding, config.seed)
             halves[split] = packed, SplitCounts(rows=len(packed), documents=len(documents), **_tokens(documents))
         facts = {
             "fingerprint": job.folder.name if config.rows is None else fingerprint(config, job.target, job.measured_on),
             "fit": Fit.of(config, job.target),
-            "sources": _counted(job, parts),
+            "sources": _counted(job, train),
             "generation": _generation(job) if config.regenerate.num_tokens > 0 else None,
-            "filtered": dict(sorted(parts.filtered.items())),
+            "filtered": dict(sorted(filtered.items())),
         }
         write_rows(job.folder, halves, facts)
-
-
-@dataclass(frozen=True)
-class SplitDocuments:
-    """Documents with the columns input_ids, loss_mask, length and source."""
-
-    train: Dataset
-    validation: Dataset
-    filtered: Counter[str]
 
 
 def _tokens(documents: Dataset) -> dict[str, int]:
@@ -66,8 +58,8 @@ def _tokens(documents: Dataset) -> dict[str, int]:
     return {"tokens": int(array(documents, "length").sum()), "loss_tokens": sum(masks)}
 
 
-def _counted(job: Job, documents: SplitDocuments) -> list[SourceCounts]:
-    place, found = array(documents.train, "source"), []
+def _counted(job: Job, train: Dataset) -> list[SourceCounts]:
+    place, found = array(train, "source"), []
     for number, (source, name) in enumerate(zip(job.sources[0], source_names(job.config.source), strict=True)):
         own, entry = np.flatnonzero(place == number), source.entry
         counts = SourceCounts(
@@ -79,7 +71,7 @@ def _counted(job: Job, documents: SplitDocuments) -> list[SourceCounts]:
             rows=len(source.rows),
             fingerprint=str(source.rows._fingerprint),
             documents=len(own),
-            **(_tokens(documents.train.select(own)) if len(own) else {}),
+            **(_tokens(train.select(own)) if len(own) else {}),
         )
         found.append(counts)
     return found
@@ -94,7 +86,7 @@ def _generation(job: Job) -> dict[str, Any]:
     return {**facts, "by": "transformers", "batch_size": settings.batch_size}
 
 
-def _from_blocks(job: Job) -> SplitDocuments:
+def _from_blocks(job: Job) -> Split:
     """The documents of all blocks in their order, without those of prompts that are nearly the same as one of an earlier block."""
     paths = [job.blocks / f"{block.name}.arrow" for block in blocks(job.config.regenerate.num_tokens)]
     if missing := [path.stem for path in paths if not path.exists()]:
@@ -122,7 +114,7 @@ def _from_blocks(job: Job) -> SplitDocuments:
     indices = indices[~alike[indices]]
     hashes, row_of = np.unique(array(documents, "row")[indices], return_inverse=True)
     is_held_out = held_out(hashes, job.config)[row_of]
-    return SplitDocuments(documents.select(indices[~is_held_out]), documents.select(indices[is_held_out]), filtered)
+    return documents.select(indices[~is_held_out]), documents.select(indices[is_held_out]), filtered
 
 
 def _alike(asked: Sequence[Sequence[str | None]]) -> NDArray[np.bool_]:
@@ -147,18 +139,18 @@ def _no_documents(job: Job) -> UserError:
     return UserError("data.max_length", got=f"{max_length}, and no row that gives a prompt", expected=expected)
 
 
-def _from_sources(job: Job) -> SplitDocuments:
+def _from_sources(job: Job) -> Split:
     """The source's rows as they are. Training has each row of a source of weight 2 twice."""
     config, (sources, counts) = job.config, job.sources
     documents = concatenate_datasets([_encoded(source, number, job) for number, source in enumerate(sources)])
-    lengths, is_text, number, row = (array(documents, name) for name in ("length", "is_text", "source", "row"))
+    columns = ("length", "is_text", "source", "row", "hash")
+    lengths, is_text, number, row, hashes = (array(documents, name) for name in columns)
     filtered = Counter(counts)
     indices = usable(lengths, is_text, config.max_length, filtered)
     # Of a row that was cut all documents are on one side.
     first_rows = np.cumsum([0, *(len(source.rows) for source in sources[:-1])])
-    rows, row_of = np.unique(first_rows[number[indices]] + row[indices], return_inverse=True)
-    hashes = np.concatenate([_hashes(source, config) for source in sources])[rows]
-    is_held_out = held_out(hashes, config)[row_of]
+    _, first, row_of = np.unique(first_rows[number[indices]] + row[indices], return_index=True, return_inverse=True)
+    is_held_out = held_out(hashes[indices[first]], config)[row_of]
     generator = random.Random(config.seed)
     train: list[int] = []
     for place, source in enumerate(sources):
@@ -166,7 +158,7 @@ def _from_sources(job: Job) -> SplitDocuments:
         train += own * int(source.entry.weight) + generator.sample(own, round(source.entry.weight % 1 * len(own)))
     if not train:
         raise UserError("data.source", got="weights that leave no row to train on", expected="larger weights")
-    return SplitDocuments(documents.select(train), documents.select(indices[is_held_out]), filtered)
+    return documents.select(train), documents.select(indices[is_held_out]), filtered
 
 
 def held_out(hashes: NDArray[np.int64], config: DataConfig) -> NDArray[np.bool_]:
@@ -183,30 +175,15 @@ def held_out(hashes: NDArray[np.int64], config: DataConfig) -> NDArray[np.bool_]
         count = min(len(hashes) - 1, max(1, round(config.validation_fraction * len(hashes))))
         return np.isin(np.arange(len(hashes)), random.Random(config.seed).sample(range(len(hashes)), count))
     count = int(np.searchsorted(distinct, math.ceil(config.validation_fraction * HASH_RANGE)))
-    is_low: NDArray[np.bool_] = hashes < distinct[min(max(count, 1), len(distinct) - 1)]
-    return is_low
-
-
-def _hashes(source: Source, config: DataConfig) -> NDArray[np.int64]:
-    if not len(source.rows):
-        return np.empty(0, np.int64)
-    inputs = ["hashes", source.rows._fingerprint, config.seed]
-    hashes = partial(_row_hashes, seed=config.seed)
-    return array(mapped(source.rows, hashes, {"hash": Value("int64")}, inputs, "Hashing", config), "hash")
-
-
-def _row_hashes(rows: Columns, numbers: Sequence[int], seed: int) -> dict[str, list[int]]:
-    each = (dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True))
-    return {"hash": [row_hash(row, seed) for row in each]}
+    return hashes < distinct[min(max(count, 1), len(distinct) - 1)]
 
 
 def _encoded(source: Source, number: int, job: Job) -> Dataset:
     config, tokenizer = job.config, job.target.tokenizer
-    encoder = Encoder(tokenizer, config.loss_mask, config.max_length, source.key, number)
+    encoder = Encoder(tokenizer, config.loss_mask, config.max_length, source.key, number, config.seed)
     if source.rows.data.column("messages").null_count < len(source.rows):
         encoder.prove()
-    template: Any = tokenizer.chat_template
-    made_with = [tokenizer_fingerprint(tokenizer), template, config.loss_mask, config.max_length]
+    made_with = [tokenizer_fingerprint(tokenizer), tokenizer.chat_template, config.loss_mask, config.max_length, config.seed]
     inputs = ["encoded", source.rows._fingerprint, number, *made_with]
     encoded = mapped(source.rows, encoder, ENCODED_COLUMNS, inputs, "Tokenizing", config)
     _, num_documents = np.unique(array(encoded, "row"), return_counts=True)

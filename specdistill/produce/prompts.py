@@ -19,9 +19,10 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from specdistill.produce.blocks import Block
-from specdistill.produce.sources import Source, row_hash
+from specdistill.produce.sources import Source
 from specdistill.recipe.sections import DataConfig
 from specdistill.rows.chat import prompt_ids
+from specdistill.rows.encoding import row_hash
 from specdistill.suites.conversations import Message, Tools, check_expressed, is_unanswered
 
 CHARACTERS_PER_TOKEN = 16  # more than a token has on average, so that a snippet surely has enough tokens

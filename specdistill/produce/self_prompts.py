@@ -21,8 +21,8 @@ from specdistill.produce.blocks import Answer, AnswerFile
 from specdistill.produce.cleaning import ngrams, words
 from specdistill.produce.generate import Backend
 from specdistill.produce.prompts import BlockPlan, GenerationPrompt, GenerationTask
-from specdistill.produce.sources import row_hash
 from specdistill.rows.chat import opened_turn, prompt_ids
+from specdistill.rows.encoding import row_hash
 
 LONGEST = 256  # tokens of a prompt
 SHORTEST_ROOM = 16  # tokens that a prompt must have room for

@@ -21,7 +21,6 @@ class Lengths:
     """Arrays [D] over documents, a long text's rows each one of their own, in tokens; and the row that each is in."""
 
     tokens: np.ndarray
-    loss_tokens: np.ndarray
     row: np.ndarray
 
 
@@ -42,11 +41,9 @@ class DocumentText:
 def lengths(rows: Dataset) -> Lengths:
     """Of the documents in packed rows."""
     found: list[list[np.ndarray]] = []
-    for number, row in enumerate(rows.select_columns(["document_ids", "loss_mask"]).with_format("numpy")):
-        is_token = row["document_ids"] != PADDING_DOCUMENT
-        ids = row["document_ids"][is_token]
-        tokens, loss_tokens = np.bincount(ids), np.bincount(ids, row["loss_mask"][is_token]).astype(int)
-        found.append([tokens, loss_tokens, np.full(len(tokens), number)])
+    for number, row in enumerate(rows.select_columns(["document_ids"]).with_format("numpy")):
+        tokens = np.bincount(row["document_ids"][row["document_ids"] != PADDING_DOCUMENT])
+        found.append([tokens, np.full(len(tokens), number)])
     return Lengths(*map(np.concatenate, zip(*found, strict=True)))
 
 
@@ -64,7 +61,7 @@ def shown(rows: Dataset, of: Lengths, count: int, tokenizer: PreTrainedTokenizer
             (str(tokenizer.decode([token for token, _ in group])), has_loss)
             for has_loss, group in groupby(tokens, key=lambda pair: pair[1])
         ]
-        found.append(DocumentText(f"document {place:,}", len(tokens), int(of.loss_tokens[place]), pieces))
+        found.append(DocumentText(f"document {place:,}", len(tokens), sum(has_loss for _, has_loss in tokens), pieces))
     return found
 
 
@@ -72,7 +69,7 @@ def table_of_splits(manifest: Manifest) -> Table:
     made = Table("", "rows", "documents", "tokens", "loss tokens", "filled")
     for name, it in manifest.splits.items():
         counts = (f"{number:,}" for number in (it.rows, it.documents, it.tokens, it.loss_tokens))
-        made.add_row(name, *counts, f"{manifest.filled[name]:.1%}")
+        made.add_row(name, *counts, f"{it.tokens / (it.rows * manifest.fit.max_length):.1%}")
     return made
 
 

@@ -6,7 +6,6 @@ are not None: `text`; or `messages` and perhaps `tools` (specdistill.suites.conv
 with other rows, their `text`.
 """
 
-import hashlib
 import lzma
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,6 @@ from pkgutil import resolve_name
 from typing import Any
 
 import fsspec
-import numpy as np
 from datasets import Dataset, DownloadManager, Features, List, Value, load_dataset_builder
 from datasets import Json as AnyJson
 from datasets.exceptions import DatasetsError
@@ -33,8 +31,8 @@ from specdistill.errors import ResourceError, UserError, logger, nearest, one_li
 from specdistill.files.documents import LONGEST, json_rows
 from specdistill.recipe.data_sources import BUILT_IN, LOADERS, SELF, SourceEntry, entries
 from specdistill.recipe.sections import DataConfig
-from specdistill.rows.files import Columns, array, cache_folder, content_of, mapped, on_disk, quiet, tokenizer_fingerprint
-from specdistill.suites.conversations import conversation, mappings, string
+from specdistill.rows.files import cache_folder, content_of, mapped, on_disk, quiet, tokenizer_fingerprint
+from specdistill.suites.conversations import conversation, string
 
 COLUMNS = {
     "text": Value("string"),
@@ -43,7 +41,6 @@ COLUMNS = {
     "input_ids": List(Value("int32")),
     "loss_mask": List(Value("int8")),
 }
-READER_COLUMNS = {**COLUMNS, "row": Value("int64")}
 CONVERSATIONS = ("messages", "conversations", "conversation", "turns")
 TOKENS = "input_ids"
 EXCHANGES = (
@@ -55,13 +52,11 @@ EXCHANGES = (
 )
 PROMPTS = tuple(dict.fromkeys(question for question, _ in EXCHANGES))
 ANSWERS = {prompt: {answer for question, answer in EXCHANGES if question == prompt} for prompt in PROMPTS}
-KNOWN_COLUMNS = ("text", TOKENS, *CONVERSATIONS, "instances", *dict.fromkeys(name for pair in EXCHANGES for name in pair))
+KNOWN_COLUMNS = ("text", TOKENS, *CONVERSATIONS, *dict.fromkeys(name for pair in EXCHANGES for name in pair))
 READ = (*KNOWN_COLUMNS, "tools", "functions", "loss_mask", "system", "input", "context")
-INSTANCES = ("instruction", "instances")
 EXPECTED = (
     "text, messages, conversations, turns, input_ids, or instruction and output (prompt and response, question and answer)"
 )
-HASH_RANGE = 2**63  # of hashes of rows: what a column of signed integers holds
 
 
 @dataclass(frozen=True)
@@ -93,16 +88,6 @@ def load_sources(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list
                 expected = f"{default}: it is of rows that are there"
                 raise UserError(key, got=f"{value} with the source self alone", expected=expected)
     return [Source(_rows(entry, key, config, tokenizer), entry, key) for key, entry in found]
-
-
-def row_hash(row: Mapping[str, Any], seed: int) -> int:
-    """0 … HASH_RANGE - 1, of a text, or of a conversation without the assistant's turns: equal for all answers to the same questions."""
-    if row["text"] is not None:
-        content = ["text", row["text"]]
-    else:
-        content = [part for turn in row["messages"] if turn["role"] != "assistant" for part in (turn["role"], turn["content"])]
-    digest = hashlib.blake2b("\0".join([str(seed), *content]).encode(), digest_size=8)
-    return int.from_bytes(digest.digest()) % HASH_RANGE
 
 
 def _rows(entry: SourceEntry, key: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Dataset:
@@ -138,43 +123,27 @@ def _rows(entry: SourceEntry, key: str, config: DataConfig, tokenizer: PreTraine
         inputs.append(tokenizer_fingerprint(tokenizer))
     read = partial(_read, key=key, entry=entry, tokenizer=tokenizer, features=raw.features)
     try:
-        rows = mapped(raw, read, READER_COLUMNS, inputs, "Reading", config)
+        rows = mapped(raw, read, COLUMNS, inputs, "Reading", config)
     except UnicodeDecodeError as error:  # the library keeps the bytes of a file as they are
         raise UserError(key, got=f"{source}, which is not UTF-8", expected="text in UTF-8") from error
-    if num_filtered := len(raw) - len(np.unique(array(rows, "row"))):
-        why = (
-            f"hold no text, or are not asked for by {sibling_key(key, 'where')} and min_turns,"
-            if conditions
-            else "hold no text"
-        )
+    if num_filtered := len(raw) - len(rows):
+        why = "hold no text" + f", or are not asked for by {sibling_key(key, 'where')} and min_turns," * bool(conditions)
         logger.warning("%s: %d of %d rows of %s %s and are filtered", key, num_filtered, len(raw), source, why)
     if len(rows) == 0:
         got = f"{source}, of which where and min_turns leave no row" if conditions else f"{source}, whose rows are all empty"
         raise UserError(key, got=got, expected=EXPECTED)
-    return rows.remove_columns("row")
+    return rows
 
 
 def _read(
-    batch: Columns, numbers: Sequence[int], key: str, entry: SourceEntry, tokenizer: PreTrainedTokenizerBase, features: Features
-) -> dict[str, list[Any]]:
-    """A batch of rows in the common forms, with their own number as a column. Raises UserError naming the first that cannot be read."""
-    made: dict[str, list[Any]] = {column: [] for column in READER_COLUMNS}
-    for number, values in zip(numbers, zip(*batch.values(), strict=True), strict=True):
-        raw = _unfilled(dict(zip(batch, values, strict=True)), dict(features))
-        for row in _read_row(raw, f"{key} row {number}", entry, tokenizer):
-            for column, value in {**dict.fromkeys(COLUMNS), **row, "row": number}.items():
-                made[column].append(value)
-    return made
-
-
-def _read_row(
-    raw: Mapping[str, Any], where: str, entry: SourceEntry, tokenizer: PreTrainedTokenizerBase
+    raw: dict[str, Any], number: int, key: str, entry: SourceEntry, tokenizer: PreTrainedTokenizerBase, features: Features
 ) -> list[dict[str, Any]]:
-    """The rows that a row of the source gives; none for one without content, or that is not asked for."""
+    """A row in the common forms; none for one without content, or that is not asked for. Raises UserError that names it."""
+    raw = _unfilled(raw, dict(features))
     if not all(raw.get(column) in (it if isinstance(it, list) else [it]) for column, it in entry.where.items()):
         return []
     own = {ours: raw.get(theirs) for ours, theirs in entry.columns.items()} if entry.columns else raw
-    made = normalise(own, where, tokenizer)
+    made = normalise(own, f"{key} row {number}", tokenizer)
     return [row for row in made if sum(turn["role"] == "user" for turn in row.get("messages") or ()) >= entry.min_turns]
 
 
@@ -189,14 +158,14 @@ def _check_columns(own: Sequence[str], entry: SourceEntry, key: str) -> None:
         expected = f"{{our name: its own}} with our names {', '.join(READ)}"
         raise UserError(sibling_key(key, "columns"), got=unknown, expected=expected, nearest=nearest(unknown, READ))
     named = set(columns or own)
-    if not named & {"text", TOKENS, *CONVERSATIONS, *PROMPTS} and not named.issuperset(INSTANCES):
+    if not named & {"text", TOKENS, *CONVERSATIONS, *PROMPTS}:
         close = next((match for column in own if (match := nearest(column, KNOWN_COLUMNS))), None)
         got = f"{source} with columns {', '.join(named if columns else own)}"
         raise UserError(key, got=got, expected=f"{EXPECTED}, or data.columns to say which are these", nearest=close)
 
 
 def normalise(row: Mapping[str, Any], where: str, tokenizer: Any = None) -> Iterator[dict[str, Any]]:
-    """A row in any known form -> rows in the common forms; nothing for a row without content. tokenizer: for token ids."""
+    """A row in any known form -> one in the common forms; nothing for a row without content. tokenizer: for token ids."""
     present = {column: value for column, value in row.items() if value}
     turns = next((present[column] for column in CONVERSATIONS if column in present), None)
     exchange = next((pair for pair in EXCHANGES if pair[0] in present and pair[1] in present), None)
@@ -211,9 +180,6 @@ def normalise(row: Mapping[str, Any], where: str, tokenizer: Any = None) -> Iter
             yield {"text": None, "messages": messages, "tools": tools}
     elif "text" in present:
         yield {"text": string(present["text"], where, "text"), "messages": None}
-    elif "instances" in present and "instruction" in present:  # self-instruct: one instruction, several worked instances
-        for instance in mappings(present["instances"], where, "instances"):
-            yield _exchange(present["instruction"], instance.get("input"), instance.get("output"), where)
     elif exchange is not None:
         yield _exchange(present[exchange[0]], context, present[exchange[1]], where)
     elif question := next((name for name in PROMPTS if name in present and not ANSWERS[name] & row.keys()), None):

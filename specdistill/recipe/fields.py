@@ -82,8 +82,7 @@ def like(schema: type[Section], name: str, *, read_when: ReadWhen | None = None)
 
 def read_when_of(field: FieldInfo) -> ReadWhen | None:
     extra: Any = field.json_schema_extra or {}
-    condition: ReadWhen | None = extra.get("read_when")
-    return condition
+    return extra.get("read_when")
 
 
 def default_of(field: FieldInfo) -> Any:

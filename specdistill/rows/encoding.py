@@ -1,7 +1,7 @@
 """Rows as documents: token ids with a loss mask, of the assistant's tokens or of all of them.
 
-An `Encoder` takes rows by the batch, a text, a conversation or token ids each, and is a function of each row alone: `datasets` can map
-them through it in any number of processes. The assistant's turns are found in what the chat template renders (specdistill.rows.chat),
+An `Encoder` is a function of a row alone, a text, a conversation or token ids: `datasets` can map rows through it in any number of
+processes. The assistant's turns are found in what the chat template renders (specdistill.rows.chat),
 which may give a conversation several documents.
 
 A conversation longer than a row is cut at its turns. As many whole exchanges, each a user's turn and what follows it, as fit into a row
@@ -9,6 +9,7 @@ are a document, and the rest is cut alike: each document begins with the system 
 a conversation of its own. Of an exchange that no row holds the turns up to the assistant's last one that fits are kept.
 """
 
+import hashlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,33 +26,26 @@ from specdistill.errors import UserError
 from specdistill.rows.chat import MASKABLE, Spans, turn_documents
 from specdistill.suites.conversations import Message, Tools, is_unanswered, render, shortened
 
-# row: the number of the source's row that a document comes from. An exchange that is filtered in part, because no row holds it, is a
-# document without tokens, of the length that it would have.
+# row, hash: number and `row_hash` of the source's row that a document comes from. An exchange that is filtered in part, because no row
+# holds it, is a document without tokens, of the length that it would have.
 DOCUMENT_COLUMNS = {
     "input_ids": List(Value("int32")),
     "loss_mask": List(Value("int8")),
     "length": Value("int32"),
     "source": Value("int32"),
 }
-ROW_COLUMNS = ("text", "messages", "tools", "input_ids", "loss_mask")  # of `sources`
-ENCODED_COLUMNS = {**DOCUMENT_COLUMNS, "is_text": Value("bool"), "row": Value("int64")}
-Ids = NDArray[np.int32]
+ENCODED_COLUMNS = {**DOCUMENT_COLUMNS, "is_text": Value("bool"), "row": Value("int64"), "hash": Value("int64")}
+HASH_RANGE = 2**63  # of hashes of rows: what a column of signed integers holds
 Mask = NDArray[np.int8]
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """Token ids and, for each, 1 where it carries loss. length: of the ids, or of what is filtered."""
-
-    input_ids: Ids
-    loss_mask: Mask
-    length: int
+Document = dict[
+    str, Any
+]  # input_ids [L] int32; loss_mask [L] int8, 1 where a token carries loss; length: L, or of what is filtered
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Documents of rows with the columns of `sources` as columns. loss_mask: `assistant` or `all`. key, source: name and number of the
-    source, for error messages and as a column.
+    """Documents of rows with the columns of `sources`. loss_mask: `assistant` or `all`. key, source: name and number of the
+    source, for error messages and as a column. seed: of the rows' hashes.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -59,51 +53,44 @@ class Encoder:
     max_length: int
     key: str = "data.source"
     source: int = 0
+    seed: int = 0
 
-    def __call__(self, rows: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> dict[str, list[Any]]:
-        """The documents of rows, in their order; `numbers` are the rows' own.
+    def __call__(self, row: Mapping[str, Any], number: int) -> list[Document]:
+        """The documents of a row, with ENCODED_COLUMNS.
 
         Raises UserError naming the row that the chat template does not take, or in which it marks none or all of the tokens.
         """
-        texts, documents = [], []
-        for number, text, turns, tools, ids, mask in zip(numbers, *(rows[name] for name in ROW_COLUMNS), strict=True):
-            if turns is not None:
-                documents += [(number, False, made) for made in self.conversation(turns, tools, number)]
-            elif ids is not None:
-                documents.append((number, True, _all_with_loss(ids) if self.loss_mask == "all" else _encoded(ids, mask)))
-            else:
-                texts.append((number, text))
-        documents += [(number, True, encoded) for number, encoded in self.texts(texts)]
-        columns: dict[str, list[Any]] = {name: [] for name in ENCODED_COLUMNS}
-        for number, is_cut, encoded in sorted(documents, key=itemgetter(0)):
-            for name, value in {**vars(encoded), "source": self.source, "is_text": is_cut, "row": number}.items():
-                columns[name].append(value)
-        return columns
+        messages, ids = row["messages"], row["input_ids"]
+        if messages is not None:
+            documents = self.conversation(messages, row["tools"], f"{self.key} row {number}")
+        elif ids is not None:
+            documents = [_all_with_loss(ids) if self.loss_mask == "all" else _encoded(ids, row["loss_mask"])]
+        else:
+            documents = [self.text(row["text"])]
+        of_row = {"source": self.source, "is_text": messages is None, "row": number, "hash": row_hash(row, self.seed)}
+        return [{**document, **of_row} for document in documents]
 
-    def texts(self, texts: Sequence[tuple[int, str]]) -> list[tuple[int, Encoded]]:
-        """Texts as the target reads them, each with its end-of-text token; every token carries loss."""
-        end = self.tokenizer.eos_token_id
-        ids = self.tokenizer([text for _, text in texts], verbose=False)["input_ids"] if texts else []
-        ended = (those if end is None or those[-1:] == [end] else [*those, end] for those in ids)
-        return [(number, _all_with_loss(those)) for (number, _), those in zip(texts, ended, strict=True)]
+    def text(self, text: str) -> Document:
+        """A text as the target reads it, with its end-of-text token; every token carries loss."""
+        end, ids = self.tokenizer.eos_token_id, self.tokenizer(text, verbose=False)["input_ids"]
+        return _all_with_loss(ids if end is None or ids[-1:] == [end] else [*ids, end])
 
-    def conversation(self, messages: Sequence[Message], tools: Tools = None, number: int | None = None) -> list[Encoded]:
+    def conversation(self, messages: Sequence[Message], tools: Tools, where: str) -> list[Document]:
         """The documents of a conversation. One longer than a row is cut at its turns; what is filtered of it comes without tokens."""
-        made = self.chat(messages, tools, number)
-        if max(it.length for it in made) <= self.max_length:
+        made = self.chat(messages, tools, where)
+        if max(it["length"] for it in made) <= self.max_length:
             return made
 
         def length(turns: Sequence[Message]) -> int:
-            return len(self._tokens([render(self.tokenizer, turns, False, self._where(number), tools)])["input_ids"][0])
+            return len(self._tokens([render(self.tokenizer, turns, False, where, tools)])["input_ids"][0])
 
         parts, filtered = cut_at_turns(messages, length, self.max_length)
-        empty = np.empty(0, np.int32), np.empty(0, np.int8)
-        kept = [encoded for part in parts for encoded in self.chat(part, tools, number)]
-        return kept + [Encoded(*empty, tokens) for tokens in filtered]
+        kept = [encoded for part in parts for encoded in self.chat(part, tools, where)]
+        return kept + [{**_encoded([], []), "length": tokens} for tokens in filtered]
 
-    def chat(self, messages: Sequence[Message], tools: Tools = None, number: int | None = None) -> list[Encoded]:
-        """A conversation by the chat template, however long it is. number: of its row, if it has one."""
-        where, by_turns = self._where(number), self.loss_mask == "assistant"
+    def chat(self, messages: Sequence[Message], tools: Tools, where: str) -> list[Document]:
+        """A conversation by the chat template, however long it is."""
+        by_turns = self.loss_mask == "assistant"
         if (by_turns and all(message["role"] != "assistant" for message in messages)) or any(map(is_unanswered, messages)):
             expected = "an answer, or data.regenerate.num_tokens above 0, so that the target gives one (or data.loss_mask=all)"
             raise UserError(where, got=f"a prompt without an answer, {shortened(messages[-1]['content'])!r}", expected=expected)
@@ -130,12 +117,19 @@ class Encoder:
                 got = f"a chat template that marks {shortened(marked)!r} as the assistant's in {shortened(whole)!r}"
                 raise UserError(self.key, got=got, expected=MASKABLE)
 
-    def _where(self, number: int | None) -> str:
-        return self.key if number is None else f"{self.key} row {number}"
-
     def _tokens(self, rendered: Sequence[str], **options: bool) -> Any:
         options = {**options, "return_attention_mask": False, "return_token_type_ids": False}
         return self.tokenizer(list(rendered), add_special_tokens=False, verbose=False, **options)
+
+
+def row_hash(row: Mapping[str, Any], seed: int) -> int:
+    """0 … HASH_RANGE - 1, of a text, or of a conversation without the assistant's turns: equal for all answers to the same questions."""
+    if row["text"] is not None:
+        content = ["text", row["text"]]
+    else:
+        content = [part for turn in row["messages"] if turn["role"] != "assistant" for part in (turn["role"], turn["content"])]
+    digest = hashlib.blake2b("\0".join([str(seed), *content]).encode(), digest_size=8)
+    return int.from_bytes(digest.digest()) % HASH_RANGE
 
 
 def mask_of(spans: Spans, offsets: Sequence[tuple[int, int]]) -> Mask:
@@ -177,9 +171,9 @@ def cut_at_turns(
     return parts, filtered
 
 
-def _checked(encoded: Encoded, whole: str, where: str) -> Encoded:
+def _checked(encoded: Document, whole: str, where: str) -> Document:
     """Raises UserError for a document in which none or all of the tokens carry loss."""
-    num_marked, num_tokens = int(encoded.loss_mask.sum()), len(encoded.loss_mask)
+    num_marked, num_tokens = int(encoded["loss_mask"].sum()), encoded["length"]
     if num_marked in (0, num_tokens):
         got = f"{num_marked} of {num_tokens} tokens from the assistant in {shortened(whole)!r}"
         expected = "a conversation with turns of the assistant and of others (or data.loss_mask=all)"
@@ -187,9 +181,9 @@ def _checked(encoded: Encoded, whole: str, where: str) -> Encoded:
     return encoded
 
 
-def _encoded(ids: Sequence[int], mask: Sequence[int] | Mask) -> Encoded:
-    return Encoded(np.array(ids, np.int32), np.asarray(mask, np.int8), len(ids))
+def _encoded(ids: Sequence[int], mask: Sequence[int] | Mask) -> Document:
+    return {"input_ids": np.array(ids, np.int32), "loss_mask": np.asarray(mask, np.int8), "length": len(ids)}
 
 
-def _all_with_loss(ids: Sequence[int]) -> Encoded:
+def _all_with_loss(ids: Sequence[int]) -> Document:
     return _encoded(ids, np.ones(len(ids), np.int8))

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,23 +32,24 @@ VERSION = 3  # of the code that prepares rows: raise it when equal inputs give o
 BATCH = 100  # rows that a function is given at a time
 MOST_PROCESSES, ROWS_EACH = 16, 2000  # rows that a process is worth starting for
 FREE_SPACE = "free disk space, or set data.cache_dir to a folder that can be written; what is there is kept"
+TORCHS_WRITER = ("PytorchStreamWriter", "inline_container", "iostream")  # how it calls itself in errors
 HEADER = b"specdistill"  # a key of an Arrow schema's metadata
 Columns = Mapping[str, Sequence[Any]]
+RowFunction = Callable[[dict[str, Any], int], Iterable[Mapping[str, Any]]]
 
 
 def mapped(
     rows: Dataset,
-    function: Callable[[Columns, Sequence[int]], Columns],
+    function: RowFunction,
     columns: dict[str, Any],
     inputs: object,
     what: str,
     config: DataConfig,
 ) -> Dataset:
-    """What `function(rows, their numbers)` makes of each batch of rows; it runs only if no process has made it from equal `inputs` before.
+    """The rows that `function(row, its number)` makes of each row; it runs only if no process has made them from equal `inputs` before.
 
-    The function treats each row alone and may make any number of rows of it. It runs in as many processes as `num_processes` says, which
-    changes nothing else. The rows appear whole or not at all. what: names the work in the progress bar, or in a line at its end. config:
-    says where the rows are kept, and may say how many processes.
+    It runs in as many processes as `num_processes` says, which changes nothing else. The rows appear whole or not at all. what: names the
+    work in the progress bar, or in a line at its end. config: says where the rows are kept, and may say how many processes.
     """
     fingerprint = Hasher.hash([VERSION, sorted(columns), inputs])
     path = cache_folder(config.cache_dir) / "prepared" / f"{fingerprint}.arrow"
@@ -57,7 +59,7 @@ def mapped(
     with nullcontext() if is_new and has_bar else quiet(), on_disk(path.parent):
         try:
             made = rows.map(
-                function,
+                partial(_made_of, function=function, columns=list(columns)),
                 with_indices=True,
                 batched=True,
                 batch_size=BATCH,
@@ -77,6 +79,12 @@ def mapped(
     if is_new and not has_bar and is_first_here():
         logger.info(f"{what}: {len(rows):,} rows in {time.monotonic() - begin:.1f} s")
     return made
+
+
+def _made_of(rows: Columns, numbers: Sequence[int], function: RowFunction, columns: Sequence[str]) -> Columns:
+    each = (dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True))
+    made = [row for number, raw in zip(numbers, each, strict=True) for row in function(raw, number)]
+    return {name: [row.get(name) for row in made] for name in columns}
 
 
 def num_processes(asked: int | None, num_rows: int) -> int:
@@ -161,9 +169,11 @@ def read_header(path: Path) -> str:
 
 
 @contextmanager
-def on_disk(folder: Path, next_step: str = FREE_SPACE) -> Iterator[None]:
-    """Raises ResourceError for a disk that is full or cannot be written."""
+def on_disk(what: Path, next_step: str = FREE_SPACE) -> Iterator[None]:
+    """Raises ResourceError for a disk that is full or cannot be written; torch's writer reports either as a RuntimeError."""
     try:
         yield
-    except (OSError, SafetensorError, DatasetGenerationError) as error:
-        raise ResourceError(f"{folder} could not be written ({error.__cause__ or error})", next_step=next_step) from error
+    except (OSError, SafetensorError, DatasetGenerationError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not any(name in str(error) for name in TORCHS_WRITER):
+            raise
+        raise ResourceError(f"{what} could not be written ({error.__cause__ or error})", next_step=next_step) from error

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from datasets import Dataset, List, Value
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from specdistill.errors import UserError, logger
 from specdistill.rows.files import array
@@ -136,11 +135,6 @@ class Packed:
                 packed["position_ids"][slots] = range(length)
                 place += length
         return {column: list(values) for column, values in packed.items()}
-
-
-def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """What rows are filled up with; it carries no loss."""
-    return next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
 
 
 def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from specdistill.targets.packed_rows import packing
 VERSION = 2  # of the code that makes rows: raise it when equal recipes give other ones
 MANIFEST = "manifest.json"
 SPLITS = ("train", "validation")
-SHARD = re.compile(rf"(?P<split>{'|'.join(SPLITS)})-\d{{5}}-of-(?P<count>\d{{5}})\.arrow")
+SHARD = re.compile(rf"({'|'.join(SPLITS)})-\d{{5}}-of-\d{{5}}\.arrow")
 SHARD_TOKENS = 2**25  # of a shard, padding included
 PACKED_ROWS = 256  # rows that are packed at a time
 MAKE = "`specdistill data make` makes it"
@@ -133,11 +133,6 @@ class Manifest(Record):
     splits: dict[str, SplitCounts]
     shards: list[ShardRecord]
 
-    @property
-    def filled(self) -> dict[str, float]:
-        """Of each split, the share of its rows that is not padding."""
-        return {split: it.tokens / (it.rows * self.fit.max_length) for split, it in self.splits.items()}
-
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
         """Raises UserError for a folder that holds no whole row set, naming what it lacks."""
@@ -145,8 +140,7 @@ class Manifest(Record):
             with refusing(ValueError, "data.rows", folder / MANIFEST, "a manifest"):
                 manifest = cls.model_validate(read_json(folder / MANIFEST))
         except OSError as error:
-            got = f"{folder}, which lacks {', '.join([MANIFEST, *_lacking(folder)])}"
-            raise UserError("data.rows", got=got, expected=f"a row set: {MAKE}") from error
+            raise UserError("data.rows", got=f"{folder}, which lacks {MANIFEST}", expected=f"a row set: {MAKE}") from error
         if manifest.version != VERSION:
             raise UserError("data.rows", got=f"{folder}, of version {manifest.version}", expected=f"{VERSION}: {MAKE}")
         unfit = [shard.name for shard in manifest.shards if hash_of(folder / shard.name) != shard.hash]
@@ -224,13 +218,6 @@ def is_part(name: str) -> bool:
     """Whether a file is of a row set, also of one that is being written, by its name."""
     name = name.removesuffix(".part")
     return name == MANIFEST or SHARD.fullmatch(name) is not None
-
-
-def _lacking(folder: Path) -> list[str]:
-    """Shards that a folder should have by the names of those that are there."""
-    found = [match for path in folder.glob("*.arrow") if (match := SHARD.fullmatch(path.name))]
-    named = {shard_name(match["split"], index, int(match["count"])) for match in found for index in range(int(match["count"]))}
-    return sorted(named - {match[0] for match in found})
 
 
 def shard_name(split: str, index: int, count: int) -> str:

@@ -76,8 +76,7 @@ class Origin:
 
     @property
     def row_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.stored)
-        return dtype
+        return getattr(torch, self.stored)
 
     @property
     def token_bytes(self) -> int:

@@ -8,6 +8,7 @@ Templates differ in what they take: the name of the reasoning, and whether argum
 finds out by trying; `check_expressed` refuses what comes out the same without a part of the conversation, which the template ignores.
 """
 
+import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -195,14 +196,11 @@ def _forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
     """As they are; with the arguments of calls as objects, and as texts; each with None, and with "", for no content."""
     for blank in (None, ""):
         for as_arguments in (lambda it: it, lambda it: parse_json(it) if isinstance(it, str) else it, _as_text):
-            form = [_named(message) for message in messages]
-            for number, message in enumerate(form):
-                if calls := message.get("tool_calls"):
-                    functions = [
-                        {**call["function"], "arguments": as_arguments(call["function"]["arguments"])} for call in calls
-                    ]
-                    made = [{**call, "function": function} for call, function in zip(calls, functions, strict=True)]
-                    form[number] = {**message, "content": message["content"] or blank, "tool_calls": made}
+            form = copy.deepcopy([_named(message) for message in messages])
+            for message in form:
+                for call in message.get("tool_calls", ()):
+                    call["function"]["arguments"] = as_arguments(call["function"]["arguments"])
+                    message["content"] = message["content"] or blank
             yield form
 
 

@@ -108,12 +108,12 @@ class Prompt:
     token_ids: tuple[int, ...]
 
 
-def load_suite(name: str | None, target: str = "pico") -> Suite:
+def load_suite(name: str | None, target: str = "pico", *, key: str = "eval.suite") -> Suite:
     """A suite by name or path; None stands for pico's own prompts, which are no measure of another target.
 
-    Raises UserError for an unknown name, None with another target, a wrong hash or a row without a prompt.
+    Raises UserError for an unknown name, which names `key`, None with another target, a wrong hash or a row without a prompt.
     """
-    path = _find("pico" if name is None and target == "pico" else name, target)
+    path = _find("pico" if name is None and target == "pico" else name, target, key)
     if path.suffix == ".jsonl":
         content = read(str(path))
         digest = hashlib.sha256(content).hexdigest()
@@ -168,7 +168,7 @@ def tokenize(
     max_length: the target's context. vocab_size: of the target's embedding; None where a server holds it. Raises UserError for a prompt
     that leaves no room for `max_new_tokens`, or has a token that the target does not know.
     """
-    rows = _some(suite.rows, num_prompts)
+    rows = evenly(suite.rows, [row.category for row in suite.rows], num_prompts)
     if suite.is_file and tokenizer.chat_template and (plain := sum(row.kind in ("prompt", "text") for row in rows)):
         cut = f" and cut to {TEXT_PROMPT_TOKENS} tokens" * any(row.kind == "text" for row in rows)
         message = "%d prompts of %s are given to a chat target as plain text%s: `user` or `messages` rows go through its chat template"
@@ -212,15 +212,12 @@ def cut_prompts(
     if not rows:
         got = f"{longest}, where the longest prompt of {suite.name} has {max(whole.values())} tokens"
         raise UserError("eval.sweep.context", got=got, expected="lengths that some prompt has")
-    return {length: [_cut(row, tokenizer, length) for row in _some(rows, num_prompts)] for length in lengths}
+    chosen = evenly(rows, [row.category for row in rows], num_prompts)
+    return {length: [_cut(row, tokenizer, length) for row in chosen] for length in lengths}
 
 
-def _some(rows: Sequence[SuiteRow], count: int | None) -> Sequence[SuiteRow]:
-    return rows if count is None else evenly(rows, [row.category for row in rows], count)
-
-
-def evenly(items: Sequence[T], groups: Sequence[Hashable], count: int) -> list[T]:
-    """`count` of the items in their order, distributed evenly over the groups and over each group's items."""
+def evenly(items: Sequence[T], groups: Sequence[Hashable], count: int | None) -> list[T]:
+    """`count` of the items in their order, or all, distributed evenly over the groups and over each group's items."""
     members: dict[Hashable, list[int]] = {}
     for index, group in enumerate(groups):
         members.setdefault(group, []).append(index)

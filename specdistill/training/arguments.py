@@ -185,8 +185,7 @@ def _check_trackers_and_schedule(arguments: Any) -> None:
     """Build once what the Trainer would build later, when the data is made: raises UserError for what is not installed or lacks options."""
     for tracker in arguments.report_to:
         try:
-            callback: Any = INTEGRATION_TO_CALLBACK[tracker]
-            callback()
+            INTEGRATION_TO_CALLBACK[tracker]()
         except (ImportError, RuntimeError, ValueError, KeyError) as error:
             missing = f"train.report_to: {tracker} is not installed. Run: pip install {tracker}"
             expected = "none alone, or what is installed and set up"
@@ -251,7 +250,12 @@ def _checked(name: str, value: Any, hint: Any, choices: Iterable[str]) -> Any:
     if value is None and NoneType in kinds and name != "report_to":  # there null would be a tracker of that name
         return value
     if names:
-        return _named(name, value, names)
+        value = "no" if value is False and "no" in names else value  # YAML reads an unquoted no as false
+        for item in value if isinstance(value, list) else [value]:
+            if item not in names:
+                close = nearest(str(item), names)
+                raise UserError(f"train.{name}", got=repr(item), expected=f"one of {', '.join(names)}", nearest=close)
+        return value
     if type(value) not in kinds | ({int} if float in kinds else set()):
         known = sorted({NoneType: "null", dict: "mapping"}.get(kind, kind.__name__) for kind in kinds)
         raise UserError(f"train.{name}", got=f"{value!r} ({type(value).__name__})", expected=" or ".join(known))
@@ -271,12 +275,3 @@ def _accepted(hint: Any) -> tuple[set[type], list[str]]:
     members = accepted.union(*map(get_args, accepted))
     names = [member.value for kind in members if isinstance(kind, type) and issubclass(kind, Enum) for member in kind]
     return kinds - ({str} if dict in kinds else set()), names
-
-
-def _named(name: str, value: Any, names: list[str]) -> Any:
-    value = "no" if value is False and "no" in names else value  # YAML reads an unquoted no as false
-    for item in value if isinstance(value, list) else [value]:
-        if item not in names:
-            close = nearest(str(item), names)
-            raise UserError(f"train.{name}", got=repr(item), expected=f"one of {', '.join(names)}", nearest=close)
-    return value

@@ -9,24 +9,23 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from transformers import TrainingArguments
 
-from specdistill.errors import ResourceError, UserError, logger
+from specdistill.errors import UserError, logger
 from specdistill.files.documents import read_json
 from specdistill.processes import of_all
+from specdistill.rows.files import is_first_here, on_disk
 from specdistill.training.arguments import launched_with
 
 MANIFEST = "manifest.json"
-WRITER = ("PytorchStreamWriter", "inline_container", "iostream")  # how torch's writer of files calls itself in errors
 STATE = "trainer_state.json"
-LATEST = "latest"
 ASIDE = "saving"  # folder of a run that holds what is not whole yet; no pattern of the Trainer matches it
+
+saving = partial(on_disk, next_step="free the disk, then repeat the command: it resumes from the last checkpoint")
 
 
 def checkpoint(run: Path, step: int) -> Path:
@@ -42,7 +41,7 @@ def steps(run: Path) -> list[int]:
 def publish(folder: Path, run: Path, launch: dict[str, Any], seconds: float) -> None:
     """Give a checkpoint that all processes have written its manifest, and its place in the run. seconds: that its steps took."""
     for parts in folder.glob("global_step*"):  # DeepSpeed's, which are looked up by a file that only its first machine writes
-        (folder / LATEST).write_text(parts.name, encoding="utf-8")
+        (folder / "latest").write_text(parts.name, encoding="utf-8")
     files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
     (folder / MANIFEST).write_text(
         json.dumps({"files": files, "launch": launch, "seconds": seconds}, indent=2) + "\n", encoding="utf-8"
@@ -80,7 +79,8 @@ def check_launch(folder: Path, arguments: TrainingArguments) -> None:
         raise UserError("accelerate launch", got=got, expected=f"{expected}, by which {folder} was saved")
     if saved["processes"] != now["processes"]:
         change = f"{saved['processes']} processes, now {now['processes']}"
-        warn(f"{folder} was saved by {change}: sums round differently, and noise and dropout are drawn again")
+        if is_first_here():
+            logger.warning(f"{folder} was saved by {change}: sums round differently, and noise and dropout are drawn again")
         return
     state = f"rng_state_{arguments.process_index}.pth" if arguments.world_size > 1 else "rng_state.pth"
     lacking = None if (folder / state).exists() else f"{folder} on {socket.gethostname()}, which has no {state}"
@@ -94,15 +94,9 @@ def whole_steps(run: Path) -> list[int]:
     for step in reversed(steps(run)):
         if (flaw := damage(checkpoint(run, step))) is None:
             whole.append(step)
-        elif not whole:
-            warn(f"{checkpoint(run, step)} is skipped: {flaw}")
+        elif not whole and is_first_here():
+            logger.warning(f"{checkpoint(run, step)} is skipped: {flaw}")
     return whole
-
-
-def warn(text: str) -> None:
-    """Logged by the first process of a machine alone."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        logger.warning(text)
 
 
 def damage(folder: Path, *, is_best: bool = False) -> str | None:
@@ -126,15 +120,3 @@ def damage(folder: Path, *, is_best: bool = False) -> str | None:
         return None
     flaw = damage(folder.parent / best, is_best=True)
     return flaw and f"of its best, {best}: {flaw}"
-
-
-@contextmanager
-def saving(what: str) -> Iterator[None]:
-    """Raises ResourceError for a disk that is full or cannot be written; torch's writer reports either as a RuntimeError."""
-    try:
-        yield
-    except (OSError, SafetensorError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not any(name in str(error) for name in WRITER):
-            raise
-        next_step = "free the disk, then repeat the command: it resumes from the last checkpoint"
-        raise ResourceError(f"{what} could not be saved ({error})", next_step=next_step) from error

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import matplotlib
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from specdistill.errors import UserError, logger
+from specdistill.errors import logger, refusing
 from specdistill.files.documents import read_json
 from specdistill.progress import SECONDS, clock
 from specdistill.training.checkpoints import checkpoint, saving
@@ -90,14 +90,8 @@ def read_history(draft_folder: Path, *, key: str) -> History | None:
     path = folder.parent / HISTORY
     if folder.name != "draft" or not path.is_file():
         return None
-    try:
+    with refusing((OSError, ValueError), key, path, "seconds, steps and log, as training saves them"):
         return validated(read_json(path, allow_nan=True))
-    except ValidationError as error:
-        first = error.errors()[0]
-        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    except (OSError, ValueError) as error:
-        why = str(error)
-    raise UserError(key, got=f"{path} ({why})", expected="seconds, steps and log, as training saves them")
 
 
 def save_history(state: TrainerState, folder: Path, seconds: float, *, has_best: bool = False) -> None:
@@ -145,8 +139,9 @@ class ProgressLines(TrainerCallback):
             parts = [f"simulated at K = {len(rates)}: {'/'.join(f'{100 * rate:.0f}' for rate in rates)}% accepted"]
             parts += [f"decoded acceptance length {self.figures[DECODED]:.2f}"] if DECODED in self.figures else []
             self._write(state, parts)
-            with saving(path := str(Path(str(args.output_dir)) / CURVE)):
-                draw(state.log_history, Path(path))
+            path = Path(str(args.output_dir)) / CURVE
+            with saving(path):
+                draw(state.log_history, path)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.is_world_process_zero and self.shown < state.global_step:

@@ -146,8 +146,7 @@ class FeatureObjective(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        layers: nn.ModuleList = self.draft.layers
-        return layers
+        return self.draft.layers
 
     def activation_checkpointing_enable(self, **options: Any) -> None:
         """Called by transformers' Trainer for `train.activation_checkpointing`. Not the attention, which would enter its keys and values

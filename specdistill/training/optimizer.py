@@ -107,11 +107,10 @@ def build_optimizer(name: str, model: nn.Module, arguments: TrainingArguments) -
     Raises UserError where Muon cannot work, and for a `train.optim` that is not installed or lacks options.
     """
     if name != "muon_adamw":
-        look_up: Any = Trainer.get_optimizer_cls_and_kwargs
         chosen: Any = arguments.optim
         expected = "an optimizer that is installed, with what it needs"
         with refusing((ImportError, ValueError), "train.optim", chosen.value, expected):
-            look_up(arguments, model)
+            Trainer.get_optimizer_cls_and_kwargs(arguments, model)  # type: ignore[arg-type]
         return None
     if arguments.deepspeed or arguments.fsdp or is_sharded():
         expected = "adamw: Muon needs whole matrices, not shards"

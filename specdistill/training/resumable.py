@@ -63,8 +63,7 @@ class ResumableTrainer(Trainer):
             sampler = sampler.batch_sampler
         if hasattr(getattr(sampler, "sampler", None), "set_epoch"):
             sampler.sampler.set_epoch(kwargs["epoch"])
-        run_epoch: Any = super()._run_epoch
-        run_epoch(*args, **kwargs)
+        super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         """The best that is to be loaded at the end is saved, also between two steps of `train.save_steps`."""
@@ -81,14 +80,14 @@ class ResumableTrainer(Trainer):
         run, step = Path(str(self.args.output_dir)), self.state.global_step
         self._run_dir = str(run / ASIDE)
         aside = checkpoint(run / ASIDE, step)
-        with saving(str(checkpoint(run, step))):
+        with saving(checkpoint(run, step)):
             super()._save_checkpoint(model, trial)
         self._run_dir = None
         if self.state.best_global_step == step:
             self.state.best_model_checkpoint = str(checkpoint(run, step))
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            with saving(str(checkpoint(run, step))):
+            with saving(checkpoint(run, step)):
                 self.state.save_to_json(str(aside / STATE))  # which names the best by its place
                 publish(aside, run, launch(self.args), time.monotonic() - self.begun)
             best = self.state.best_model_checkpoint
@@ -190,7 +189,7 @@ class Stopping(TrainerCallback):
         rows = [row for found in of_all(own) for batch in found for row in batch]
         path = Path(str(args.output_dir)) / NOT_FINITE
         if args.should_save:
-            with saving(str(path)):
+            with saving(path):
                 path.write_text(json.dumps({"step": step.number, "rows": rows}) + "\n", encoding="utf-8")
         shown = ", ".join(map(str, rows[:8])) + ", …" * (len(rows) > 8)
         what = f"the loss of step {step.number} is not finite, in a batch of rows {shown} of the training data ({path})"

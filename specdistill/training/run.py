@@ -30,7 +30,7 @@ from specdistill.files.folders import alone, check_writable
 from specdistill.processes import agree, collectives, of_all
 from specdistill.project import git_revision
 from specdistill.recipe import data_sources
-from specdistill.recipe.load import recipe_yaml, save_recipe
+from specdistill.recipe.load import flattened, recipe_yaml, save_recipe
 from specdistill.recipe.sections import FROM_HUB
 from specdistill.terminal import result
 from specdistill.training.arguments import check_precision, training_arguments
@@ -126,7 +126,7 @@ class TrainingRun:
             **facts,
         }
         if self.arguments.should_save:
-            with saving(str(folder)):
+            with saving(folder):
                 self._keep_finished()
                 aside.mkdir(parents=True, exist_ok=True)
                 save_recipe(self.recipe, aside / RECIPE)
@@ -181,7 +181,7 @@ class TrainingRun:
             trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
         if not isinstance(trainer, DraftTrainer):
             return
-        with saving(str(self.path / "draft")):
+        with saving(self.path / "draft"):
             trainer.save_draft(self.path / ASIDE / "draft")
             if self.arguments.should_save:
                 seconds, has_best = time.monotonic() - trainer.begun, self.arguments.load_best_model_at_end
@@ -202,13 +202,9 @@ def left_open(recipe: Any) -> Iterator[str]:
         yield from data_sources.left_open(data.source)
 
 
-def recipe_keys(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def recipe_keys(values: Mapping[str, Any]) -> dict[str, str]:
     """Each key of a recipe with its value, but for the places."""
-    keys: dict[str, str] = {}
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        keys |= recipe_keys(value, f"{key}.") if isinstance(value, Mapping) else {key: str(value)} if key not in PLACES else {}
-    return keys
+    return {key: str(value) for key, value in flattened(values) if key not in PLACES}
 
 
 def _obstacle(path: Path, recipe: Any, whole: list[int]) -> str | None:

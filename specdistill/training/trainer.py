@@ -106,15 +106,17 @@ class DraftTrainer(ResumableTrainer):
         self._count_tokens_from_now()
         # compute_loss divides by the whole batch's count itself: the Trainer must not divide again.
         self.model_accepts_loss_kwargs = True
-        objective._no_split_modules = layer_classes(self.objective.draft)  # type: ignore[assignment]  # what FSDP shards one by one
+        # What FSDP shards one by one: layers of a language model as transformers knows them, of a head by its list, if it has one.
+        layers = {type(layer).__name__ for layer in getattr(self.objective.draft, "layers", ())}
+        known = getattr(self.objective.draft, "_no_split_modules", None)
+        objective._no_split_modules = sorted(known or layers)  # type: ignore[assignment]
         # Sharded weights are gathered into this copy to be saved.
         self.is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
         self.whole: Any = copy.deepcopy(self.objective.draft).cpu() if self.is_sharded and arguments.should_save else None
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
         if self.args.train_sampling_strategy != "random":
-            sampler: Sampler[int] | None = super()._get_train_sampler(train_dataset)
-            return sampler
+            return super()._get_train_sampler(train_dataset)
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         return RandomOrder(self.num_rows, self.num_empty, seed)
 
@@ -171,7 +173,7 @@ class DraftTrainer(ResumableTrainer):
             metrics = super().evaluate(*args, **kwargs)
         if self.decode is not None:
             folder = Path(str(self.args.output_dir)) / ASIDE / "measured"
-            with saving(str(folder)):
+            with saving(folder):
                 self.save_model(str(folder), _internal_call=True)
             with torch.random.fork_rng():
                 length = self.decode(folder / "draft") if self.is_world_process_zero() else 0.0
@@ -233,12 +235,6 @@ class DraftTrainer(ResumableTrainer):
             {name.removeprefix("draft."): tensor for name, tensor in state.items() if name.startswith("draft.")}
         )
         return self.save(self.whole, folder)
-
-
-def layer_classes(draft: Any) -> list[str]:
-    """Names of the classes of a draft's layers: of a language model as transformers knows them, of a head by its list, if it has one."""
-    known = getattr(draft, "_no_split_modules", None)
-    return sorted(known) if known else sorted({type(layer).__name__ for layer in getattr(draft, "layers", ())})
 
 
 def fill_up(rows: Dataset, multiple: int) -> Dataset:

@@ -101,10 +101,7 @@ def test_forms_of_a_row(row: Mapping[str, Any], expected: Turns | str) -> None:
     assert turns_of(row) == expected
 
 
-def test_one_instruction_with_several_instances_is_several_conversations() -> None:
-    row = {"instruction": "do", "instances": [{"input": "", "output": "a"}, {"input": "x", "output": "b"}]}
-    contents = [[message["content"] for message in made["messages"]] for made in normalise(row, "row 0")]
-    assert contents == [["do", "a"], ["do\n\nx", "b"]]
+def test_a_row_without_content_gives_nothing() -> None:
     assert [*normalise({"text": "", "messages": []}, "row 0"), *normalise({"prompt": "p", "response": ""}, "row 1")] == []
 
 
@@ -280,11 +277,6 @@ def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
         ("parquet", _parquet({"text": [None, None]}), "rows.parquet, whose rows are all empty"),
         ("parquet", _parquet({"text": []}), "rows.parquet, split train, which does not read as parquet"),
         ("parquet", _parquet({"messages": [{"role": "user"}]}), "row 0: got a conversation of type dict"),
-        (
-            "jsonl",
-            b'{"instruction": "a", "instances": [3]}',
-            "row 0: got instances with an item of type int, expected a list of",
-        ),
         ("json", b'[{"text": "a"},\n{"text": }]', "rows.json, line 2, column 10: Expecting value"),
         ("jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}\n', "rows.jsonl, line 2: byte 0xe9, which is not UTF-8"),
         ("json", b'[{"text":\n\n"\xe9"}]', "rows.json, line 3: byte 0xe9, which is not UTF-8"),

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from specdistill.produce.sources import normalise
+from specdistill.produce.sources import COLUMNS, normalise
 from specdistill.rows.chat import inner_ids, turn_documents
-from specdistill.rows.encoding import ROW_COLUMNS, Encoder
+from specdistill.rows.encoding import Encoder
 from specdistill.suites.conversations import render, use_template
 from tests.refusals import refused
 from tests.tiny import tiny_tokenizer
@@ -105,7 +105,8 @@ BY_HAND = [(family, name, documents) for family in TEMPLATES for name, documents
 
 def encoded(tokenizer: PreTrainedTokenizerBase, raw: dict[str, Any], loss_mask: str = "assistant") -> dict[str, list[Any]]:
     (row,) = normalise(raw, "row 0", tokenizer)
-    return Encoder(tokenizer, loss_mask, 10_000)({name: [row.get(name)] for name in ROW_COLUMNS}, [0])
+    documents = Encoder(tokenizer, loss_mask, 10_000)({**dict.fromkeys(COLUMNS), **row}, 0)
+    return {name: [document[name] for document in documents] for name in documents[0]}
 
 
 @pytest.mark.parametrize(("family", "name", "documents"), BY_HAND)

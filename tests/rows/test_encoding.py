@@ -12,9 +12,9 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from specdistill.errors import UserError
-from specdistill.produce.sources import normalise
+from specdistill.produce.sources import COLUMNS, normalise
 from specdistill.rows.chat import prompt_ids, turn_documents
-from specdistill.rows.encoding import ROW_COLUMNS, Encoder
+from specdistill.rows.encoding import Encoder
 from tests.produce.row_sets import chat
 from tests.refusals import refused
 from tests.rows.templates import (
@@ -40,12 +40,9 @@ def encode(
 ) -> list[dict[str, Any]]:
     """Documents of rows, each a text or a conversation."""
     forms = [{"text": row} if isinstance(row, str) else {"messages": row} if isinstance(row, list) else row for row in rows]
-    given = {name: [form.get(name) for form in forms] for name in ROW_COLUMNS}
-    columns = Encoder(tokenizer, loss_mask, max_length)(given, range(len(rows)))
-    return [
-        {name: getattr(values[index], "tolist", lambda value=values[index]: value)() for name, values in columns.items()}
-        for index in range(len(columns["row"]))
-    ]
+    encoder, nothing = Encoder(tokenizer, loss_mask, max_length), dict.fromkeys(COLUMNS)
+    made = [document for number, form in enumerate(forms) for document in encoder({**nothing, **form}, number)]
+    return [{name: getattr(value, "tolist", lambda value=value: value)() for name, value in one.items()} for one in made]
 
 
 def masked(tokenizer: PreTrainedTokenizerBase, document: dict[str, Any]) -> str:
@@ -244,7 +241,7 @@ def test_real_conversations_with_a_real_tokenizer(shared_data: Path) -> None:
 
 
 def test_token_rows_keep_their_tokens_and_masks_among_others() -> None:
-    given: list[Any] = ["text", {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}, TWO_TURNS]
+    given: list[Any] = ["text", {"text": "567", "input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}, TWO_TURNS]
     for loss_mask, expected in (("assistant", [0, 1, 1]), ("all", [1, 1, 1])):
         made = encode(tiny_tokenizer(CHATML), given, loss_mask)[1]
         assert (made["input_ids"], made["loss_mask"], made["row"]) == ([5, 6, 7], expected, 1)

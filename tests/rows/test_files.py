@@ -1,15 +1,15 @@
 """Rows are made once, appear whole or not at all, and what goes wrong in making them arrives as it was raised."""
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from datasets import Dataset, Value
 
 from specdistill.errors import UserError
 from specdistill.recipe.sections import DataConfig
-from specdistill.rows.files import Columns, mapped, num_processes, tokenizer_fingerprint
+from specdistill.rows.files import mapped, num_processes, tokenizer_fingerprint
 from tests.tiny import tiny_tokenizer
 
 
@@ -23,11 +23,11 @@ def test_tokenizers_are_told_apart_by_what_they_do() -> None:
     assert tokenizer_fingerprint(tokenizer) != before
 
 
-def repeated_rows(rows: Columns, numbers: Sequence[int]) -> Columns:
-    """Each row as often as its number modulo 3 says; row 13 is refused."""
-    if "refused" in rows["text"]:
-        raise UserError("data.source row 13", got="it", expected="another")
-    return {"value": [number for number in numbers for _ in range(number % 3)]}
+def repeated_rows(row: dict[str, Any], number: int) -> list[dict[str, int]]:
+    """A row as often as its number modulo 3 says; row 13 is refused."""
+    if row["text"] == "refused":
+        raise UserError(f"data.source row {number}", got="it", expected="another")
+    return [{"value": number}] * (number % 3)
 
 
 NUMBERS = {"value": Value("int64")}
@@ -47,7 +47,7 @@ def test_several_processes_map_to_the_rows_of_one(tmp_path: Path) -> None:
     assert made[0].to_list() == made[1].to_list() == made[2].to_list()
     assert len({each._fingerprint for each in made}) == 1 and all(each.column_names == ["value"] for each in made)
 
-    def fails(rows: Columns, numbers: Sequence[int]) -> Columns:
+    def fails(row: dict[str, Any], number: int) -> list[dict[str, int]]:
         raise AssertionError("made again")
 
     for count in (1, 2, 3):  # of a cache of any number of processes

@@ -174,11 +174,11 @@ def test_each_machine_says_what_it_skips(
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("PytorchStreamWriter failed")])
 def test_a_full_disk_is_one_line_that_says_how_to_resume(error: Exception) -> None:
-    with pytest.raises(ResourceError, match="checkpoint-2"), saving("checkpoint-2"):
+    with pytest.raises(ResourceError, match="checkpoint-2"), saving(Path("checkpoint-2")):
         raise error
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes do not fit"), torch.OutOfMemoryError("CUDA out of memory")])
 def test_what_is_no_fault_of_the_disk_is_not_called_one(error: RuntimeError) -> None:
-    with pytest.raises(type(error), match=str(error)), saving("checkpoint-2"):
+    with pytest.raises(type(error), match=str(error)), saving(Path("checkpoint-2")):
         raise error
