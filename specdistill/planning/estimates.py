@@ -278,7 +278,7 @@ def _training(
     rate = TRAINING_FLOPS / (2 * read + 6 * parts.read * positions)
     if build := planned.build if scenario.computed else None:
         step = training_step(method, build, {**planned.counted_with, **draft}, target, rows=rows, length=length)
-        memory["activations"] = step.peak_bytes
+        memory["activations"] = step.peak
         rate = H100.tokens_per_second(step, rows * length, 2 * read * rows * length)
     launch, trained = _launch(target, memory, scenario.serving.memory), tokens
     if recipe:

@@ -4,13 +4,13 @@ import io
 import json
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from specdistill.cli import main
 from specdistill.planning import estimates
-from specdistill.planning.accounting import Account
 from tests.public_pairs import (
     GPT_OSS_20B,
     GPT_OSS_120B,
@@ -42,7 +42,7 @@ def test_the_fixtures_are_as_large_as_what_is_published(repository: Repository, 
 
 def planned(pair: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, dict[str, Any]]:
     """The exit code of `specdistill plan` for a pair, without the seconds that a computed step takes, and its JSON."""
-    monkeypatch.setattr(estimates, "training_step", lambda *of, **shape: Account(1, 1, 1))
+    monkeypatch.setattr(estimates, "training_step", lambda *of, **shape: SimpleNamespace(peak=1, traffic=1, flops=1))
     target, draft = pair.write(folder)
     given = [f"draft={draft}"] if pair.draft else []
     with redirect_stdout(io.StringIO()) as printed:
