@@ -153,15 +153,9 @@ class Scenario:
         """A step of the target without a draft."""
         return self._target(1, spread=True)
 
-    @cached_property
-    def verified(self) -> list[float]:
-        """v for K = 1, 2, …, with every token of a mixture sent to experts of its own."""
-        return [self._target(k + 1, spread=True) / self.plain for k in range(1, max(MAX_K.values()) + 1)]
-
-    @cached_property
-    def verified_at_best(self) -> list[float]:
-        """v where the tokens of a sequence share their experts."""
-        return [self._target(k + 1, spread=False) / self.plain for k in range(1, max(MAX_K.values()) + 1)]
+    def verified(self, most: int, *, spread: bool) -> list[float]:
+        """v for K = 1 to `most`. spread: every token of a mixture is sent to experts of its own; else those of a sequence share theirs."""
+        return [self._target(k + 1, spread=spread) / self.plain for k in range(1, most + 1)]
 
     def draft(self, planned: PlannedDraft, weights: float) -> float:
         """A step of a draft, of whose weights it reads this many bytes."""
@@ -246,8 +240,7 @@ def _speed(planned: PlannedDraft, cost: MethodCost, scenario: Scenario, read: fl
     shares = step_shares(scenario.draft(planned, read) if parts.read else 0.0, scenario.plain, parts.num_layers, num_layers)
     low = high = None
     if alphas:
-        most = MAX_K[cost.passes]
-        best, verify = scenario.verified_at_best[:most], scenario.verified[:most]
+        best, verify = (scenario.verified(MAX_K[cost.passes], spread=spread) for spread in (False, True))
         low, high = speedup_range(alphas, verify, shares, num_layers, cost.passes, verify_at_best=best)
     return {"step_ratio": max(shares.values()), "step_shares": shares, "alphas": alphas, "low": low, "high": high}
 
