@@ -87,7 +87,8 @@ def model_card(of: CardContents, serving: Sequence[tuple[str, str]]) -> ModelCar
         picture=PICTURE,
         headline=cells(tables.whole_suite(report)),
         serving=serving,
-        placeholders=_placeholders(of),
+        is_named_suite=_is_named_suite(report),
+        gguf_files=GGUF_FILES.values(),
         measured=re.sub("^#", "##", numbers_of_all, flags=re.MULTILINE),  # below the heading of a section
         front=of_lookup(engines, lookup, report["settings"]["num_speculative_tokens"]) if lookup else "",
         parts=table(("", "what", "licence"), ((part.what, plain(part.name), plain(part.shown)) for part in of.parts)),
@@ -174,23 +175,6 @@ def _results(of: CardContents) -> Iterator[EvalResult]:
                 source_name="its report",
                 source_url=f"{constants.ENDPOINT}/{of.repository}/blob/{of.tag}/report/report.md",
             )
-
-
-def _placeholders(of: CardContents) -> str:
-    """What the capital words in commands stand for; empty where there are none."""
-    report, is_pico = of.release.report, of.release.made_for.name_or_path == "pico"
-    pico = "the folder that `python -c 'from specdistill.project import PICO; print(PICO)'` prints"
-    target = (
-        ""
-        if of.base_model
-        else f"`TARGET` stands for {pico if is_pico else 'a folder with the target'}, whose hashes are below."
-    )
-    name, sha256 = (plain(report["suite"][key]) for key in ("name", "sha256"))
-    suite = "" if _is_named_suite(report) else f"`SUITE` stands for the file of the suite {name}, with sha256 `{sha256}`."
-    files, dtype = " and ".join(f"`{file}`" for file in GGUF_FILES.values()), plain(report["target"].get("dtype", "any type"))
-    is_llama_cpp = report.get("engine", {}).get("name") == "llama.cpp"
-    gguf = f"{files}: as llama.cpp's converter writes them, the target's in {dtype}." if is_llama_cpp else ""
-    return " ".join(filter(None, [target, suite, gguf]))
 
 
 def _identity(target: TargetIdentity) -> str:
