@@ -24,10 +24,9 @@ from specdistill.methods.recipe import Recipe
 from specdistill.methods.sizes import Described
 from specdistill.planning import estimates
 from specdistill.planning import plan as plans
-from specdistill.planning.advice import recommend
 from specdistill.planning.budget import ServingSettings
 from specdistill.planning.command import print_plan, short
-from specdistill.planning.plan import Plan, make_plan
+from specdistill.planning.plan import Plan, make_plan, recommend
 from specdistill.planning.reading import read
 from specdistill.project import ROOT
 from specdistill.recipe.load import load_recipe
