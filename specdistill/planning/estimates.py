@@ -94,8 +94,9 @@ class PlanRow:
     hidden states of all training tokens. training_memory: its parts on one device, in bytes. training_hours: of one GPU.
     training_is_computed: activations and hours by the training step's own code; else by a rough formula. training_launch: the recipe's,
     else by `_launch`, None where a machine does not hold it. kv_bytes: KV cache of the draft for a token of context.
-    step_ratio: c, the larger of the step_shares. low, high: the two ends of the speedup, where and as the target is to serve. serving:
-    what each device holds then. warnings: what contradicts the target's config.json.
+    step_shares: a draft step over a target step, by what they read (weights and KV cache) and by layers run; step_ratio: c, the larger.
+    low, high: the two ends of the speedup, where and as the target is to serve. serving: what each device holds then. warnings: what
+    contradicts the target's config.json.
     """
 
     method: str
@@ -237,7 +238,8 @@ def _bytes(method: str, planned: PlannedDraft, given: Described | None, scenario
 def _speed(planned: PlannedDraft, cost: MethodCost, scenario: Scenario, read: float) -> dict[str, Any]:
     """What a step costs and a round promises, as fields of a row. read: bytes of weights that a step reads."""
     parts, num_layers, alphas = planned.parts, scenario.target.text.num_hidden_layers, planned.published.alphas
-    shares = step_shares(scenario.draft(planned, read) if parts.read else 0.0, scenario.plain, parts.num_layers, num_layers)
+    step = scenario.draft(planned, read) if parts.read else 0.0
+    shares = {"weights": step / scenario.plain, "layers": parts.num_layers / num_layers}
     low = high = None
     if alphas:
         best, verify = (scenario.verified(MAX_K[cost.passes], spread=spread) for spread in (False, True))
@@ -335,11 +337,6 @@ def read_recipe(name: str) -> dict[str, Any]:
     return keys
 
 
-def step_shares(step: float, target_step: float, layers: int, target_layers: int) -> dict[str, float]:
-    """A draft step over a target step, by what they read (weights and KV cache) and by layers run: the larger is c."""
-    return {"weights": step / target_step, "layers": layers / target_layers}
-
-
 def best_k(alpha: float, verify: Sequence[float], c: float, passes: str = "K") -> ExpectedSpeedup:
     """S = AL / (v + c·K) at the fewest tokens that come within 1 % of the best, AL = 1 + alpha + … + alpha^K (arXiv 2211.17192).
 
@@ -366,7 +363,7 @@ def speedup_range(
     """The two ends: the lower alpha with c and an engine's overhead, and the higher alpha where what is read is all that counts.
 
     verify: v for K = 1, 2, …, by what is read. verify_at_best: at the higher end; None for 1, a dense target with few
-    sequences. shares: of `step_shares`. passes: of `best_k`. A draft that runs no layers launches none.
+    sequences. shares: of a row. passes: of `best_k`. A draft that runs no layers launches none.
     """
     overhead = LAYERS_OVERHEAD / target_layers if shares["layers"] else 0.0
     low = best_k(alphas[0], [v + VERIFY_OVERHEAD for v in verify], max(shares.values()) + overhead, passes)
