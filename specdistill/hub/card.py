@@ -21,7 +21,7 @@ from specdistill.hub.evidence import REPORT, Release
 from specdistill.hub.licenses import DATA, Licensed, front_matter
 from specdistill.methods import METHODS
 from specdistill.project import SUITES
-from specdistill.recipe.fields import default_of
+from specdistill.recipe.fields import default_of, shown
 from specdistill.report import phrases, tables
 from specdistill.report.text import cells, measured, plain, table
 from specdistill.targets.identity import TargetIdentity
@@ -146,14 +146,8 @@ def measured_again(of: CardContents) -> str:
         values["target.adapter"] = target.adapter
     name = "pico" if target.name_or_path == "pico" else of.base_model or "TARGET"
     named = {"method": of.release.method, "target": name, "draft": f"{of.repository}@{of.tag}"}
-    words = [shlex.quote(one_line(f"{key}={_yaml(value)}")) for key, value in {**named, **values}.items()]
+    words = [shlex.quote(one_line(f"{key}={shown(value)}")) for key, value in {**named, **values}.items()]
     return " \\\n    ".join(["specdistill eval", *words])
-
-
-def _yaml(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {_yaml(entry)}' for key, entry in value.items())}}}"
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _results(of: CardContents) -> Iterator[EvalResult]:
@@ -185,8 +179,8 @@ def _identity(target: TargetIdentity) -> str:
         "sha256 of its weights' sha256": target.weights,
         "sha256 of its tokenizer's sha256": target.tokenizer,
     }
-    shown = ((name, f"`{plain(value)}`" if "sha256" in name else plain(value)) for name, value in rows.items() if value)
-    return table(("", ""), shown)
+    stated = ((name, f"`{plain(value)}`" if "sha256" in name else plain(value)) for name, value in rows.items() if value)
+    return table(("", ""), stated)
 
 
 def _is_named_suite(report: Mapping[str, Any]) -> bool:

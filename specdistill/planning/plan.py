@@ -17,7 +17,6 @@ from specdistill.planning.reading import check_fit, method_of_config
 from specdistill.project import RECIPES
 from specdistill.targets.cache import is_recurrent
 
-DEAR = 0.1  # a draft step that costs more of a target's than this rarely pays
 DATA, PROMPTS = "path/to/conversations.jsonl", "path/to/prompts.jsonl"  # the blanks of a command
 CONSENT = {"vllm": " --trust-remote-code", "specdistill": " target.trust_remote_code=true"}
 SERVER = "[http://127.0.0.1:8000]"  # where `vllm serve` listens
@@ -55,8 +54,7 @@ def make_plan(
     if draft is not None:
         method = method_of_config(draft, target)
         warnings += check_fit(draft, target, method)
-        rows[method] = row = row_of(method, draft, scenario)
-        warnings += _warnings_of_pair(row, draft)
+        rows[method] = row_of(method, draft, scenario)
     warnings += [warning for row in rows.values() for warning in row.warnings]
     recommendation = recommend(list(rows.values()), facts, budget(target, replace(serving, tensor_parallel=1)))
     return Plan(facts, list(rows.values()), recommendation, warnings, _asked(serving, target), budget(target, serving))
@@ -76,18 +74,6 @@ def _warnings(target: Described) -> list[str]:
         warnings.append(f"the target's weights are {settings.get('quant_method', 'quantised')}: {counted}")
     if target.cache is None:
         warnings.append("its class does not show its KV cache: budgets are without it")
-    return warnings
-
-
-def _warnings_of_pair(row: PlanRow, draft: Described) -> list[str]:
-    """Whether a draft can pay for its target, by the best of what is published."""
-    warnings, c = [], row.step_ratio or 0.0
-    if c > DEAR and METHODS[row.method].cost.passes == "K":
-        binding = "what it reads" if row.step_shares and row.step_shares["weights"] == c else "the layers it runs"
-        share = f"a step of {draft.name} takes {c:.3f} of the target's, by {binding}"
-        warnings.append(f"{share}: more than a tenth seldom pays beyond a few draft tokens")
-    if row.high and row.high.speedup <= 1:
-        warnings.append(f"the pair cannot pay here: a predicted speedup of at most {row.high.speedup:.2f}")
     return warnings
 
 
