@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from jinja2 import StrictUndefined, Template
+from jinja2 import Environment, StrictUndefined
 
 import specdistill
 from specdistill.engines import ENGINES
@@ -210,8 +210,8 @@ def serve_md(engine: Engine, served: Served, report: Mapping[str, Any] | None, l
     assert engine.serve_command is not None
     fitting = {"length": served.max_length, "total": 4 * served.max_length, "dtype": served.dtype}
     in_engine = report is not None and report.get("engine", {}).get("name") in ENGINES
-    text = SERVE_MD.read_text(encoding="utf-8")
-    return Template(text, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined).render(
+    templates = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
+    return templates.from_string(SERVE_MD.read_text(encoding="utf-8")).render(
         version=specdistill.__version__,
         engine=engine,
         served=served,
