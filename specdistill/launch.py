@@ -26,7 +26,6 @@ from specdistill.recipe.fields import ReadWhen, Section, option
 from specdistill.recipe.load import validate
 
 LAUNCHED = ReadWhen("with launch=…", lambda it: it.launch is not None)
-OF_ACCELERATE = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
 
 
 class LaunchOptions(Section):
@@ -68,7 +67,7 @@ def launch(script: Path, arguments: Sequence[str], options: LaunchOptions) -> in
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     configuration = find_yaml(str(options.launch), LAUNCHES, "launch")
-    given = {name: value for name in OF_ACCELERATE if (value := getattr(options, name)) is not None}
+    given = options.model_dump(exclude={"launch"}, exclude_none=True)
     launching = _checked(configuration, given)
     flags = [f"--config_file={configuration}", *(f"--{name}={value}" for name, value in launching.items())]
     command = [*flags, str(script), *arguments]
@@ -141,7 +140,7 @@ def _read(configuration: Path) -> tuple[Any, dict[str, Any]]:
         settings = ClusterConfig.from_yaml_file(str(configuration))
     if own.get("main_process_port") == 0:  # accelerate's word for any that is free
         del own["main_process_port"]
-    return settings, {name: own[name] for name in OF_ACCELERATE if own.get(name) is not None}
+    return settings, {name: own[name] for name in LaunchOptions.model_fields if own.get(name) is not None}
 
 
 def _exit_code(code: int, process: str) -> int:

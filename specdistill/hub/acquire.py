@@ -174,8 +174,11 @@ def acquire(
     commit = of_target.folder.name if of_target.repository else target_revision
     files = TargetFiles(f"{of_target.repository or of_target.folder}{f'/{gguf}' if gguf else ''}", commit, adapter)
     if draft is not None:
-        of_draft = _find_draft(draft, revision)
-        wanted, names = of_draft, _checked(of_draft, method, files, of_target, options)
+        name, named = split_revision(draft)
+        if named and revision:
+            raise UserError("revision", got=revision, expected=f"none with {draft}, which names one")
+        wanted = ModelFiles.of(name, named or revision, key="draft", expected=DRAFT)
+        names = _checked(wanted, method, files, of_target, options)
     elif (check_native := implementation(method).check_native) is not None:
         check_native({name: tensor.shape for name, tensor in of_target.tensors().items()}, files)
         logger.info(f"{of_target.name}: its own checkpoint holds the layer that drafts, so the whole of it is needed")
@@ -187,20 +190,6 @@ def acquire(
     if not dry_run:
         wanted.fetch(names)
     return wanted.folder
-
-
-def _find_draft(draft: str, revision: str | None) -> ModelFiles:
-    """Where a draft is. Raises UserError for a revision that is named twice, and for what holds no draft in safetensors."""
-    name, named = split_revision(draft)
-    if named and revision:
-        raise UserError("revision", got=revision, expected=f"none with {draft}, which names one")
-    if split_gguf(name)[1]:
-        raise UserError("draft", got=f"{draft}, a GGUF file", expected=f"{DRAFT}, with config.json and safetensors")
-    found = ModelFiles.of(name, named or revision, key="draft", expected=DRAFT)
-    if "config.json" not in found.sizes:
-        others = ", ".join(sorted(found.sizes)[:5]) or "nothing"
-        raise UserError("draft", got=f"{found.name} without a config.json, with {others}", expected="a draft")
-    return found
 
 
 def _checked(draft: ModelFiles, method: str, target: TargetFiles, of_target: ModelFiles, options: dict[str, Any]) -> list[str]:
