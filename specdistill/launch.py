@@ -17,10 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import yaml
-
 from specdistill.errors import ExitCode, ResourceError, UserError, logger, refusing
-from specdistill.files.documents import read_yaml
+from specdistill.files.documents import read_keys
 from specdistill.project import LAUNCHES, ROOT, find_yaml
 from specdistill.recipe.fields import ReadWhen, Section, option
 from specdistill.recipe.load import validate
@@ -132,11 +130,9 @@ def _read(configuration: Path) -> tuple[Any, dict[str, Any]]:
     """accelerate's view of its configuration, and which of our keys the file names itself. Raises UserError for what accelerate refuses."""
     from accelerate.commands.config.config_args import ClusterConfig
 
-    unreadable = yaml.YAMLError, OSError, ValueError, TypeError, KeyError
-    with refusing(unreadable, "launch", configuration, "a configuration of accelerate"):
-        own = read_yaml(configuration)
-        if not isinstance(own, dict):
-            raise TypeError("no keys")
+    expected = "a configuration of accelerate"
+    own = read_keys(configuration, "launch", expected)
+    with refusing((ValueError, TypeError, KeyError), "launch", configuration, expected):
         settings = ClusterConfig.from_yaml_file(str(configuration))
     if own.get("main_process_port") == 0:  # accelerate's word for any that is free
         del own["main_process_port"]

@@ -190,8 +190,7 @@ def row_of(method: str, given: Described | None, scenario: Scenario) -> PlanRow:
     if not settings and recipe and target.parameters <= SMALL:
         settings = read_recipe(recipe)
     plan = METHODS[method].implementation().planned
-    if plan is None:
-        return PlanRow(method, False, "nothing is known of its cost", recipe)
+    assert plan is not None, method
     try:
         planned: PlannedDraft = plan(target, given, settings.get("draft", {}))
     except UserError as error:
