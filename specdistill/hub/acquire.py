@@ -179,6 +179,8 @@ def acquire(
             raise UserError("revision", got=revision, expected=f"none with {draft}, which names one")
         wanted = ModelFiles.of(name, named or revision, key="draft", expected=DRAFT)
         names = _checked(wanted, method, files, of_target, options)
+    elif adapter is not None:
+        raise UserError("target.adapter", got=adapter, expected="no such key without draft=…")
     elif (check_native := implementation(method).check_native) is not None:
         check_native({name: tensor.shape for name, tensor in of_target.tensors().items()}, files)
         logger.info(f"{of_target.name}: its own checkpoint holds the layer that drafts, so the whole of it is needed")
