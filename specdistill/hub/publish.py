@@ -261,9 +261,10 @@ def serving_of(of: CardContents, target: TargetFiles, exported: Mapping[str, Ser
         target=of.base_model,
         config=read_config(draft, "run"),
         lookup_first=measured_lookup(report["settings"]),
+        draft_revision=of.tag,
         **as_measured(report, target, draft_lengths(report), usual_length(report)),
     )
-    return list(serving_lines(served, draft, exported, repository=of.repository, tag=of.tag))
+    return list(serving_lines(served, draft, exported))
 
 
 def loads_as_is(engine: Engine, method: str, folder: Path) -> bool:
@@ -275,21 +276,18 @@ def loads_as_is(engine: Engine, method: str, folder: Path) -> bool:
     if row.standalone:
         return engine is not GGUF  # whose files its converter makes
     config, shards = read_config(folder, "draft"), Shards.open(folder, "draft")
-    shapes = {name: tuple(shards.describe(name)[1]) for name in shards.file_of}
-    head = implementation(method).head_shape(config, None)
+    head, shapes = implementation(method).head_shape(config, None), shards.shapes(shards.file_of)
     return all(found.severity != "problem" for found in findings_of_engine(engine, method, head, config, shapes))
 
 
-def serving_lines(
-    served: Served, draft: Path, exports: Mapping[str, Served], *, repository: str, tag: str
-) -> Iterator[tuple[str, str]]:
+def serving_lines(served: Served, draft: Path, exports: Mapping[str, Served]) -> Iterator[tuple[str, str]]:
     """(engine's title, commands) for each engine that can be given the draft: as it is, or as exported for it.
 
-    served: the draft in the repository's root. draft: its folder here. exports: engine -> what was exported for it, into a folder of that
-    name.
+    served: the draft of a tag, in the repository's root. draft: its folder here. exports: engine -> what was exported for it, into a folder
+    of that name.
     """
     assert served.method is not None
-    row, local = METHODS[served.method], repository.rpartition("/")[2]
+    row, repository, local = METHODS[served.method], served.output, served.output.name
     for name, serving in row.serving().items():
         engine = ENGINES[name]
         if engine.serve_command is None:
@@ -298,11 +296,11 @@ def serving_lines(
         started = replace(served, num_tokens=k, lookup_first=lookup)
         if name in exports:
             own = exports[name]
-            exported = replace(started, output=Path(local) / name, serving=serving, config=own.config)
-            fetch = f"hf download {repository} --revision {tag} --local-dir {local} --include {shlex.quote(f'{name}/*')}"
-            yield engine.title, f"{fetch}\n{engine.serve_command(exported)}"
+            exported = replace(started, output=Path(local) / name, draft_revision=None, serving=serving, config=own.config)
+            at = f"--revision {served.draft_revision} --local-dir {local} --include {shlex.quote(f'{name}/*')}"
+            yield engine.title, f"hf download {repository} {at}\n{engine.serve_command(exported)}"
         elif loads_as_is(engine, served.method, draft):
-            yield engine.title, engine.serve_command(replace(started, serving=serving, draft_revision=tag))
+            yield engine.title, engine.serve_command(replace(started, serving=serving))
 
 
 def print_outcome(made: Publication) -> None:
