@@ -92,8 +92,7 @@ class PlanRow:
     draft: the one that was given; None for the one that the recipe would train. bytes: in the draft's dtype. training_tokens: distinct
     ones; trained_tokens: of all steps of the target's own recipe, else of one pass. micro_batch: rows, tokens of a row. disk_bytes: the
     hidden states of all training tokens. training_memory: its parts on one device, in bytes. training_hours: of one GPU.
-    training_is_computed: activations and hours by the training step's own code; else by a rough formula. training_launch: the recipe's,
-    else by `_launch`, None where a machine does not hold it. kv_bytes: KV cache of the draft for a token of context.
+    training_launch: the recipe's, else by `_launch`, None where a machine does not hold it. kv_bytes: the draft's for a token of context.
     step_shares: a draft step over a target step, by what they read (weights and KV cache) and by layers run; step_ratio: c, the larger.
     low, high: the two ends of the speedup, where and as the target is to serve. serving: what each device holds then. warnings: what
     contradicts the target's config.json.
@@ -115,7 +114,6 @@ class PlanRow:
     disk_bytes: int | None = None
     training_memory: dict[str, int] | None = None
     training_hours: float | None = None
-    training_is_computed: bool = False
     training_launch: Launch | None = None
     kv_bytes: int | None = None
     step_ratio: float | None = None
@@ -286,7 +284,6 @@ def _training(
         "trained_tokens": trained,
         "training_memory": memory,
         "training_hours": None if trained is None else trained / rate / 3600,
-        "training_is_computed": build is not None,
         "training_launch": launch,
     }
 

@@ -76,13 +76,10 @@ def test_a_public_pair_is_planned(name: str, tmp_path: Path, monkeypatch: pytest
     assert row["step_ratio"] == pytest.approx(c, abs=6e-4)
     assert plan["target"]["bytes"] / 1e9 == pytest.approx(gigabytes, rel=5e-3)
     serving = row["serving"]
-    assert serving["total"] == pytest.approx(sum(serving["parts"].values()), abs=8)
     if name == "deepseek-mtp":
         assert not serving["fits"] and serving["tensor_parallel"] == 16
     else:
         assert serving["fits"] and 0 < serving["cost"] < serving["room"]
-    dear = [warning for warning in plan["warnings"] if "more than a tenth" in warning]
-    assert bool(dear) == (c > 0.1 and pair.draft is not None and pair.method != "pard")  # which takes one pass for all tokens
 
 
 # What `plan` tells, which reads configs alone: the key and what is wrong. Tensors are the doctor's.
