@@ -32,7 +32,6 @@ from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 
 SERVE_MD = Path(__file__).with_name("serve.md.j2")
-DRAFT_ALONE = "The commands for {} start the draft alone, which accepts less."
 THE_DRAFT = "the recipe's draft"
 DEFAULT_NUM_TOKENS = 3  # drafted per round, where no report says how many were measured
 
@@ -251,7 +250,8 @@ def of_lookup(engines: Iterable[Engine], lookup: LookupFirstConfig | None, k: in
     """What engines need for a lookup of up to k tokens in front of a draft, and which ones are started without."""
     fronts = {engine.title: engine.front(lookup, k) for engine in engines}
     alone = " and ".join(title for title, front in fronts.items() if not front)
-    return " ".join([*(front.note for front in fronts.values() if front), *([DRAFT_ALONE.format(alone)] if alone else [])])
+    notes = [front.note for front in fronts.values() if front]
+    return " ".join([*notes, f"The commands for {alone} start the draft alone, which accepts less."] if alone else notes)
 
 
 def find_report(draft: Path, report: Path | None, method: str) -> dict[str, Any] | None:

@@ -53,8 +53,6 @@ from specdistill.targets.files import Shards, TargetFiles
 from specdistill.targets.identity import SHOWN
 from specdistill.training.history import read_history
 
-STAGED = "release"  # in a run's folder
-DRY_RUN = "Dry run: nothing was uploaded."
 WEIGHTS = (".safetensors", ".gguf")
 # Prompts and completions, which may be about addresses; what else these say report.json says.
 OF_A_SUITE = (SAMPLES, "report.html", Path(PICTURE).name)
@@ -121,7 +119,7 @@ def publish_run(options: PublishOptions) -> Publication:
         since=before,
         changes=f"{plain(since)}\n\n{cells(tables.changes(release.report))}" if last else "",
     )
-    folder = Path(options.output_dir or run / STAGED)
+    folder = Path(options.output_dir or run / "release")
     if options.output_dir is None and folder.exists() and not (folder / Path(PROVENANCE).name).is_file():
         raise UserError("output_dir", got=f"null, and {folder} holds no earlier release", expected="a new folder")
     stage(contents, target, config.exports, folder, replaces=options.output_dir is None)
@@ -313,7 +311,7 @@ def print_outcome(made: Publication) -> None:
         total = sum(change.size for change in made.changes if change.what != "removed")
         print(f"{name}: {size(total)} in {', '.join(f'{count} {what}' for what, count in counts.items())}")
         print(f"from {made.folder}")
-        print(f"released: {url} (commit {made.commit[:SHOWN]})" if made.commit else DRY_RUN)
+        print(f"released: {url} (commit {made.commit[:SHOWN]})" if made.commit else "Dry run: nothing was uploaded.")
     elif made.refusals:
         for refusal in made.refusals:
             logger.error(f"refused: {refusal}")
