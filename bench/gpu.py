@@ -226,9 +226,9 @@ def computed(shape: Shape) -> dict[str, Any]:
     if shape.small:
         return {}
     draft = eagle3.planned(TARGET, None, {"vocab_size": shape.draft_vocab_size})
-    account = training_step("eagle3", draft.build, {"ttt_steps": NUM_STEPS}, TARGET, rows=shape.rows, length=shape.length)
-    gigabytes = round(account.traffic_bytes / 1e9, 1)
-    return {"peak_gib": round(account.peak_bytes / 2**30, 2), "tflop": round(account.flops / 1e12, 1), "traffic_gb": gigabytes}
+    ledger = training_step("eagle3", draft.build, {"ttt_steps": NUM_STEPS}, TARGET, rows=shape.rows, length=shape.length)
+    gigabytes = round(ledger.traffic / 1e9, 1)
+    return {"peak_gib": round(ledger.peak / 2**30, 2), "tflop": round(ledger.flops / 1e12, 1), "traffic_gb": gigabytes}
 
 
 def parts_of_a_step(trainer: DraftTrainer, shape: Shape) -> dict[str, float]:

@@ -81,7 +81,7 @@ def need(method: str, rows: int, length: int, draft_vocab_size: int, gradient_ch
     options: dict[str, Any] = {"rows": rows, "length": length}
     if gradient_checkpointing:
         options["prepare"] = methodcaller("activation_checkpointing_enable")
-    account = training_step(method, draft.build, DRAFTS[method], TARGET, **options)
+    ledger = training_step(method, draft.build, DRAFTS[method], TARGET, **options)
     return {
         "target": NAME,
         "method": method,
@@ -89,9 +89,9 @@ def need(method: str, rows: int, length: int, draft_vocab_size: int, gradient_ch
         "length": length,
         "draft_vocab_size": draft_vocab_size,
         "gradient_checkpointing": gradient_checkpointing,
-        "peak_gib": round(account.peak_bytes / 2**30, 2),
-        "traffic_gb": round(account.traffic_bytes / 1e9, 1),
-        "tflop": round(account.flops / 1e12, 1),
+        "peak_gib": round(ledger.peak / 2**30, 2),
+        "traffic_gb": round(ledger.traffic / 1e9, 1),
+        "tflop": round(ledger.flops / 1e12, 1),
     }
 
 

@@ -136,9 +136,9 @@ def _step(of: dict[str, Any], target: Described, draft: PlannedDraft) -> tuple[f
     if draft.build is None:
         return tables + rough["activations"], TRAINING_FLOPS / (2 * read_of_target + 6 * draft.parts.read * of["ttt_steps"])
     steps = {"ttt_steps": of["ttt_steps"]}
-    account = training_step(of["method"], draft.build, steps, target, rows=of["rows"], length=of["max_length"])
-    rate = device_of(of["gpu_gb"]).tokens_per_second(account, num_tokens, 2 * read_of_target * num_tokens)
-    return tables + account.peak_bytes, rate
+    ledger = training_step(of["method"], draft.build, steps, target, rows=of["rows"], length=of["max_length"])
+    rate = device_of(of["gpu_gb"]).tokens_per_second(ledger, num_tokens, 2 * read_of_target * num_tokens)
+    return tables + ledger.peak, rate
 
 
 def device_of(gpu_gb: int) -> Device:

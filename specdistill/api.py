@@ -59,8 +59,6 @@ from specdistill.training.history import read_history
 from specdistill.training.optimizer import build_optimizer
 from specdistill.training.run import TrainingRun
 
-STORE_READERS = 2  # processes that read stored features while a GPU trains
-
 __all__ = ["Draft", "DraftConfig", "DraftTrainer", "Report", "acquire", "compare", "generate", "judge"]
 __all__ += ["load_draft", "load_target", "measure", "publish", "train"]
 WITHOUT_RECIPE = ["train.output_dir=runs/eval"]
@@ -155,7 +153,9 @@ def train_draft(recipe: TrainedRecipe, callbacks: Sequence[TrainerCallback] = ()
         check_suite(recipe.selection.suite, key="selection.suite")
     load_gate(recipe.gate)
     hidden_states = getattr(recipe, "hidden_states", HiddenStatesConfig())  # which heads have
-    readers = STORE_READERS if hidden_states.path and torch.cuda.is_available() else 0
+    readers = (
+        2 if hidden_states.path and torch.cuda.is_available() else 0
+    )  # processes that read stored features while a GPU trains
     defaults = {"eval_on_start": recipe.evaluates_first, "dataloader_num_workers": readers}
     run = TrainingRun.open(recipe, target_dtype=recipe.target.dtype, **defaults)
     method = implementation(recipe.method)

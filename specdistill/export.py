@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from jinja2 import Environment, StrictUndefined
 
 import specdistill
 from specdistill.engines import ENGINES
@@ -23,15 +24,14 @@ from specdistill.methods.load import create_draft, implementation, method_of
 from specdistill.methods.recipe import Recipe, TrainedRecipe
 from specdistill.methods.target_record import TEMPLATE, check_target, copy_record, save_draft
 from specdistill.recipe.sections import LookupFirstConfig
+from specdistill.report import phrases, tables
 from specdistill.report.draft_lengths import DraftLength, by_load, draft_lengths, fastest_lengths, usual_length
 from specdistill.report.files import read_document
-from specdistill.report.phrases import between, failed_rules, lookup_first, per_position, settings_line, times, verdict
-from specdistill.report.tables import whole_suite
 from specdistill.report.text import cells, plain, table
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 
-DRAFT_ALONE = "The commands for {} start the draft alone, which accepts less."
+SERVE_MD = Path(__file__).with_name("serve.md.j2")
 THE_DRAFT = "the recipe's draft"
 DEFAULT_NUM_TOKENS = 3  # drafted per round, where no report says how many were measured
 
@@ -206,75 +206,50 @@ def serve_md(engine: Engine, served: Served, report: Mapping[str, Any] | None, l
     """The whole file. `report`: a report.json of the draft, if there is one; `lengths`: those of it that K is from."""
     assert engine.serve_command is not None
     fitting = {"length": served.max_length, "total": 4 * served.max_length, "dtype": served.dtype}
-    warned = caveats(report, engine, served.num_tokens)
-    sections = [
-        f"""# How to serve this draft
-
-{warned}Method {served.method}, written by specdistill {specdistill.__version__} for {engine.title} ({engine.versions}).
-Paths and names are those of the machine it was written on{"" if served.target else "; TARGET stands for the draft's target"}.
-
-```bash
-{engine.serve_command(served)}
-```""",
-        table(("what else is set", "how"), ((name, how.format(**fitting)) for name, how in engine.flags.items())),
-        f"In Python:\n\n```python\n{engine.snippet(served)}\n```" if engine.snippet else "",
-        f"## What to expect\n\n{expectation(report)}",
-        cells(by_load(fastest_lengths(report)))
-        if report and report.get("engine", {}).get("name") in ENGINES
-        else lengths_md(engine, served, lengths),
-        engine.counters,
-    ]
-    return "\n\n".join(filter(None, sections)) + "\n"
+    in_engine = report is not None and report.get("engine", {}).get("name") in ENGINES
+    templates = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
+    return templates.from_string(SERVE_MD.read_text(encoding="utf-8")).render(
+        version=specdistill.__version__,
+        engine=engine,
+        served=served,
+        report=report,
+        caveats=caveats(report, engine, served.num_tokens),
+        flags=table(("what else is set", "how"), ((name, how.format(**fitting)) for name, how in engine.flags.items())),
+        by_load=cells(by_load(fastest_lengths(report))) if report and in_engine else "",
+        by_length="" if in_engine or not lengths else cells(by_load(lengths)),
+        takes_lengths=engine.serve_command(served) != engine.serve_command(replace(served, lengths=())),
+        cells=cells,
+        plain=plain,
+        phrases=phrases,
+        tables=tables,
+    )
 
 
-def lengths_md(engine: Engine, served: Served, lengths: Sequence[DraftLength]) -> str:
-    """The draft tokens that pay at each load, and which of them the engine is started with; empty without a sweep."""
-    if not lengths:
-        return ""
-    assert engine.serve_command is not None
-    changes = engine.serve_command(served) != engine.serve_command(replace(served, lengths=()))
-    started = "this table" if changes else f"{served.num_tokens} draft tokens, whatever the load"
-    return f"{cells(by_load(lengths))}\n\n{engine.title} is started with {started}."
-
-
-def caveats(report: Mapping[str, Any] | None, engine: Engine, k: int) -> str:
+def caveats(report: Mapping[str, Any] | None, engine: Engine, k: int) -> list[str]:
     """What speaks against serving the draft: a gate that it did not pass, and a speed below that of plain decoding; and what the engine
-    does about a lookup in front of it, with K = k. Empty for nothing.
+    does about a lookup in front of it, with K = k.
     """
-    found, row = [], report["results"][0] if report else {}
-    if report and "gate" in report and (judged := verdict(report)) not in ("Passed", "Not judged"):
-        found.append(plain(f"Its gate: {judged}. {failed_rules(report)}"))
+    if report is None:
+        return []
+    found, row = [], report["results"][0]
+    if "gate" in report and (judged := phrases.verdict(report)) not in ("Passed", "Not judged"):
+        found.append(plain(f"Its gate: {judged}. {phrases.failed_rules(report)}"))
     if row.get("speedup", 1) < 1:
-        speed = f"{times(row['speedup'])} its speed{between(row, 'speedup')}"
+        speed = f"{phrases.times(row['speedup'])} its speed{phrases.between(row, 'speedup')}"
         found.append(plain(f"It was slower than plain decoding where it was measured: {speed}."))
-    if report and (lookup := lookup_first(report["settings"])):
+    if lookup := phrases.lookup_first(report["settings"]):
         found.append(
             f"It was measured behind a lookup ({lookup}). {of_lookup([engine], measured_lookup(report['settings']), k)}"
         )
-    return f"**Before you serve it.** {' '.join(found)}\n\n" if found else ""
+    return found
 
 
 def of_lookup(engines: Iterable[Engine], lookup: LookupFirstConfig | None, k: int) -> str:
     """What engines need for a lookup of up to k tokens in front of a draft, and which ones are started without."""
     fronts = {engine.title: engine.front(lookup, k) for engine in engines}
     alone = " and ".join(title for title, front in fronts.items() if not front)
-    return " ".join([*(front.note for front in fronts.values() if front), *([DRAFT_ALONE.format(alone)] if alone else [])])
-
-
-def expectation(report: Mapping[str, Any] | None) -> str:
-    """The acceptance that was measured, and under which settings."""
-    if report is None:
-        return "Not measured: no report.json was named by `report=` or lay in `../report` next to the draft. `specdistill eval` writes one."
-    row = report["results"][0]
-    if "mean_acceptance_length" not in row:
-        return "Not measured: the report has no acceptance length."
-    target = plain(" in ".join(filter(None, (report["target"]["model"], report["target"].get("dtype")))))
-    return f"""Measured with the target {target}; {plain(settings_line(report))}.
-
-{cells(whole_suite(report))}
-
-Accepted by position: {plain(per_position(row))}. The acceptance length counts the target's own token. Other prompts and
-temperatures give other numbers."""
+    notes = [front.note for front in fronts.values() if front]
+    return " ".join([*notes, f"The commands for {alone} start the draft alone, which accepts less."] if alone else notes)
 
 
 def find_report(draft: Path, report: Path | None, method: str) -> dict[str, Any] | None:
@@ -283,8 +258,7 @@ def find_report(draft: Path, report: Path | None, method: str) -> dict[str, Any]
     Raises UserError when it was named and is not there, cannot be read, or is the report of a draft of another method.
     """
     path = report or draft.absolute().parent / "report"
-    path = path / "report.json" if path.is_dir() else path
-    if report is None and not path.is_file():
+    if report is None and not (path / "report.json").is_file():
         return None
     read = read_document(path)
     if (measured := read["draft"]["method"]) != method:

@@ -17,16 +17,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import yaml
-
 from specdistill.errors import ExitCode, ResourceError, UserError, logger, refusing
-from specdistill.files.documents import read_yaml
+from specdistill.files.documents import read_keys
 from specdistill.project import LAUNCHES, ROOT, find_yaml
 from specdistill.recipe.fields import ReadWhen, Section, option
 from specdistill.recipe.load import validate
 
 LAUNCHED = ReadWhen("with launch=…", lambda it: it.launch is not None)
-OF_ACCELERATE = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
 
 
 class LaunchOptions(Section):
@@ -68,7 +65,7 @@ def launch(script: Path, arguments: Sequence[str], options: LaunchOptions) -> in
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     configuration = find_yaml(str(options.launch), LAUNCHES, "launch")
-    given = {name: value for name in OF_ACCELERATE if (value := getattr(options, name)) is not None}
+    given = options.model_dump(exclude={"launch"}, exclude_none=True)
     launching = _checked(configuration, given)
     flags = [f"--config_file={configuration}", *(f"--{name}={value}" for name, value in launching.items())]
     command = [*flags, str(script), *arguments]
@@ -133,15 +130,13 @@ def _read(configuration: Path) -> tuple[Any, dict[str, Any]]:
     """accelerate's view of its configuration, and which of our keys the file names itself. Raises UserError for what accelerate refuses."""
     from accelerate.commands.config.config_args import ClusterConfig
 
-    unreadable = yaml.YAMLError, OSError, ValueError, TypeError, KeyError
-    with refusing(unreadable, "launch", configuration, "a configuration of accelerate"):
-        own = read_yaml(configuration)
-        if not isinstance(own, dict):
-            raise TypeError("no keys")
+    expected = "a configuration of accelerate"
+    own = read_keys(configuration, "launch", expected)
+    with refusing((ValueError, TypeError, KeyError), "launch", configuration, expected):
         settings = ClusterConfig.from_yaml_file(str(configuration))
     if own.get("main_process_port") == 0:  # accelerate's word for any that is free
         del own["main_process_port"]
-    return settings, {name: own[name] for name in OF_ACCELERATE if own.get(name) is not None}
+    return settings, {name: own[name] for name in LaunchOptions.model_fields if own.get(name) is not None}
 
 
 def _exit_code(code: int, process: str) -> int:

@@ -158,7 +158,7 @@ def test_what_cannot_start_is_one_line(
     ("text", "refused"),
     [
         (b"distributed_type: [", "launch: got {yaml}: "),
-        (b"- 2", "launch: got {yaml}: no keys, "),
+        (b"- 2", "launch: got {yaml}, which holds no keys, "),
         (b"\xff", "launch: got {yaml}: "),
         (b"distributed_type: MULTI_GPU\nprocesses: 2", "launch: got {yaml}: "),
         (b"distributed_type: MULTI_GPU", "num_processes: got nothing with {yaml}, "),

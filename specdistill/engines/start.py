@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from specdistill.engines.guard import end_session
@@ -68,19 +68,15 @@ def free_port() -> int:
 
 def wait_until_ready(guard: "subprocess.Popen[bytes]", address: str, log: Path) -> None:
     server, deadline = Server(address, key="", timeout=HEALTH_SECONDS), time.monotonic() + START_SECONDS
-    while not answers(server):
+    while True:
+        with suppress(ResourceError):
+            if server.ask("/health").status == 200:
+                return
         if guard.poll() is not None:
             raise ResourceError(f"the engine ended before it answered ({cause(log)})", next_step=f"look at its log, {log}")
         if time.monotonic() > deadline:
             raise ResourceError(f"the engine did not answer in {START_SECONDS:g} s", next_step=f"look at its log, {log}")
         time.sleep(0.2)
-
-
-def answers(server: Server) -> bool:
-    try:
-        return server.ask("/health").status == 200
-    except ResourceError:
-        return False
 
 
 def end(guard: "subprocess.Popen[bytes]", *, waits: bool = True) -> None:

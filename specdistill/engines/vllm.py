@@ -181,8 +181,6 @@ VLLM = Engine(
     ),
 )
 
-SPECULATORS_VERSION = "0.9.0"
-
 
 def speculators_config(export: HeadExport, kind: str, architecture: str, layers: Mapping[str, Any]) -> dict[str, Any]:
     """What the config.json of any draft of speculators says, from which vLLM takes the target and how many tokens to draft.
@@ -194,7 +192,7 @@ def speculators_config(export: HeadExport, kind: str, architecture: str, layers:
     return {
         "architectures": [architecture],
         "speculators_model_type": kind,
-        "speculators_version": SPECULATORS_VERSION,
+        "speculators_version": "0.9.0",
         "speculators_config": {
             "algorithm": kind,
             "default_proposal_method": "greedy",

@@ -8,10 +8,9 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import yaml
 
@@ -107,29 +106,19 @@ def parse_yaml(text: str | bytes) -> Any:
         raise ValueError(one_line(str(error))) from error
 
 
-@dataclass
-class _Collection:
-    """A collection of YAML that is being read. before: characters of the document up to it."""
+class _Collection(NamedTuple):
+    """A collection of YAML that is being read. before: characters of the document up to it. scalars: its nodes, None for other ones."""
 
     anchor: str | None
     before: int
-    is_mapping: bool
-    num_nodes: int = 0
-    keys: set[str] = field(default_factory=set)
-
-    def add(self, scalar: str | None) -> None:
-        if self.is_mapping and self.num_nodes % 2 == 0 and scalar is not None:
-            if scalar in self.keys:
-                raise ValueError(f"{scalar} twice")
-            self.keys.add(scalar)
-        self.num_nodes += 1
+    scalars: list[str | None]
 
 
 def check_yaml(text: str) -> None:
     """Raises ValueError for what `parse_yaml` refuses. It reads events, which are not nested."""
     if len(text) > LARGEST_YAML:
         raise ValueError(f"{len(text):,} characters, more than {LARGEST_YAML:,}")
-    total, sizes, opened = 0, {}, [_Collection(None, 0, is_mapping=False)]
+    total, sizes, opened = 0, {}, [_Collection(None, 0, [])]
     try:
         for event in yaml.parse(text, Loader):
             if getattr(event, "tag", None) is not None:
@@ -137,11 +126,13 @@ def check_yaml(text: str) -> None:
             if isinstance(event, yaml.CollectionEndEvent):
                 ended = opened.pop()
                 sizes[ended.anchor] = total - ended.before
+                if isinstance(event, yaml.MappingEndEvent):
+                    _unique([(key, None) for key in ended.scalars[::2] if key is not None])
             elif isinstance(event, yaml.NodeEvent):
                 scalar = event.value if isinstance(event, yaml.ScalarEvent) else None
-                opened[-1].add(scalar)
+                opened[-1].scalars.append(scalar)
                 if isinstance(event, yaml.CollectionStartEvent):
-                    opened.append(_Collection(event.anchor, total, isinstance(event, yaml.MappingStartEvent)))
+                    opened.append(_Collection(event.anchor, total, []))
                 elif scalar is None and event.anchor not in sizes:
                     raise ValueError(f"*{event.anchor} before the end of &{event.anchor}")
                 else:

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 
 from specdistill.errors import ResourceError, UserError, refusing
 
+KEY = "output_dir"  # of a command that makes a new folder
 MARK = ".specdistill"  # a file in a folder that is this package's to empty
 _HELD: set[int] = set()  # files and folders that this process locks
 
@@ -37,11 +38,11 @@ def check_writable(folder: Path, key: str) -> None:
         pass
 
 
-def check_new(output: Path, key: str = "output_dir") -> None:
+def check_new(output: Path) -> None:
     """Raises UserError when something stands in the place of a new folder, or it cannot be written."""
     if output.exists() or output.is_symlink():
-        raise UserError(key, got=f"{output}, which exists", expected="a new folder")
-    check_writable(output, key)
+        raise UserError(KEY, got=f"{output}, which exists", expected="a new folder")
+    check_writable(output, KEY)
 
 
 def check_holds(folder: Path, key: str, what: str, is_own: Callable[[str], bool]) -> None:
@@ -51,18 +52,18 @@ def check_holds(folder: Path, key: str, what: str, is_own: Callable[[str], bool]
 
 
 @contextmanager
-def new_folder(output: Path, key: str = "output_dir", *, replaces: bool = False) -> Iterator[Path]:
+def new_folder(output: Path, *, replaces: bool = False) -> Iterator[Path]:
     """A folder to write in, which takes its name once all is written; nothing is left behind otherwise.
 
     replaces: what is there is this package's, and removed first. Raises UserError when the output exists otherwise, and while another
     process writes it; ResourceError when writing fails.
     """
     if not replaces:
-        check_new(output, key)
+        check_new(output)
     partial = output.with_name(f".{output.name}.partial")
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        with _locked(partial, os.O_RDONLY, key, output):
+        with _locked(partial, os.O_RDONLY, KEY, output):
             try:
                 if replaces and output.exists():
                     output.rename(partial / output.name)  # at once: a half of it would look like a whole one
@@ -73,7 +74,7 @@ def new_folder(output: Path, key: str = "output_dir", *, replaces: bool = False)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
     except (OSError, SafetensorError) as error:
-        what = f"{key}: could not write {output} ({error})"
+        what = f"{KEY}: could not write {output} ({error})"
         raise ResourceError(what, next_step="check space and permissions") from error
 
 

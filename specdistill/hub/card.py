@@ -21,7 +21,7 @@ from specdistill.hub.evidence import REPORT, Release
 from specdistill.hub.licenses import DATA, Licensed, front_matter
 from specdistill.methods import METHODS
 from specdistill.project import SUITES
-from specdistill.recipe.fields import default_of
+from specdistill.recipe.fields import default_of, shown
 from specdistill.report import phrases, tables
 from specdistill.report.text import cells, measured, plain, table
 from specdistill.targets.identity import TargetIdentity
@@ -87,7 +87,8 @@ def model_card(of: CardContents, serving: Sequence[tuple[str, str]]) -> ModelCar
         picture=PICTURE,
         headline=cells(tables.whole_suite(report)),
         serving=serving,
-        placeholders=_placeholders(of),
+        is_named_suite=_is_named_suite(report),
+        gguf_files=GGUF_FILES.values(),
         measured=re.sub("^#", "##", numbers_of_all, flags=re.MULTILINE),  # below the heading of a section
         front=of_lookup(engines, lookup, report["settings"]["num_speculative_tokens"]) if lookup else "",
         parts=table(("", "what", "licence"), ((part.what, plain(part.name), plain(part.shown)) for part in of.parts)),
@@ -145,14 +146,8 @@ def measured_again(of: CardContents) -> str:
         values["target.adapter"] = target.adapter
     name = "pico" if target.name_or_path == "pico" else of.base_model or "TARGET"
     named = {"method": of.release.method, "target": name, "draft": f"{of.repository}@{of.tag}"}
-    words = [shlex.quote(one_line(f"{key}={_yaml(value)}")) for key, value in {**named, **values}.items()]
+    words = [shlex.quote(one_line(f"{key}={shown(value)}")) for key, value in {**named, **values}.items()]
     return " \\\n    ".join(["specdistill eval", *words])
-
-
-def _yaml(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {_yaml(entry)}' for key, entry in value.items())}}}"
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _results(of: CardContents) -> Iterator[EvalResult]:
@@ -176,23 +171,6 @@ def _results(of: CardContents) -> Iterator[EvalResult]:
             )
 
 
-def _placeholders(of: CardContents) -> str:
-    """What the capital words in commands stand for; empty where there are none."""
-    report, is_pico = of.release.report, of.release.made_for.name_or_path == "pico"
-    pico = "the folder that `python -c 'from specdistill.project import PICO; print(PICO)'` prints"
-    target = (
-        ""
-        if of.base_model
-        else f"`TARGET` stands for {pico if is_pico else 'a folder with the target'}, whose hashes are below."
-    )
-    name, sha256 = (plain(report["suite"][key]) for key in ("name", "sha256"))
-    suite = "" if _is_named_suite(report) else f"`SUITE` stands for the file of the suite {name}, with sha256 `{sha256}`."
-    files, dtype = " and ".join(f"`{file}`" for file in GGUF_FILES.values()), plain(report["target"].get("dtype", "any type"))
-    is_llama_cpp = report.get("engine", {}).get("name") == "llama.cpp"
-    gguf = f"{files}: as llama.cpp's converter writes them, the target's in {dtype}." if is_llama_cpp else ""
-    return " ".join(filter(None, [target, suite, gguf]))
-
-
 def _identity(target: TargetIdentity) -> str:
     rows = {
         "name": Path(target.name_or_path).name if Path(target.name_or_path).is_absolute() else target.name_or_path,
@@ -201,8 +179,8 @@ def _identity(target: TargetIdentity) -> str:
         "sha256 of its weights' sha256": target.weights,
         "sha256 of its tokenizer's sha256": target.tokenizer,
     }
-    shown = ((name, f"`{plain(value)}`" if "sha256" in name else plain(value)) for name, value in rows.items() if value)
-    return table(("", ""), shown)
+    stated = ((name, f"`{plain(value)}`" if "sha256" in name else plain(value)) for name, value in rows.items() if value)
+    return table(("", ""), stated)
 
 
 def _is_named_suite(report: Mapping[str, Any]) -> bool:

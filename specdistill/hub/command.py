@@ -4,8 +4,6 @@ import tempfile
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import model_validator
-
 from specdistill.command import TARGET, keys_of
 from specdistill.engines import engines_with
 from specdistill.errors import ExitCode, UserError
@@ -44,12 +42,6 @@ class AcquireOptions(Section):
         read_when=ReadWhen("by methods pard and draft_model", lambda it: METHODS[it.method].standalone),
     )
     dry_run: bool = option(False, "list what would be fetched; only configs and headers are fetched")
-
-    @model_validator(mode="after")
-    def _an_adapter_has_a_draft(self) -> "AcquireOptions":
-        if self.target.adapter is not None and self.draft is None:
-            raise UserError("target.adapter", got=self.target.adapter, expected="no such key without draft=…")
-        return self
 
 
 class ExportOptions(Section):

@@ -53,8 +53,6 @@ from specdistill.targets.files import Shards, TargetFiles
 from specdistill.targets.identity import SHOWN
 from specdistill.training.history import read_history
 
-STAGED = "release"  # in a run's folder
-DRY_RUN = "Dry run: nothing was uploaded."
 WEIGHTS = (".safetensors", ".gguf")
 # Prompts and completions, which may be about addresses; what else these say report.json says.
 OF_A_SUITE = (SAMPLES, "report.html", Path(PICTURE).name)
@@ -121,7 +119,7 @@ def publish_run(options: PublishOptions) -> Publication:
         since=before,
         changes=f"{plain(since)}\n\n{cells(tables.changes(release.report))}" if last else "",
     )
-    folder = Path(options.output_dir or run / STAGED)
+    folder = Path(options.output_dir or run / "release")
     if options.output_dir is None and folder.exists() and not (folder / Path(PROVENANCE).name).is_file():
         raise UserError("output_dir", got=f"null, and {folder} holds no earlier release", expected="a new folder")
     stage(contents, target, config.exports, folder, replaces=options.output_dir is None)
@@ -261,9 +259,10 @@ def serving_of(of: CardContents, target: TargetFiles, exported: Mapping[str, Ser
         target=of.base_model,
         config=read_config(draft, "run"),
         lookup_first=measured_lookup(report["settings"]),
+        draft_revision=of.tag,
         **as_measured(report, target, draft_lengths(report), usual_length(report)),
     )
-    return list(serving_lines(served, draft, exported, repository=of.repository, tag=of.tag))
+    return list(serving_lines(served, draft, exported))
 
 
 def loads_as_is(engine: Engine, method: str, folder: Path) -> bool:
@@ -280,16 +279,14 @@ def loads_as_is(engine: Engine, method: str, folder: Path) -> bool:
     return all(found.severity != "problem" for found in findings_of_engine(engine, method, head, config, shapes))
 
 
-def serving_lines(
-    served: Served, draft: Path, exports: Mapping[str, Served], *, repository: str, tag: str
-) -> Iterator[tuple[str, str]]:
+def serving_lines(served: Served, draft: Path, exports: Mapping[str, Served]) -> Iterator[tuple[str, str]]:
     """(engine's title, commands) for each engine that can be given the draft: as it is, or as exported for it.
 
-    served: the draft in the repository's root. draft: its folder here. exports: engine -> what was exported for it, into a folder of that
-    name.
+    served: the draft of a tag, in the repository's root. draft: its folder here. exports: engine -> what was exported for it, into a folder
+    of that name.
     """
     assert served.method is not None
-    row, local = METHODS[served.method], repository.rpartition("/")[2]
+    row, repository, local = METHODS[served.method], served.output, served.output.name
     for name, serving in row.serving().items():
         engine = ENGINES[name]
         if engine.serve_command is None:
@@ -298,11 +295,11 @@ def serving_lines(
         started = replace(served, num_tokens=k, lookup_first=lookup)
         if name in exports:
             own = exports[name]
-            exported = replace(started, output=Path(local) / name, serving=serving, config=own.config)
-            fetch = f"hf download {repository} --revision {tag} --local-dir {local} --include {shlex.quote(f'{name}/*')}"
-            yield engine.title, f"{fetch}\n{engine.serve_command(exported)}"
+            exported = replace(started, output=Path(local) / name, draft_revision=None, serving=serving, config=own.config)
+            at = f"--revision {served.draft_revision} --local-dir {local} --include {shlex.quote(f'{name}/*')}"
+            yield engine.title, f"hf download {repository} {at}\n{engine.serve_command(exported)}"
         elif loads_as_is(engine, served.method, draft):
-            yield engine.title, engine.serve_command(replace(started, serving=serving, draft_revision=tag))
+            yield engine.title, engine.serve_command(replace(started, serving=serving))
 
 
 def print_outcome(made: Publication) -> None:
@@ -315,7 +312,7 @@ def print_outcome(made: Publication) -> None:
         total = sum(change.size for change in made.changes if change.what != "removed")
         print(f"{name}: {size(total)} in {', '.join(f'{count} {what}' for what, count in counts.items())}")
         print(f"from {made.folder}")
-        print(f"released: {url} (commit {made.commit[:SHOWN]})" if made.commit else DRY_RUN)
+        print(f"released: {url} (commit {made.commit[:SHOWN]})" if made.commit else "Dry run: nothing was uploaded.")
     elif made.refusals:
         for refusal in made.refusals:
             logger.error(f"refused: {refusal}")

@@ -37,15 +37,6 @@ LOOKUPS = {aten.embedding, aten.gather, aten.index, aten.index_select}  # they r
 
 
 @dataclass(frozen=True)
-class Account:
-    """Of one step. traffic_bytes: read and written by all operations but matrix products and attention. flops: of these two alone."""
-
-    peak_bytes: int
-    traffic_bytes: int
-    flops: int
-
-
-@dataclass(frozen=True)
 class Device:
     """By its maker, dense bfloat16 with float32 sums. memory: bytes. flops, bandwidth: a second; bandwidth in bytes."""
 
@@ -54,10 +45,10 @@ class Device:
     flops: float
     bandwidth: float
 
-    def tokens_per_second(self, step: Account, num_tokens: int, other_flops: float) -> float:
-        """Of a step over `num_tokens`. other_flops: of what the account does not count, the target's layers."""
+    def tokens_per_second(self, step: "Ledger", num_tokens: int, other_flops: float) -> float:
+        """Of a step over `num_tokens`. other_flops: of what the ledger does not count, the target's layers."""
         products = (step.flops + other_flops) / (MATRIX_SHARE * self.flops)
-        return num_tokens / (products + step.traffic_bytes / (TRAFFIC_SHARE * self.bandwidth))
+        return num_tokens / (products + step.traffic / (TRAFFIC_SHARE * self.bandwidth))
 
 
 H100 = Device("H100", 80 * 2**30, 989e12, 3.35e12)
@@ -66,6 +57,9 @@ H100 = Device("H100", 80 * 2**30, 989e12, 3.35e12)
 class Ledger(TorchDispatchMode):
     """Counts what the operations within it do. A storage that no operation here made stands, and counts nothing.
 
+    live, peak: bytes held now, and at most at once. traffic: bytes read and written by all operations but matrix products and attention.
+    flops: of these two alone.
+
     An operation whose result's shape depends on values, for which a GPU's host would have to wait, is torch's error.
     """
 
@@ -73,10 +67,6 @@ class Ledger(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = self.traffic = self.flops = 0
         self._known: set[int] = set()
-
-    @property
-    def account(self) -> Account:
-        return Account(self.peak, self.traffic, self.flops)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -152,8 +142,8 @@ def training_step(
     length: int,
     prepare: Callable[[Any], None] = lambda objective: None,
     ledger: Ledger | None = None,
-) -> Account:
-    """The account of a micro-batch of `rows` rows of `length` tokens, with the loss of a recipe of the method with these keys of `draft:`.
+) -> Ledger:
+    """The ledger of a micro-batch of `rows` rows of `length` tokens, with the loss of a recipe of the method with these keys of `draft:`.
 
     build: (the target, its tensors without content) -> the draft. prepare: what is done with the objective before the step. ledger: one
     that counts more.
@@ -180,4 +170,4 @@ def training_step(
                     target_outputs = objective.read_target(weightless, batch)
                 loss: Tensor = objective(**batch, **target_outputs)[0]
             loss.backward()
-    return ledger.account
+    return ledger

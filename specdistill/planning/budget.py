@@ -72,14 +72,13 @@ class ServingSettings:
 class Budget:
     """Of each device, in bytes.
 
-    parts: what it holds, by name. total: their sum. needs: a memory that this fits in, with the share that the engine leaves.
+    parts: what it holds, by name. needs: a memory that they fit in, with the share that the engine leaves.
     room: tokens of context that all sequences together can have on the memory that was asked for, 0 where the weights alone do
     not fit and None where no layer keeps tokens for good. cost: of them, how many the draft takes; None for the target alone.
     tensor_parallel: devices on which it fits, where it does not; None where MOST_DEVICES do not hold it.
     """
 
     parts: dict[str, int]
-    total: int
     needs: int
     fits: bool
     room: int | None
@@ -106,12 +105,9 @@ def budget(
         "engine": ENGINE_BYTES + _activations(target.text, itemsize, verified, devices),
     }
 
-    def caches(context: int) -> tuple[int, int]:
-        target_cache, own = (
-            size.num_bytes(context, serving.batch_size, kv_itemsize, devices) if size else 0
-            for size in (target.cache, draft_cache)
-        )
-        return target_cache, own
+    def caches(context: int) -> list[int]:
+        both = (target.cache, draft_cache)
+        return [size.num_bytes(context, serving.batch_size, kv_itemsize, devices) if size else 0 for size in both]
 
     usable, fixed = serving.gpu_memory_utilization * serving.memory, sum(parts.values())
     parts["KV cache"], parts["draft's KV cache"] = caches(serving.context)
@@ -120,7 +116,6 @@ def budget(
     longest = max(0, beyond - 1)
     made = Budget(
         parts={name: int(size) for name, size in parts.items() if size},
-        total=total,
         needs=int(total / serving.gpu_memory_utilization),
         fits=total <= usable,
         room=None if longest >= NO_LIMIT else longest * serving.batch_size,

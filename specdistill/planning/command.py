@@ -6,13 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import model_validator
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from specdistill.command import TARGET, keys_of
-from specdistill.errors import ExitCode, UserError
+from specdistill.errors import ExitCode
 from specdistill.recipe.fields import Section, like, option, section
 from specdistill.recipe.load import load_recipe
 from specdistill.recipe.sections import TargetConfig
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from specdistill.planning.reading import KnownDraft
 
 SHOWN_DRAFTS = 3
-LARGEST_BATCH = 2**22  # tokens, of which the longest context known has a quarter
 COLUMNS = ("method", "size", "tokens", "GPU h", "GPU memory", "accepted, AL", "speedup")
 
 
@@ -47,16 +45,10 @@ class ServingOptions(Section):
 
 
 class PlannedTraining(Section):
-    batch_size: int | None = option(None, "rows of a micro-batch on one device; null: the recipe's, else 4", ge=1)
-    max_length: int | None = option(None, "tokens of a row, at most what the target has; null: the recipe's, else 2,048", ge=8)
-
-    @model_validator(mode="after")
-    def _fits_a_device(self) -> "PlannedTraining":
-        rows, length = self.batch_size or 4, self.max_length or 2048
-        if rows * length > LARGEST_BATCH:
-            got = f"{rows} rows of {length} tokens"
-            raise UserError("training.batch_size", got=got, expected=f"a micro-batch of at most {LARGEST_BATCH:,} tokens")
-        return self
+    batch_size: int | None = option(None, "rows of a micro-batch on one device; null: the recipe's, else 4", ge=1, le=1024)
+    max_length: int | None = option(
+        None, "tokens of a row, at most what the target has; null: the recipe's, else 2,048", ge=8, le=2**20
+    )
 
 
 class PlanOptions(Section):

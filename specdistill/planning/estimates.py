@@ -92,10 +92,10 @@ class PlanRow:
     draft: the one that was given; None for the one that the recipe would train. bytes: in the draft's dtype. training_tokens: distinct
     ones; trained_tokens: of all steps of the target's own recipe, else of one pass. micro_batch: rows, tokens of a row. disk_bytes: the
     hidden states of all training tokens. training_memory: its parts on one device, in bytes. training_hours: of one GPU.
-    training_is_computed: activations and hours by the training step's own code; else by a rough formula. training_launch: the recipe's,
-    else by `_launch`, None where a machine does not hold it. kv_bytes: KV cache of the draft for a token of context.
-    step_ratio: c, the larger of the step_shares. low, high: the two ends of the speedup, where and as the target is to serve. serving:
-    what each device holds then. warnings: what contradicts the target's config.json.
+    training_launch: the recipe's, else by `_launch`, None where a machine does not hold it. kv_bytes: the draft's for a token of context.
+    step_shares: a draft step over a target step, by what they read (weights and KV cache) and by layers run; step_ratio: c, the larger.
+    low, high: the two ends of the speedup, where and as the target is to serve. serving: what each device holds then. warnings: what
+    contradicts the target's config.json.
     """
 
     method: str
@@ -114,7 +114,6 @@ class PlanRow:
     disk_bytes: int | None = None
     training_memory: dict[str, int] | None = None
     training_hours: float | None = None
-    training_is_computed: bool = False
     training_launch: Launch | None = None
     kv_bytes: int | None = None
     step_ratio: float | None = None
@@ -153,15 +152,9 @@ class Scenario:
         """A step of the target without a draft."""
         return self._target(1, spread=True)
 
-    @cached_property
-    def verified(self) -> list[float]:
-        """v for K = 1, 2, …, with every token of a mixture sent to experts of its own."""
-        return [self._target(k + 1, spread=True) / self.plain for k in range(1, max(MAX_K.values()) + 1)]
-
-    @cached_property
-    def verified_at_best(self) -> list[float]:
-        """v where the tokens of a sequence share their experts."""
-        return [self._target(k + 1, spread=False) / self.plain for k in range(1, max(MAX_K.values()) + 1)]
+    def verified(self, most: int, *, spread: bool) -> list[float]:
+        """v for K = 1 to `most`. spread: every token of a mixture is sent to experts of its own; else those of a sequence share theirs."""
+        return [self._target(k + 1, spread=spread) / self.plain for k in range(1, most + 1)]
 
     def draft(self, planned: PlannedDraft, weights: float) -> float:
         """A step of a draft, of whose weights it reads this many bytes."""
@@ -240,11 +233,11 @@ def _bytes(method: str, planned: PlannedDraft, given: Described | None, scenario
 def _speed(planned: PlannedDraft, cost: MethodCost, scenario: Scenario, read: float) -> dict[str, Any]:
     """What a step costs and a round promises, as fields of a row. read: bytes of weights that a step reads."""
     parts, num_layers, alphas = planned.parts, scenario.target.text.num_hidden_layers, planned.published.alphas
-    shares = step_shares(scenario.draft(planned, read) if parts.read else 0.0, scenario.plain, parts.num_layers, num_layers)
+    step = scenario.draft(planned, read) if parts.read else 0.0
+    shares = {"weights": step / scenario.plain, "layers": parts.num_layers / num_layers}
     low = high = None
     if alphas:
-        most = MAX_K[cost.passes]
-        best, verify = scenario.verified_at_best[:most], scenario.verified[:most]
+        best, verify = (scenario.verified(MAX_K[cost.passes], spread=spread) for spread in (False, True))
         low, high = speedup_range(alphas, verify, shares, num_layers, cost.passes, verify_at_best=best)
     return {"step_ratio": max(shares.values()), "step_shares": shares, "alphas": alphas, "low": low, "high": high}
 
@@ -275,7 +268,7 @@ def _training(
     rate = TRAINING_FLOPS / (2 * read + 6 * parts.read * positions)
     if build := planned.build if scenario.computed else None:
         step = training_step(method, build, {**planned.counted_with, **draft}, target, rows=rows, length=length)
-        memory["activations"] = step.peak_bytes
+        memory["activations"] = step.peak
         rate = H100.tokens_per_second(step, rows * length, 2 * read * rows * length)
     launch, trained = _launch(target, memory, scenario.serving.memory), tokens
     if recipe:
@@ -289,7 +282,6 @@ def _training(
         "trained_tokens": trained,
         "training_memory": memory,
         "training_hours": None if trained is None else trained / rate / 3600,
-        "training_is_computed": build is not None,
         "training_launch": launch,
     }
 
@@ -339,11 +331,6 @@ def read_recipe(name: str) -> dict[str, Any]:
     return keys
 
 
-def step_shares(step: float, target_step: float, layers: int, target_layers: int) -> dict[str, float]:
-    """A draft step over a target step, by what they read (weights and KV cache) and by layers run: the larger is c."""
-    return {"weights": step / target_step, "layers": layers / target_layers}
-
-
 def best_k(alpha: float, verify: Sequence[float], c: float, passes: str = "K") -> ExpectedSpeedup:
     """S = AL / (v + c·K) at the fewest tokens that come within 1 % of the best, AL = 1 + alpha + … + alpha^K (arXiv 2211.17192).
 
@@ -370,7 +357,7 @@ def speedup_range(
     """The two ends: the lower alpha with c and an engine's overhead, and the higher alpha where what is read is all that counts.
 
     verify: v for K = 1, 2, …, by what is read. verify_at_best: at the higher end; None for 1, a dense target with few
-    sequences. shares: of `step_shares`. passes: of `best_k`. A draft that runs no layers launches none.
+    sequences. shares: of a row. passes: of `best_k`. A draft that runs no layers launches none.
     """
     overhead = LAYERS_OVERHEAD / target_layers if shares["layers"] else 0.0
     low = best_k(alphas[0], [v + VERIFY_OVERHEAD for v in verify], max(shares.values()) + overhead, passes)

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdistill.cli import main
 from specdistill.engines import ENGINES
-from specdistill.export import caveats, expectation, export
+from specdistill.engines.engine import Served
+from specdistill.export import export, serve_md
 from specdistill.files.documents import read_json
 from specdistill.methods.eagle3.checkpoint import load_eagle3
 from specdistill.methods.load import implementation, method_of
@@ -71,7 +72,7 @@ def test_what_a_report_says_is_text_alone_in_how_to_serve_it() -> None:
         measured = renamed(report(), name) | {"engine": {"name": "vllm", "version": name}}
         failed = {"metric": name, "severity": "fail", "passed": False, "verdict": "failed"}
         measured["gate"] = {"verdict": "failed", "passed": False, "rules": [failed]}
-        pages.append(Page(caveats(measured, ENGINES["vllm"], 4) + expectation(measured)))
+        pages.append(Page(serve_md(ENGINES["vllm"], Served("eagle3", Path("draft"), "target", 4, False, {}), measured, ())))
     friendly, hostile = pages
     assert hostile.elements == friendly.elements and hostile.references == []
 

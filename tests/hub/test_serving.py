@@ -51,9 +51,10 @@ def test_each_engine_is_told_how(tmp_path: Path) -> None:
     target = FrozenTarget(tiny_target_model(num_layers=8), tiny_tokenizer(), name="org/target")
     draft = tmp_path / "draft"
     save_head("eagle3", head_of("eagle3", target, {"draft_vocabulary": torch.arange(0, 200, 2)}, torch.float32), draft)
-    served = Served("eagle3", Path("org/draft"), "org/target", 4, False, read_config(draft, "draft"), revision="abc")
+    config, at = read_config(draft, "draft"), {"revision": "abc", "draft_revision": "v2"}
+    served = Served("eagle3", Path("org/draft"), "org/target", 4, False, config, **at)
     exports = {"gguf": export(draft, "gguf", tmp_path / "gguf")}
-    lines = dict(serving_lines(served, draft, exports, repository="org/draft", tag="v2"))
+    lines = dict(serving_lines(served, draft, exports))
     assert lines["vLLM"].startswith("vllm serve org/target \\\n    --revision abc ")
     assert '"model": "org/draft", "revision": "v2"' in lines["vLLM"]
     assert "--revision abc " in lines["SGLang"] and "--speculative-draft-model-path org/draft " in lines["SGLang"]
@@ -62,7 +63,7 @@ def test_each_engine_is_told_how(tmp_path: Path) -> None:
     assert fetch == "hf download org/draft --revision v2 --local-dir draft --include 'gguf/*'"
     assert 'convert_hf_to_gguf.py draft/gguf --target-model-dir "$(hf download org/target --revision abc)"' in convert
     lookup = LookupFirstConfig(draft_tokens=2)
-    behind = dict(serving_lines(replace(served, lookup_first=lookup), draft, exports, repository="org/draft", tag="v2"))
+    behind = dict(serving_lines(replace(served, lookup_first=lookup), draft, exports))
     assert behind["vLLM"].startswith("SPECDISTILL_LOOKUP_FIRST=") and '"num_speculative_tokens": 4' in behind["vLLM"]
     assert "--speculative-num-steps 2" in behind["SGLang"] and "--spec-draft-n-max 2" in behind["llama.cpp"]
     assert lines.keys() == {"vLLM", "SGLang", "llama.cpp"} and str(tmp_path) not in str(lines)

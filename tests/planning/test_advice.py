@@ -18,11 +18,10 @@ from specdistill.command import keys_of
 from specdistill.launch import LaunchOptions, _checked
 from specdistill.methods.recipe import Recipe
 from specdistill.methods.sizes import Described
-from specdistill.planning.advice import DATA, PROMPTS, recommend
 from specdistill.planning.budget import ServingSettings
 from specdistill.planning.command import print_plan
 from specdistill.planning.estimates import launch_of
-from specdistill.planning.plan import Plan, make_plan
+from specdistill.planning.plan import DATA, PROMPTS, Plan, make_plan, recommend
 from specdistill.planning.reading import read
 from specdistill.project import LAUNCHES, RECIPES, find_yaml
 from specdistill.recipe.load import load_own_keys, load_recipe

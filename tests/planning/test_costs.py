@@ -25,13 +25,17 @@ def eagle3_head() -> ParameterCounts:
     return eagle3.counted(LLAMA_8B, VOCABULARY, 32_000, 4096)
 
 
+def shares_of(head: ParameterCounts) -> dict[str, float]:
+    return {"weights": head.read / TARGET_READ, "layers": head.num_layers / 32}
+
+
 def test_an_eagle3_head_for_llama_8b():
     # q, k, v 48·128·8192, o 4096², MLP 3·4096·14336, two norms; a norm of the hidden half and the last one; head; fc
     layer = 50_331_648 + 16_777_216 + 176_160_768 + 8_192
     head = eagle3_head()
     assert head.read == layer + 8_192 + 131_072_000 == 374_358_016
     assert head.parameters == head.read + 3 * 4096**2
-    assert costs.step_shares(head.read, TARGET_READ, 1, 32) == pytest.approx({"weights": 0.04988, "layers": 0.03125}, rel=1e-3)
+    assert shares_of(head) == pytest.approx({"weights": 0.04988, "layers": 0.03125}, rel=1e-3)
 
 
 def test_an_eagle_head_borrows_the_target_s_head():
@@ -59,7 +63,7 @@ def test_the_best_k():
 def test_the_fitted_overhead_gives_back_what_was_measured():
     """vLLM issue 20780: v = 1.18, c = 0.144, and 1.75 times plain decoding at AL 3.08, K = 4."""
     head = eagle3_head()
-    shares = costs.step_shares(head.read, TARGET_READ, 1, 32)
+    shares = shares_of(head)
     assert max(shares.values()) + costs.LAYERS_OVERHEAD / 32 == pytest.approx(0.144, rel=0.01)
     alpha = alpha_from_acceptance_length(3.08, 4)
     low, high = costs.speedup_range((alpha, alpha), [1.0] * 8, shares, 32)
@@ -72,7 +76,7 @@ def test_the_measured_speedups_of_others_lie_in_the_ranges():
     heads = {"eagle": eagle_head(), "eagle3": eagle3_head()}
     published = {"eagle": eagle.PUBLISHED, "eagle3": eagle3.PUBLISHED}
     for method, speedups in {"eagle": (1.65,), "eagle3": (1.75, 2.42)}.items():
-        shares = costs.step_shares(heads[method].read, TARGET_READ, 1, 32)
+        shares = shares_of(heads[method])
         low, high = costs.speedup_range(published[method].alphas, [1.0] * 8, shares, 32)
         assert all(low.speedup < speedup < high.speedup for speedup in speedups)
 

@@ -4,13 +4,13 @@ import io
 import json
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from specdistill.cli import main
 from specdistill.planning import estimates
-from specdistill.planning.accounting import Account
 from tests.public_pairs import (
     GPT_OSS_20B,
     GPT_OSS_120B,
@@ -42,7 +42,7 @@ def test_the_fixtures_are_as_large_as_what_is_published(repository: Repository, 
 
 def planned(pair: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, dict[str, Any]]:
     """The exit code of `specdistill plan` for a pair, without the seconds that a computed step takes, and its JSON."""
-    monkeypatch.setattr(estimates, "training_step", lambda *of, **shape: Account(1, 1, 1))
+    monkeypatch.setattr(estimates, "training_step", lambda *of, **shape: SimpleNamespace(peak=1, traffic=1, flops=1))
     target, draft = pair.write(folder)
     given = [f"draft={draft}"] if pair.draft else []
     with redirect_stdout(io.StringIO()) as printed:
@@ -76,13 +76,10 @@ def test_a_public_pair_is_planned(name: str, tmp_path: Path, monkeypatch: pytest
     assert row["step_ratio"] == pytest.approx(c, abs=6e-4)
     assert plan["target"]["bytes"] / 1e9 == pytest.approx(gigabytes, rel=5e-3)
     serving = row["serving"]
-    assert serving["total"] == pytest.approx(sum(serving["parts"].values()), abs=8)
     if name == "deepseek-mtp":
         assert not serving["fits"] and serving["tensor_parallel"] == 16
     else:
         assert serving["fits"] and 0 < serving["cost"] < serving["room"]
-    dear = [warning for warning in plan["warnings"] if "more than a tenth" in warning]
-    assert bool(dear) == (c > 0.1 and pair.draft is not None and pair.method != "pard")  # which takes one pass for all tokens
 
 
 # What `plan` tells, which reads configs alone: the key and what is wrong. Tensors are the doctor's.
