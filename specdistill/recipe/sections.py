@@ -83,8 +83,10 @@ AttentionImplementation = Annotated[str, one_of(lambda: ATTENTION, also=lambda n
 class TargetConfig(Section):
     model: str = option(..., "`pico`, a folder, a GGUF file or a Hub id")
     revision: str | None = option(None, "branch, tag or commit of a Hub id", read_when=FROM_HUB)
-    adapter: str | None = option(
-        None, "LoRA adapter of the target (peft): a folder or a Hub id; the draft learns the adapted target"
+    adapter: str | Annotated[list[str], Field(min_length=1)] | None = option(
+        None,
+        "LoRA adapter of the target (peft): a folder or a Hub id; the draft learns the adapted target; `eval` also takes a list, each a "
+        "category of the report",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = option("float32", "data type of the weights")
     quantization: Literal["fp8", "bitsandbytes-8bit"] | None = option(

@@ -2,7 +2,7 @@
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache, cached_property
@@ -177,10 +177,14 @@ class TargetFiles:
 
     @classmethod
     def of(
-        cls, model: str, revision: str | None = None, adapter: str | None = None, trust_remote_code: bool = False
+        cls,
+        model: str,
+        revision: str | None = None,
+        adapter: str | Sequence[str] | None = None,
+        trust_remote_code: bool = False,
     ) -> "TargetFiles":
-        """`pico`, a folder, a GGUF file or a Hub id; raises UserError for a path that is none."""
-        return cls(resolve(model, KEY), revision, adapter, trust_remote_code)
+        """`pico`, a folder, a GGUF file or a Hub id; raises UserError for a path that is none, and for several adapters."""
+        return cls(resolve(model, KEY), revision, one_adapter(adapter), trust_remote_code)
 
     @cached_property
     def identity(self) -> TargetIdentity:
@@ -272,6 +276,14 @@ class TargetFiles:
         if type(size) is not int:
             raise UserError(KEY, got=f"{self.name} with {name} {size}", expected="the config.json of a language model")
         return size
+
+
+def one_adapter(adapter: str | Sequence[str] | None) -> str | None:
+    """Raises UserError for several."""
+    if adapter is None or isinstance(adapter, str):
+        return adapter
+    expected = "one: several are for `specdistill eval` with eval.engine=specdistill"
+    raise UserError("target.adapter", got=f"{len(adapter)} adapters", expected=expected)
 
 
 def _unlisted_weights(names: Iterable[str]) -> list[str]:
