@@ -113,7 +113,7 @@ def test_one_draft_is_measured_over_several_adapters_each_a_category(measured, k
     report, samples = measured(several, "eval.sampling_draws=20")
     assert [row["category"] for row in report["results"]] == ["all", "maths", "code"]
     assert (report["suite"]["num_prompts"], report["lossless"]["prompts_checked"]) == (8, 8) and report["gate"]["passed"]
-    assert report["target"]["model"] == f"{target} + {', '.join(adapters)}"
+    assert report["target"]["model"] == f"{target.name} + maths, code"
     both = [measured(f"target.adapter={adapter}", folder=tmp_path / f"{adapter}-alone") for adapter in adapters]
     assert [[sample["rounds"] for sample in alone] for _, alone in both] == [
         [sample["rounds"] for sample in samples if sample["category"] == name] for name in ("maths", "code")
