@@ -175,16 +175,13 @@ class TargetFiles:
     adapter: str | None = None
     trust_remote_code: bool = False
 
+    def __post_init__(self) -> None:
+        one_adapter(self.adapter)
+
     @classmethod
-    def of(
-        cls,
-        model: str,
-        revision: str | None = None,
-        adapter: str | Sequence[str] | None = None,
-        trust_remote_code: bool = False,
-    ) -> "TargetFiles":
-        """`pico`, a folder, a GGUF file or a Hub id; raises UserError for a path that is none, and for several adapters."""
-        return cls(resolve(model, KEY), revision, one_adapter(adapter), trust_remote_code)
+    def of(cls, model: str, revision: str | None = None, adapter: Any = None, trust_remote_code: bool = False) -> "TargetFiles":
+        """`pico`, a folder, a GGUF file or a Hub id; raises UserError for a path that is none."""
+        return cls(resolve(model, KEY), revision, adapter, trust_remote_code)
 
     @cached_property
     def identity(self) -> TargetIdentity:
