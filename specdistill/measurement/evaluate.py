@@ -41,6 +41,7 @@ from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.identity import combined
 
 FINISHED, ENGINE = "configurations", "engine"  # folders next to the report's files
+Pair = tuple[FrozenTarget, Proposer, str | None]  # a target, what drafts for it, and where the draft is
 
 
 def measure(recipe: Recipe, folder: Path) -> tuple[dict[str, Any], list[PromptRecord]]:
@@ -56,10 +57,11 @@ def measure(recipe: Recipe, folder: Path) -> tuple[dict[str, Any], list[PromptRe
     if config.engine != "specdistill":
         return measure_in_engine(recipe, suite, folder / ENGINE)
     if isinstance(recipe.target.adapter, list):
-        (target, proposer, draft), suite, found = across_adapters(recipe, recipe.target.adapter, suite, folder)
+        pair, suite, found = across_adapters(recipe, recipe.target.adapter, suite, folder)
     else:
-        target, proposer, draft = load_pair(recipe)
-        found = measure_pair(recipe, target, proposer, draft, suite, folder)
+        pair = load_pair(recipe)
+        found = measure_pair(recipe, pair, suite, folder)
+    target, proposer, draft = pair
     result: tuple[dict[str, Any], list[PromptRecord]]
     if not is_first():
         result, *_ = of_all(None)
@@ -93,11 +95,9 @@ class Measurement:
     weights: str | None = None
 
 
-def measure_pair(
-    recipe: Recipe, target: FrozenTarget, proposer: Proposer, draft: str | None, suite: Suite, folder: Path
-) -> Measurement:
+def measure_pair(recipe: Recipe, pair: Pair, suite: Suite, folder: Path) -> Measurement:
     """What a recipe asks to be measured of a target and what drafts for it."""
-    config, (rank, num_processes) = recipe.eval, share()
+    config, (target, proposer, draft), (rank, num_processes) = recipe.eval, pair, share()
     plans = plan_all(config, suite, target)
     if is_first():
         print_power_analysis(len(plans[0].prompts))
@@ -127,9 +127,7 @@ def summed(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def across_adapters(
-    recipe: Recipe, adapters: Sequence[str], suite: Suite, folder: Path
-) -> tuple[tuple[FrozenTarget, Proposer, str | None], Suite, Measurement]:
+def across_adapters(recipe: Recipe, adapters: Sequence[str], suite: Suite, folder: Path) -> tuple[Pair, Suite, Measurement]:
     """One draft measured with each of a target's adapters in turn: the last pair, the suite with its rows for each adapter, and what was
     measured. An adapter's name, or its path if names repeat, is the rows' category, and in front of their ids.
 
@@ -145,7 +143,7 @@ def across_adapters(
     recorded = recorded_target(locate(draft), "eval.draft") if draft else None
     made_for = next((each for each in files if recorded and recorded.is_same(each.identity)), files[0])
 
-    pair: Any = None
+    pair: Pair | None = None
     rows: list[SuiteRow] = []
     found: list[Measurement] = []
     for name, adapter in zip(names, adapters, strict=True):
@@ -154,10 +152,12 @@ def across_adapters(
         adapted = recipe.model_copy(update={"target": base.model_copy(update={"adapter": adapter})})
         pair = None  # one target is in memory at a time
         pair = load_pair(adapted, made_for)
-        found.append(measure_pair(adapted, *pair, own, folder))
+        found.append(measure_pair(adapted, pair, own, folder))
         rows += own.rows
+    assert pair is not None
     pair[0].name = f"{base.model} + {', '.join(adapters)}"
-    tests = [one.tested for one in found]
+    tests = [one.tested for one in found if isinstance(one.tested, dict)]
+    untested = next((one.tested for one in found if isinstance(one.tested, str)), None)
     measured = [
         MeasuredConfiguration([it for one in each for it in one.records], [it for one in each for it in one.compared], {})
         for each in zip(*(one.measured for one in found), strict=True)
@@ -165,7 +165,7 @@ def across_adapters(
     whole = Measurement(
         found[0].plans,
         measured,
-        next((test for test in tests if isinstance(test, str)), None) or min(tests, key=lambda test: test["p_value"]),
+        untested or min(tests, key=lambda test: float(test["p_value"])),
         found[-1].costs,
         summed([one.took for one in found]),
         combined(each.identity.weights for each in files[1:]),
@@ -263,7 +263,7 @@ def draft_of(recipe: Recipe) -> str | None:
     return recipe.eval.draft or str(own) if trained else None
 
 
-def load_pair(recipe: Recipe, made_for: TargetFiles | None = None) -> tuple[FrozenTarget, Proposer, str | None]:
+def load_pair(recipe: Recipe, made_for: TargetFiles | None = None) -> Pair:
     """The target, what drafts for it, and the folder or Hub id of the draft. made_for: the draft's target, if it is another."""
     draft = draft_of(recipe)
     target = FrozenTarget.load(**vars(recipe.target))
