@@ -70,6 +70,8 @@ def read_rule(place: str, entry: Any) -> Rule:
     elif requirement != "equals" or not isinstance(threshold, bool):
         _check_number(f"{place}: {requirement}", threshold)
     _check_keys(f"{place}: scope", scope, SCOPES)
+    if "context_bucket" in scope:  # a name, which YAML reads as a number
+        scope = {**scope, "context_bucket": str(scope["context_bucket"])}
     _check_number(f"{place}: confidence", confidence, share=True)
     _check_choice(f"{place}: severity", severity, ("fail", "warn"), "fail or warn")
     return Rule(metric, requirement, threshold, scope, confidence, severity)

@@ -189,7 +189,7 @@ def made_from(recipe: Recipe, target: TargetFiles, base_model: str | None) -> li
     """What a draft was made from, each with its licence. Raises UserError and ResourceError where that cannot be read."""
     parts = [licensed_model("target", base_model or Path(recipe.target.model).name, target.fetch(CARD))]
     init = getattr(getattr(recipe, "draft", None), "init", None) or ""
-    others = {"target's adapter": recipe.target.adapter, "initialization": init if "/" in init else None}
+    others = {"target's adapter": target.adapter, "initialization": init if "/" in init else None}
     for what, model in others.items():
         if model:
             name, revision = split_revision(model)

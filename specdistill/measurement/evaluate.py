@@ -2,8 +2,8 @@
 each prompt with the draft and without.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +28,20 @@ from specdistill.measurement.quality import add_quality
 from specdistill.methods import METHODS
 from specdistill.methods.load import describe_draft, load_proposer, locate
 from specdistill.methods.recipe import Recipe, TrainedRecipe
-from specdistill.methods.target_record import use_recorded_template
-from specdistill.processes import is_first, join, of_all
+from specdistill.methods.target_record import recorded_target, use_recorded_template
+from specdistill.processes import is_first, join, of_all, share
 from specdistill.recipe.sections import EvalConfig
 from specdistill.report.text import print_power_analysis
-from specdistill.statistics.records import PromptRecord
+from specdistill.statistics.records import ALL, PromptRecord
+from specdistill.statistics.theory import RoundCost
 from specdistill.suites.conversations import use_template
-from specdistill.suites.suite import Suite, cut_prompts, load_suite, num_measured, tokenize
+from specdistill.suites.suite import Suite, SuiteRow, cut_prompts, load_suite, num_measured, tokenize
+from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
+from specdistill.targets.identity import combined
 
 FINISHED, ENGINE = "configurations", "engine"  # folders next to the report's files
+Pair = tuple[FrozenTarget, Proposer, str | None]  # a target, what drafts for it, and where the draft is
 
 
 def measure(recipe: Recipe, folder: Path) -> tuple[dict[str, Any], list[PromptRecord]]:
@@ -47,12 +51,53 @@ def measure(recipe: Recipe, folder: Path) -> tuple[dict[str, Any], list[PromptRe
     one in an engine leaves in ENGINE what its servers load and print.
     """
     config, suite = recipe.eval, load_suite(recipe.eval.suite, recipe.target.model)
-    rank, num_processes = join()
+    _, num_processes = join()
     if num_processes > 1:
         check_shares(recipe)
     if config.engine != "specdistill":
         return measure_in_engine(recipe, suite, folder / ENGINE)
-    target, proposer, draft = load_pair(recipe)
+    if isinstance(recipe.target.adapter, list):
+        pair, suite, found = across_adapters(recipe, recipe.target.adapter, suite, folder)
+    else:
+        pair = load_pair(recipe)
+        found = measure_pair(recipe, pair, suite, folder)
+    target, proposer, draft = pair
+    result: tuple[dict[str, Any], list[PromptRecord]]
+    if not is_first():
+        result, *_ = of_all(None)
+        return result
+
+    described = describe_draft(draft, recipe.method)
+    options: dict[str, Any] = {"draft": described, "sampling_test": found.tested, "costs": found.costs, "took": found.took}
+    report = draft_report(target, proposer, suite, found.plans, found.measured, **options)
+    if found.weights:
+        report["target"]["weights"] = found.weights
+    records = [record for entry in found.measured for record in entry.records]
+    add_quality(report, records, suite, special_tokens=target.tokenizer.all_special_tokens, run_code=config.run_code)
+    if target.device.type == "cuda":
+        report["hardware"]["count"] = num_processes
+    result, *_ = of_all((report, records))
+    return result
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """All configurations, and of the main one the test of sampling, what rounds cost, and what all of it took (see `resources_used`).
+
+    weights: sha256 of several targets' weights. Processes but the first of a launch have no more than the plans and the configurations.
+    """
+
+    plans: list[MeasurementPlan]
+    measured: list[MeasuredConfiguration]
+    tested: dict[str, Any] | str = ""
+    costs: Sequence[RoundCost] = ()
+    took: Mapping[str, Any] = field(default_factory=dict)
+    weights: str | None = None
+
+
+def measure_pair(recipe: Recipe, pair: Pair, suite: Suite, folder: Path) -> Measurement:
+    """What a recipe asks to be measured of a target and what drafts for it."""
+    config, (target, proposer, draft), (rank, num_processes) = recipe.eval, pair, share()
     plans = plan_all(config, suite, target)
     if is_first():
         print_power_analysis(len(plans[0].prompts))
@@ -63,10 +108,8 @@ def measure(recipe: Recipe, folder: Path) -> tuple[dict[str, Any], list[PromptRe
     finished = FinishedConfigurations(folder / FINISHED, identity)
     own = [share_of(plan, rank, num_processes) for plan in plans]
     measured = together(plans, of_all(list(measure_each(target, proposer, suite, own, finished))))
-    result: tuple[dict[str, Any], list[PromptRecord]]
     if not is_first():
-        result, *_ = of_all(None)
-        return result
+        return Measurement(plans, measured)
 
     # Of the main configuration also: is sampling lossless, and what do rounds of fewer draft tokens cost?
     prompts, settings = plans[0].prompts, plans[0].settings
@@ -74,31 +117,71 @@ def measure(recipe: Recipe, folder: Path) -> tuple[dict[str, Any], list[PromptRe
         calibrate(target, proposer, prompts, settings)
         tested = sampling_test(target, proposer, prompts, settings, num_draws=config.sampling_draws)
         costs = round_costs(target, proposer, prompts, settings)
+    return Measurement(plans, measured, tested, costs, summed([*(entry.took for entry in measured), took]))
 
-    parts = [*(entry.took for entry in measured), took]
-    used = {
+
+def summed(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {
         "seconds": sum(part["seconds"] for part in parts),
         "peak_memory_bytes": max(part["peak_memory_bytes"] for part in parts),
     }
-    described = describe_draft(draft, recipe.method)
-    options: dict[str, Any] = {"draft": described, "sampling_test": tested, "costs": costs, "took": used}
-    report = draft_report(target, proposer, suite, plans, measured, **options)
-    records = [record for entry in measured for record in entry.records]
-    add_quality(report, records, suite, special_tokens=target.tokenizer.all_special_tokens, run_code=config.run_code)
-    if target.device.type == "cuda":
-        report["hardware"]["count"] = num_processes
-    result, *_ = of_all((report, records))
-    return result
+
+
+def across_adapters(recipe: Recipe, adapters: Sequence[str], suite: Suite, folder: Path) -> tuple[Pair, Suite, Measurement]:
+    """One draft measured with each of a target's adapters in turn: the last pair, the suite with its rows for each adapter, and what was
+    measured. An adapter's name, or its path if names repeat, is the rows' category, and in front of their ids.
+
+    The draft was made for the base, or for one of the adapters. Greedy completions are compared with those of each adapted target; of the
+    tests of sampling that with the lowest p-value is kept, and of the costs of rounds the last adapter's.
+    """
+    if repeated := next((name for name in adapters if adapters.count(name) > 1), None):
+        raise UserError("target.adapter", got=f"{repeated} twice", expected="different adapters")
+    names = [Path(adapter).name for adapter in adapters]
+    names = names if len({ALL, *names}) > len(names) else [*adapters]
+    base, draft = recipe.target, draft_of(recipe)
+    files = [TargetFiles.of(base.model, base.revision, adapter) for adapter in (None, *adapters)]
+    recorded = recorded_target(locate(draft), "eval.draft") if draft else None
+    made_for = next((each for each in files if recorded and recorded.is_same(each.identity)), files[0])
+
+    pair: Pair | None = None
+    rows: list[SuiteRow] = []
+    found: list[Measurement] = []
+    for name, adapter in zip(names, adapters, strict=True):
+        logger.info(f"Adapter {len(found) + 1} of {len(adapters)}: {adapter}")
+        own = replace(suite, rows=tuple(replace(row, id=f"{name}/{row.id}", category=name) for row in suite.rows))
+        adapted = recipe.model_copy(update={"target": base.model_copy(update={"adapter": adapter})})
+        pair = None  # one target is in memory at a time
+        pair = load_pair(adapted, made_for)
+        found.append(measure_pair(adapted, pair, own, folder))
+        rows += own.rows
+    assert pair is not None
+    pair[0].name = f"{base.model} + {', '.join(adapters)}"
+    tests = [one.tested for one in found if isinstance(one.tested, dict)]
+    untested = next((one.tested for one in found if isinstance(one.tested, str)), None)
+    measured = [
+        MeasuredConfiguration([it for one in each for it in one.records], [it for one in each for it in one.compared], {})
+        for each in zip(*(one.measured for one in found), strict=True)
+    ]
+    whole = Measurement(
+        found[0].plans,
+        measured,
+        untested or min(tests, key=lambda test: float(test["p_value"])),
+        found[-1].costs,
+        summed([one.took for one in found]),
+        combined(each.identity.weights for each in files[1:]),
+    )
+    return pair, replace(suite, rows=tuple(rows)), whole
 
 
 def check_shares(recipe: Recipe) -> None:
-    """Raises UserError for a measurement that processes cannot share: in an engine, by a target that is shared itself, or with a draft
-    that looks earlier outputs up, of which each process has its own alone.
+    """Raises UserError for a measurement that processes cannot share: in an engine, by a target that is shared itself or has several
+    adapters, or with a draft that looks earlier outputs up, of which each process has its own alone.
     """
     config, lookup = recipe.eval, recipe.eval.lookup_first
     refused = {
         "eval.engine": config.engine if config.engine != "specdistill" else None,
         "target.shard": recipe.target.shard if recipe.target.shard != "none" else None,
+        "target.adapter": recipe.target.adapter if isinstance(recipe.target.adapter, list) else None,
         "method": recipe.method if recipe.method == "suffix" else None,
         "eval.lookup_first.method": lookup.method if lookup and lookup.method == "suffix" else None,
     }
@@ -171,19 +254,24 @@ def measure_each(
         yield known
 
 
-def load_pair(recipe: Recipe) -> tuple[FrozenTarget, Proposer, str | None]:
-    """The target, what drafts for it, and the folder or Hub id of the draft; None for a method without weights."""
+def draft_of(recipe: Recipe) -> str | None:
+    """The folder or Hub id of the draft; None for a method without weights."""
     trained, own = METHODS[recipe.method].is_trained, Path(recipe.train["output_dir"]) / "draft"
     if trained and recipe.eval.draft is None and not own.is_dir():
         text = f"eval.draft: no trained draft in {own}. Run specdistill train with this recipe first, or pass draft=PATH"
         raise UserError("eval.draft", got="null", text=text)
-    draft = recipe.eval.draft or str(own) if trained else None
+    return recipe.eval.draft or str(own) if trained else None
+
+
+def load_pair(recipe: Recipe, made_for: TargetFiles | None = None) -> Pair:
+    """The target, what drafts for it, and the folder or Hub id of the draft. made_for: the draft's target, if it is another."""
+    draft = draft_of(recipe)
     target = FrozenTarget.load(**vars(recipe.target))
     use_recorded_template([locate(draft)] if draft else [], target.tokenizer, "eval.draft")
     use_template(target.tokenizer, recipe)
     fit_threads(target)
     shape: dict[str, Any] = {name: getattr(recipe.eval, name) for name in ("lookup_first", "draft_length", "compile")}
-    proposer = load_proposer(recipe.method, draft, target, **shape, **recipe.proposer_options())
+    proposer = load_proposer(recipe.method, draft, target, made_for=made_for, **shape, **recipe.proposer_options())
     return target, proposer, draft
 
 

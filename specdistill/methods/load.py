@@ -25,7 +25,7 @@ from specdistill.methods.contract import Draft, Implementation
 from specdistill.methods.target_record import check_target
 from specdistill.recipe.sections import LookupFirstConfig
 from specdistill.repositories import fetch, resolve, split_revision
-from specdistill.targets.files import INDEX, SINGLE, Shards
+from specdistill.targets.files import INDEX, SINGLE, Shards, TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.identity import content_hash
 from specdistill.training.history import read_history
@@ -65,10 +65,12 @@ def load_proposer(
     lookup_first: LookupFirstConfig | None = None,
     draft_length: str = "fixed",
     compile: bool = False,
+    made_for: TargetFiles | None = None,
     **options: Any,
 ) -> Proposer:
     """The proposer of a method, behind a lookup if there is to be one; `options` are the method's own, as `Recipe.proposer_options`
     gives them. draft_length: `online` has the proposer choose the length of each chain, up to K. compile: its passes, where it can.
+    made_for: what the draft's record must name, if not the target.
 
     The draft is a folder or a Hub id, in any layout that is read, None for a method that is not trained; `key` is the key that it
     came from, which errors name.
@@ -79,8 +81,8 @@ def load_proposer(
         folder = locate(str(draft), key=key)
         if (found := method_of(folder, key=key)) != method:
             raise UserError(key, got=f"{draft}, which holds a draft of method {found}", expected=f"one of method {method}")
-        if target.files is not None:
-            check_target(folder, target.files, key, **options)
+        if (files := made_for or target.files) is not None:
+            check_target(folder, files, key, **options)
     proposer = implementation(method).load_proposer(folder, target, key=key, **options)
     if isinstance(proposer, CompiledProposer):
         proposer.compiled = compile

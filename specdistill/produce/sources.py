@@ -52,8 +52,9 @@ EXCHANGES = (
 )
 PROMPTS = tuple(dict.fromkeys(question for question, _ in EXCHANGES))
 ANSWERS = {prompt: {answer for question, answer in EXCHANGES if question == prompt} for prompt in PROMPTS}
+SCHEMAS = ("tools", "functions", "function")  # the last is BFCL's
 KNOWN_COLUMNS = ("text", TOKENS, *CONVERSATIONS, *dict.fromkeys(name for pair in EXCHANGES for name in pair))
-READ = (*KNOWN_COLUMNS, "tools", "functions", "loss_mask", "system", "input", "context")
+READ = (*KNOWN_COLUMNS, *SCHEMAS, "loss_mask", "system", "input", "context")
 EXPECTED = (
     "text, messages, conversations, turns, input_ids, or instruction and output (prompt and response, question and answer)"
 )
@@ -168,12 +169,15 @@ def normalise(row: Mapping[str, Any], where: str, tokenizer: Any = None) -> Iter
     """A row in any known form -> one in the common forms; nothing for a row without content. tokenizer: for token ids."""
     present = {column: value for column, value in row.items() if value}
     turns = next((present[column] for column in CONVERSATIONS if column in present), None)
+    if isinstance(present.get("question"), list):  # BFCL's
+        turns = present["question"]
     exchange = next((pair for pair in EXCHANGES if pair[0] in present and pair[1] in present), None)
     context = present.get("input") or present.get("context")
     if TOKENS in present:
         yield _token_row(present, where, tokenizer)
     elif turns is not None:
-        messages, tools = conversation(turns, present.get("tools") or present.get("functions"), where)
+        schemas = next((present[column] for column in SCHEMAS if column in present), None)
+        messages, tools = conversation(turns, schemas, where)
         if messages and messages[0]["role"] != "system" and isinstance(present.get("system"), str):
             messages = [{"role": "system", "content": present["system"]}, *messages]
         if messages:

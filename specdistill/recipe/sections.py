@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PlainValidator, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from specdistill.engines import ENGINES, engines_with
@@ -81,11 +81,21 @@ ATTENTION = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_atte
 AttentionImplementation = Annotated[str, one_of(lambda: ATTENTION, also=lambda name: "/" in name)]
 
 
+def _names(value: Any) -> Any:
+    """A name, several, or none; of a union pydantic would name each of its types."""
+    several = value if isinstance(value, list) and value else [value]
+    if value is not None and not all(isinstance(name, str) for name in several):
+        raise PydanticCustomError("names_type", "neither a name nor a list of names")
+    return value
+
+
 class TargetConfig(Section):
     model: str = option(..., "`pico`, a folder, a GGUF file or a Hub id")
     revision: str | None = option(None, "branch, tag or commit of a Hub id", read_when=FROM_HUB)
-    adapter: str | None = option(
-        None, "LoRA adapter of the target (peft): a folder or a Hub id; the draft learns the adapted target"
+    adapter: Annotated[str | list[str] | None, PlainValidator(_names)] = option(
+        None,
+        "LoRA adapter of the target (peft): a folder or a Hub id; the draft learns the adapted target; `eval` also takes a list, each a "
+        "category of the report",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = option("float32", "data type of the weights")
     quantization: Literal["fp8", "bitsandbytes-8bit"] | None = option(

@@ -2,7 +2,8 @@
 
 A message is {role, content} as in OpenAI's API, with the roles system, user, assistant and tool. The assistant's may have `tool_calls`
 and `reasoning_content`; content is None where it only calls tools, and in a turn that is yet to be generated. `tools` are the schemas of
-what it may call. ShareGPT's {from, value} with function calls, and FastChat's lists of what a user asks, are brought to this form.
+what it may call. ShareGPT's {from, value} with function calls, FastChat's lists of what a user asks, and BFCL's lists of the messages
+before each answer are brought to this form.
 
 Templates differ in what they take: the name of the reasoning, and whether arguments of a call are an object or its JSON text. `render`
 finds out by trying; `check_expressed` refuses what comes out the same without a part of the conversation, which the template ignores.
@@ -32,23 +33,22 @@ ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("tool", "observation", "function", "function_response", "tool_response"), "tool"),
 }
+UNANSWERED: Message = {"role": "assistant", "content": None}  # a turn that is yet to be generated
 REASONING = ("reasoning_content", "reasoning", "thinking")  # DeepSeek's and Qwen's name, vLLM's, gpt-oss's
 ANOTHER = "data.chat_template with a template that does, or rows without"
 SHOWN_CHARACTERS = 240
 
 
 def conversation(turns: Any, tools: Any, where: str) -> tuple[list[Message], list[Mapping[str, Any]] | None]:
-    """(messages, schemas of the tools) of turns in a known form; a list of texts is what the user says, each for the target to answer. A
-    greeting before the first question is dropped.
+    """(messages, schemas of the tools) of turns in a known form; in a list of texts, which the user says, or of lists of messages each is
+    for the target to answer. A greeting before the first question is dropped.
 
     Raises UserError for an order of roles that is no conversation's, a result without a call, and a call without a schema.
     """
-    if isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns):
-        asked = [
-            message for turn in turns for message in ({"role": "user", "content": turn}, {"role": "assistant", "content": None})
-        ]
-        return asked[:-1], None
-    messages = [_message(turn, where) for turn in mappings(turns, where, "a conversation")]
+    if isinstance(turns, list) and turns and all(isinstance(turn, str | list) for turn in turns):
+        each = [[{"role": "user", "content": turn}] if isinstance(turn, str) else turn for turn in turns]
+        turns = [message for turn in each for message in (*turn, UNANSWERED)][:-1]
+    messages = [turn if turn is UNANSWERED else _message(turn, where) for turn in mappings(turns, where, "a conversation")]
     system = list(takewhile(lambda message: message["role"] == "system", messages))
     asked = list(dropwhile(lambda message: message["role"] == "assistant", messages[len(system) :]))
     roles = [message["role"] for message in asked]

@@ -6,12 +6,13 @@ holds one of
 
     prompt      text as it is
     messages    a conversation, and perhaps its `tools`, rendered by the target's chat template with the generation prompt
-    user        what a user says, or a list of their turns, of which the first is used: a conversation of one message
+    user        what a user says, or a list of their turns, each a text or a list of messages, of which the first is used
     text        its first tokens are the prompt
 
 and optionally `id` and `category`, and what the answer is scored by: a `reference` with the right answer, or a `test` that the
 generated program must pass (with an `entry_point`, a test that defines `check`, e.g. HumanEval's). A suite's `columns` map these to the
-file's own columns. A row with a `test_list` is a question to program, as MBPP has them.
+file's own columns. A row with a `test_list` is a question to program, as MBPP has them; one with lists of messages in `question` is
+BFCL's, with the schemas of its tools in `function`.
 
 With `turns: all` each turn of the assistant is a prompt of its own: what came before it, as recorded.
 """
@@ -299,6 +300,10 @@ def _kind(message: Message) -> str:
         return "prose"
 
 
+def _said(turn: Mapping[str, Any]) -> Any:
+    return turn.get("content", turn.get("value")) or ("calls" if turn.get("tool_calls") else None)
+
+
 def _programming(entry: Mapping[str, Any], place: str) -> dict[str, Any]:
     """A row as MBPP has them, a question with assertions that a program must pass, which the question shows."""
     question, tests = entry.get("prompt", entry.get("text")), entry["test_list"]
@@ -396,6 +401,8 @@ def _row(number: int, place: str, entry: Any, placeholder: str | None) -> SuiteR
     """None for a row whose text begins with `placeholder`."""
     if "test_list" in entry:
         entry = _programming(entry, place)
+    if isinstance(entry.get("question"), list):
+        entry = {**entry, "user": entry["question"], "tools": entry.get("function")}
     kind = next((kind for kind in KINDS if kind in entry), None)
     if kind is None:
         got, close = ", ".join(entry) or "no keys", next((close for key in entry if (close := nearest(key, KINDS))), None)
@@ -404,10 +411,10 @@ def _row(number: int, place: str, entry: Any, placeholder: str | None) -> SuiteR
     content, texts = entry[kind], list[Any]()
     if kind == "user":
         first = content[0] if isinstance(content, list) and content else content
-        kind, content = "messages", [{"role": "user", "content": first}]
+        kind, content = "messages", first if isinstance(first, list) else [{"role": "user", "content": first}]
     if kind == "messages":
-        valid = isinstance(content, list) and all(isinstance(turn, dict) and "role" in turn for turn in content)
-        texts = [turn.get("content") or ("calls" if turn.get("tool_calls") else None) for turn in content] if valid else []
+        valid = isinstance(content, list) and all(isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in content)
+        texts = [_said(turn) for turn in content] if valid else []
     else:
         texts = [content]
     if not texts or not all(isinstance(text, str) and text for text in texts):

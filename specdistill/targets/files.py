@@ -2,7 +2,7 @@
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache, cached_property
@@ -164,10 +164,11 @@ class TargetFiles:
     adapter: str | None = None
     trust_remote_code: bool = False
 
+    def __post_init__(self) -> None:
+        one_adapter(self.adapter)
+
     @classmethod
-    def of(
-        cls, model: str, revision: str | None = None, adapter: str | None = None, trust_remote_code: bool = False
-    ) -> "TargetFiles":
+    def of(cls, model: str, revision: str | None = None, adapter: Any = None, trust_remote_code: bool = False) -> "TargetFiles":
         """`pico`, a folder, a GGUF file or a Hub id; raises UserError for a path that is none."""
         return cls(resolve(model, KEY), revision, adapter, trust_remote_code)
 
@@ -261,6 +262,14 @@ class TargetFiles:
         if type(size) is not int:
             raise UserError(KEY, got=f"{self.name} with {name} {size}", expected="the config.json of a language model")
         return size
+
+
+def one_adapter(adapter: str | Sequence[str] | None) -> str | None:
+    """Raises UserError for several."""
+    if adapter is None or isinstance(adapter, str):
+        return adapter
+    expected = "one: several are for `specdistill eval` with eval.engine=specdistill"
+    raise UserError("target.adapter", got=f"{len(adapter)} adapters", expected=expected)
 
 
 def _unlisted_weights(names: Iterable[str]) -> list[str]:

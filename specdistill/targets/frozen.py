@@ -22,7 +22,7 @@ from specdistill.errors import UserError
 from specdistill.repositories import resolve
 from specdistill.targets.anatomy import examine
 from specdistill.targets.cache import is_recurrent
-from specdistill.targets.files import TargetFiles
+from specdistill.targets.files import TargetFiles, one_adapter
 from specdistill.targets.identity import TargetIdentity
 from specdistill.targets.loading import end_tokens, is_plain, max_length, read_causal_lm, with_adapter
 from specdistill.targets.packed_rows import (
@@ -123,7 +123,7 @@ class FrozenTarget:
         model: str,
         *,
         revision: str | None = None,
-        adapter: str | None = None,
+        adapter: str | Sequence[str] | None = None,
         dtype: str = "float32",
         quantization: str | None = None,
         attn: str | None = None,
@@ -141,6 +141,7 @@ class FrozenTarget:
         Raises UserError if it is no target or no adapter of it, or if it cannot be held so; ResourceError when the Hub fails.
         """
         _check_device_map(device_map)
+        adapter = one_adapter(adapter)
         loaded, tokenizer = read_causal_lm(
             resolve(model),
             revision=revision,

@@ -14,12 +14,13 @@ from specdistill.measurement import evaluate, measure
 from specdistill.measurement import measure as module
 from specdistill.methods.recipe import Recipe
 from specdistill.report.files import validate
+from specdistill.targets.files import TargetFiles
 from tests.draft_models import other_tokenizer, tiny_draft_model
 from tests.refusals import refused_key
 from tests.scripts import REPORT_FILES as FILES
 from tests.scripts import evaluate as command
 from tests.scripts import load_script
-from tests.tiny import tiny_target_model, tiny_tokenizer
+from tests.tiny import save_adapter, tiny_target_model, tiny_tokenizer
 
 eval_run = load_script("eval/run.py")
 
@@ -99,6 +100,43 @@ def test_trees_are_measured_and_reported(measured, tmp_path):
     assert row["mean_acceptance_length"] == pytest.approx(1 + row["num_accepted_tokens"] / row["num_drafts"])
     assert report["theory"]["predicted"] == pytest.approx(row["predicted_speedup"])
     assert all(len(entry["drafted"]) + entry["num_off_path"] == 6 for sample in samples for entry in sample["rounds"])
+
+
+def test_one_draft_is_measured_over_several_adapters_each_a_category(measured, keys, target, tmp_path, capsys):
+    """As with each alone, and lossless by each; the draft's record names the base or one of them."""
+    for name, alpha in (("maths", 8), ("code", 80)):
+        save_adapter(tmp_path / name, str(target), num_layers=2)
+        config = json.loads((tmp_path / name / "adapter_config.json").read_text())
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": alpha}))
+    adapters = [str(tmp_path / name) for name in ("maths", "code")]
+    several = f"target.adapter=[{','.join(adapters)}]"
+    report, samples = measured(several, "eval.sampling_draws=20")
+    assert [row["category"] for row in report["results"]] == ["all", "maths", "code"]
+    assert (report["suite"]["num_prompts"], report["lossless"]["prompts_checked"]) == (8, 8) and report["gate"]["passed"]
+    assert report["target"]["model"] == f"{target.name} + maths, code"
+    both = [measured(f"target.adapter={adapter}", folder=tmp_path / f"{adapter}-alone") for adapter in adapters]
+    assert [[sample["rounds"] for sample in alone] for _, alone in both] == [
+        [sample["rounds"] for sample in samples if sample["category"] == name] for name in ("maths", "code")
+    ]
+    assert samples[0]["id"] == "maths/a0" and samples[0]["rounds"] != samples[4]["rounds"]
+    assert len({report["target"]["weights"], *(alone["target"]["weights"] for alone, _ in both)}) == 3
+    for row, (alone, _) in zip(report["results"][1:], both, strict=True):
+        assert row["num_accepted_tokens"] == alone["results"][0]["num_accepted_tokens"]
+
+    draft = tmp_path / "draft"
+    tiny_target_model(num_layers=1).save_pretrained(draft)
+    tiny_tokenizer().save_pretrained(draft)
+    config, of_draft = json.loads((draft / "config.json").read_text()), ("method=draft_model", f"draft={draft}", several)
+    identity = vars(TargetFiles.of(str(target)).identity)
+    for made_for in (identity, vars(TargetFiles.of(str(target), adapter=adapters[1]).identity)):
+        (draft / "config.json").write_text(json.dumps({**config, "specdistill": {"target": made_for}}))
+        assert len(measured(*of_draft, "eval.num_prompts=1", folder=tmp_path / "of-draft")[1]) == 2
+    other = {**identity, "weights": "0" * 64}
+    (draft / "config.json").write_text(json.dumps({**config, "specdistill": {"target": other}}))
+    for key, given in (("eval.draft", of_draft), ("target.adapter", [f"target.adapter=[{adapters[0]},{adapters[0]}]"])):
+        capsys.readouterr()
+        assert command(*keys, *given) == ExitCode.USER_ERROR
+        assert refused_key(capsys.readouterr().err) == key
 
 
 def test_suffixes_are_looked_up_in_what_earlier_prompts_gave(measured, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from specdistill.gate.decide import Estimate, Evidence, decide, holds
-from specdistill.gate.rules import Rule, load_gate
+from specdistill.gate.rules import Rule, load_gate, read_rule
 from specdistill.project import GATES
 from specdistill.report.build import result_rows
 from specdistill.report.phrases import about
@@ -133,6 +133,8 @@ def test_every_setting_that_tells_rows_apart_is_a_scope(evidence):
     assert judged(Evidence(whole, []), Rule("num_rounds", "equals", 88, {"num_speculative_tokens": 7}))[
         "passed"
     ]  # uncut prompts
+    of_context = read_rule("", {"metric": "num_rounds", "equals": 77, "scope": {"context_bucket": 512}})  # as YAML has it
+    assert judged(Evidence(report, []), of_context)["passed"]
     nowhere = judged(Evidence(report, []), Rule("num_rounds", "equals", 77, {"batch_size": 16}))
     assert nowhere["reason"].startswith("no evidence") and "batch_size=16" in nowhere["reason"]
     assert judged(Evidence(report, []), Rule("num_rounds", "min", 0))["value"] == evidence.report["results"][0]["num_rounds"]

@@ -59,6 +59,10 @@ def turns_of(row: Mapping[str, Any]) -> Turns | str:
         ({"text": "abc", "meta": 1}, "abc"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}, {"text": "?"}]}]}, [("user", "q?")]),
         ({"turns": ["q", "r"]}, [("user", "q"), ("assistant", None), ("user", "r")]),  # for the target to answer
+        (
+            {"id": "multi_0", "question": [[{"role": "system", "content": "s"}, USER], [USER]], "function": [{"name": "f"}]},
+            [("system", "s"), ("user", "q"), ("assistant", None), ("user", "q")],  # BFCL's, too
+        ),
         ({"text": None, "messages": [{"role": "developer", "content": "s"}]}, [("system", "s")]),
         (
             {"conversations": [{"from": "gpt", "value": "hi"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},

@@ -170,6 +170,7 @@ def test_what_a_recipe_leaves_to_be_given_is_not_filled_by_a_default():
         ("draft.num_layers='2'", "draft.num_layers", "'2' (str)"),
         ("draft.ttt_steps=null", "draft.ttt_steps", "None (null)"),
         ("data.packing=3", "data.packing", "3 (int)"),
+        ("target.adapter=[a,5]", "target.adapter", "['a', 5] (list)"),
         ("target.revision=12e4", "target.revision", "120000.0 (float)"),
         ("draft.aux_layers=[1,x]", "draft.aux_layers[1]", "'x' (str)"),
         ("draft.aux_layers.first=1", "draft.aux_layers", "keys below it (first)"),

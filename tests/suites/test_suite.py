@@ -131,6 +131,29 @@ def test_every_turn_of_an_agent_is_a_prompt_from_its_recorded_prefix(tmp_path):
         prompts(write_suite(tmp_path, [{"user": ["a", "b"]}], turns="all"), tokenizer)
 
 
+def test_prompts_for_tools_are_read_in_the_forms_that_they_are_published_in(tmp_path):
+    """BFCL's, of which the first turn is measured, under the names of its columns or ours, and ShareGPT's."""
+    tools = [
+        {"name": "area", "description": "Of a circle.", "parameters": {"type": "dict", "properties": {"r": {"type": "float"}}}}
+    ]
+    first = [{"role": "system", "content": "Brief."}, {"role": "user", "content": "Of radius 2?"}]
+    turns = [{"from": "system", "value": "Brief."}, {"from": "human", "value": "Of radius 2?"}]
+    rows = [
+        {"id": "live_simple_0-0-0", "question": [first], "function": tools},
+        {"id": "multi_0", "question": [first, [{"role": "user", "content": "And of 3?"}]], "function": tools},
+        {"messages": turns, "tools": json.dumps(tools)},
+    ]
+    tokenizer = tiny_tokenizer(QWEN3)
+    schemas = [{"type": "function", "function": tools[0]}]
+    expected = tokenizer.apply_chat_template(first, tools=schemas, tokenize=False, add_generation_prompt=True)
+    made = prompts(write_jsonl(tmp_path / "BFCL_v3.jsonl", rows), tokenizer, max_length=1000)
+    assert [(prompt.id, prompt.text) for prompt in made] == [(name, expected) for name in ("live_simple_0-0-0", "multi_0", "3")]
+    mapped = write_suite(tmp_path, rows[:2], columns={"user": "question", "tools": "function"})
+    assert {prompt.text for prompt in prompts(mapped, tokenizer, max_length=1000)} == {expected}
+    with refused("eval.suite", "s.jsonl:1 with messages="):
+        load_suite(str(write_jsonl(tmp_path / "s.jsonl", [{"question": [[{"content": "q"}]]}])))
+
+
 def test_a_chat_target_given_plain_text_is_warned_of(tmp_path, caplog):
     path = write_jsonl(tmp_path / "mine.jsonl", [{"text": "a b c " * 20}, {"user": "a"}])
     prompts(path, tiny_tokenizer(CHAT_TEMPLATE))

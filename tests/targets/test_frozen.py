@@ -94,6 +94,11 @@ def test_an_adapter_of_another_base_is_refused(base: Path, tmp_path: Path, name:
         FrozenTarget.load(str(base), adapter=str(tmp_path))
 
 
+def test_several_adapters_are_no_target(base: Path) -> None:
+    with refused("target.adapter", "2 adapters"):
+        FrozenTarget.load(str(base), adapter=["a", "b"])
+
+
 @pytest.mark.parametrize("broken", ["adapter_config.json", "adapter_model.safetensors", "truncated"])
 def test_a_broken_adapter_is_refused(base: Path, tmp_path: Path, broken: str) -> None:
     save_adapter(tmp_path, str(base))
