@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import specdistill
 from specdistill.command import COMPARE, HELP, NO_SHORTHANDS, SHORTHANDS, TARGET, keys_of, print_help
@@ -118,8 +118,14 @@ def compare(arguments: list[str]) -> int:
     if any(argument.startswith("published=") for argument in arguments):
         from specdistill.comparison.published import compare_published  # here, and not above, because it imports scipy
 
-        return compare_published(arguments)
+        return compare_published(arguments, _measured)
     return run_script("eval/compare.py", arguments)
+
+
+def _measured(keys: list[str]) -> tuple[dict[str, Any], Path]:
+    from specdistill.api import WITHOUT_RECIPE, evaluate  # here, and not above, because it imports torch
+
+    return evaluate(load_recipe(Recipe, [*WITHOUT_RECIPE, *keys]))
 
 
 def table(arguments: list[str]) -> int:

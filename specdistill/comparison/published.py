@@ -4,17 +4,16 @@ A file of `eval/published` has the figures and the protocol that they were measu
 measured by the same one, as far as the source states it: otherwise they say nothing about the draft.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from specdistill.command import SHORTHANDS, keys_of
 from specdistill.errors import ExitCode, UserError
 from specdistill.files.documents import read_keys
-from specdistill.methods.recipe import Recipe
 from specdistill.project import PUBLISHED, find_yaml
 from specdistill.recipe.fields import Section, option
-from specdistill.recipe.load import load_own_keys, load_recipe, validate
+from specdistill.recipe.load import load_own_keys, validate
 from specdistill.report.files import read_document
 from specdistill.report.phrases import between, lookup_first, number, online_length, per_position, tree
 from specdistill.report.text import table
@@ -85,7 +84,8 @@ def load_published(name: str) -> PublishedFigures:
     return validate(PublishedFigures, read_keys(path, "published", "published figures"), f"{path.name}: ")
 
 
-def compare_published(arguments: Sequence[str]) -> int:
+def compare_published(arguments: Sequence[str], measure: Callable[[list[str]], tuple[dict[str, Any], Path]]) -> int:
+    """Compare a report, or one that `measure` makes: keys of `specdistill eval` -> the report, and its folder."""
     options, others = load_own_keys(PublishedOptions, arguments)
     published = load_published(options.published)
     keys = keys_of(others, SHORTHANDS)
@@ -97,9 +97,7 @@ def compare_published(arguments: Sequence[str]) -> int:
         )
         raise UserError("report", got="nothing", expected=expected)
     if options.report is None:
-        from specdistill.api import WITHOUT_RECIPE, evaluate  # here, and not above, because it imports torch
-
-        report, folder = evaluate(load_recipe(Recipe, [*WITHOUT_RECIPE, *published.keys(), *keys]))
+        report, folder = measure([*published.keys(), *keys])
     else:
         report, folder = read_document(Path(options.report)), Path(options.report)
     compared = compared_with(published, report, f"{folder}")

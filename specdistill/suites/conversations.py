@@ -107,7 +107,9 @@ def _tools(tools: Any, where: str) -> list[Mapping[str, Any]]:
     with refusing(ValueError, where, "tools", "a list of schemas, or its JSON text"):
         found = parse_json(tools) if isinstance(tools, str) and tools else tools or []
     each = mappings(found, where, "tools")
-    made = [tool if isinstance(tool.get("function"), Mapping) else {"type": "function", "function": tool} for tool in each]
+    made: list[Mapping[str, Any]] = [
+        tool if isinstance(tool.get("function"), Mapping) else {"type": "function", "function": tool} for tool in each
+    ]
     for tool in made:
         string(tool["function"].get("name"), where, "a tool's name")
     return made
