@@ -75,7 +75,8 @@ class PublishedFigures(Section):
 
 class PublishedOptions(Section):
     published: str = option(..., "published figures to compare with: a name under eval/published, or a YAML file")
-    report: str | None = option(None, "report.json or its folder, with published=; null: measured now, by keys of eval")
+    report: str | None = option(None, "report.json or its folder, with published=")
+    draft: str | None = option(None, "with published=: a draft to measure now, with any keys of eval")
 
 
 def load_published(name: str) -> PublishedFigures:
@@ -88,7 +89,7 @@ def compare_published(arguments: Sequence[str], measure: Callable[[list[str]], t
     """Compare a report, or one that `measure` makes: keys of `specdistill eval` -> the report, and its folder."""
     options, others = load_own_keys(PublishedOptions, arguments)
     published = load_published(options.published)
-    keys = keys_of(others, SHORTHANDS)
+    keys = keys_of([*others, *([f"draft={options.draft}"] if options.draft else [])], SHORTHANDS)
     if options.report is not None and keys:
         raise UserError("report", got=f"{options.report}, and {keys[0]}", expected="a report, or what is measured now")
     if options.report is None and not keys:

@@ -26,11 +26,11 @@ from specdistill.engines.server import JsonAnswer, ServedModels, Server, asking,
 from specdistill.errors import UserError, logger
 from specdistill.files.folders import alone, check_holds, check_writable
 from specdistill.processes import of_all, share
-from specdistill.produce.server_states import take, waiting
 from specdistill.progress import Cost, announce, progress
 from specdistill.recipe.sections import WAITING, HiddenStatesConfig
 from specdistill.rows.files import on_disk
 from specdistill.rows.packing import PADDING_DOCUMENT, collate
+from specdistill.rows.server_states import take, waiting
 from specdistill.rows.store import (
     ASIDE,
     HEADER_BYTES,

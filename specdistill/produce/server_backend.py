@@ -24,7 +24,7 @@ from specdistill.engines.server import PLAIN_SAMPLING
 from specdistill.errors import ResourceError, logger
 from specdistill.produce.blocks import Answer, AnswerFile
 from specdistill.produce.prompts import GenerationTask
-from specdistill.produce.server_states import OF_OUTPUT, take
+from specdistill.rows.server_states import OF_OUTPUT, take
 from specdistill.suites.conversations import Message, Tools, is_unanswered, render
 
 SAMPLING = {**PLAIN_SAMPLING, "repeat_penalty": 1.0}  # llama.cpp's word for the repetition penalty

@@ -32,7 +32,7 @@ from specdistill.files.documents import LONGEST, json_rows
 from specdistill.recipe.data_sources import BUILT_IN, LOADERS, SELF, SourceEntry, entries
 from specdistill.recipe.sections import DataConfig
 from specdistill.rows.files import cache_folder, content_of, mapped, on_disk, quiet, tokenizer_fingerprint
-from specdistill.suites.conversations import conversation, string
+from specdistill.suites.conversations import conversation, mappings, string
 
 COLUMNS = {
     "text": Value("string"),
@@ -53,7 +53,7 @@ EXCHANGES = (
 PROMPTS = tuple(dict.fromkeys(question for question, _ in EXCHANGES))
 ANSWERS = {prompt: {answer for question, answer in EXCHANGES if question == prompt} for prompt in PROMPTS}
 SCHEMAS = ("tools", "functions", "function")  # the last is BFCL's
-KNOWN_COLUMNS = ("text", TOKENS, *CONVERSATIONS, *dict.fromkeys(name for pair in EXCHANGES for name in pair))
+KNOWN_COLUMNS = ("text", TOKENS, *CONVERSATIONS, "instances", *dict.fromkeys(name for pair in EXCHANGES for name in pair))
 READ = (*KNOWN_COLUMNS, *SCHEMAS, "loss_mask", "system", "input", "context")
 EXPECTED = (
     "text, messages, conversations, turns, input_ids, or instruction and output (prompt and response, question and answer)"
@@ -168,6 +168,11 @@ def _check_columns(own: Sequence[str], entry: SourceEntry, key: str) -> None:
 def normalise(row: Mapping[str, Any], where: str, tokenizer: Any = None) -> Iterator[dict[str, Any]]:
     """A row in any known form -> one in the common forms; nothing for a row without content. tokenizer: for token ids."""
     present = {column: value for column, value in row.items() if value}
+    if "instances" in present:  # self-instruct's: the input and output of an instruction
+        instances = mappings(present["instances"], where, "instances")
+        if len(instances) > 1:
+            raise UserError(where, got=f"{len(instances)} instances", expected="one: a row of its own for each")
+        present |= instances[0]
     turns = next((present[column] for column in CONVERSATIONS if column in present), None)
     if isinstance(present.get("question"), list):  # BFCL's
         turns = present["question"]

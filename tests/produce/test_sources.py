@@ -281,6 +281,16 @@ def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
         ("parquet", _parquet({"text": [None, None]}), "rows.parquet, whose rows are all empty"),
         ("parquet", _parquet({"text": []}), "rows.parquet, split train, which does not read as parquet"),
         ("parquet", _parquet({"messages": [{"role": "user"}]}), "row 0: got a conversation of type dict"),
+        (
+            "jsonl",
+            b'{"instruction": "a", "instances": [3]}',
+            "row 0: got instances with an item of type int, expected a list of",
+        ),
+        (
+            "jsonl",
+            b'{"instruction": "a", "instances": [{"output": "b"}, {"output": "c"}]}',
+            "row 0: got 2 instances, expected one",
+        ),
         ("json", b'[{"text": "a"},\n{"text": }]', "rows.json, line 2, column 10: Expecting value"),
         ("jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}\n', "rows.jsonl, line 2: byte 0xe9, which is not UTF-8"),
         ("json", b'[{"text":\n\n"\xe9"}]', "rows.json, line 3: byte 0xe9, which is not UTF-8"),

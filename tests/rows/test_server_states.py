@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from specdistill.errors import ResourceError
 from specdistill.produce.features import by_target, feature_store
-from specdistill.produce.server_states import waiting
 from specdistill.recipe.sections import HiddenStatesConfig, RegenerateConfig
+from specdistill.rows.server_states import waiting
 from specdistill.rows.store import FeatureStore
 from specdistill.targets.frozen import FrozenTarget
 from tests.produce import openai_server
