@@ -90,7 +90,8 @@ def test_what_an_untrained_draft_shows_of_its_engines_moves_no_random_number(tmp
 def test_a_script_refuses_a_method_that_needs_no_training(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], keys: list[str], key: str, folder: Path
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["train/draft.py", "method=ngram", f"target.model={folder / 'model'}", *keys])
+    own = ["method=ngram", f"target.model={folder / 'model'}", "train.output_dir=runs/none"]
+    monkeypatch.setattr(sys, "argv", ["train/draft.py", *own, *keys])
     with pytest.raises(SystemExit, match="2"):
         runpy.run_path(str(ROOT / "train" / "draft.py"), run_name="__main__")
     assert refused_key(capfd.readouterr().err) == key
