@@ -88,10 +88,10 @@ def test_what_an_untrained_draft_shows_of_its_engines_moves_no_random_number(tmp
 
 @pytest.mark.parametrize(("keys", "key"), [([], "method"), (["data.source=pico"], "data")])
 def test_a_script_refuses_a_method_that_needs_no_training(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], keys: list[str], key: str, folder: Path, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], keys: list[str], key: str, folder: Path
 ) -> None:
-    named = ["method=ngram", f"target.model={folder / 'model'}", f"train.output_dir={tmp_path / 'run'}"]
-    monkeypatch.setattr(sys, "argv", ["train/draft.py", *named, *keys])
+    own = ["method=ngram", f"target.model={folder / 'model'}", "train.output_dir=runs/none"]
+    monkeypatch.setattr(sys, "argv", ["train/draft.py", *own, *keys])
     with pytest.raises(SystemExit, match="2"):
         runpy.run_path(str(ROOT / "train" / "draft.py"), run_name="__main__")
     assert refused_key(capfd.readouterr().err) == key
