@@ -72,7 +72,8 @@ def test_slow_and_killed_nodes_make_the_same_bytes(shards: int, tmp_path: Path, 
         expected, waiting, nodes, codes = sum(kills.values()), list(range(shards)), [], []
         while waiting or nodes:
             while waiting and len(nodes) < AT_ONCE:
-                shard, kill = waiting.pop(0), None
+                shard = waiting.pop(0)
+                kill: tuple[int, bool] | None = None
                 own = replace(config, regenerate=replace(regenerate, server=[chance.choice(servers)]))
                 if kills.get(shard):
                     kill = chance.randrange(missing[shard]), chance.random() < 0.5

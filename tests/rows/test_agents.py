@@ -34,7 +34,7 @@ RESULT, ANSWER, BYE = (
     {"role": "assistant", "content": "It is 2."},
     {"role": "assistant", "content": "Bye"},
 )
-WHOLE = [USER, CALL, RESULT, ANSWER, MORE, BYE]
+WHOLE: list[dict[str, Any]] = [USER, CALL, RESULT, ANSWER, MORE, BYE]
 SYSTEM, DEVELOPER = {"role": "system", "content": "Be brief."}, {"role": "developer", "content": "Count."}
 THREE = [{"role": "tool", "content": "3"}, {"role": "assistant", "content": "It is 3."}]
 WORDS = ["ü", "“q”", "x < y & z", "a\nb"]
@@ -57,7 +57,7 @@ IN_ANOTHER_ORDER = [
     {"role": "tool", "content": "one", "tool_call_id": "find:1"},
     {"role": "tool", "content": "2", "tool_call_id": "add:0"},
 ]
-QUOTED = [
+QUOTED: list[dict[str, Any]] = [
     {"role": "user", "content": 'Add “1” in 日本語, "please".'},
     called({"q": '“ü” "日本"\n</x> & é\\'}),
     {"role": "tool", "content": '{"r": "é \\"2\\""}'},
