@@ -60,11 +60,11 @@ def take(path: Path, ids: list[int], server: Server, folder: Path | None = None,
         what = f"{server.address} names {path}, which are not the hidden states of its prompt"
         raise ResourceError(what, next_step="look at its log")
     if folder and found == ids:
-        place = waiting(folder, ids)
+        moved = folder / f"{path.name}.part"  # of its own: several requests may give the same tokens
         with on_disk(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            shutil.move(path, place.with_suffix(".part"))  # copied, from another disk
-            place.with_suffix(".part").replace(place)
+            shutil.move(path, moved)  # copied, from another disk
+            moved.replace(waiting(folder, ids))
     else:
         path.unlink()
     lock.unlink()
