@@ -96,7 +96,8 @@ def _size(tensor: tuple[str, tuple[int, ...]]) -> int:
 def _write_sparse(path: Path, tensors: Tensors, written: Mapping[str, bytes], *, filled: bool) -> None:
     """A safetensors file (an eight-byte length, a JSON header, data) whose data is a hole but for `written` tensors.
 
-    filled: and but for the last byte of every floating tensor's first element, which makes that small and not zero.
+    filled: and but for the last byte of every floating tensor's first element, which makes that 2^-7; so is that of every
+    embedding, of which a draft's may be a copy of its target's.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -114,9 +115,9 @@ def _write_sparse(path: Path, tensors: Tensors, written: Mapping[str, bytes], *,
                 assert len(written[name]) == _size((dtype, shape)), name
                 file.seek(first)
                 file.write(written[name])
-            elif filled and dtype in FLOATS:
+            elif dtype in FLOATS and (filled or name.endswith("embed_tokens.weight")):
                 file.seek(first + BYTES[dtype] - 1)
-                file.write(b"\x3c")
+                file.write(b"\x20" if dtype == "F16" else b"\x3c")
 
 
 def _tokenizer(family: str) -> PreTrainedTokenizerFast:

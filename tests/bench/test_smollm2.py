@@ -108,14 +108,14 @@ def test_methods_are_compared_on_equal_data(made: MadeRun, shared_data: Path) ->
     assert "Generating training data" not in done.stderr  # the rows are those of make smollm2
     folder = made.folder / smollm2.FOLDER / "small" / "methods"
     names = {}
-    for way, temperature, batch_size in (("T0", 0, 1), ("T1", 1, 1), ("T0-4-at-a-time", 0, 4), ("T0-16-at-a-time", 0, 16)):
+    for way, temperature, batch_size in (("T0", 0, 1), ("T0-4-at-a-time", 0, 4)):
         comparison = json.loads((folder / "minutes" / way / "comparison.json").read_text())
         for report in (each["report"] for each in comparison["candidates"]):
             validate(report)
             assert (report["settings"]["temperature"], report["settings"]["batch_size"]) == (temperature, batch_size)
             assert report["lossless"]["greedy_identical"] or not report["lossless"]["unexplained_divergences"]
         names[way] = [each["name"] for each in comparison["candidates"]]
-    assert [len(each) for each in names.values()] == [7, 7, 4, 3]  # an early exit drafts chains, for one request at a time
+    assert [len(each) for each in names.values()] == [7, 4]  # an early exit drafts chains, for one request at a time
     shown = done.stdout[done.stdout.index("| drafts by |") :]
     for line in ("| `ngram+early_exit` | 10 |", "| `eagle3`, a tree |", "| `suffix` | – |", "| `early_exit` | 4 |"):
         assert line in shown, shown
