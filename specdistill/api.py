@@ -153,9 +153,8 @@ def train_draft(recipe: TrainedRecipe, callbacks: Sequence[TrainerCallback] = ()
         check_suite(recipe.selection.suite, key="selection.suite")
     load_gate(recipe.gate)
     hidden_states = getattr(recipe, "hidden_states", HiddenStatesConfig())  # which heads have
-    readers = (
-        2 if hidden_states.path and torch.cuda.is_available() else 0
-    )  # processes that read stored features while a GPU trains
+    # Processes that read stored features while a GPU trains.
+    readers = 2 if hidden_states.path and torch.cuda.is_available() else 0
     defaults = {"eval_on_start": recipe.evaluates_first, "dataloader_num_workers": readers}
     run = TrainingRun.open(recipe, target_dtype=recipe.target.dtype, **defaults)
     method = implementation(recipe.method)

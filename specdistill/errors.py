@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any
 
+from pydantic_core import ValidationError
+
 from specdistill.terminal import guard, output
 
 logger = logging.getLogger("specdistill")  # of all that the package has to say
@@ -62,7 +64,7 @@ def refusing(kinds: type[Exception] | tuple[type[Exception], ...], key: str, wha
         yield
     except kinds as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        if hasattr(error, "errors"):  # pydantic's: of several the first
+        if isinstance(error, ValidationError):  # of several the first
             first = error.errors()[0]
             reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise UserError(key, got=f"{what}: {one_line(reason)[:MOST_QUOTED]}", expected=expected) from error
