@@ -23,7 +23,7 @@ from specdistill.produce.sources import Source
 from specdistill.recipe.sections import DataConfig
 from specdistill.rows.chat import prompt_ids
 from specdistill.rows.encoding import row_hash
-from specdistill.suites.conversations import Message, Tools, check_expressed, is_unanswered
+from specdistill.suites.conversations import Message, Tools, check_expressed, is_learned, is_unanswered
 
 CHARACTERS_PER_TOKEN = 16  # more than a token has on average, so that a snippet surely has enough tokens
 TEXTS_AT_ONCE = 64
@@ -108,11 +108,13 @@ def chat_prompts(plan: BlockPlan, rows: Iterable[dict[str, Any]], filtered: Coun
 
 
 def before_turns(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
-    """What came before each turn of the assistant; of the first that is yet to be generated, what the user says after it, too."""
+    """What came before each turn of the assistant that is learned; of the first that is yet to be generated, what the user says after it,
+    too.
+    """
     for number, message in enumerate(messages):
         if is_unanswered(message):
             break
-        if message["role"] == "assistant":
+        if is_learned(message):
             yield messages[:number]
     if messages[-1]["role"] != "assistant":
         yield messages

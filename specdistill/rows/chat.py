@@ -14,7 +14,16 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from specdistill.errors import UserError
-from specdistill.suites.conversations import REASONING, Message, Tools, check_expressed, is_unanswered, render, shortened
+from specdistill.suites.conversations import (
+    REASONING,
+    Message,
+    Tools,
+    check_expressed,
+    is_learned,
+    is_unanswered,
+    render,
+    shortened,
+)
 
 Spans = list[tuple[int, int]]
 MARKER = "[[specdistill-marks-this-place]]"
@@ -61,7 +70,7 @@ def turn_documents(
     checks_turns: bool = True,
 ) -> list[tuple[str, Spans]]:
     """What the target read and generated: documents as text, each with the character spans [start, end) of the assistant's turns that
-    were generated in it. One, unless the template renders earlier turns differently.
+    are to be learned in it. One, unless the template renders earlier turns differently.
 
     Raises UserError for a conversation, or with checks_turns a turn of it, that the template does not render whole.
     """
@@ -71,7 +80,7 @@ def turn_documents(
         if message["role"] == "assistant":
             rendered, span = _turn(tokenizer, messages[: number + 1], tools, where, checks_turns)
             spans = documents.pop()[1] if documents and _continues(rendered, documents[-1][0]) else []
-            documents.append((rendered, [*spans, span]))
+            documents.append((rendered, [*spans, span] if is_learned(message) else spans))
     whole = render(tokenizer, messages, False, where, tools)
     if not documents or _continues(whole, documents[-1][0]):
         documents[-1:] = [(whole, documents[-1][1] if documents else [])]

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specdistill.errors import UserError
 from specdistill.rows.chat import MASKABLE, Spans, turn_documents
-from specdistill.suites.conversations import Message, Tools, is_unanswered, render, shortened
+from specdistill.suites.conversations import Message, Tools, is_learned, is_unanswered, render, shortened
 
 # row, hash: number and `row_hash` of the source's row that a document comes from. An exchange that is filtered in part, because no row
 # holds it, is a document without tokens, of the length that it would have.
@@ -85,6 +85,8 @@ class Encoder:
             return len(self._tokens([render(self.tokenizer, turns, False, where, tools)])["input_ids"][0])
 
         parts, filtered = cut_at_turns(messages, length, self.max_length)
+        if self.loss_mask == "assistant":
+            parts = [part for part in parts if any(map(is_learned, part))]
         kept = [encoded for part in parts for encoded in self.chat(part, tools, where)]
         return kept + [{**_encoded([], []), "length": tokens} for tokens in filtered]
 
@@ -95,6 +97,8 @@ class Encoder:
             expected = "an answer, or data.regenerate.num_tokens above 0, so that the target gives one (or data.loss_mask=all)"
             raise UserError(where, got=f"a prompt without an answer, {shortened(messages[-1]['content'])!r}", expected=expected)
         documents = turn_documents(self.tokenizer, messages, tools, where, checks_turns=by_turns)
+        if by_turns:
+            documents = [it for it in documents if it[1]] or documents[-1:]
         made = self._tokens([rendered for rendered, _ in documents], return_offsets_mapping=by_turns)
         if not by_turns:
             return [_all_with_loss(ids) for ids in made["input_ids"]]
@@ -176,7 +180,7 @@ def _checked(encoded: Document, whole: str, where: str) -> Document:
     num_marked, num_tokens = int(encoded["loss_mask"].sum()), encoded["length"]
     if num_marked in (0, num_tokens):
         got = f"{num_marked} of {num_tokens} tokens from the assistant in {shortened(whole)!r}"
-        expected = "a conversation with turns of the assistant and of others (or data.loss_mask=all)"
+        expected = "a conversation with turns of the assistant that are learned, and of others (or data.loss_mask=all)"
         raise UserError(where, got=got, expected=expected)
     return encoded
 

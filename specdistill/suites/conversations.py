@@ -1,9 +1,9 @@
 """Conversations: from the forms that logs have to one, and by a chat template to text.
 
 A message is {role, content} as in OpenAI's API, with the roles system, user, assistant and tool. The assistant's may have `tool_calls`
-and `reasoning_content`; content is None where it only calls tools, and in a turn that is yet to be generated. `tools` are the schemas of
-what it may call. ShareGPT's {from, value} with function calls, FastChat's lists of what a user asks, and BFCL's lists of the messages
-before each answer are brought to this form.
+and `reasoning_content`, and `weight` 0 where nothing is to be learned; content is None where it only calls tools, and in a turn that is
+yet to be generated. `tools` are the schemas of what it may call. ShareGPT's {from, value} with function calls, FastChat's lists of what a
+user asks, and BFCL's lists of the messages before each answer are brought to this form.
 
 Templates differ in what they take: the name of the reasoning, and whether arguments of a call are an object or its JSON text. `render`
 finds out by trying; `check_expressed` refuses what comes out the same without a part of the conversation, which the template ignores.
@@ -89,6 +89,10 @@ def _message(turn: Mapping[str, Any], where: str) -> Message:
     unread = ["refusal", "audio", *["reasoning_details"] * (not reasoning), *["channel"] * (turn.get("channel") != "final")]
     if other := next((name for name in unread if turn.get(name)), None):
         raise UserError(where, got=f"a turn with {other}, which is not read", expected="content, tool_calls, reasoning_content")
+    if turn.get("weight") not in (None, 0, 1):
+        raise UserError(where, got=f"a turn of weight {turn['weight']!r}", expected="0, not learned, or 1")
+    if turn.get("weight") == 0:
+        message["weight"] = 0
     return message | {name: turn[name] for name in ("name", "tool_call_id") if turn.get(name)}
 
 
@@ -136,6 +140,11 @@ def _check_calls(messages: Sequence[Message], known: set[Any], where: str) -> No
 def is_unanswered(message: Message) -> bool:
     """Whether it stands for a turn that is yet to be generated."""
     return message["role"] == "assistant" and message["content"] is None and "tool_calls" not in message
+
+
+def is_learned(message: Message) -> bool:
+    """Whether it is a turn of the assistant, and none that its row excludes by `weight` 0."""
+    return message["role"] == "assistant" and message.get("weight", 1) != 0
 
 
 def mappings(value: Any, where: str, what: str) -> list[Mapping[str, Any]]:

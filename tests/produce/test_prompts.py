@@ -81,7 +81,13 @@ def test_chat_prompts_end_before_the_answer_and_leave_room_for_it() -> None:
 def test_every_turn_is_asked_for_from_what_was_recorded_and_questions_alone_one_after_the_other() -> None:
     recorded = chat("one", "1", "two", "2", "three")["messages"]
     questions = chat("one", None, "two", None, "three")["messages"]
-    for rows, served, expected in ((recorded, False, [1, 3, 5]), (questions, False, [5]), (questions, True, [5])):
+    weighted = [{**turn, "weight": 0} if turn["content"] == "1" else turn for turn in recorded]
+    for rows, served, expected in (
+        (recorded, False, [1, 3, 5]),
+        (weighted, False, [3, 5]),
+        (questions, False, [5]),
+        (questions, True, [5]),
+    ):
         config = DataConfig(
             max_length=600, regenerate=RegenerateConfig(num_tokens=9, server=["http://127.0.0.1:1"] if served else [])
         )
@@ -90,7 +96,7 @@ def test_every_turn_is_asked_for_from_what_was_recorded_and_questions_alone_one_
             chat_prompts(BlockPlan(Block(0, 1, 1), config, [], TOKENIZER, ()), [{"text": None, "messages": rows}], filtered)
         )
         assert [list(prompt.messages) for prompt in made] == [rows[:end] for end in expected]
-        asked = [rows[:end] if rows is recorded else rows[:1] for end in expected]
+        asked = [rows[:1] if rows is questions else rows[:end] for end in expected]
         assert said(made) == [TOKENIZER.apply_chat_template(it, tokenize=False, add_generation_prompt=True) for it in asked]
         assert filtered == ({"follow_up": 2} if rows is questions and not served else {})
 

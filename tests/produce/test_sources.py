@@ -356,6 +356,7 @@ def test_a_broken_source_ends_a_command_in_one_line(tmp_path: Path, capsys: pyte
         ([USER, {"role": "assistant", "content": None, "refusal": "no"}], "a turn with refusal, which is not read"),
         ([USER, {"role": "assistant", "content": "hm", "channel": "analysis"}], "a turn with channel"),
         ([USER, {"role": "assistant", "content": "a", "reasoning_details": [{"text": "hm"}]}], "a turn with reasoning_details"),
+        ([USER, {"role": "assistant", "content": "a", "weight": 0.5}], "a turn of weight 0.5"),
         ([{"role": "user", "content": [{"text": 3}]}], "text of type int"),
         ([{"role": "user", "content": [{"type": "image"}]}], "content with a part 'image'"),
         (["user", "assistant", "tool"], "a tool result without a call, turn 2"),

@@ -212,6 +212,22 @@ def test_an_exchange_longer_than_a_row_is_cut_after_a_turn_of_the_assistant_or_f
     assert filtered == [encode(tokenizer, [part])[0]["length"] for part in (tools, long)]
 
 
+@pytest.mark.parametrize("template", [CHATML, MOVING])
+def test_a_turn_of_weight_0_is_read_and_not_learned(template: str) -> None:
+    tokenizer, raw = tiny_tokenizer(template), chat("one", "1", "two", "2", "three", "3")
+    for turn, weight in zip(raw["messages"], (None, 0, None, 1, None, None), strict=True):
+        turn["weight"] = weight
+    (row,) = normalise(raw, "row 0", tokenizer)
+    unweighted = encode(tokenizer, [chat("one", "1", "two", "2", "three", "3")])
+    for max_length in (LONG, unweighted[-1]["length"] - 1):  # whole, and cut
+        documents = encode(tokenizer, [row], max_length=max_length)
+        assert re.findall(r"\d", "".join(masked(tokenizer, it) for it in documents)) == ["2", "3"]
+    assert encode(tokenizer, [row])[-1]["input_ids"] == unweighted[-1]["input_ids"]
+    assert sum(encode(tokenizer, [row], "all")[-1]["loss_mask"]) == unweighted[-1]["length"]
+    with refused("data.source row 0", "0 of ", holds="tokens from the assistant in"):
+        encode(tokenizer, [row["messages"][:2]])
+
+
 @pytest.mark.parametrize("name", UNTAGGED_TEMPLATES)
 def test_no_document_of_a_conversation_is_longer_than_a_row(name: str) -> None:
     """And all answers that fit are there, in their order, whatever the template."""
