@@ -100,7 +100,7 @@ def measure_pair(recipe: Recipe, pair: Pair, suite: Suite, folder: Path) -> Meas
     config, (target, proposer, draft), (rank, num_processes) = recipe.eval, pair, share()
     plans = plan_all(config, suite, target)
     if is_first():
-        print_power_analysis(len(plans[0].prompts))
+        print_power_analysis(len({it.cluster or it.id for it in plans[0].prompts}))
     if any(plan.settings.batch_size > 1 for plan in plans):
         Decoder(target, proposer).check_batches()  # before anything is measured
 
@@ -148,7 +148,7 @@ def across_adapters(recipe: Recipe, adapters: Sequence[str], suite: Suite, folde
     found: list[Measurement] = []
     for name, adapter in zip(names, adapters, strict=True):
         logger.info(f"Adapter {len(found) + 1} of {len(adapters)}: {adapter}")
-        own = replace(suite, rows=tuple(replace(row, id=f"{name}/{row.id}", category=name) for row in suite.rows))
+        own = replace(suite, rows=tuple(_of_adapter(row, name) for row in suite.rows))
         adapted = recipe.model_copy(update={"target": base.model_copy(update={"adapter": adapter})})
         pair = None  # one target is in memory at a time
         pair = load_pair(adapted, made_for)
@@ -171,6 +171,10 @@ def across_adapters(recipe: Recipe, adapters: Sequence[str], suite: Suite, folde
         combined(each.identity.weights for each in files[1:]),
     )
     return pair, replace(suite, rows=tuple(rows)), whole
+
+
+def _of_adapter(row: SuiteRow, name: str) -> SuiteRow:
+    return replace(row, id=f"{name}/{row.id}", category=name, cluster=row.cluster or row.id)
 
 
 def check_shares(recipe: Recipe) -> None:

@@ -108,7 +108,7 @@ def measure_in_engine(recipe: Recipe, suite: Suite, folder: Path) -> tuple[dict[
             use_recorded_template([locate(draft)], tokenizer, "eval.draft")
     use_template(tokenizer, recipe)
     task = ServerTask.of(config, suite, tokenizer, max_length)
-    print_power_analysis(len(task.prompts))
+    print_power_analysis(len({it.cluster or it.id for it in task.prompts}))
 
     # Measure
     named = f"{target.model} + {target.adapter}" if target.adapter else target.model
@@ -265,6 +265,7 @@ def _record(task: ServerTask, settings: Settings, entry: AnsweredPrompt) -> Prom
         baseline=_timing(plain, settings.batch_size) if plain else None,
         baseline_text=_text(task.tokenizer, plain) if plain else None,
         counts=drafted.counts,
+        cluster=prompt.cluster,
     )
 
 

@@ -309,6 +309,7 @@ def prompt_records(
             hf_generate=HFGenerate(len(hf[0].token_ids), prompt_timing(hf).seconds) if hf else None,
             num_in_draft_vocabulary=None if vocabulary is None else sum(token in vocabulary for token in plain),
             batch=run.batch,
+            cluster=prompt.cluster,
             baseline_text=tokenizer.decode(plain, skip_special_tokens=False),
         )
         records.append(record)

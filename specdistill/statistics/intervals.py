@@ -1,7 +1,7 @@
 """Intervals by bootstrap over prompts, and the test of sampled tokens, both by scipy.
 
-A prompt's rounds succeed and fail together, so prompts are resampled, all sums of a prompt together (paired). Prompts that were decoded
-in one batch also share their times; intervals of times resample batches (see `metrics.measured`).
+A prompt's rounds succeed and fail together, so prompts are resampled, all sums of a prompt together (paired). Turns of a conversation are
+resampled together, too, and so are the times of prompts that were decoded in one batch (see `metrics.units_of`).
 """
 
 import math
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from specdistill.statistics.metrics import METRICS, Metric, PromptSums, measured, value
+from specdistill.statistics.metrics import METRICS, Metric, PromptSums, measured, units_of, value
 
 NUM_RESAMPLES = 4_000
 MIN_EXPECTED = 5.0  # the usual bound below which chi-square's approximation is poor
@@ -84,15 +84,14 @@ def macro_interval(metric: Metric, sums: PromptSums, categories: Sequence[str], 
     """Interval of the mean over categories of the metric in each; categories [P] are the prompts'.
 
     Categories are fixed and their prompts are drawn within them, so their jackknife variances add up; Student's t, with Welch's and
-    Satterthwaite's degrees of freedom. None where a category has fewer than two prompts or no number, and for times in batches that
-    hold prompts of several categories.
+    Satterthwaite's degrees of freedom. Where clusters or batches hold prompts of several categories, the jackknife is over these. None
+    where a category has fewer than two prompts or no number.
     """
-    if metric.is_timed and "batch" in sums:
-        num_parts = len(set(zip(sums["batch"], categories, strict=True)))
-        if num_parts > len(set(sums["batch"])):
-            return None
     category_P = np.array(categories)
-    groups = [{name: column[category_P == group] for name, column in sums.items()} for group in dict.fromkeys(categories)]
+    units = units_of(metric, sums)
+    if units is not None and len(set(zip(units, categories, strict=True))) > len(set(units)):
+        return _crossed_interval(metric, sums, category_P, units, confidence)
+    groups = _by_category(sums, category_P)
     values = [point for group in groups if (point := value(metric, group)) is not None]
     variances = [error**2 for group in groups if (error := standard_error(metric, group)) is not None]
     if not groups or not len(values) == len(variances) == len(groups):
@@ -102,6 +101,31 @@ def macro_interval(metric: Metric, sums: PromptSums, categories: Sequence[str], 
     quantile = float(stats.t.ppf((1 + confidence) / 2, variance**2 / parts)) if parts else 0.0
     mean, half = sum(values) / len(groups), quantile * float(np.sqrt(variance)) / len(groups)
     return mean - half, mean + half
+
+
+def _crossed_interval(
+    metric: Metric, sums: PromptSums, category_P: NDArray[np.str_], units: NDArray[np.float64], confidence: float
+) -> Interval | None:
+    """As `macro_interval`, by leaving out one unit after the other, with all that it has in any category."""
+    num_categories = len(set(category_P))
+
+    def average(kept: NDArray[np.bool_]) -> float:
+        groups = _by_category({name: column[kept] for name, column in sums.items()}, category_P[kept])
+        values = [np.nan if (point := value(metric, group)) is None else point for group in groups]
+        return float(np.mean(values)) if len(groups) == num_categories else np.nan
+
+    mean, without_one = average(units >= 0), [average(units != unit) for unit in np.unique(units)]
+    error = float(np.sqrt(len(without_one) - 1) * np.std(without_one))
+    if len(without_one) < 2 or not np.isfinite(error):
+        return None
+    half = float(stats.t.ppf((1 + confidence) / 2, len(without_one) - 1)) * error
+    return mean - half, mean + half
+
+
+def _by_category(sums: PromptSums, category_P: NDArray[np.str_]) -> list[PromptSums]:
+    return [
+        {name: column[category_P == group] for name, column in sums.items()} for group in dict.fromkeys(category_P.tolist())
+    ]
 
 
 def relative_change(
@@ -114,7 +138,7 @@ def relative_change(
         lambda *both: metric.formula(*both[:width]) / metric.formula(*both[width:]) - 1,
     )
     paired = {f"{name}_{side}": part[name] for side, part in (("new", sums), ("old", baseline)) for name in metric.sums}
-    paired |= {name: sums[name] for name in ("batch",) if name in sums}
+    paired |= {name: sums[name] for name in ("batch", "cluster") if name in sums}
     change = float(ratio.formula(*(column.sum() for column in measured(ratio, paired))))
     return change, interval(ratio, paired, confidence=confidence, seed=seed)
 

@@ -27,16 +27,18 @@ MIN_BUCKET_DRAFTS = 30  # below this a bucket's acceptance length is mostly nois
 def prompt_sums(records: Sequence[PromptRecord]) -> PromptSums:
     """Name of a sum -> [P], its value for each prompt; NaN where it was not measured.
 
-    Where prompts were decoded together, `batch` numbers the batch of each; it is no sum.
+    Where prompts were decoded together, `batch` numbers the batch of each; where they were drawn together, `cluster`. Neither is a sum.
     """
     long_from = long_context_start(records)
-    in_batches = any(record.batch is not None for record in records)
-    rows = [
-        {**_sums(record), **_long_and_short(record, long_from), **({"batch": record.batch} if in_batches else {})}
-        for record in records
-    ]
+    rows = [{**_sums(record), **_long_and_short(record, long_from)} for record in records]
     # What was not measured is None, which becomes NaN.
-    return {name: np.array([row[name] for row in rows], dtype=np.float64) for name in (rows[0] if rows else ())}
+    sums = {name: np.array([row[name] for row in rows], dtype=np.float64) for name in (rows[0] if rows else ())}
+    if any(record.batch is not None for record in records):
+        sums["batch"] = np.array([record.batch for record in records], dtype=np.float64)
+    if any(record.cluster is not None for record in records):
+        drawn = [record.cluster or record.id for record in records]
+        sums["cluster"] = np.unique(drawn, return_inverse=True)[1].astype(np.float64)
+    return sums
 
 
 def accepted_by_bucket(records: Sequence[PromptRecord]) -> dict[int, list[int]]:
@@ -172,15 +174,20 @@ METRICS: dict[str, Metric] = {
 def measured(metric: Metric, sums: PromptSums) -> list[NDArray[np.float64]]:
     """The metric's sums [P], of the prompts for which all of them were measured.
 
-    Prompts decoded together share their times, so for a metric of times the prompts of a batch are added up: [number of batches].
+    Prompts of a cluster are not independent, nor are the times of a batch: they are added up, [number of clusters] or [number of batches].
     """
     chosen = np.stack([sums[name] for name in metric.sums])
     complete = ~np.isnan(chosen).any(axis=0)
     chosen = chosen[:, complete]
-    if metric.is_timed and "batch" in sums:
-        batches, batch_of = np.unique(sums["batch"][complete], return_inverse=True)
-        chosen = np.stack([np.bincount(batch_of, column, len(batches)) for column in chosen])
+    if (units := units_of(metric, sums)) is not None:
+        different, unit_of = np.unique(units[complete], return_inverse=True)
+        chosen = np.stack([np.bincount(unit_of, column, len(different)) for column in chosen])
     return list(chosen)
+
+
+def units_of(metric: Metric, sums: PromptSums) -> NDArray[np.float64] | None:
+    """[P], the number of the batch or cluster that resamples of the metric draw a prompt with; None where each is drawn alone."""
+    return sums["batch"] if metric.is_timed and "batch" in sums else sums.get("cluster")
 
 
 def value(metric: Metric, sums: PromptSums) -> float | None:

@@ -97,6 +97,8 @@ class PromptRecord:
     baseline, baseline_text: the completion without the draft; None without one.
     counts: in place of rounds and first token, for a completion by a server.
     batch: number of the batch that the prompt was decoded in, whose times are shared out among its prompts; None: alone.
+    cluster: what was drawn for the suite, of which it is one of several prompts: the conversation of a turn, or the prompt of several
+    adapters; None: itself.
     """
 
     __pydantic_config__ = STRICT
@@ -117,6 +119,7 @@ class PromptRecord:
     baseline_text: str | None = None
     counts: ServerCounts | None = None
     batch: int | None = None
+    cluster: str | None = None
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -82,6 +82,7 @@ class SuiteRow:
     reference: str | None = None
     test: str | None = None
     tools: Tools = None
+    cluster: str | None = None  # what it is one of several prompts of (PromptRecord)
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ class Prompt:
     category: str
     text: str
     token_ids: tuple[int, ...]
+    cluster: str | None = None
 
 
 def load_suite(name: str | None, target: str = "pico", *, key: str = "eval.suite") -> Suite:
@@ -260,7 +262,7 @@ def _cut(row: SuiteRow, tokenizer: Any, length: int) -> Prompt:
     else:
         starts = prompt.token_ids[:1] == (tokenizer.bos_token_id,)  # a BOS token stays at the beginning
         ids = prompt.token_ids[:starts] + prompt.token_ids[-length + starts :]
-    return Prompt(row.id, row.category, tokenizer.decode(ids, skip_special_tokens=True), ids)
+    return Prompt(row.id, row.category, tokenizer.decode(ids, skip_special_tokens=True), ids, row.cluster)
 
 
 def _cut_messages(row: SuiteRow, tokenizer: Any, length: int, prompt: Prompt) -> Prompt:
@@ -288,7 +290,7 @@ def _each_turn(row: SuiteRow, categories: str | None) -> Iterator[SuiteRow]:
         first = 2 ** (number.bit_length() - 1)  # 1, 2 to 3, 4 to 7, …
         names = {"turn": f"turn_{first}" + f"_to_{2 * first - 1}" * (first > 1), "kind": _kind(row.content[place])}
         category = names[categories] if categories else row.category
-        yield SuiteRow(f"{row.id}/{number}", category, row.kind, row.content[:place], tools=row.tools)
+        yield SuiteRow(f"{row.id}/{number}", category, row.kind, row.content[:place], tools=row.tools, cluster=row.id)
 
 
 def _kind(message: Message) -> str:
@@ -327,12 +329,12 @@ def _tokenize(row: SuiteRow, tokenizer: Any, whole: bool = False) -> Prompt:
         where = f"eval.suite prompt {row.id}"
         check_expressed(tokenizer, row.content, row.tools, where)
         text = render(tokenizer, row.content, True, where, row.tools)
-        return Prompt(row.id, row.category, text, tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
+        return Prompt(row.id, row.category, text, tuple(tokenizer(text, add_special_tokens=False)["input_ids"]), row.cluster)
     ids = tokenizer(row.content, verbose=False)["input_ids"]
     if row.kind == "text":
         ids = ids if whole else ids[:TEXT_PROMPT_TOKENS]
-        return Prompt(row.id, row.category, tokenizer.decode(ids, skip_special_tokens=True), tuple(ids))
-    return Prompt(row.id, row.category, row.content, tuple(ids))
+        return Prompt(row.id, row.category, tokenizer.decode(ids, skip_special_tokens=True), tuple(ids), row.cluster)
+    return Prompt(row.id, row.category, row.content, tuple(ids), row.cluster)
 
 
 def read(place: str, *, is_pinned: bool = False) -> bytes:

@@ -118,7 +118,7 @@ def test_one_draft_is_measured_over_several_adapters_each_a_category(measured, k
     assert [[sample["rounds"] for sample in alone] for _, alone in both] == [
         [sample["rounds"] for sample in samples if sample["category"] == name] for name in ("maths", "code")
     ]
-    assert samples[0]["id"] == "maths/a0" and samples[0]["rounds"] != samples[4]["rounds"]
+    assert (samples[0]["id"], samples[4]["cluster"]) == ("maths/a0", "a0") and samples[0]["rounds"] != samples[4]["rounds"]
     assert len({report["target"]["weights"], *(alone["target"]["weights"] for alone, _ in both)}) == 3
     for row, (alone, _) in zip(report["results"][1:], both, strict=True):
         assert row["num_accepted_tokens"] == alone["results"][0]["num_accepted_tokens"]

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from scipy import stats
@@ -125,14 +127,29 @@ def test_intervals_of_times_are_over_batches_and_those_of_texts_over_prompts():
     assert 0.8 * truth < right < 1.25 * truth
 
 
-def test_a_macro_average_of_times_that_categories_share_has_no_interval():
-    alone = simulate(48)
-    of = [record.category for record in alone]
-    by_category = sorted(alone, key=lambda record: record.category)
-    for found, categories, has_interval in ((alone, of, False), (by_category, sorted(of), True)):
-        table = prompt_sums(in_batches(found, 4))
-        assert (macro_interval(METRICS["speedup"], table, categories) is not None) == has_interval
-        assert macro_interval(METRICS["mean_acceptance_length"], table, categories) is not None
+@pytest.mark.parametrize("confidence", [0.8, 0.95])
+def test_a_macro_average_over_units_that_categories_share_is_students(confidence):
+    """E.g. prompts under two adapters: of their means, which are independent; the prompts that make them are not."""
+    one, other = np.array([1.0, 2.0, 4.0, 9.0]), np.array([2.0, 2.5, 4.0, 8.0])
+    table = {**drawn_as([*one, *other]), "cluster": np.array([0.0, 1, 2, 3] * 2)}
+    low, high = macro_interval(MEAN, table, ["a"] * 4 + ["b"] * 4, confidence=confidence)
+    of_means = stats.ttest_1samp((one + other) / 2, 0).confidence_interval(confidence)
+    assert (low, high) == pytest.approx((of_means.low, of_means.high))
+    for clusters in ([0] * 8, [0] * 4 + [1] + [0] * 3):  # one alone, and one that is all of a category
+        assert macro_interval(MEAN, {**table, "cluster": np.array(clusters)}, ["a"] * 4 + ["b"] * 4) is None
+
+
+def test_turns_of_a_conversation_are_drawn_together():
+    alone = simulate(24)
+    turns = [replace(record, id=f"{record.id}/{turn}", cluster=record.id) for record in alone for turn in range(4)]
+    whole, each = prompt_sums(alone), prompt_sums(turns)
+    for name in ("mean_acceptance_length", "speedup"):
+        assert interval(METRICS[name], each) == pytest.approx(interval(METRICS[name], whole), rel=0.05)
+        other = prompt_sums(simulate(24, timing_seed=2))
+        repeated = {key: np.repeat(column, 4) for key, column in other.items()}
+        change = relative_change(METRICS[name], each, repeated)
+        assert change[0] == pytest.approx(relative_change(METRICS[name], whole, other)[0])
+        assert np.ptp(change[1]) == pytest.approx(np.ptp(relative_change(METRICS[name], whole, other)[1]), rel=0.1)
 
 
 def test_a_change_between_reports_is_resampled_by_batch_too():

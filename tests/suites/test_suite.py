@@ -124,7 +124,7 @@ def test_every_turn_of_an_agent_is_a_prompt_from_its_recorded_prefix(tmp_path):
         path = write_suite(tmp_path, [row], turns="all", categories=categories)
         made = prompts(path, tokenizer, max_length=1000)
         assert [list(prompt.token_ids) for prompt in made] == expected and [prompt.category for prompt in made] == names
-    assert [prompt.id for prompt in made] == ["a/1", "a/2", "a/3", "a/4"]
+    assert [(prompt.id, prompt.cluster) for prompt in made] == [("a/1", "a"), ("a/2", "a"), ("a/3", "a"), ("a/4", "a")]
     with refused("eval.suite prompt a/1", "schemas of tools with a chat template that ignores them"):
         prompts(path, tiny_tokenizer(CHAT_TEMPLATE), max_length=1000)
     with refused("turns", "all for prompt 1, without turns"):
