@@ -79,10 +79,8 @@ class DraftKVCache:
         start, end = self.length, self.length + count
         self._tables.reserve(end)
         self._first, self._mask_TS = 0 if self.window is None else max(0, start - self.window + 1), None
-        if count > 1 and not (is_causal and self._tables.device.type == "cuda"):  # query i is at position start + i
+        if count > 1 and not is_causal:  # query i is at position start + i
             mask_TS = torch.ones(count, end - self._first, dtype=torch.bool, device=self._tables.device)
-            if is_causal:
-                mask_TS = mask_TS.tril(start - self._first)
             self._mask_TS = mask_TS if self.window is None else mask_TS.triu(start - self._first - self.window + 1)
         return self._tables.cos[:, start:end], self._tables.sin[:, start:end]
 

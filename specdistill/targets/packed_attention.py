@@ -106,7 +106,8 @@ def cached_attention(
 ) -> Tensor:
     """[1, T, N, e]: the attention of the last T of S positions, each to those up to itself.
 
-    A GPU's kernel needs no mask [T, S]; with one, keys and values would be repeated for every query head.
+    A GPU's kernel needs no mask [T, S], nor does a prompt of which nothing is cached; with one, keys and values would be repeated for every
+    query head.
     """
     num_queries, num_keys = query_1NTd.shape[2], key_1GSd.shape[2]
     scale = query_1NTd.shape[-1] ** -0.5 if scale is None else scale
@@ -115,11 +116,12 @@ def cached_attention(
         sizes = (None, None, num_queries, num_keys, 0.0, window is None, False)
         output, *_ = aten._flash_attention_forward(query, key, value, *sizes, scale=scale, **_sides(window))
     else:
-        seen_TS = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_queries)
-        if window is not None:
-            seen_TS = seen_TS.triu(num_keys - num_queries - window + 1)
-        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        output = F.scaled_dot_product_attention(query, key, value, seen_TS, scale=scale, enable_gqa=True).transpose(1, 2)
+        seen_TS, is_all = None, num_queries == num_keys and (window is None or window >= num_keys)
+        if not is_all:
+            seen_TS = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_queries)
+            seen_TS = seen_TS if window is None else seen_TS.triu(num_keys - num_queries - window + 1)
+        heads = (x.transpose(1, 2) for x in (query, key, value))
+        output = F.scaled_dot_product_attention(*heads, seen_TS, is_causal=is_all, scale=scale, enable_gqa=True).transpose(1, 2)
     within: Tensor = output[..., : value_1GSe.shape[-1]]
     return within
 

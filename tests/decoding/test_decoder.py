@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from scipy.stats import chi2_contingency
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from specdistill.decoding.decoder import Decoder, Generation, Running
 from specdistill.decoding.proposer import Proposal
@@ -52,6 +54,29 @@ def plain(target: FrozenTarget) -> Generation:
 def test_greedy_output_is_the_plain_output(target: FrozenTarget, plain: Generation, name: str, k: int) -> None:
     fast = Decoder(target, proposer_of(name, target)).generate(PROMPT, max_new_tokens=30, num_speculative_tokens=k)
     assert fast.token_ids == plain.token_ids[:30]
+
+
+class LargestBuffer(TorchDispatchMode):
+    """How many bytes the largest tensor of any operation has."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = operation(*args, **(kwargs or {}))
+        sizes = [leaf.untyped_storage().nbytes() for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
+        self.num_bytes = max([self.num_bytes, *sizes])
+        return made
+
+
+@pytest.mark.parametrize("name", ["eagle3", "eagle", "mtp", "dflash", "dspark, rnn", "early_exit", "ngram"])
+def test_memory_does_not_grow_with_the_square_of_a_prompt(name: str) -> None:
+    model, length = tiny_target_model(), 2_000
+    model.config.max_position_embeddings, model.generation_config.eos_token_id = 4_096, []
+    long = FrozenTarget(model, tiny_tokenizer(), name="long")
+    prompt = torch.randint(4, 260, (length,), generator=torch.Generator().manual_seed(0)).tolist()
+    with LargestBuffer() as largest:
+        Decoder(long, proposer_of(name, long)).generate(prompt, max_new_tokens=4, num_speculative_tokens=3)
+    assert length * 64 * 4 <= largest.num_bytes < length**2 / 2  # the hidden states, and less than a mask of bytes
 
 
 # --- What an oracle drafts, in chains and in trees

@@ -78,10 +78,11 @@ def test_the_gradient_is_that_of_torchs_masked_attention(window: int | None, sca
     assert all(torch.allclose(one, other, atol=1e-12) for one, other in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize(("window", "scale"), [(None, None), (5, None), (None, 0.1)])
-def test_the_last_positions_see_those_that_are_cached(window: int | None, scale: float | None) -> None:
+@pytest.mark.parametrize("count", [6, 32])
+@pytest.mark.parametrize(("window", "scale"), [(None, None), (5, None), (32, None), (None, 0.1)])
+def test_the_last_positions_see_those_that_are_cached(window: int | None, scale: float | None, count: int) -> None:
     query, key, value = noise((4, 16), (2, 16), (2, 12))
     ago = torch.arange(32)[:, None] - torch.arange(32)
     whole = masked(query, key, value, (ago >= 0) & (ago < (window or 32)), scale)
-    heads_first = (x.transpose(0, 1).unsqueeze(0) for x in (query[-6:], key, value))
-    assert torch.allclose(cached_attention(*heads_first, window, scale)[0], whole[-6:], atol=1e-6)
+    heads_first = (x.transpose(0, 1).unsqueeze(0) for x in (query[-count:], key, value))
+    assert torch.allclose(cached_attention(*heads_first, window, scale)[0], whole[-count:], atol=1e-6)
