@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specdistill.errors import UserError, refusing
-from specdistill.files.documents import read_json
+from specdistill.files.documents import read_json, read_keys
 from specdistill.project import PICO
 from specdistill.repositories import fetch, large_file_hashes, resolve, split_gguf
 from specdistill.targets.identity import TargetIdentity, combined, file_hashes
@@ -53,7 +53,10 @@ class Shards:
 
     @classmethod
     def open(cls, folder: Path, key: str, *, complete: bool = True) -> "Shards":
-        """Raises UserError for a missing or broken file. Files that the index names may be missing if not `complete`."""
+        """Raises UserError for a missing or broken file, and unless every tensor is in the file that the index names, and in no other.
+
+        Not `complete`: by the index alone, whose files may be missing.
+        """
         if not (folder / INDEX).is_file():
             if not (folder / SINGLE).is_file():
                 got = f"{folder}, which has no {SINGLE} and no index"
@@ -67,6 +70,10 @@ class Shards:
                 raise UserError(key, got=f"{folder / INDEX} with {file}", expected="files in the same folder")
             if complete and not (folder / file).is_file():
                 raise UserError(key, got=f"{folder} without {file}", expected="every file that its index names")
+            listed = {name for name, place in file_of.items() if place == file}
+            if complete and (wrong := sorted(listed.symmetric_difference(_names(folder / file, key)))):
+                got = f"{folder}, whose files and index differ about {', '.join(wrong[:3])}"
+                raise UserError(key, got=got, expected="every tensor in the one file that the index names")
         return cls(folder, file_of, key)
 
     @property
@@ -102,30 +109,17 @@ class Shards:
                 tensors.update({name: read(weights, name) for name in inside})
         return tensors
 
-    def check(self) -> None:
-        """Raises UserError unless every tensor is in the file that the index names, and in no other."""
-        for file in self.files:
-            listed = {name for name, place in self.file_of.items() if place == file}
-            if wrong := sorted(listed.symmetric_difference(_names(self.folder / file, self.key))):
-                got = f"{self.folder}, whose files and index differ about {', '.join(wrong[:3])}"
-                raise UserError(self.key, got=got, expected="every tensor in the one file that the index names")
-
 
 def read_config(folder: Path, key: str, expected: str = "a checkpoint with its config.json") -> dict[str, Any]:
     """A folder's config.json. Raises UserError, saying what is there instead, when it has none."""
     path = folder / "config.json"
-    try:
-        config = read_json(path, allow_nan=True)
-    except FileNotFoundError as error:
+    if not path.is_file():
         found = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
         inside = next((str(folder / name) for name in found if (folder / name / "config.json").is_file()), None)
         nothing = "is empty" if folder.is_dir() else "is no folder"
         shown = f"holds {', '.join(found[:5])}{', …' * (len(found) > 5)}" if found else nothing
-        raise UserError(key, got=f"{folder}, which {shown}", expected=expected, nearest=inside) from error
-    except (ValueError, OSError) as error:
-        raise UserError(key, got=f"{path}: {error}", expected="JSON") from error
-    if not isinstance(config, dict):
-        raise UserError(key, got=f"{path}, which holds no keys", expected=expected)
+        raise UserError(key, got=f"{folder}, which {shown}", expected=expected, nearest=inside)
+    config = read_keys(path, key, expected)
     for part in (config, *(config.get(name) for name in (*NESTED, "rope_parameters"))):
         for name, kind in KINDS.items():
             stated({} if part is None else part, name, kind, key)
