@@ -42,6 +42,7 @@ from specdistill.methods.target_record import save_draft
 from specdistill.next_step import after
 from specdistill.processes import is_first
 from specdistill.produce.features import feature_store
+from specdistill.produce.job import Job
 from specdistill.produce.make import open_rows
 from specdistill.recipe.load import flattened, load_recipe, merged, validate
 from specdistill.recipe.sections import HiddenStatesConfig, MeasurementConfig, TargetConfig
@@ -164,7 +165,7 @@ def train_draft(recipe: TrainedRecipe, callbacks: Sequence[TrainerCallback] = ()
     target = FrozenTarget.load(**vars(recipe.target), layers_on_disk=not runs_layers)
     check_engines(recipe, target)
     use_template(target.tokenizer, recipe)
-    train_set, eval_set = open_rows(recipe.data, RowTarget.of(target), recipe.measured_on, recipe.states_folder)
+    train_set, eval_set = open_rows(Job(recipe.data, RowTarget.of(target), recipe.measured_on, recipe.states_folder))
 
     # Draft, what it learns, and the run's record before its first step
     draft = create_draft(recipe, target, train_set)

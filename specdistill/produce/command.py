@@ -69,13 +69,8 @@ def row_target(recipe: TrainedRecipe, *, generates: bool) -> Any:
 
 def _job(recipe: TrainedRecipe, *, generates: bool) -> "Job":
     from specdistill.produce.job import Job
-    from specdistill.rows.row_set import check, place_of
 
-    target = row_target(recipe, generates=generates)
-    job = Job(place_of(recipe.data, target, recipe.measured_on), recipe.data, target, recipe.measured_on, recipe.states_folder)
-    check(job.config, job.target)
-    job.check()
-    return job
+    return Job(recipe.data, row_target(recipe, generates=generates), recipe.measured_on, recipe.states_folder)
 
 
 def _make_on(options: FleetOptions, recipe: TrainedRecipe, keys: list[str]) -> ExitCode:
@@ -87,6 +82,7 @@ def _make_on(options: FleetOptions, recipe: TrainedRecipe, keys: list[str]) -> E
         result({options.on: text})
         return ExitCode.DONE
     job = _job(recipe, generates=False)
+    job.check()
     _ = job.sources  # the nodes find them prepared
     make_on_ray(data, keys, options)
     print(f"{job.blocks}: {options.shards} shards are made; next: specdistill data merge")
@@ -103,6 +99,7 @@ def _make(recipe: TrainedRecipe, *, merges_only: bool) -> ExitCode:
         raise UserError("data.shard", got=recipe.data.shard, expected="null: `specdistill data merge` takes all shards")
     index, count = shard_of(recipe.data.shard)
     job = _job(recipe, generates=not merges_only)
+    job.check()
     if not merges_only:
         make_blocks(job, index, count)
     if recipe.data.shard is not None and not merges_only:
@@ -120,16 +117,15 @@ def _make(recipe: TrainedRecipe, *, merges_only: bool) -> ExitCode:
 def _show(recipe: TrainedRecipe, options: ShowOptions) -> ExitCode:
     from specdistill.produce import show
     from specdistill.produce.make import open_rows
-    from specdistill.rows.row_set import is_whole, place_of, read_rows
+    from specdistill.rows.row_set import is_whole, read_rows
 
-    target = row_target(recipe, generates=False)
-    folder = place_of(recipe.data, target, recipe.measured_on)
-    if not is_whole(folder):
-        target = row_target(recipe, generates=True)
-    rows, _ = open_rows(recipe.data, target, recipe.measured_on, recipe.states_folder)
-    *_, manifest = read_rows(folder)
+    job = _job(recipe, generates=False)
+    if not is_whole(job.folder):
+        job = _job(recipe, generates=True)
+    rows, _ = open_rows(job)
+    *_, manifest = read_rows(job.folder)
     of = show.lengths(rows)
-    documents = show.shown(rows, of, options.documents, target.tokenizer)
+    documents = show.shown(rows, of, options.documents, job.target.tokenizer)
     show.print_data(manifest, of, documents)
-    result({"folder": folder, **manifest.model_dump(mode="json"), "documents": documents})
+    result({"folder": job.folder, **manifest.model_dump(mode="json"), "documents": documents})
     return ExitCode.DONE

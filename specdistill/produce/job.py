@@ -1,4 +1,4 @@
-"""The work of making a row set: which rows, for which target, where they and their blocks go."""
+"""The work of making a row set: which rows, for which target, where they and their blocks are, or will be."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from specdistill.produce.cleaning import SuiteIndex, cleaned, load_suites
 from specdistill.produce.sources import Source, load_sources
 from specdistill.recipe.sections import DataConfig
 from specdistill.rows.files import cache_folder
-from specdistill.rows.row_set import RowTarget, fingerprint, is_part
+from specdistill.rows.row_set import RowTarget, check, fingerprint, is_part
 
 # Keys of `data:` that say what becomes of documents, not what is generated.
 OF_DOCUMENTS = ("packing", "validation_fraction", "validation_split")
@@ -20,15 +20,23 @@ OF_DOCUMENTS = ("packing", "validation_fraction", "validation_split")
 
 @dataclass(frozen=True)
 class Job:
-    """Rows to be made, into a folder, of a recipe for a target. measured_on: suites that the draft will be measured on. states: where the
-    hidden states of servers' answers wait for a store, if there is one.
+    """Rows of a recipe for a target. measured_on: suites that the draft will be measured on. states: where the hidden states of servers'
+    answers wait for a store, if there is one.
     """
 
-    folder: Path
     config: DataConfig
     target: RowTarget
     measured_on: Sequence[str] = ()
     states: Path | None = None
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return fingerprint(self.config, self.target, self.measured_on)
+
+    @cached_property
+    def folder(self) -> Path:
+        """`data.rows`, or the recipe's own place in the cache."""
+        return Path(self.config.rows or cache_folder(self.config.cache_dir) / "rows" / self.fingerprint)
 
     @cached_property
     def plan(self) -> str:
@@ -51,7 +59,8 @@ class Job:
         return SuiteIndex(load_suites(self.config.decontaminate, self.measured_on))
 
     def check(self) -> None:
-        """Raises UserError for folders and settings with which no rows can be made."""
+        """Raises UserError for folders and settings with which no rows can be made, or none that the target can read."""
+        check(self.config, self.target)
         check_writable(cache_folder(self.config.cache_dir), "data.cache_dir")
         check_holds(self.folder, "data.rows", "a row set", is_part)
         prompt_tokens, max_length = self.config.regenerate.prompt_tokens, self.config.max_length

@@ -35,34 +35,31 @@ from specdistill.produce.prompts import BlockPlan, GenerationTask, prompts_of, s
 from specdistill.produce.self_prompts import self_prompts, user_row
 from specdistill.produce.server_backend import ServerBackend, ServerTokenizer
 from specdistill.progress import PREPARED_BYTES, Cost, announce, progress
-from specdistill.recipe.sections import DataConfig
 from specdistill.rows.chat import inner_ids
 from specdistill.rows.files import SHOWN, cache_folder, on_disk, write_arrow
-from specdistill.rows.row_set import Fit, RowTarget, check, is_whole, place_of, read_rows
+from specdistill.rows.row_set import Fit, check, is_whole, read_rows
 from specdistill.terminal import Console
 
 AT_ONCE = 4  # blocks that servers work at: of one that is nearly complete few answers are missing
 FIRST_ANSWERS = 64  # new ones, that say what the others will cost
 
 
-def open_rows(
-    config: DataConfig, target: RowTarget, measured_on: Sequence[str] = (), states: Path | None = None
-) -> tuple[Dataset, Dataset]:
+def open_rows(job: Job) -> tuple[Dataset, Dataset]:
     """(train, validation) rows with the columns of `packing`: those of `data.rows`, or the recipe's own, which are made where there are
     none yet. Every process of a launch has to call it.
 
-    measured_on, states: as of a `Job`. Raises UserError for rows of another target, template or shape, for a set that is not whole, and
-    for machines whose rows or weights differ.
+    Raises UserError for rows of another target, template or shape, for a set that is not whole, and for machines whose rows or weights
+    differ.
     """
-    agree({"weights of target.model": target.weights[:SHOWN]})
-    if config.shard is not None:
+    agree({"weights of target.model": job.target.weights[:SHOWN]})
+    if job.config.shard is not None:
         expected = "null: `specdistill data make` alone makes a shard of the rows"
-        raise UserError("data.shard", got=config.shard, expected=expected)
-    check(config, target)
-    folder = place_of(config, target, measured_on)
-    if config.rows is None and not all(of_all(is_whole(folder))):
-        make_rows(Job(folder, config, target, measured_on, states))
-    train, validation, manifest = read_rows(folder, Fit.of(config, target))
+        raise UserError("data.shard", got=job.config.shard, expected=expected)
+    if job.config.rows is None and not all(of_all(is_whole(job.folder))):
+        make_rows(job)
+    else:
+        check(job.config, job.target)
+    train, validation, manifest = read_rows(job.folder, Fit.of(job.config, job.target))
     hashes = {shard.name: shard.hash[:SHOWN] for shard in manifest.shards}
     agree(hashes, otherwise=": make the rows on one machine, and copy the folder (data.rows)")
     return train, validation

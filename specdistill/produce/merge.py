@@ -24,7 +24,7 @@ from specdistill.recipe.sections import DataConfig
 from specdistill.rows.encoding import ENCODED_COLUMNS, HASH_RANGE, Encoder
 from specdistill.rows.files import array, mapped, read_header, tokenizer_fingerprint
 from specdistill.rows.packing import Packed, usable
-from specdistill.rows.row_set import Fit, SourceCounts, SplitCounts, fingerprint, is_whole, write_rows
+from specdistill.rows.row_set import Fit, SourceCounts, SplitCounts, is_whole, write_rows
 
 # Documents of training and of validation, with the columns input_ids, loss_mask, length and source, and how many were filtered.
 Split = tuple[Dataset, Dataset, Counter[str]]
@@ -32,7 +32,6 @@ Split = tuple[Dataset, Dataset, Counter[str]]
 
 def merge(job: Job) -> None:
     """The row set, unless it is there. Raises UserError where blocks are missing, or are of another recipe."""
-    job.check()
     with alone(job.folder.parent / f"{job.folder.name}.lock", "data.rows", job.folder):
         if is_whole(job.folder):
             return
@@ -44,7 +43,7 @@ def merge(job: Job) -> None:
             packed = Packed(documents, config.max_length, config.packing, padding, config.seed)
             halves[split] = packed, SplitCounts(rows=len(packed), documents=len(documents), **_tokens(documents))
         facts = {
-            "fingerprint": job.folder.name if config.rows is None else fingerprint(config, job.target, job.measured_on),
+            "fingerprint": job.fingerprint,
             "fit": Fit.of(config, job.target),
             "sources": _counted(job, train),
             "generation": _generation(job) if config.regenerate.num_tokens > 0 else None,

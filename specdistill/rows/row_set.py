@@ -25,7 +25,7 @@ from specdistill.files.documents import read_json
 from specdistill.recipe.data_sources import BUILT_IN, entries
 from specdistill.recipe.sections import DataConfig
 from specdistill.rows.chat import first_difference
-from specdistill.rows.files import SHOWN, cache_folder, content_of, hash_of, on_disk, quiet, tokenizer_fingerprint, write_arrow
+from specdistill.rows.files import SHOWN, content_of, hash_of, on_disk, quiet, tokenizer_fingerprint, write_arrow
 from specdistill.rows.packing import COLUMNS, Packed
 from specdistill.targets.packed_rows import packing
 
@@ -183,13 +183,6 @@ def check(config: DataConfig, target: RowTarget) -> None:
     if config.packing and packing(target.model) is None:
         got = "true with a target whose layers read one document into the next"
         raise UserError("data.packing", got=got, expected="false")
-
-
-def place_of(config: DataConfig, target: RowTarget, measured_on: Sequence[str]) -> Path:
-    """Where a recipe's row set is, or will be: `data.rows`, or its own place in the cache."""
-    if config.rows is not None:
-        return Path(config.rows)
-    return cache_folder(config.cache_dir) / "rows" / fingerprint(config, target, measured_on)
 
 
 def fingerprint(config: DataConfig, target: RowTarget, measured_on: Sequence[str], without: Iterable[str] = ()) -> str:

@@ -177,7 +177,8 @@ def _generate_part(
     ids = torch.tensor([[0] * (length - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     # Of each unfinished row: its number, whether it has ended, its temperature, its prompt's tokens, which slots of the cache hold tokens.
     number, ended = torch.arange(num_rows, device=device), torch.zeros(num_rows, dtype=torch.bool, device=device)
-    temperature, num_seen = torch.tensor(temperatures, device=device), torch.tensor([[len(it)] for it in prompts], device=device)
+    temperature = torch.tensor(temperatures, device=device)
+    num_seen = torch.tensor([[len(prompt)] for prompt in prompts], device=device)
     seen = torch.zeros(num_rows, room(1, length + max_new_tokens), dtype=torch.bool, device=device)
     seen[:, :length] = torch.arange(length, device=device) >= length - num_seen
     cache = DynamicCache(config=model.config)
