@@ -106,8 +106,9 @@ def load_draft(draft: str | os.PathLike[str], target: FrozenTarget | PreTrainedM
     section = validate(recipe.model_fields["eval"].annotation, keys)
     if not isinstance(target, FrozenTarget):
         name, revision = str(target.name_or_path), getattr(target.config, "_commit_hash", None)
-        tokenizer, *_ = read_tokenizer(name, revision=revision)
-        target = FrozenTarget(target, tokenizer, name=name, revision=revision, files=TargetFiles.of(name, revision))
+        files = TargetFiles(name, revision)
+        tokenizer, *_ = read_tokenizer(files)
+        target = FrozenTarget(target, tokenizer, name=name, revision=revision, files=files)
     options = {name: getattr(section, name) for name in read}
     return Draft(method, load_proposer(method, place, target, key="draft", **options), target)
 

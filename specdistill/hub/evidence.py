@@ -67,7 +67,7 @@ def read_release(run: Path, recipe: Recipe, last: Evidence | None = None) -> Rel
         raise UserError("run", got=f"{run / REPORT}, whose samples.jsonl holds no record", expected=FINISHED)
     recorded, named = recorded_target(run / DRAFT, "run"), recipe.target
     revision = named.revision or (recorded.revision if recorded and not Path(named.model).is_dir() else None)
-    target = TargetFiles.of(named.model, revision, named.adapter).identity
+    target = TargetFiles(named.model, revision, named.adapter).identity
     judged, refused = _judged(recipe, Evidence(report, records), last)
     return Release(
         run=run,

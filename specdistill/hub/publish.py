@@ -175,11 +175,11 @@ def find_target(release: Release, base_model: str | None) -> tuple[TargetFiles, 
     """
     named = release.recipe.target
     if base_model is None:
-        target = TargetFiles.of(named.model, named.revision, named.adapter)
+        target = TargetFiles(named.model, named.revision, named.adapter)
         return target, None if Path(target.name).exists() else split_gguf(target.name)[0]
     with hub_errors("base_model", base_model, expected="the Hub id of the target"):
         HfApi().model_info(base_model)
-    target = TargetFiles.of(base_model, adapter=named.adapter)
+    target = TargetFiles(base_model, adapter=named.adapter)
     if not target.identity.is_same(release.made_for):
         raise UserError("base_model", got=f"{target.identity}", expected=f"the draft's target: {release.made_for}")
     return target, base_model

@@ -139,7 +139,7 @@ def across_adapters(recipe: Recipe, adapters: Sequence[str], suite: Suite, folde
     names = [Path(adapter).name for adapter in adapters]
     names = names if len({ALL, *names}) > len(names) else [*adapters]
     base, draft = recipe.target, draft_of(recipe)
-    files = [TargetFiles.of(base.model, base.revision, adapter) for adapter in (None, *adapters)]
+    files = [TargetFiles(base.model, base.revision, adapter) for adapter in (None, *adapters)]
     recorded = recorded_target(locate(draft), "eval.draft") if draft else None
     made_for = next((each for each in files if recorded and recorded.is_same(each.identity)), files[0])
 

@@ -59,10 +59,9 @@ def row_target(recipe: TrainedRecipe, *, generates: bool) -> Any:
     if generates and regenerate.num_tokens > 0 and not regenerate.server:
         made = RowTarget.of(FrozenTarget.load(**vars(target)))
     else:
-        consent = target.trust_remote_code
-        tokenizer, end_ids, _ = read_tokenizer(target.model, revision=target.revision, trust_remote_code=consent)
-        identity = TargetFiles.of(target.model, target.revision, target.adapter).identity
-        made = RowTarget(target.model, identity.weights, tokenizer, end_ids)
+        files = TargetFiles(target.model, target.revision, target.adapter, target.trust_remote_code)
+        tokenizer, end_ids, _ = read_tokenizer(files)
+        made = RowTarget(target.model, files.identity.weights, tokenizer, end_ids)
     use_template(made.tokenizer, recipe)
     return made
 

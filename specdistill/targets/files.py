@@ -2,7 +2,7 @@
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache, cached_property
@@ -149,22 +149,22 @@ def _names(path: Path, key: str) -> list[str]:
 class TargetFiles:
     """A target's files, in a folder or on the Hub, from where they are fetched one by one when they are read.
 
-    name: the folder, the GGUF file or the Hub id, as engines take it. adapter: LoRA, merged where the target is loaded; of the files
-    here it is in `identity` alone. trust_remote_code: run the repository's own code. Methods raise UserError and ResourceError.
+    name: the folder, the GGUF file or the Hub id, as engines take it; of `pico` its folder. adapter: LoRA, merged where the target is
+    loaded; of the files here it is in `identity` alone. trust_remote_code: run the repository's own code. Methods raise UserError and
+    ResourceError.
     """
 
     name: str
     revision: str | None = None
-    adapter: str | None = None
+    adapter: Any = None
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        one_adapter(self.adapter)
-
-    @classmethod
-    def of(cls, model: str, revision: str | None = None, adapter: Any = None, trust_remote_code: bool = False) -> "TargetFiles":
-        """`pico`, a folder, a GGUF file or a Hub id; raises UserError for a path that is none."""
-        return cls(resolve(model, KEY), revision, adapter, trust_remote_code)
+        """Raises UserError for a path that is no target's, and for several adapters."""
+        object.__setattr__(self, "name", resolve(self.name, KEY))
+        if self.adapter is not None and not isinstance(self.adapter, str):
+            expected = "one: several are for `specdistill eval` with eval.engine=specdistill"
+            raise UserError("target.adapter", got=f"{len(self.adapter)} adapters", expected=expected)
 
     @cached_property
     def identity(self) -> TargetIdentity:
@@ -256,14 +256,6 @@ class TargetFiles:
         if type(size) is not int:
             raise UserError(KEY, got=f"{self.name} with {name} {size}", expected="the config.json of a language model")
         return size
-
-
-def one_adapter(adapter: str | Sequence[str] | None) -> str | None:
-    """Raises UserError for several."""
-    if adapter is None or isinstance(adapter, str):
-        return adapter
-    expected = "one: several are for `specdistill eval` with eval.engine=specdistill"
-    raise UserError("target.adapter", got=f"{len(adapter)} adapters", expected=expected)
 
 
 def _unlisted_weights(names: Iterable[str]) -> list[str]:

@@ -9,7 +9,7 @@ vLLM and speculators count the same way; SGLang and SpecForge count L - 1, which
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -19,10 +19,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache, PreTrainedModel
 
 from specdistill.errors import UserError
-from specdistill.repositories import resolve
 from specdistill.targets.anatomy import examine
 from specdistill.targets.cache import is_recurrent
-from specdistill.targets.files import TargetFiles, one_adapter
+from specdistill.targets.files import TargetFiles
 from specdistill.targets.identity import TargetIdentity
 from specdistill.targets.loading import end_tokens, is_plain, max_length, read_causal_lm, with_adapter
 from specdistill.targets.packed_rows import (
@@ -124,43 +123,37 @@ class FrozenTarget:
         *,
         revision: str | None = None,
         adapter: str | Sequence[str] | None = None,
-        dtype: str = "float32",
         quantization: str | None = None,
-        attn: str | None = None,
-        trust_remote_code: bool = False,
-        shard: str = "none",
         device_map: str | None = None,
         layers_on_disk: bool = False,
+        **options: Any,
     ) -> "FrozenTarget":
         """Load `pico`, a folder, a GGUF file or a Hub id, and merge a LoRA adapter into it if one is named.
 
-        Every process of a launch has to call it. shard: `layers`, for a part of them in each process
+        Every process of a launch has to call it. options: of `read_causal_lm`, of which `shard=layers` gives each process a part of them
         (`specdistill.targets.sharding`). device_map: `auto` for all devices of one process, or one device.
         layers_on_disk: load what lies around the decoder layers alone, and read those whenever they are run. They are loaded anyway
         where weights have to be converted, merged or spread.
         Raises UserError if it is no target or no adapter of it, or if it cannot be held so; ResourceError when the Hub fails.
         """
         _check_device_map(device_map)
-        adapter = one_adapter(adapter)
+        files = TargetFiles(model, revision, adapter)
         loaded, tokenizer = read_causal_lm(
-            resolve(model),
+            files.name,
             revision=revision,
-            dtype=dtype,
             quantize=quantization,
-            attn=attn,
-            trust_remote_code=trust_remote_code,
-            shard=shard,
             device_map=device_map or ("cuda" if torch.cuda.is_available() else "cpu"),
             layers_on_disk=layers_on_disk and adapter is None and device_map not in SPREAD,
+            **options,
         )
         if any(module.weight.is_meta for module in (loaded.get_input_embeddings(), loaded.get_output_embeddings())):
             got = f"{device_map}, which leaves the embedding or the head of {model} on no device"
             raise UserError("target.device_map", got=got, expected="devices with enough memory, or target.shard=layers")
         if adapter is not None:
-            loaded = with_adapter(loaded, adapter, base=model)
+            loaded = with_adapter(loaded, files.adapter, base=model)
         name = model if adapter is None else f"{model} + {adapter}"
         revision = revision or getattr(loaded.config, "_commit_hash", None)
-        files = TargetFiles.of(model, revision, adapter)
+        files = replace(files, revision=revision)
         return cls(loaded, tokenizer, name=name, revision=revision, files=files, quantization=quantization)
 
     @property

@@ -99,7 +99,7 @@ def test_what_llama_cpp_cannot_do_is_refused(key, lone, arguments, files, tmp_pa
 
 
 def test_a_file_of_another_vocabulary_or_of_none_is_refused(files, tmp_path):
-    target, tokenizer = TargetFiles.of("pico"), json.loads((PICO / "tokenizer.json").read_text())["model"]["vocab"]
+    target, tokenizer = TargetFiles("pico"), json.loads((PICO / "tokenizer.json").read_text())["model"]["vocab"]
 
     class Other:
         def get_vocab(self):

@@ -27,7 +27,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def identity(folder: Path) -> TargetIdentity:
-    return TargetFiles.of(str(folder)).identity
+    return TargetFiles(str(folder)).identity
 
 
 def in_cache(cache: Path, source: Path, names: list[str]) -> Path:
@@ -67,7 +67,7 @@ def test_every_shard_counts(tmp_path: Path) -> None:
 
 
 def test_pico_goes_by_its_name() -> None:
-    named, loaded = TargetFiles.of("pico").identity, str(TargetFiles.of("pico").identity)
+    named, loaded = TargetFiles("pico").identity, str(TargetFiles("pico").identity)
     assert (named.name_or_path, named.revision, named.adapter) == ("pico", None, None) and loaded.startswith("pico (weights ")
 
 
