@@ -25,12 +25,11 @@ def prompt_ids(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
     tools: Tools = None,
-    where: str = "data.source",
     **template: Any,
 ) -> list[int]:
     """The conversation up to its first turn that is yet to be generated, with the generation prompt."""
     known = list(takewhile(lambda message: not is_unanswered(message), messages))
-    rendered = render(tokenizer, known, True, where, tools, **template)
+    rendered = render(tokenizer, known, True, tools=tools, **template)
     return list(tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])
 
 
