@@ -95,6 +95,7 @@ class ServerBackend:
     def answers(
         self, tasks: Iterator[GenerationTask], known: AnswerFile, wanted: Callable[[], int]
     ) -> Generator[tuple[GenerationTask, list[Answer]]]:
+        """As `generate.TransformersBackend.answers`."""
         asked: deque[tuple[GenerationTask, Future[list[Answer]]]] = deque()
         most = len(self.servers) * self.concurrency
         try:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache, PreTrainedModel
 
-from specdistill.errors import UserError
+from specdistill.errors import UserError, refusing
 from specdistill.targets.anatomy import examine
 from specdistill.targets.cache import is_recurrent
 from specdistill.targets.files import TargetFiles
@@ -256,11 +256,9 @@ def _check_device_map(device_map: str | None) -> None:
         got = f"{device_map} with {num_processes()} processes, which would take each other's devices"
         raise UserError(key, got=got, expected="null, and target.shard=layers where one device is too small")
     if device_map is not None and device_map not in SPREAD:
-        try:
+        expected = f"{', '.join(SPREAD)}, or a device of this machine"
+        with refusing((RuntimeError, AssertionError), key, device_map, expected):  # the latter of a torch without CUDA
             torch.empty(0, device=device_map)
-        except (RuntimeError, AssertionError) as error:  # the latter of a torch without CUDA
-            got = f"{device_map} ({str(error).splitlines()[0]})"
-            raise UserError(key, got=got, expected=f"{', '.join(SPREAD)}, or a device of this machine") from error
 
 
 @contextmanager
