@@ -20,8 +20,7 @@ from specdistill.methods.target_record import recorded_target
 from specdistill.report.files import digest, read_report
 from specdistill.report.phrases import evidence, rule_name
 from specdistill.statistics.records import PromptRecord
-from specdistill.targets.files import TargetFiles
-from specdistill.targets.identity import SHOWN, TargetIdentity
+from specdistill.targets.files import SHOWN, TargetFiles, TargetIdentity
 
 DRAFT, RECIPE, PROVENANCE, REPORT = "draft", "run/recipe.yaml", "run/provenance.json", "report"
 FINISHED = "the folder of a run that was trained and measured: draft/, run/ and report/"

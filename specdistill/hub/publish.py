@@ -49,8 +49,7 @@ from specdistill.report.files import SAMPLES, digest, read_report, to_picture, w
 from specdistill.report.phrases import size
 from specdistill.report.text import cells, plain
 from specdistill.repositories import fetch, hub_errors, split_gguf, split_revision
-from specdistill.targets.files import Shards, TargetFiles
-from specdistill.targets.identity import SHOWN
+from specdistill.targets.files import SHOWN, Shards, TargetFiles
 from specdistill.training.history import read_history
 
 WEIGHTS = (".safetensors", ".gguf")

@@ -36,9 +36,8 @@ from specdistill.statistics.records import ALL, PromptRecord
 from specdistill.statistics.theory import RoundCost
 from specdistill.suites.conversations import use_template
 from specdistill.suites.suite import Suite, SuiteRow, cut_prompts, load_suite, num_measured, tokenize
-from specdistill.targets.files import TargetFiles
+from specdistill.targets.files import TargetFiles, combined
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.targets.identity import combined
 
 FINISHED, ENGINE = "configurations", "engine"  # folders next to the report's files
 Pair = tuple[FrozenTarget, Proposer, str | None]  # a target, what drafts for it, and where the draft is

@@ -45,8 +45,7 @@ from specdistill.repositories import resolve, split_gguf
 from specdistill.statistics.records import PromptRecord, Timing
 from specdistill.suites.conversations import use_template
 from specdistill.suites.suite import Prompt, Suite
-from specdistill.targets.files import TargetFiles
-from specdistill.targets.identity import combined, file_hashes
+from specdistill.targets.files import TargetFiles, combined, file_hashes
 from specdistill.targets.loading import read_tokenizer
 
 # Why numbers are missing from the report of a server

@@ -21,8 +21,7 @@ from transformers import Cache, PreTrainedModel
 from specdistill.errors import UserError, refusing
 from specdistill.targets.anatomy import examine
 from specdistill.targets.cache import is_recurrent
-from specdistill.targets.files import TargetFiles
-from specdistill.targets.identity import TargetIdentity
+from specdistill.targets.files import TargetFiles, TargetIdentity
 from specdistill.targets.loading import end_tokens, is_plain, max_length, read_causal_lm, with_adapter
 from specdistill.targets.packed_rows import (
     BackboneInputs,

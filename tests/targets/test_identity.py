@@ -13,8 +13,7 @@ from huggingface_hub.hf_api import ModelInfo
 
 from specdistill import repositories
 from specdistill.targets import files
-from specdistill.targets.files import INDEX, SINGLE, TargetFiles
-from specdistill.targets.identity import TargetIdentity
+from specdistill.targets.files import INDEX, SINGLE, TargetFiles, TargetIdentity
 from tests.refusals import refused
 from tests.tiny import tiny_target_model, write_target
 
@@ -117,7 +116,6 @@ def test_weights_are_never_held_in_memory(tmp_path: Path) -> None:
         file.truncate(2**29)  # 512 MiB that take no disk
     code = f"""
 import resource, sys
-from specdistill.targets.files import TargetFiles
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 TargetFiles({str(tmp_path)!r}).identity
 sys.exit((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) > 64 * 1024)
