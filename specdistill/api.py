@@ -50,9 +50,8 @@ from specdistill.report.files import check_replaceable, digest, staged, write_re
 from specdistill.rows.row_set import RowTarget
 from specdistill.suites.conversations import use_template
 from specdistill.suites.suite import check_suite
-from specdistill.targets.compiled import compile_layers
 from specdistill.targets.files import TargetFiles
-from specdistill.targets.frozen import FrozenTarget
+from specdistill.targets.frozen import FrozenTarget, compile_layers
 from specdistill.targets.loading import read_tokenizer
 from specdistill.training import trainer as training
 from specdistill.training.arguments import autocast_dtype

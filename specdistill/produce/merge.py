@@ -180,8 +180,6 @@ def held_out(hashes: NDArray[np.int64], config: DataConfig) -> NDArray[np.bool_]
 def _encoded(source: Source, number: int, job: Job) -> Dataset:
     config, tokenizer = job.config, job.target.tokenizer
     encoder = Encoder(tokenizer, config.loss_mask, config.max_length, source.key, number, config.seed)
-    if source.rows.data.column("messages").null_count < len(source.rows):
-        encoder.prove()
     made_with = [tokenizer_fingerprint(tokenizer), tokenizer.chat_template, config.loss_mask, config.max_length, config.seed]
     inputs = ["encoded", source.rows._fingerprint, number, *made_with]
     encoded = mapped(source.rows, encoder, ENCODED_COLUMNS, inputs, "Tokenizing", config)

@@ -105,7 +105,7 @@ def _turn(
     rendered, start = render(tokenizer, messages, False, where, tools), 0
     if before:
         prompt, asked = (render(tokenizer, before, is_prompt, where, tools) for is_prompt in (True, False))
-        start = _alike(prompt, rendered)
+        start = max(_alike(prompt, rendered), len(asked.rstrip()) if _continues(rendered, asked) else 0)
         # Some templates put more into the prompt (an empty thought) than they render in a finished turn.
         if start < len(prompt) and not _continues(rendered, asked):
             opening, marked = prompt.removeprefix(asked), render(tokenizer, [*before, _marked(turn)], False, where, tools)

@@ -36,6 +36,7 @@ from torch import Tensor
 from specdistill.errors import UserError, one_line
 from specdistill.files.documents import parse_json
 from specdistill.recipe.fields import shown
+from specdistill.rows.files import SHOWN
 from specdistill.rows.packing import PADDING_DOCUMENT, collate
 
 KEY = "hidden_states.path"
@@ -45,7 +46,6 @@ WHOLE = "a whole store: `specdistill data features` makes what is missing"
 VERSION = 1  # of the layout above
 HEADER = "specdistill"  # the one key of the header's metadata: several would be written in any order
 HEADER_BYTES = 2048  # at most: names, shapes and what the features are of
-SHOWN = 12  # digits of a hash
 
 
 def unfit(path: Path, why: str) -> UserError:

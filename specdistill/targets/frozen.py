@@ -7,7 +7,8 @@ that is Hugging Face's `hidden_states[L]`, the input of decoder layer L, and for
 vLLM and speculators count the same way; SGLang and SpecForge count L - 1, which `specdistill.methods.eagle3.checkpoint` translates.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -29,13 +30,14 @@ from specdistill.targets.packed_rows import (
     PackingMethod,
     as_they_are,
     attending,
-    continues_without_mask,
+    maskless_configs,
     packing,
-    sdpa_configs,
 )
 from specdistill.targets.sharding import num_processes
 
 SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
+# Of one function: for each K and size of a KV cache; for each step of an unroll, in training and in evaluation.
+MOST_GRAPHS = 128
 
 
 @dataclass(frozen=True)
@@ -222,8 +224,7 @@ class FrozenTarget:
     @cached_property
     def _maskless(self) -> list[Any]:
         """The configs whose attention goes without a mask over a KV cache: on a GPU, if the class allows it."""
-        allowed = self.device.type == "cuda" and continues_without_mask(self.model)
-        return sdpa_configs(self.model) if allowed else []
+        return maskless_configs(self.model) if self.device.type == "cuda" else []
 
     def compile(self, **options: Any) -> None:
         """Compile each layer, with options of `torch.compile`. How rows are packed is tried before, on shapes that do not come again."""
@@ -247,6 +248,32 @@ class FrozenTarget:
                 "draft.aux_layers", got=got, expected="layers of one residual stream, or a head that reads none of them"
             )
         return Features(aux, last_hidden)
+
+
+def allow_graphs() -> None:
+    """MOST_GRAPHS of one function, where torch would give up after eight."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
+
+
+def compile_layers(train: Mapping[str, Any], target: FrozenTarget, objective: Any) -> None:
+    """`train.torch_compile`: the layers of target and draft are compiled one by one, and the loss of a chunk's logits; the rest is not.
+
+    Layers of a class share a graph, so a target of 80 layers compiles as fast as one of two (regional compilation). A draft's layer has a
+    graph for each step of the unroll, which reads one chain entry more than the step before. Elementwise operations become few kernels.
+    Only training is compiled: generation and decoding, whose lengths grow token by token, set `torch.compiler.set_stance("force_eager")`.
+    A layer's hooks, which read features or gather weights, stay outside of its graph.
+    """
+    if not train.get("torch_compile"):
+        return
+    allow_graphs()
+    torch._dynamo.config.optimize_ddp = False  # it would cut layers at the borders of gradient buckets
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
+    backend = train.get("torch_compile_backend") or "inductor"
+    options: dict[str, Any] = {"backend": backend, "mode": train.get("torch_compile_mode")}
+    target.compile(**options)
+    for layer in objective.layers:
+        layer.forward = torch.compile(layer.forward, **options)
+    objective.row_losses = torch.compile(objective.row_losses, **options)
 
 
 def _check_device_map(device_map: str | None) -> None:
