@@ -45,7 +45,6 @@ class Job:
 
     @property
     def blocks(self) -> Path:
-        """The folder of the blocks."""
         return self.folder.parent / f"{self.plan}.blocks"
 
     @cached_property

@@ -8,7 +8,6 @@ make_blocks     the blocks of one shard: number i, i + n, … of all
 import copy
 import json
 import os
-import re
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -99,22 +98,19 @@ def _shares(folder: Path) -> tuple[int, int]:
 
 def shard_of(stated: str | None) -> tuple[int, int]:
     """(i, n) of `data.shard`, i from 0; `auto` is an array job's own. Raises UserError for no shard, and outside of such a job."""
-    if stated is None:
-        return 0, 1
     expected = "i/n with i from 0 to n - 1, or auto in an array job of Slurm or an indexed one of Kubernetes (auto/n: of n)"
-    found = re.fullmatch(r"(\d+|auto)(?:/(\d+))?", stated)
-    index, count = found.groups() if found else (None, None)
+    index, _, count = ("0/1" if stated is None else stated).partition("/")
     if index == "auto":
         env = os.environ
         if "SLURM_ARRAY_TASK_ID" in env:
             index = str(int(env["SLURM_ARRAY_TASK_ID"]) - int(env.get("SLURM_ARRAY_TASK_MIN", "0")))
-            count = count or env.get("SLURM_ARRAY_TASK_COUNT")
+            count = count or env.get("SLURM_ARRAY_TASK_COUNT", "")
         else:
-            index, count = env.get("JOB_COMPLETION_INDEX"), count or env.get("JOB_COMPLETIONS")
-        if index is None or count is None:
+            index, count = env.get("JOB_COMPLETION_INDEX", ""), count or env.get("JOB_COMPLETIONS", "")
+        if not index or not count:
             got = "auto without SLURM_ARRAY_TASK_ID and SLURM_ARRAY_TASK_COUNT, or JOB_COMPLETION_INDEX and JOB_COMPLETIONS"
             raise UserError("data.shard", got=got, expected=expected)
-    if index is None or count is None or not 0 <= int(index) < int(count):
+    if not index.isdecimal() or not count.isdecimal() or int(index) >= int(count):
         raise UserError("data.shard", got=stated, expected=expected)
     return int(index), int(count)
 

@@ -73,7 +73,6 @@ def table_of_sources(parts: Sequence[Any]) -> Table:
 
 
 def print_data(manifest: Manifest, of: np.ndarray, documents: Sequence[DocumentText]) -> None:
-    """To stdout."""
     console, (half, most, longest) = Console(), np.quantile(of[:, 0], (0.5, 0.9, 1))
     console.print(table_of_splits(manifest))
     if len(manifest.sources) > 1:

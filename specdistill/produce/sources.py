@@ -18,7 +18,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 import fsspec
-from datasets import Dataset, DownloadManager, Features, List, Value, load_dataset_builder
+from datasets import Dataset, DownloadManager, Features, List, Value, load_dataset, load_dataset_builder
 from datasets import Json as AnyJson
 from datasets.exceptions import DatasetsError
 from datasets.fingerprint import Hasher
@@ -100,13 +100,9 @@ def _rows(entry: SourceEntry, key: str, config: DataConfig, tokenizer: PreTraine
         if entry.where or entry.min_turns or columns:
             raise UserError(key, got=f"{source} with columns, where or min_turns", expected="all of it, or another source")
         content, rows_of_split = resolve_name(BUILT_IN[source])(split)
-        options = {
-            "features": Features(COLUMNS),
-            "cache_dir": config.cache_dir,
-            "fingerprint": Hasher.hash([source, content, *COLUMNS]),
-        }
+        fingerprint = Hasher.hash([source, content, *COLUMNS])
         with quiet(), on_disk(cache_folder(config.cache_dir)):
-            return Dataset.from_generator(rows_of_split, **options)
+            return Dataset.from_generator(rows_of_split, Features(COLUMNS), config.cache_dir, fingerprint=fingerprint)
     raw = _load(entry, split, key, config.cache_dir)
     if len(raw) == 0:
         raise UserError(key, got=f"{source}, which holds no rows", expected="a dataset with rows")
@@ -216,9 +212,7 @@ def _load(entry: SourceEntry, split: str, key: str, cache_dir: str | None) -> An
             whole = {name: List(AnyJson()) for name, it in rows.features.items() if _has_json_within(it)}
             if whole and isinstance(builder, Json):
                 options["features"] = Features({**rows.features, **whole})
-                builder = load_dataset_builder(kind or source, **options, cache_dir=cache_dir)
-                builder.download_and_prepare()
-                rows = builder.as_dataset(split=split)
+                rows = load_dataset(kind or source, **options, cache_dir=cache_dir, split=split)
             return rows
     except (DatasetsError, OSError, ValueError, TypeError, ArrowException, YAMLError) as error:
         reason = one_line(str(error.__cause__ or error))[:300]

@@ -133,26 +133,19 @@ class Manifest(Record):
     splits: dict[str, SplitCounts]
     shards: list[ShardRecord]
 
-    @classmethod
-    def read(cls, folder: Path) -> "Manifest":
-        """Raises UserError for a folder that holds no whole row set, naming what it lacks."""
-        try:
-            with refusing(ValueError, "data.rows", folder / MANIFEST, "a manifest"):
-                manifest = cls.model_validate(read_json(folder / MANIFEST))
-        except OSError as error:
-            raise UserError("data.rows", got=f"{folder}, which lacks {MANIFEST}", expected=f"a row set: {MAKE}") from error
-        if manifest.version != VERSION:
-            raise UserError("data.rows", got=f"{folder}, of version {manifest.version}", expected=f"{VERSION}: {MAKE}")
-        unfit = [shard.name for shard in manifest.shards if hash_of(folder / shard.name) != shard.hash]
-        if unfit := unfit or [split for split in SPLITS if not any(it.name.startswith(split) for it in manifest.shards)]:
-            got = f"{folder}, of which {', '.join(unfit)} is not there, or not as it was written"
-            raise UserError("data.rows", got=got, expected=f"a whole row set: {MAKE}")
-        return manifest
-
 
 def read_rows(folder: Path, fit: Fit | None = None) -> tuple[Dataset, Dataset, Manifest]:
-    """A row set, whole, and its manifest. Raises UserError where it is not whole, or does not fit."""
-    manifest = Manifest.read(folder)
+    """A row set, whole, and its manifest. Raises UserError where it is not whole, naming what it lacks, or does not fit."""
+    if not is_whole(folder):
+        raise UserError("data.rows", got=f"{folder}, which lacks {MANIFEST}", expected=f"a row set: {MAKE}")
+    with refusing((OSError, ValueError), "data.rows", folder / MANIFEST, "a manifest"):
+        manifest = Manifest.model_validate(read_json(folder / MANIFEST))
+    if manifest.version != VERSION:
+        raise UserError("data.rows", got=f"{folder}, of version {manifest.version}", expected=f"{VERSION}: {MAKE}")
+    unfit = [shard.name for shard in manifest.shards if hash_of(folder / shard.name) != shard.hash]
+    if unfit := unfit or [split for split in SPLITS if not any(it.name.startswith(split) for it in manifest.shards)]:
+        got = f"{folder}, of which {', '.join(unfit)} is not there, or not as it was written"
+        raise UserError("data.rows", got=got, expected=f"a whole row set: {MAKE}")
     if fit is not None:
         fit.check(manifest.fit, folder)
     halves = []

@@ -23,7 +23,6 @@ KEY = "target.shard"
 
 
 def num_processes() -> int:
-    """Of the launch."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
