@@ -59,14 +59,11 @@ class SuiteIndex:
     def overlap(self, row: Mapping[str, Any]) -> tuple[str, str] | None:
         """(`suite: prompt`, the words in common) of the first overlap of a row in one of the common forms of `sources`."""
         texts = [row["text"]] if row["text"] is not None else [turn["content"] or "" for turn in row["messages"]]
-        return next(filter(None, map(self._overlap, texts)), None)
-
-    def _overlap(self, text: str) -> tuple[str, str] | None:
-        own = tuple(words(text))
-        for start in range(max(1, len(own) - SHORT + 1)):  # a piece of fewer words is found only where it is all of `own`
-            for piece, place in self.pieces.get(own[start : start + SHORT], {}).items():
-                if own[start : start + len(piece)] == piece:
-                    return place, " ".join(piece)
+        for own in map(tuple, map(words, texts)):
+            for start in range(max(1, len(own) - SHORT + 1)):  # a piece of fewer words is found only where it is all of `own`
+                for piece, place in self.pieces.get(own[start : start + SHORT], {}).items():
+                    if own[start : start + len(piece)] == piece:
+                        return place, " ".join(piece)
         return None
 
 

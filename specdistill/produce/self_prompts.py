@@ -21,8 +21,9 @@ from specdistill.produce.blocks import Answer, AnswerFile
 from specdistill.produce.cleaning import ngrams, words
 from specdistill.produce.generate import Backend
 from specdistill.produce.prompts import BlockPlan, GenerationPrompt, GenerationTask
-from specdistill.rows.chat import opened_turn, prompt_ids
+from specdistill.rows.chat import MARKER, prompt_ids
 from specdistill.rows.encoding import row_hash
+from specdistill.suites.conversations import render, shortened
 
 LONGEST = 256  # tokens of a prompt
 SHORTEST_ROOM = 16  # tokens that a prompt must have room for
@@ -49,10 +50,23 @@ class Opening:
 
     @classmethod
     def of(cls, tokenizer: Any, system: str | None, end_ids: Sequence[int], where: str) -> "Opening":
-        """end_ids: of the target's generations. Raises UserError for a template in which no user's turn can be opened alone."""
-        before, after = opened_turn(tokenizer, system, where)
-        closing = after.strip()
-        ids, last, rest = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (before, closing, after))
+        """end_ids: of the target's generations. Raises UserError for a tokenizer without a template, and for a template that does not write
+        the content as it is, once, after others.
+        """
+        expected = "prompts of your own, a file or a Hub id, or a target.model with a chat template that opens a user's turn"
+        if tokenizer.chat_template is None:
+            raise UserError(where, got="self for a target whose tokenizer has no chat template", expected=expected)
+        first = [] if system is None else [{"role": "system", "content": system}]
+        rendered = render(tokenizer, [*first, {"role": "user", "content": MARKER}], True, where)
+        before, *after = rendered.split(MARKER)
+        if len(after) != 1 or not before.strip():
+            got = f"self with a chat template that does not open a user's turn in {shortened(rendered)!r}"
+            raise UserError(where, got=got, expected=expected)
+        before, closing = (
+            before.rstrip(" "),
+            after[0].strip(),
+        )  # content brings its own space, which would be a token of its own here
+        ids, last, rest = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (before, closing, after[0]))
         added = tokenizer.added_tokens_decoder
         ends = frozenset(end_ids) | (added.keys() & last[:1])
         special = {token for token in added if added[token].special or token in ids or token in last}

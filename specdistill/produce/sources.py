@@ -195,9 +195,13 @@ def normalise(row: Mapping[str, Any], where: str, tokenizer: Any = None) -> Iter
 def _load(entry: SourceEntry, split: str, key: str, cache_dir: str | None) -> Any:
     source, path = entry.source, Path(entry.source)
     kind = LOADERS.get(path.suffix)
-    if kind:
-        _check_file(path, split, key)
-    elif not path.is_dir() and source.count("/") != 1:
+    if kind and not path.is_file():
+        siblings = {entry.stem: str(entry) for entry in path.parent.glob("*") if entry.suffix in LOADERS}
+        near = siblings.get(nearest(path.stem, siblings) or "")
+        raise UserError(key, got=f"{path}, which does not exist", expected="a file", nearest=near)
+    if kind and split.partition("[")[0] != "train":  # `train[:100]` is a slice of the only split a file has
+        raise UserError("data.split", got=split, expected=f"train, the only split of the file {path.name}")
+    if not kind and not path.is_dir() and source.count("/") != 1:
         expected = "pico, self, a jsonl, json or parquet file, a folder, or a Hub id as owner/name"
         raise UserError(key, got=source, expected=expected, nearest=nearest(source, [SELF, *BUILT_IN]))
     options: dict[str, Any] = {"data_files": source} if kind else {"name": entry.name, "revision": entry.revision}
@@ -222,15 +226,6 @@ def _load(entry: SourceEntry, split: str, key: str, cache_dir: str | None) -> An
         got = f"{source}, split {split}, which does not read as {kind or 'a data set'}: {reason}"
         expected = "rows that are alike, of data.split, or of split and name of an entry"
         raise UserError(key, got=got, expected=expected) from error
-
-
-def _check_file(path: Path, split: str, key: str) -> None:
-    if not path.is_file():
-        siblings = {entry.stem: str(entry) for entry in path.parent.glob("*") if entry.suffix in LOADERS}
-        near = siblings.get(nearest(path.stem, siblings) or "")
-        raise UserError(key, got=f"{path}, which does not exist", expected="a file", nearest=near)
-    if split.partition("[")[0] != "train":  # `train[:100]` is a slice of the only split a file has
-        raise UserError("data.split", got=split, expected=f"train, the only split of the file {path.name}")
 
 
 def _check_json(path: Path, key: str) -> None:

@@ -33,24 +33,6 @@ def prompt_ids(
     return list(tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def opened_turn(tokenizer: PreTrainedTokenizerBase, system: str | None, where: str = "data.source") -> tuple[str, str]:
-    """What the template writes before a user's content, and after it up to the assistant's.
-
-    Raises UserError for a tokenizer without a template, and for a template that does not write the content as it is, once, after others.
-    """
-    expected = "prompts of your own, a file or a Hub id, or a target.model with a chat template that opens a user's turn"
-    if tokenizer.chat_template is None:
-        raise UserError(where, got="self for a target whose tokenizer has no chat template", expected=expected)
-    first = [] if system is None else [{"role": "system", "content": system}]
-    rendered = render(tokenizer, [*first, {"role": "user", "content": MARKER}], True, where)
-    before, *after = rendered.split(MARKER)
-    # Content brings its own space: as a token of its own before it that would be out of place.
-    if len(after) != 1 or not before.strip():
-        got = f"self with a chat template that does not open a user's turn in {shortened(rendered)!r}"
-        raise UserError(where, got=got, expected=expected)
-    return before.rstrip(" "), after[0]
-
-
 def turn_documents(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
@@ -134,8 +116,7 @@ def _continues(longer: str, shorter: str) -> bool:
 
 def _alike(first: str, second: str) -> int:
     """How many characters two strings begin with alike."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
 def first_difference(first: str, second: str) -> tuple[str, str]:

@@ -206,10 +206,6 @@ def is_part(name: str) -> bool:
     return name == MANIFEST or SHARD.fullmatch(name) is not None
 
 
-def shard_name(split: str, index: int, count: int) -> str:
-    return f"{split}-{index:05d}-of-{count:05d}.arrow"
-
-
 def write_rows(folder: Path, halves: Mapping[str, tuple[Packed, SplitCounts]], facts: Mapping[str, Any]) -> None:
     """Write a row set: each shard aside and then in place, the manifest last. facts: the manifest's other fields.
 
@@ -222,7 +218,7 @@ def write_rows(folder: Path, halves: Mapping[str, tuple[Packed, SplitCounts]], f
             per_shard = max(1, SHARD_TOKENS // packed.max_length)
             count = -(-len(packed) // per_shard)
             for index in range(count):
-                path = folder / shard_name(split, index, count)
+                path = folder / f"{split}-{index:05d}-of-{count:05d}.arrow"
                 part = range(index * per_shard, min((index + 1) * per_shard, len(packed)))
                 write_arrow(path, COLUMNS, (packed[part[at : at + PACKED_ROWS]] for at in range(0, len(part), PACKED_ROWS)))
                 shards.append(ShardRecord(name=path.name, rows=len(part), hash=hash_of(path)))
