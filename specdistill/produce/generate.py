@@ -45,10 +45,10 @@ class TransformersBackend:
         wanted: how many tasks more are expected to be needed, of those that were not given back yet.
         """
         while batch := list(islice(tasks, max(1, min(self.batch_size, wanted())))):
-            if known.get(batch[0].name) is None:
+            if known.turns.get(batch[0].name) is None:
                 known.add(dict(zip((task.name for task in batch), self._generated(batch), strict=True)))
             for task in batch:
-                yield task, known.get(task.name) or []
+                yield task, known.turns.get(task.name) or []
 
     def _generated(self, batch: list[GenerationTask]) -> list[list[Answer]]:
         prompts, ends = [task.prompt.ids for task in batch], self.end_ids

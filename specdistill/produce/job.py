@@ -12,7 +12,7 @@ from specdistill.produce.cleaning import SuiteIndex, cleaned, load_suites
 from specdistill.produce.sources import Source, load_sources
 from specdistill.recipe.sections import DataConfig
 from specdistill.rows.files import cache_folder
-from specdistill.rows.row_set import RowTarget, check, fingerprint, is_part
+from specdistill.rows.row_set import PART, RowTarget, check, fingerprint
 
 # Keys of `data:` that say what becomes of documents, not what is generated.
 OF_DOCUMENTS = ("packing", "validation_fraction", "validation_split")
@@ -61,7 +61,7 @@ class Job:
         """Raises UserError for folders and settings with which no rows can be made, or none that the target can read."""
         check(self.config, self.target)
         check_writable(cache_folder(self.config.cache_dir), "data.cache_dir")
-        check_holds(self.folder, "data.rows", "a row set", is_part)
+        check_holds(self.folder, "data.rows", "a row set", PART.fullmatch)
         prompt_tokens, max_length = self.config.regenerate.prompt_tokens, self.config.max_length
         if self.config.regenerate.num_tokens > 0 and prompt_tokens >= max_length:
             expected = f"1 to {max_length - 1} tokens, less than data.max_length"

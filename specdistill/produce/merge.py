@@ -99,8 +99,12 @@ def _from_blocks(job: Job) -> Split:
             raise UserError("data.shard", got=got, expected=f"block {number} of {job.plan}: shards of one recipe")
     documents = concatenate_datasets([Dataset.from_file(str(path)) for path in paths])
     filtered = sum((Counter(header["filtered"]) for header in headers), Counter(job.sources[1]))
+    if not len(documents) and any(source.is_self for source in job.sources[0]):
+        expected = "a target that generates a user's turn (instruct models do), or prompts of your own: a file or a Hub id"
+        raise UserError("data.source", got="self, which gave no prompt that is kept", expected=expected)
     if not len(documents):
-        raise _no_documents(job)
+        half = f"texts of {job.config.regenerate.prompt_tokens} tokens (data.regenerate.prompt_tokens) or questions of half of it at most"
+        raise UserError("data.max_length", got=f"{job.config.max_length}, and no row that gives a prompt", expected=half)
     total, num_tokens = sum(header["tokens"] for header in headers), job.config.regenerate.num_tokens
     if total < ENOUGH * num_tokens:
         logger.warning("the prompts of data.source were used up after %d of %d tokens", total, num_tokens)
@@ -127,15 +131,6 @@ def _alike(asked: Sequence[Sequence[str | None]]) -> NDArray[np.bool_]:
                 is_alike[prompt] = not near.add(prompt)
         found += [is_alike[prompt] for prompt in block]
     return np.array(found, bool)
-
-
-def _no_documents(job: Job) -> UserError:
-    if any(source.is_self for source in job.sources[0]):
-        expected = "a target that generates a user's turn (instruct models do), or prompts of your own: a file or a Hub id"
-        return UserError("data.source", got="self, which gave no prompt that is kept", expected=expected)
-    num_tokens, max_length = job.config.regenerate.prompt_tokens, job.config.max_length
-    expected = f"texts of {num_tokens} tokens (data.regenerate.prompt_tokens) or questions of half of it at most"
-    return UserError("data.max_length", got=f"{max_length}, and no row that gives a prompt", expected=expected)
 
 
 def _from_sources(job: Job) -> Split:

@@ -114,7 +114,7 @@ class ServerBackend:
 
     def _answered(self, task: GenerationTask, known: AnswerFile) -> list[Answer]:
         """The turns of a task; what a server has against a question is not kept: another one may answer it."""
-        if (turns := known.get(task.name)) is not None:
+        if (turns := known.turns.get(task.name)) is not None:
             return turns
         while True:
             server = self._take()

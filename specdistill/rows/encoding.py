@@ -64,15 +64,11 @@ class Encoder:
             documents = self.conversation(messages, row["tools"], f"{self.key} row {number}")
         elif ids is not None:
             documents = [_all_with_loss(ids) if self.loss_mask == "all" else _encoded(ids, row["loss_mask"])]
-        else:
-            documents = [self.text(row["text"])]
+        else:  # as the target reads a text, with its end-of-text token
+            end, ids = self.tokenizer.eos_token_id, self.tokenizer(row["text"], verbose=False)["input_ids"]
+            documents = [_all_with_loss(ids if end is None or ids[-1:] == [end] else [*ids, end])]
         of_row = {"source": self.source, "is_text": messages is None, "row": number, "hash": row_hash(row, self.seed)}
         return [{**document, **of_row} for document in documents]
-
-    def text(self, text: str) -> Document:
-        """A text as the target reads it, with its end-of-text token; every token carries loss."""
-        end, ids = self.tokenizer.eos_token_id, self.tokenizer(text, verbose=False)["input_ids"]
-        return _all_with_loss(ids if end is None or ids[-1:] == [end] else [*ids, end])
 
     def conversation(self, messages: Sequence[Message], tools: Tools, where: str) -> list[Document]:
         """The documents of a conversation. One longer than a row is cut at its turns; what is filtered of it comes without tokens."""

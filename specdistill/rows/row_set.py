@@ -32,7 +32,8 @@ from specdistill.targets.packed_rows import packing
 VERSION = 2  # of the code that makes rows: raise it when equal recipes give other ones
 MANIFEST = "manifest.json"
 SPLITS = ("train", "validation")
-SHARD = re.compile(rf"({'|'.join(SPLITS)})-\d{{5}}-of-\d{{5}}\.arrow")
+# A file of a row set, also of one that is being written.
+PART = re.compile(rf"(({'|'.join(SPLITS)})-\d{{5}}-of-\d{{5}}\.arrow|{re.escape(MANIFEST)})(\.part)?")
 SHARD_TOKENS = 2**25  # of a shard, padding included
 PACKED_ROWS = 256  # rows that are packed at a time
 MAKE = "`specdistill data make` makes it"
@@ -198,12 +199,6 @@ def fingerprint(config: DataConfig, target: RowTarget, measured_on: Sequence[str
 
 def _rows_of(source: str, split: str) -> str:
     return str(resolve_name(BUILT_IN[source])(split)[0]) if source in BUILT_IN else content_of(source)
-
-
-def is_part(name: str) -> bool:
-    """Whether a file is of a row set, also of one that is being written, by its name."""
-    name = name.removesuffix(".part")
-    return name == MANIFEST or SHARD.fullmatch(name) is not None
 
 
 def write_rows(folder: Path, halves: Mapping[str, tuple[Packed, SplitCounts]], facts: Mapping[str, Any]) -> None:
