@@ -14,9 +14,6 @@ from specdistill.recipe.sections import DataConfig
 from specdistill.rows.files import cache_folder
 from specdistill.rows.row_set import PART, RowTarget, check, fingerprint
 
-# Keys of `data:` that say what becomes of documents, not what is generated.
-OF_DOCUMENTS = ("packing", "validation_fraction", "validation_split")
-
 
 @dataclass(frozen=True)
 class Job:
@@ -40,8 +37,9 @@ class Job:
 
     @cached_property
     def plan(self) -> str:
-        """A hash of all that generation depends on."""
-        return fingerprint(self.config, self.target, self.measured_on, without=OF_DOCUMENTS)
+        """A hash of all that generation depends on, without the keys that say what becomes of its documents."""
+        of_documents = ("packing", "validation_fraction", "validation_split")
+        return fingerprint(self.config, self.target, self.measured_on, without=of_documents)
 
     @property
     def blocks(self) -> Path:

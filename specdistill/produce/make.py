@@ -1,7 +1,6 @@
 """Making a row set: what the target generates, block by block, then `merge`.
 
-open_rows       the row set that training reads, made where it is not there
-make_rows       everything that is missing, the processes of a launch each a share of the blocks
+open_rows       the row set that training reads, made where it is not there, the processes of a launch each a share of the blocks
 make_blocks     the blocks of one shard: number i, i + n, … of all
 """
 
@@ -12,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import as_completed
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,7 +44,8 @@ FIRST_ANSWERS = 64  # new ones, that say what the others will cost
 
 def open_rows(job: Job) -> tuple[Dataset, Dataset]:
     """(train, validation) rows with the columns of `packing`: those of `data.rows`, or the recipe's own, which are made where there are
-    none yet. Every process of a launch has to call it.
+    none yet. Every process of a launch has to call it: each generates its share of the blocks, and waits for the others before and after,
+    not meanwhile. The first process, of every machine if they share no folder, reads the sources and merges.
 
     Raises UserError for rows of another target, template or shape, for a set that is not whole, and for machines whose rows or weights
     differ.
@@ -55,29 +55,22 @@ def open_rows(job: Job) -> tuple[Dataset, Dataset]:
         expected = "null: `specdistill data make` alone makes a shard of the rows"
         raise UserError("data.shard", got=job.config.shard, expected=expected)
     if job.config.rows is None and not all(of_all(is_whole(job.folder))):
-        make_rows(job)
+        job.check()
+        index, count = _shares(cache_folder(job.config.cache_dir))
+        if index == 0:
+            _ = job.sources  # the others find them prepared
+        of_all(None)
+        make_blocks(job, index, count)
+        of_all(None)
+        if index == 0:
+            merge(job)
+        of_all(None)
     else:
         check(job.config, job.target)
     train, validation, manifest = read_rows(job.folder, Fit.of(job.config, job.target))
     hashes = {shard.name: shard.hash[:SHOWN] for shard in manifest.shards}
     agree(hashes, otherwise=": make the rows on one machine, and copy the folder (data.rows)")
     return train, validation
-
-
-def make_rows(job: Job) -> None:
-    """What of a row set is missing. Every process of a launch has to call it: each generates its share of the blocks, and waits for the
-    others before and after, not meanwhile. The first process, of every machine if they share no folder, reads the sources and merges.
-    """
-    job.check()
-    index, count = _shares(cache_folder(job.config.cache_dir))
-    if index == 0:
-        _ = job.sources  # the others find them prepared
-    of_all(None)
-    make_blocks(job, index, count)
-    of_all(None)
-    if index == 0:
-        merge(job)
-    of_all(None)
 
 
 def _shares(folder: Path) -> tuple[int, int]:
@@ -122,30 +115,27 @@ def make_blocks(job: Job, index: int = 0, count: int = 1) -> None:
     if is_whole(job.folder) or not missing:
         return
     num_tokens, counts = sum(block.num_tokens for block in missing), Counts()
+    settings, target = job.config.regenerate, job.target
     with ExitStack() as stack:
         advance = stack.enter_context(progress("Generating training data", num_tokens, "tokens"))
         pool = stack.enter_context(asking(AT_ONCE))  # ends after the backend, which stops what its threads wait for
         _ = job.sources  # read once, before threads share them
-        backend = stack.enter_context(_backend(job))
+        if settings.server:
+            servers = [CompletionServer(address, settings.timeout, job.states) for address in settings.server]
+            for server in servers:
+                server.find_model([target.name, Path(target.name).name])
+            tokenizer = ServerTokenizer(target.tokenizer, target.end_ids, settings.template)
+            backend: Backend = stack.enter_context(ServerBackend(servers, tokenizer, settings.batch_size))
+        else:
+            backend = stack.enter_context(transformers_backend(target, settings.num_tokens, settings.batch_size))
         made = partial(_make_block, job, backend=backend, estimate=GenerationEstimate(job, num_tokens), advance=advance)
-        if job.config.regenerate.server:
+        if settings.server:
             found: Iterator[Counts] = (it.result() for it in as_completed([pool.submit(made, block) for block in missing]))
         else:
             found = map(made, missing)
         for block_counts in found:
             counts.add(block_counts)
     Console(stderr=True).print(counts.table())
-
-
-def _backend(job: Job) -> AbstractContextManager[Backend]:
-    settings, target = job.config.regenerate, job.target
-    if not settings.server:
-        return transformers_backend(target, settings.num_tokens, settings.batch_size)
-    servers = [CompletionServer(address, settings.timeout, job.states) for address in settings.server]
-    for server in servers:
-        server.find_model([target.name, Path(target.name).name])
-    tokenizer = ServerTokenizer(target.tokenizer, target.end_ids, settings.template)
-    return ServerBackend(servers, tokenizer, settings.batch_size)
 
 
 def _make_block(

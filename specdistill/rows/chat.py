@@ -87,7 +87,7 @@ def _turn(
     rendered, start = render(tokenizer, messages, False, where, tools), 0
     if before:
         prompt, asked = (render(tokenizer, before, is_prompt, where, tools) for is_prompt in (True, False))
-        start = max(_alike(prompt, rendered), len(asked.rstrip()) if _continues(rendered, asked) else 0)
+        start = max(alike(prompt, rendered), len(asked.rstrip()) if _continues(rendered, asked) else 0)
         # Some templates put more into the prompt (an empty thought) than they render in a finished turn.
         if start < len(prompt) and not _continues(rendered, asked):
             opening, marked = prompt.removeprefix(asked), render(tokenizer, [*before, _marked(turn)], False, where, tools)
@@ -114,12 +114,6 @@ def _continues(longer: str, shorter: str) -> bool:
     return longer.startswith(shorter.rstrip())
 
 
-def _alike(first: str, second: str) -> int:
+def alike(first: str, second: str) -> int:
     """How many characters two strings begin with alike."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
-
-
-def first_difference(first: str, second: str) -> tuple[str, str]:
-    """What two strings hold from where they differ, with a few characters before."""
-    start = max(0, _alike(first, second) - 20)
-    return tuple(repr(text[start : start + 60]) for text in (first, second))  # type: ignore[return-value]

@@ -24,7 +24,7 @@ from specdistill.errors import UserError, refusing
 from specdistill.files.documents import read_json
 from specdistill.recipe.data_sources import BUILT_IN, entries
 from specdistill.recipe.sections import DataConfig
-from specdistill.rows.chat import first_difference
+from specdistill.rows.chat import alike
 from specdistill.rows.files import SHOWN, content_of, hash_of, on_disk, quiet, tokenizer_fingerprint, write_arrow
 from specdistill.rows.packing import COLUMNS, Packed
 from specdistill.targets.packed_rows import packing
@@ -87,7 +87,8 @@ class Fit(Record):
             if found == own:
                 continue
             if name == "chat_template":
-                found, own = first_difference(str(found), str(own))
+                start = max(0, alike(str(found), str(own)) - 20)  # from where they differ, with a few characters before
+                found, own = (repr(str(text)[start : start + 60]) for text in (found, own))
             elif name in ("target", "tokenizer"):
                 found, own = found[:SHOWN], own[:SHOWN]
             got = f"{folder}, rows of another {name.replace('_', ' ')}, {found}"

@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -120,11 +120,12 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Shard:
-    """A file that was opened. rows: its tokens; checksums: int64 [R]."""
+    """A file that was opened. rows: its tokens; starts: int64 [R + 1], tokens before each row, and of all; checksums: int64 [R]."""
 
     path: Path
     origin: Origin
     rows: list[Tokens]
+    starts: NDArray[np.int64]
     checksums: NDArray[np.int64]
 
     @classmethod
@@ -145,14 +146,9 @@ class Shard:
         if not adds_up or shape != [origin.num_features * len(ids), origin.hidden_size]:
             raise unfit(path, "is damaged (its rows do not add up)")
         by_row = np.split(lengths, counts.cumsum()[:-1])
-        ends = np.cumsum([part.sum() for part in by_row])
-        rows = [Tokens(*row) for row in zip(np.split(ids, ends[:-1]), by_row, strict=True)]
-        return cls(path, origin, rows, checksums)
-
-    @cached_property
-    def starts(self) -> NDArray[np.int64]:
-        """Tokens before each row."""
-        return np.cumsum([0, *map(len, self.rows)])
+        starts = np.cumsum([0, *(part.sum() for part in by_row)])
+        rows = [Tokens(*row) for row in zip(np.split(ids, starts[1:-1]), by_row, strict=True)]
+        return cls(path, origin, rows, starts, checksums)
 
     def read(self, index: int, into_ATD: Tensor) -> None:
         """The features of a row, into the first L positions of a tensor [A + 1, T, D] of `origin.row_dtype`, and 0 into the others.

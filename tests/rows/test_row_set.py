@@ -34,7 +34,7 @@ def test_rows_come_back_as_they_were_written(tmp_path: Path, monkeypatch: pytest
     config = config_for(tmp_path, numbered(40))
     first = opened(config)
     config, folder = made(tmp_path)
-    monkeypatch.setattr("specdistill.produce.make.make_rows", never)
+    monkeypatch.setattr("specdistill.produce.make.make_blocks", never)
     again = opened(config)
     assert [half.to_list() for half in again] == [half.to_list() for half in first]
     assert again[0].column_names == ["input_ids", "loss_mask", "document_ids", "position_ids"]
