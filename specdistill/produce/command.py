@@ -1,6 +1,6 @@
 """`specdistill data`: make a recipe's row set, or a shard of what it is generated from; merge shards; show it."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specdistill.command import keys_of
 from specdistill.errors import ExitCode, UserError, nearest
@@ -48,9 +48,10 @@ def data(arguments: list[str]) -> int:
     return _make_on(fleet, recipe, keys) if fleet.on else _make(recipe, merges_only=verb == "merge")
 
 
-def row_target(recipe: TrainedRecipe, *, generates: bool) -> Any:
-    """The target, its weights loaded where it generates in this process."""
-    from specdistill.rows.row_set import RowTarget  # here, and not above, because these import torch
+def _job(recipe: TrainedRecipe, *, generates: bool) -> "Job":
+    """The work, with the target's weights loaded where it generates in this process."""
+    from specdistill.produce.job import Job  # here, and not above, because these import torch
+    from specdistill.rows.row_set import RowTarget
     from specdistill.targets.files import TargetFiles
     from specdistill.targets.frozen import FrozenTarget
     from specdistill.targets.loading import read_tokenizer
@@ -63,13 +64,7 @@ def row_target(recipe: TrainedRecipe, *, generates: bool) -> Any:
         tokenizer, end_ids, _ = read_tokenizer(files)
         made = RowTarget(target.model, files.identity.weights, tokenizer, end_ids)
     use_template(made.tokenizer, recipe)
-    return made
-
-
-def _job(recipe: TrainedRecipe, *, generates: bool) -> "Job":
-    from specdistill.produce.job import Job
-
-    return Job(recipe.data, row_target(recipe, generates=generates), recipe.measured_on, recipe.states_folder)
+    return Job(recipe.data, made, recipe.measured_on, recipe.states_folder)
 
 
 def _make_on(options: FleetOptions, recipe: TrainedRecipe, keys: list[str]) -> ExitCode:

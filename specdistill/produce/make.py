@@ -33,6 +33,7 @@ from specdistill.produce.prompts import BlockPlan, GenerationTask, prompts_of, s
 from specdistill.produce.self_prompts import self_prompts, user_row
 from specdistill.produce.server_backend import ServerBackend, ServerTokenizer
 from specdistill.progress import PREPARED_BYTES, Cost, announce, progress
+from specdistill.recipe.data_sources import SELF
 from specdistill.rows.chat import inner_ids
 from specdistill.rows.files import SHOWN, cache_folder, on_disk, write_arrow
 from specdistill.rows.row_set import Fit, check, is_whole, read_rows
@@ -159,7 +160,7 @@ def _make_block(
         of_self = {}
         with AnswerFile(path.with_suffix(".jsonl"), job.plan, estimate.add) as known:
             for number, source in enumerate(plan.sources):
-                if source.is_self:
+                if source.entry.source == SELF:
                     to_others = {"contaminated": lambda it: job.suite_index.overlap(user_row(it.text)) is not None}
                     of_self[number], counts = self_prompts(plan, number, backend, known, to_others)
                     made.counts.add(replace(counts, kept=0))

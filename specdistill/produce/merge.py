@@ -19,15 +19,12 @@ from specdistill.produce.job import Job
 from specdistill.produce.self_prompts import NearDuplicates
 from specdistill.produce.server_backend import SAMPLING
 from specdistill.produce.sources import Source
-from specdistill.recipe.data_sources import source_names
+from specdistill.recipe.data_sources import SELF, source_names
 from specdistill.recipe.sections import DataConfig
 from specdistill.rows.encoding import ENCODED_COLUMNS, HASH_RANGE, Encoder
 from specdistill.rows.files import array, mapped, read_header, tokenizer_fingerprint
 from specdistill.rows.packing import Packed, usable
 from specdistill.rows.row_set import Fit, SourceCounts, SplitCounts, is_whole, write_rows
-
-# Documents of training and of validation, with the columns input_ids, loss_mask, length and source, and how many were filtered.
-Split = tuple[Dataset, Dataset, Counter[str]]
 
 
 def merge(job: Job) -> None:
@@ -85,8 +82,10 @@ def _generation(job: Job) -> dict[str, Any]:
     return {**facts, "by": "transformers", "batch_size": settings.batch_size}
 
 
-def _from_blocks(job: Job) -> Split:
-    """The documents of all blocks in their order, without those of prompts that are nearly the same as one of an earlier block."""
+def _from_blocks(job: Job) -> tuple[Dataset, Dataset, Counter[str]]:
+    """(training, validation, how many were filtered): the documents of all blocks in their order, with the columns input_ids, loss_mask,
+    length and source, without those of prompts that are nearly the same as one of an earlier block.
+    """
     paths = [job.blocks / f"{block.name}.arrow" for block in blocks(job.config.regenerate.num_tokens)]
     if missing := [path.stem for path in paths if not path.exists()]:
         got = f"{job.blocks}, which lacks {len(missing)} of {len(paths)} blocks: {', '.join(missing[:8])}"
@@ -99,7 +98,7 @@ def _from_blocks(job: Job) -> Split:
             raise UserError("data.shard", got=got, expected=f"block {number} of {job.plan}: shards of one recipe")
     documents = concatenate_datasets([Dataset.from_file(str(path)) for path in paths])
     filtered = sum((Counter(header["filtered"]) for header in headers), Counter(job.sources[1]))
-    if not len(documents) and any(source.is_self for source in job.sources[0]):
+    if not len(documents) and any(source.entry.source == SELF for source in job.sources[0]):
         expected = "a target that generates a user's turn (instruct models do), or prompts of your own: a file or a Hub id"
         raise UserError("data.source", got="self, which gave no prompt that is kept", expected=expected)
     if not len(documents):
@@ -133,8 +132,8 @@ def _alike(asked: Sequence[Sequence[str | None]]) -> NDArray[np.bool_]:
     return np.array(found, bool)
 
 
-def _from_sources(job: Job) -> Split:
-    """The source's rows as they are. Training has each row of a source of weight 2 twice."""
+def _from_sources(job: Job) -> tuple[Dataset, Dataset, Counter[str]]:
+    """As `_from_blocks`, the source's rows as they are. Training has each row of a source of weight 2 twice."""
     config, (sources, counts) = job.config, job.sources
     documents = concatenate_datasets([_encoded(source, number, job) for number, source in enumerate(sources)])
     columns = ("length", "is_text", "source", "row", "hash")

@@ -68,10 +68,6 @@ class Source:
     entry: SourceEntry
     key: str
 
-    @property
-    def is_self(self) -> bool:
-        return self.entry.source == SELF
-
 
 def load_sources(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[Source]:
     """The sources of `data.source`; `self`, whose rows are generated block by block, has none here.
