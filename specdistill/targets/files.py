@@ -264,8 +264,7 @@ class TargetFiles:
     @cached_property
     def config(self) -> dict[str, Any]:
         if self._gguf:
-            config: dict[str, Any] = read_gguf_config(self.fetch(*self._gguf), self._gguf[0], key=KEY, name=self.name).to_dict()
-            return config
+            return read_gguf_config(self.fetch(*self._gguf), self._gguf[0], key=KEY, name=self.name).to_dict()
         return read_config(self.fetch("config.json", INDEX), KEY)
 
     @property
@@ -277,8 +276,7 @@ class TargetFiles:
     @property
     def text_config(self) -> dict[str, Any]:
         """The language model's part of the config."""
-        text: dict[str, Any] = self.config.get("text_config") or self.config
-        return text
+        return self.config.get("text_config") or self.config
 
     @property
     def hidden_size(self) -> int:

@@ -187,8 +187,7 @@ class FrozenTarget:
     def tensor(self, name: str) -> Tensor:
         """`embed_tokens.weight` or `lm_head.weight`."""
         module = self.model.get_input_embeddings() if name == "embed_tokens.weight" else self.lm_head
-        weight: Tensor = module.weight
-        return weight
+        return module.weight
 
     @property
     def identity(self) -> TargetIdentity:

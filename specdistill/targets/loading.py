@@ -250,5 +250,4 @@ def with_adapter(model: PreTrainedModel, adapter: str, *, base: str) -> PreTrain
     if wrong := [*loaded.unexpected_keys, *(name for name in loaded.missing_keys if "lora_" in name)]:
         got = f"{adapter}, whose tensors are not those that {base} takes ({wrong[0]})"
         raise UserError(key, got=got, expected=f"an adapter of {base}")
-    merged: PreTrainedModel = adapted.merge_and_unload()
-    return merged
+    return adapted.merge_and_unload()

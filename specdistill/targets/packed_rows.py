@@ -94,8 +94,7 @@ def packing(model: Any) -> PackingMethod | None:
     documents = Documents.of(inputs["position_ids"])
 
     def run(given: BackboneInputs) -> Tensor:
-        hidden: Tensor = backbone(**given, use_cache=False).last_hidden_state
-        return hidden
+        return backbone(**given, use_cache=False).last_hidden_state
 
     with torch.autocast(model.device.type, enabled=False):  # its rounding would look like a leak
         alone = run({"input_ids": ids_BT[:, NUM_CACHED:]})

@@ -116,6 +116,7 @@ def test_weights_are_never_held_in_memory(tmp_path: Path) -> None:
         file.truncate(2**29)  # 512 MiB that take no disk
     code = f"""
 import resource, sys
+from specdistill.targets.files import TargetFiles
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 TargetFiles({str(tmp_path)!r}).identity
 sys.exit((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) > 64 * 1024)
