@@ -49,8 +49,7 @@ from specdistill.recipe.fields import Section, option
 from specdistill.recipe.load import validate
 from specdistill.rows.packing import collate
 from specdistill.targets import packed_attention
-from specdistill.targets.compiled import compile_layers
-from specdistill.targets.frozen import FrozenTarget
+from specdistill.targets.frozen import FrozenTarget, compile_layers
 from specdistill.targets.packed_rows import Documents, by_lengths, sdpa_configs
 
 aten = torch.ops.aten

@@ -60,8 +60,7 @@ from specdistill.recipe.fields import Section, option
 from specdistill.report.text import table
 from specdistill.rows.packing import collate
 from specdistill.targets.batch_generate import generate, generation_mode
-from specdistill.targets.compiled import compile_layers
-from specdistill.targets.frozen import FrozenTarget
+from specdistill.targets.frozen import FrozenTarget, compile_layers
 from specdistill.targets.loading import quantization
 from specdistill.training.arguments import training_arguments
 from specdistill.training.optimizer import MuonAdamW

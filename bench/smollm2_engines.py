@@ -202,7 +202,7 @@ def as_llama_cpp(draft: Draft, target: FrozenTarget, prompts: Sequence[Prompt], 
 def as_gguf(draft: Draft, folder: Path) -> Path:
     """The draft as llama.cpp loads it, in float16. Raises UserError for what llama.cpp cannot express."""
     shutil.rmtree(folder, ignore_errors=True)
-    export(draft.folder, "gguf", folder, TargetFiles.of(str(TARGET)), num_speculative_tokens=draft.k)
+    export(draft.folder, "gguf", folder, TargetFiles(str(TARGET)), num_speculative_tokens=draft.k)
     of_target = () if draft.method == "draft_model" else ("--target-model-dir", TARGET)
     return convert(folder, folder / "draft.gguf", *of_target, "--outtype", "f16")
 

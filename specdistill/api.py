@@ -42,6 +42,7 @@ from specdistill.methods.target_record import save_draft
 from specdistill.next_step import after
 from specdistill.processes import is_first
 from specdistill.produce.features import feature_store
+from specdistill.produce.job import Job
 from specdistill.produce.make import open_rows
 from specdistill.recipe.load import flattened, load_recipe, merged, validate
 from specdistill.recipe.sections import HiddenStatesConfig, MeasurementConfig, TargetConfig
@@ -49,9 +50,8 @@ from specdistill.report.files import check_replaceable, digest, staged, write_re
 from specdistill.rows.row_set import RowTarget
 from specdistill.suites.conversations import use_template
 from specdistill.suites.suite import check_suite
-from specdistill.targets.compiled import compile_layers
 from specdistill.targets.files import TargetFiles
-from specdistill.targets.frozen import FrozenTarget
+from specdistill.targets.frozen import FrozenTarget, compile_layers
 from specdistill.targets.loading import read_tokenizer
 from specdistill.training import trainer as training
 from specdistill.training.arguments import autocast_dtype
@@ -105,8 +105,9 @@ def load_draft(draft: str | os.PathLike[str], target: FrozenTarget | PreTrainedM
     section = validate(recipe.model_fields["eval"].annotation, keys)
     if not isinstance(target, FrozenTarget):
         name, revision = str(target.name_or_path), getattr(target.config, "_commit_hash", None)
-        tokenizer, *_ = read_tokenizer(name, revision=revision)
-        target = FrozenTarget(target, tokenizer, name=name, revision=revision, files=TargetFiles.of(name, revision))
+        files = TargetFiles(name, revision)
+        tokenizer, *_ = read_tokenizer(files)
+        target = FrozenTarget(target, tokenizer, name=name, revision=revision, files=files)
     options = {name: getattr(section, name) for name in read}
     return Draft(method, load_proposer(method, place, target, key="draft", **options), target)
 
@@ -164,7 +165,7 @@ def train_draft(recipe: TrainedRecipe, callbacks: Sequence[TrainerCallback] = ()
     target = FrozenTarget.load(**vars(recipe.target), layers_on_disk=not runs_layers)
     check_engines(recipe, target)
     use_template(target.tokenizer, recipe)
-    train_set, eval_set = open_rows(recipe.data, RowTarget.of(target), recipe.measured_on, recipe.states_folder)
+    train_set, eval_set = open_rows(Job(recipe.data, RowTarget.of(target), recipe.measured_on, recipe.states_folder))
 
     # Draft, what it learns, and the run's record before its first step
     draft = create_draft(recipe, target, train_set)

@@ -10,6 +10,7 @@ from specdistill.errors import UserError
 from specdistill.methods.load import create_draft
 from specdistill.methods.recipe import FeatureRecipe, Recipe, trainable
 from specdistill.produce.features import feature_store
+from specdistill.produce.job import Job
 from specdistill.produce.make import open_rows
 from specdistill.rows.row_set import RowTarget
 from specdistill.suites.conversations import use_template
@@ -31,7 +32,7 @@ def main(recipe: Recipe) -> None:
     # Target and data
     target = FrozenTarget.load(**vars(recipe.target), layers_on_disk=not recipe.hidden_states.runs_layers)
     use_template(target.tokenizer, recipe)
-    train_set, eval_set = open_rows(recipe.data, RowTarget.of(target), recipe.measured_on, recipe.states_folder)
+    train_set, eval_set = open_rows(Job(recipe.data, RowTarget.of(target), recipe.measured_on, recipe.states_folder))
 
     # Features of the layers that the draft reads, by passes as training makes them
     draft = create_draft(recipe, target, train_set)

@@ -24,8 +24,7 @@ from specdistill.decoding.tree import ROOT, Step, Tree
 from specdistill.errors import UserError, one_line
 from specdistill.targets.anatomy import CLASS_ERRORS, reads_alike
 from specdistill.targets.cache import roll_back, snapshot
-from specdistill.targets.compiled import allow_graphs
-from specdistill.targets.frozen import Features, FrozenTarget, capture
+from specdistill.targets.frozen import Features, FrozenTarget, allow_graphs, capture
 
 KEY = "eval.compile"
 LEAST_SIZE = 256  # positions

@@ -122,7 +122,7 @@ def diagnose(options: CommonDoctorOptions) -> Diagnosis:
     in_target = options.draft == model  # its own layer, of which no weights are read
     draft = Path(options.draft) if in_target else locate(options.draft, key=KEY)
     of_files = options.target.model_dump(include={"revision", "adapter", "trust_remote_code"})
-    files = TargetFiles.of(model, **of_files) if model else None
+    files = TargetFiles(model, **of_files) if model else None
     if files and draft.resolve() == Path(files.name).resolve():
         return examine_native(files)
     made = examine(draft, files, engine, lambda method: options_by_method(options, [method])[0])

@@ -45,7 +45,7 @@ def check_new(output: Path) -> None:
     check_writable(output, KEY)
 
 
-def check_holds(folder: Path, key: str, what: str, is_own: Callable[[str], bool]) -> None:
+def check_holds(folder: Path, key: str, what: str, is_own: Callable[[str], object]) -> None:
     """Raises UserError, naming `key`, for a folder with a file that `what` does not have, by its name."""
     if foreign := next((path.name for path in folder.glob("*") if not is_own(path.name)), None):
         raise UserError(key, got=f"{folder}, which holds {foreign}", expected=f"a new folder, or one of {what}")

@@ -24,7 +24,7 @@ from specdistill.project import SUITES
 from specdistill.recipe.fields import default_of, shown
 from specdistill.report import phrases, tables
 from specdistill.report.text import cells, measured, plain, table
-from specdistill.targets.identity import TargetIdentity
+from specdistill.targets.files import TargetIdentity
 from specdistill.training.history import History
 
 TEMPLATE = Path(__file__).with_name("card.md.j2")

@@ -111,7 +111,7 @@ def export(arguments: list[str]) -> int:
             draft,
             options.engine,
             Path(options.output_dir),
-            TargetFiles.of(source.model, source.revision, source.adapter) if source.model else None,
+            TargetFiles(source.model, source.revision, source.adapter) if source.model else None,
             report=Path(options.report) if options.report else None,
             num_speculative_tokens=options.num_speculative_tokens,
         )

@@ -20,8 +20,7 @@ from specdistill.methods.target_record import recorded_target
 from specdistill.report.files import digest, read_report
 from specdistill.report.phrases import evidence, rule_name
 from specdistill.statistics.records import PromptRecord
-from specdistill.targets.files import TargetFiles
-from specdistill.targets.identity import SHOWN, TargetIdentity
+from specdistill.targets.files import SHOWN, TargetFiles, TargetIdentity
 
 DRAFT, RECIPE, PROVENANCE, REPORT = "draft", "run/recipe.yaml", "run/provenance.json", "report"
 FINISHED = "the folder of a run that was trained and measured: draft/, run/ and report/"
@@ -67,7 +66,7 @@ def read_release(run: Path, recipe: Recipe, last: Evidence | None = None) -> Rel
         raise UserError("run", got=f"{run / REPORT}, whose samples.jsonl holds no record", expected=FINISHED)
     recorded, named = recorded_target(run / DRAFT, "run"), recipe.target
     revision = named.revision or (recorded.revision if recorded and not Path(named.model).is_dir() else None)
-    target = TargetFiles.of(named.model, revision, named.adapter).identity
+    target = TargetFiles(named.model, revision, named.adapter).identity
     judged, refused = _judged(recipe, Evidence(report, records), last)
     return Release(
         run=run,

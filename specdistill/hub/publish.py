@@ -49,8 +49,7 @@ from specdistill.report.files import SAMPLES, digest, read_report, to_picture, w
 from specdistill.report.phrases import size
 from specdistill.report.text import cells, plain
 from specdistill.repositories import fetch, hub_errors, split_gguf, split_revision
-from specdistill.targets.files import Shards, TargetFiles
-from specdistill.targets.identity import SHOWN
+from specdistill.targets.files import SHOWN, Shards, TargetFiles
 from specdistill.training.history import read_history
 
 WEIGHTS = (".safetensors", ".gguf")
@@ -175,11 +174,11 @@ def find_target(release: Release, base_model: str | None) -> tuple[TargetFiles, 
     """
     named = release.recipe.target
     if base_model is None:
-        target = TargetFiles.of(named.model, named.revision, named.adapter)
+        target = TargetFiles(named.model, named.revision, named.adapter)
         return target, None if Path(target.name).exists() else split_gguf(target.name)[0]
     with hub_errors("base_model", base_model, expected="the Hub id of the target"):
         HfApi().model_info(base_model)
-    target = TargetFiles.of(base_model, adapter=named.adapter)
+    target = TargetFiles(base_model, adapter=named.adapter)
     if not target.identity.is_same(release.made_for):
         raise UserError("base_model", got=f"{target.identity}", expected=f"the draft's target: {release.made_for}")
     return target, base_model
@@ -206,7 +205,7 @@ def stage(of: CardContents, target: TargetFiles, exports: Sequence[str], output:
     fails.
     """
     release, draft = of.release, of.release.run / DRAFT
-    Shards.open(draft, "run").check()
+    Shards.open(draft, "run")  # whole
     refuse_links([path for part in (DRAFT, "run", REPORT) for path in (release.run / part).iterdir()], release.run)
     check_exports(exports, release.method, "exports")
     with new_folder(output, replaces=replaces) as folder:

@@ -22,7 +22,7 @@ from specdistill.errors import ResourceError, UserError, one_line
 from specdistill.methods.load import WHOLE_DRAFT
 from specdistill.report.files import REPORT as REPORT_FILE
 from specdistill.repositories import HTTP_ERROR
-from specdistill.targets.identity import file_hashes
+from specdistill.targets.files import file_hashes
 
 # Folders and a file of a release, next to the draft's own files and an engine's folder for each export.
 REPORT, LICENSES, NOTICE = "report", "licenses", "NOTICE"

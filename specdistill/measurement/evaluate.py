@@ -36,9 +36,8 @@ from specdistill.statistics.records import ALL, PromptRecord
 from specdistill.statistics.theory import RoundCost
 from specdistill.suites.conversations import use_template
 from specdistill.suites.suite import Suite, SuiteRow, cut_prompts, load_suite, num_measured, tokenize
-from specdistill.targets.files import TargetFiles
+from specdistill.targets.files import TargetFiles, combined
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.targets.identity import combined
 
 FINISHED, ENGINE = "configurations", "engine"  # folders next to the report's files
 Pair = tuple[FrozenTarget, Proposer, str | None]  # a target, what drafts for it, and where the draft is
@@ -139,7 +138,7 @@ def across_adapters(recipe: Recipe, adapters: Sequence[str], suite: Suite, folde
     names = [Path(adapter).name for adapter in adapters]
     names = names if len({ALL, *names}) > len(names) else [*adapters]
     base, draft = recipe.target, draft_of(recipe)
-    files = [TargetFiles.of(base.model, base.revision, adapter) for adapter in (None, *adapters)]
+    files = [TargetFiles(base.model, base.revision, adapter) for adapter in (None, *adapters)]
     recorded = recorded_target(locate(draft), "eval.draft") if draft else None
     made_for = next((each for each in files if recorded and recorded.is_same(each.identity)), files[0])
 

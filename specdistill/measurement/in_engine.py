@@ -45,8 +45,7 @@ from specdistill.repositories import resolve, split_gguf
 from specdistill.statistics.records import PromptRecord, Timing
 from specdistill.suites.conversations import use_template
 from specdistill.suites.suite import Prompt, Suite
-from specdistill.targets.files import TargetFiles
-from specdistill.targets.identity import combined, file_hashes
+from specdistill.targets.files import TargetFiles, combined, file_hashes
 from specdistill.targets.loading import read_tokenizer
 
 # Why numbers are missing from the report of a server
@@ -86,10 +85,8 @@ def measure_in_engine(recipe: Recipe, suite: Suite, folder: Path) -> tuple[dict[
         of = "eval.server" if config.server else "a GGUF file"
         expected = f"null with {of}: name the merged model that it serves in target.model"
         raise UserError("target.adapter", got=target.adapter, expected=expected)
-    files = TargetFiles.of(target.model, target.revision, target.adapter, target.trust_remote_code)
-    tokenizer, _, max_length = read_tokenizer(
-        target.model, revision=target.revision, trust_remote_code=target.trust_remote_code
-    )
+    files = TargetFiles(target.model, target.revision, target.adapter, target.trust_remote_code)
+    tokenizer, _, max_length = read_tokenizer(files)
 
     # What can be refused before anything is measured
     if config.server:  # which does not say what it drafts with, unless that is in the target's checkpoint

@@ -27,8 +27,8 @@ from specdistill.report.files import staged
 from specdistill.statistics.records import PromptRecord, records_of
 from specdistill.statistics.theory import RoundCost
 from specdistill.suites.suite import Suite
+from specdistill.targets.files import content_hash
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.targets.identity import content_hash
 
 FINGERPRINT_DIGITS = 32
 FINISHED = re.compile(rf"[0-9a-f]{{{FINGERPRINT_DIGITS}}}\.jsonl?")

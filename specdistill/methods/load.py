@@ -25,9 +25,8 @@ from specdistill.methods.contract import Draft, Implementation
 from specdistill.methods.target_record import check_target
 from specdistill.recipe.sections import LookupFirstConfig
 from specdistill.repositories import fetch, resolve, split_revision
-from specdistill.targets.files import INDEX, SINGLE, Shards, TargetFiles
+from specdistill.targets.files import INDEX, SINGLE, Shards, TargetFiles, content_hash
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.targets.identity import content_hash
 from specdistill.training.history import read_history
 
 EXPECTED = "a draft: an EAGLE or MTP head or a causal language model, config.json and weights"

@@ -19,8 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from specdistill.errors import UserError, refusing
 from specdistill.targets.anatomy import CLASS_ERRORS, auto_class, reads_images
 from specdistill.targets.cache_size import CacheSize, cache_size, of_attention
-from specdistill.targets.frozen import FrozenTarget
-from specdistill.targets.tiny_random import tiny_random_target
+from specdistill.targets.frozen import FrozenTarget, tiny_random_target
 
 TOKENS_PER_SAMPLE = 950  # DeepSpec's cache: about 38 TB of 30 KB a token for 1.3M conversations
 DRAFT_VOCABULARY = 32_000

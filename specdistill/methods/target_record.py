@@ -18,9 +18,8 @@ from specdistill.credentials import without_places
 from specdistill.errors import UserError, refusing
 from specdistill.methods.checkpoint import read_config
 from specdistill.methods.contract import Draft, Implementation
-from specdistill.targets.files import TargetFiles
+from specdistill.targets.files import TargetFiles, TargetIdentity
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.targets.identity import TargetIdentity
 
 SECTION = "specdistill"
 TEMPLATE = "target_chat_template.jinja"  # a draft model's folder has a tokenizer's, too

@@ -71,7 +71,7 @@ class Answer:
 
 
 class AnswerFile:
-    """The answers of a block by the names of their tasks, each an assistant's turn after the other. `with` opens the file; threads may add.
+    """The answers of a block: the assistant's `turns` by the names of their tasks. `with` opens the file; threads may add.
 
     plan: of the recipe; what another left in the file is dropped, and so is a line that a kill cut short. added: is given new answers.
     """
@@ -79,7 +79,7 @@ class AnswerFile:
     def __init__(self, path: Path, plan: str, added: Callable[[Sequence[Answer], int], object] = lambda answers, size: None):
         self.path, self._added = path, added
         self._head = json.dumps({"plan": plan, "version": VERSION}).encode()
-        self._known: dict[str, list[Answer]] = {}
+        self.turns: dict[str, list[Answer]] = {}
         self._lock = Lock()
         self._file: Any = None
 
@@ -91,7 +91,7 @@ class AnswerFile:
             head, *lines = self._file.read().split(b"\n")
             whole = lines[:-1] if head == self._head else []
             for line in whole:
-                self._known |= {name: [Answer(**it) for it in turns] for name, turns in parse_json(line).items()}
+                self.turns |= {name: [Answer(**it) for it in turns] for name, turns in parse_json(line).items()}
             self._file.truncate(sum(len(line) + 1 for line in (head, *whole)) if head == self._head and lines else 0)
             if self._file.seek(0, os.SEEK_END) == 0:
                 self._file.write(self._head + b"\n")
@@ -99,9 +99,6 @@ class AnswerFile:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._file.close()
-
-    def get(self, name: str) -> list[Answer] | None:
-        return self._known.get(name)
 
     def add(self, made: Mapping[str, list[Answer]]) -> None:
         """Kept when this returns, all or none of them. Raises ResourceError when the disk is full."""
@@ -112,5 +109,5 @@ class AnswerFile:
             if self._file.write(line) != len(line):  # a full disk takes a part, and says so at the next write
                 self._file.truncate(start)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self._known |= made
+            self.turns |= made
             self._added([answer for turns in made.values() for answer in turns], len(line))

@@ -4,7 +4,8 @@ Prompts are found by word n-grams as in GPT-3 (arXiv 2005.14165, appendix C): a 
 Words are compared in lower case and without punctuation; a character of a script that is written without spaces is a word. A prompt of
 fewer words overlaps a text or turn that holds all of it, one of fewer than five only one that says nothing else.
 
-What is filtered is found once, and listed in a file.
+What is filtered is found once, and listed in a file: source and row; `of`, the suite and prompt that it overlaps; `shared`, their words in
+common.
 """
 
 import json
@@ -59,14 +60,11 @@ class SuiteIndex:
     def overlap(self, row: Mapping[str, Any]) -> tuple[str, str] | None:
         """(`suite: prompt`, the words in common) of the first overlap of a row in one of the common forms of `sources`."""
         texts = [row["text"]] if row["text"] is not None else [turn["content"] or "" for turn in row["messages"]]
-        return next(filter(None, map(self._overlap, texts)), None)
-
-    def _overlap(self, text: str) -> tuple[str, str] | None:
-        own = tuple(words(text))
-        for start in range(max(1, len(own) - SHORT + 1)):  # a piece of fewer words is found only where it is all of `own`
-            for piece, place in self.pieces.get(own[start : start + SHORT], {}).items():
-                if own[start : start + len(piece)] == piece:
-                    return place, " ".join(piece)
+        for own in map(tuple, map(words, texts)):
+            for start in range(max(1, len(own) - SHORT + 1)):  # a piece of fewer words is found only where it is all of `own`
+                for piece, place in self.pieces.get(own[start : start + SHORT], {}).items():
+                    if own[start : start + len(piece)] == piece:
+                        return place, " ".join(piece)
         return None
 
 
@@ -108,7 +106,13 @@ def cleaned(
     inputs = [[source.rows._fingerprint for source in sources], [suite.sha256 for suite in suites]]
     path = cache_folder(config.cache_dir) / "filtered" / f"{Hasher.hash([VERSION, inputs])}.json"
     if not path.exists():
-        found = list(overlaps(sources, suites))
+        index, found = SuiteIndex(suites), list[dict[str, Any]]()
+        with progress("Comparing", num_rows, "rows") as advance:
+            for number, source in enumerate(sources):
+                for position, row in enumerate(source.rows):
+                    if overlap := index.overlap(row):
+                        found.append({"source": number, "row": position, "of": overlap[0], "shared": overlap[1]})
+                    advance()
         aside = path.with_suffix(f".{os.getpid()}.part")
         with on_disk(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,15 +133,3 @@ def cleaned(
             source if len(rows) == len(source.rows) else replace(source, rows=source.rows.select(rows).flatten_indices())
             for source, rows in zip(sources, kept, strict=True)
         ], +Counter(contaminated=len(found))
-
-
-def overlaps(sources: Sequence[Source], suites: Sequence[Suite]) -> Iterator[dict[str, Any]]:
-    """What is filtered: source and row; of, the suite and prompt that it overlaps; shared, their words in common."""
-    index = SuiteIndex(suites)
-    with progress("Comparing", sum(len(source.rows) for source in sources), "rows") as advance:
-        for number, source in enumerate(sources):
-            for position, row in enumerate(source.rows):
-                if overlap := index.overlap(row):
-                    of, shared = overlap
-                    yield {"source": number, "row": position, "of": of, "shared": shared}
-                advance()

@@ -1,6 +1,6 @@
 """`specdistill data`: make a recipe's row set, or a shard of what it is generated from; merge shards; show it."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specdistill.command import keys_of
 from specdistill.errors import ExitCode, UserError, nearest
@@ -48,9 +48,10 @@ def data(arguments: list[str]) -> int:
     return _make_on(fleet, recipe, keys) if fleet.on else _make(recipe, merges_only=verb == "merge")
 
 
-def row_target(recipe: TrainedRecipe, *, generates: bool) -> Any:
-    """The target, its weights loaded where it generates in this process."""
-    from specdistill.rows.row_set import RowTarget  # here, and not above, because these import torch
+def _job(recipe: TrainedRecipe, *, generates: bool) -> "Job":
+    """The work, with the target's weights loaded where it generates in this process."""
+    from specdistill.produce.job import Job  # here, and not above, because these import torch
+    from specdistill.rows.row_set import RowTarget
     from specdistill.targets.files import TargetFiles
     from specdistill.targets.frozen import FrozenTarget
     from specdistill.targets.loading import read_tokenizer
@@ -59,23 +60,11 @@ def row_target(recipe: TrainedRecipe, *, generates: bool) -> Any:
     if generates and regenerate.num_tokens > 0 and not regenerate.server:
         made = RowTarget.of(FrozenTarget.load(**vars(target)))
     else:
-        consent = target.trust_remote_code
-        tokenizer, end_ids, _ = read_tokenizer(target.model, revision=target.revision, trust_remote_code=consent)
-        identity = TargetFiles.of(target.model, target.revision, target.adapter).identity
-        made = RowTarget(target.model, identity.weights, tokenizer, end_ids)
+        files = TargetFiles(target.model, target.revision, target.adapter, target.trust_remote_code)
+        tokenizer, end_ids, _ = read_tokenizer(files)
+        made = RowTarget(target.model, files.identity.weights, tokenizer, end_ids)
     use_template(made.tokenizer, recipe)
-    return made
-
-
-def _job(recipe: TrainedRecipe, *, generates: bool) -> "Job":
-    from specdistill.produce.job import Job
-    from specdistill.rows.row_set import check, place_of
-
-    target = row_target(recipe, generates=generates)
-    job = Job(place_of(recipe.data, target, recipe.measured_on), recipe.data, target, recipe.measured_on, recipe.states_folder)
-    check(job.config, job.target)
-    job.check()
-    return job
+    return Job(recipe.data, made, recipe.measured_on, recipe.states_folder)
 
 
 def _make_on(options: FleetOptions, recipe: TrainedRecipe, keys: list[str]) -> ExitCode:
@@ -87,6 +76,7 @@ def _make_on(options: FleetOptions, recipe: TrainedRecipe, keys: list[str]) -> E
         result({options.on: text})
         return ExitCode.DONE
     job = _job(recipe, generates=False)
+    job.check()
     _ = job.sources  # the nodes find them prepared
     make_on_ray(data, keys, options)
     print(f"{job.blocks}: {options.shards} shards are made; next: specdistill data merge")
@@ -103,6 +93,7 @@ def _make(recipe: TrainedRecipe, *, merges_only: bool) -> ExitCode:
         raise UserError("data.shard", got=recipe.data.shard, expected="null: `specdistill data merge` takes all shards")
     index, count = shard_of(recipe.data.shard)
     job = _job(recipe, generates=not merges_only)
+    job.check()
     if not merges_only:
         make_blocks(job, index, count)
     if recipe.data.shard is not None and not merges_only:
@@ -120,16 +111,15 @@ def _make(recipe: TrainedRecipe, *, merges_only: bool) -> ExitCode:
 def _show(recipe: TrainedRecipe, options: ShowOptions) -> ExitCode:
     from specdistill.produce import show
     from specdistill.produce.make import open_rows
-    from specdistill.rows.row_set import is_whole, place_of, read_rows
+    from specdistill.rows.row_set import is_whole, read_rows
 
-    target = row_target(recipe, generates=False)
-    folder = place_of(recipe.data, target, recipe.measured_on)
-    if not is_whole(folder):
-        target = row_target(recipe, generates=True)
-    rows, _ = open_rows(recipe.data, target, recipe.measured_on, recipe.states_folder)
-    *_, manifest = read_rows(folder)
+    job = _job(recipe, generates=False)
+    if not is_whole(job.folder):
+        job = _job(recipe, generates=True)
+    rows, _ = open_rows(job)
+    *_, manifest = read_rows(job.folder)
     of = show.lengths(rows)
-    documents = show.shown(rows, of, options.documents, target.tokenizer)
+    documents = show.shown(rows, of, options.documents, job.target.tokenizer)
     show.print_data(manifest, of, documents)
-    result({"folder": folder, **manifest.model_dump(mode="json"), "documents": documents})
+    result({"folder": job.folder, **manifest.model_dump(mode="json"), "documents": documents})
     return ExitCode.DONE

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, islice, takewhile
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,6 +17,7 @@ from specdistill.errors import ResourceError, UserError
 from specdistill.produce.answer_rules import CheckedAnswer, Counts, Rules
 from specdistill.produce.blocks import Answer, AnswerFile
 from specdistill.produce.prompts import GenerationTask, Stream
+from specdistill.produce.server_backend import ServerBackend
 from specdistill.rows.row_set import RowTarget
 from specdistill.targets.batch_generate import fast_dtype, generate, generation_mode
 from specdistill.targets.sharding import is_shared
@@ -25,8 +26,16 @@ ENOUGH = 0.995  # a block ends at this share of its tokens: a batch of a few row
 MOST_BARREN = 1000  # tasks in a row of which nothing is kept, before it is no longer chance
 
 
-class Backend(Protocol):
-    """What answers tasks: `TransformersBackend` here, or `server_backend.ServerBackend`."""
+@dataclass(frozen=True)
+class TransformersBackend:
+    """A batch is the next tasks, as many as are wanted. What it gives depends on the tasks in it, and it is kept whole or not at all.
+
+    Raises ResourceError when the device's memory does not hold a batch.
+    """
+
+    model: Any
+    end_ids: tuple[int, ...]
+    batch_size: int
 
     def answers(
         self, tasks: Iterator[GenerationTask], known: AnswerFile, wanted: Callable[[], int]
@@ -35,7 +44,40 @@ class Backend(Protocol):
 
         wanted: how many tasks more are expected to be needed, of those that were not given back yet.
         """
-        ...
+        while batch := list(islice(tasks, max(1, min(self.batch_size, wanted())))):
+            if known.turns.get(batch[0].name) is None:
+                known.add(dict(zip((task.name for task in batch), self._generated(batch), strict=True)))
+            for task in batch:
+                yield task, known.turns.get(task.name) or []
+
+    def _generated(self, batch: list[GenerationTask]) -> list[list[Answer]]:
+        prompts, ends = [task.prompt.ids for task in batch], self.end_ids
+        room = min(task.max_length - len(task.prompt.ids) for task in batch)
+        temperatures = [task.temperature for task in batch]
+        try:
+            made = generate(self.model, prompts, temperatures, max_new_tokens=room, end_ids=ends, seed=batch[0].seed)
+        except torch.OutOfMemoryError as error:
+            what = f"the device ran out of memory while it generated {len(batch)} rows at a time"
+            raise ResourceError(what, next_step="lower data.regenerate.batch_size or data.max_length") from error
+        return [
+            [Answer(ids, continuation, "stop" if continuation[-1:] and continuation[-1] in ends else "length")]
+            for ids, continuation in zip(prompts, made, strict=True)
+        ]
+
+
+@contextmanager
+def transformers_backend(target: RowTarget, num_tokens: int, batch_size: int) -> Iterator[TransformersBackend]:
+    """Generation in this process, by the target that it holds. Raises UserError for one that is not whole here."""
+    model = target.model
+    if is_shared(model) or any(weight.is_meta for weight in model.parameters()):
+        why = "target.shard" if is_shared(model) else "hidden_states.mode=offline"
+        expected = "data.regenerate.server, or `specdistill data make` first, with target.shard=none"
+        raise UserError("data.regenerate.num_tokens", got=f"{num_tokens} with {why}, and no rows yet", expected=expected)
+    with generation_mode(model, fast_dtype(model.device)) as prepared:
+        yield TransformersBackend(prepared, target.end_ids, batch_size)
+
+
+Backend = TransformersBackend | ServerBackend
 
 
 def documents(answers: Sequence[Answer], *, all_tokens: bool) -> list[dict[str, Any]]:
@@ -114,50 +156,3 @@ def _answer(
             made.add(task, answers)
             if not made.missing:
                 return
-
-
-@contextmanager
-def transformers_backend(target: RowTarget, num_tokens: int, batch_size: int) -> Iterator["TransformersBackend"]:
-    """Generation in this process, by the target that it holds. Raises UserError for one that is not whole here."""
-    model = target.model
-    if is_shared(model) or any(weight.is_meta for weight in model.parameters()):
-        why = "target.shard" if is_shared(model) else "hidden_states.mode=offline"
-        expected = "data.regenerate.server, or `specdistill data make` first, with target.shard=none"
-        raise UserError("data.regenerate.num_tokens", got=f"{num_tokens} with {why}, and no rows yet", expected=expected)
-    with generation_mode(model, fast_dtype(model.device)) as prepared:
-        yield TransformersBackend(prepared, target.end_ids, batch_size)
-
-
-@dataclass(frozen=True)
-class TransformersBackend:
-    """A batch is the next tasks, as many as are wanted. What it gives depends on the tasks in it, and it is kept whole or not at all.
-
-    Raises ResourceError when the device's memory does not hold a batch.
-    """
-
-    model: Any
-    end_ids: tuple[int, ...]
-    batch_size: int
-
-    def answers(
-        self, tasks: Iterator[GenerationTask], known: AnswerFile, wanted: Callable[[], int]
-    ) -> Generator[tuple[GenerationTask, list[Answer]]]:
-        while batch := list(islice(tasks, max(1, min(self.batch_size, wanted())))):
-            if known.get(batch[0].name) is None:
-                known.add(dict(zip((task.name for task in batch), self._generated(batch), strict=True)))
-            for task in batch:
-                yield task, known.get(task.name) or []
-
-    def _generated(self, batch: list[GenerationTask]) -> list[list[Answer]]:
-        prompts, ends = [task.prompt.ids for task in batch], self.end_ids
-        room = min(task.max_length - len(task.prompt.ids) for task in batch)
-        temperatures = [task.temperature for task in batch]
-        try:
-            made = generate(self.model, prompts, temperatures, max_new_tokens=room, end_ids=ends, seed=batch[0].seed)
-        except torch.OutOfMemoryError as error:
-            what = f"the device ran out of memory while it generated {len(batch)} rows at a time"
-            raise ResourceError(what, next_step="lower data.regenerate.batch_size or data.max_length") from error
-        return [
-            [Answer(ids, continuation, "stop" if continuation[-1:] and continuation[-1] in ends else "length")]
-            for ids, continuation in zip(prompts, made, strict=True)
-        ]

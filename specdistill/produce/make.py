@@ -1,19 +1,17 @@
 """Making a row set: what the target generates, block by block, then `merge`.
 
-open_rows       the row set that training reads, made where it is not there
-make_rows       everything that is missing, the processes of a launch each a share of the blocks
+open_rows       the row set that training reads, made where it is not there, the processes of a launch each a share of the blocks
 make_blocks     the blocks of one shard: number i, i + n, … of all
 """
 
 import copy
 import json
 import os
-import re
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import as_completed
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,53 +33,45 @@ from specdistill.produce.prompts import BlockPlan, GenerationTask, prompts_of, s
 from specdistill.produce.self_prompts import self_prompts, user_row
 from specdistill.produce.server_backend import ServerBackend, ServerTokenizer
 from specdistill.progress import PREPARED_BYTES, Cost, announce, progress
-from specdistill.recipe.sections import DataConfig
+from specdistill.recipe.data_sources import SELF
 from specdistill.rows.chat import inner_ids
 from specdistill.rows.files import SHOWN, cache_folder, on_disk, write_arrow
-from specdistill.rows.row_set import Fit, RowTarget, check, is_whole, place_of, read_rows
+from specdistill.rows.row_set import Fit, check, is_whole, read_rows
 from specdistill.terminal import Console
 
 AT_ONCE = 4  # blocks that servers work at: of one that is nearly complete few answers are missing
 FIRST_ANSWERS = 64  # new ones, that say what the others will cost
 
 
-def open_rows(
-    config: DataConfig, target: RowTarget, measured_on: Sequence[str] = (), states: Path | None = None
-) -> tuple[Dataset, Dataset]:
+def open_rows(job: Job) -> tuple[Dataset, Dataset]:
     """(train, validation) rows with the columns of `packing`: those of `data.rows`, or the recipe's own, which are made where there are
-    none yet. Every process of a launch has to call it.
+    none yet. Every process of a launch has to call it: each generates its share of the blocks, and waits for the others before and after,
+    not meanwhile. The first process, of every machine if they share no folder, reads the sources and merges.
 
-    measured_on, states: as of a `Job`. Raises UserError for rows of another target, template or shape, for a set that is not whole, and
-    for machines whose rows or weights differ.
+    Raises UserError for rows of another target, template or shape, for a set that is not whole, and for machines whose rows or weights
+    differ.
     """
-    agree({"weights of target.model": target.weights[:SHOWN]})
-    if config.shard is not None:
+    agree({"weights of target.model": job.target.weights[:SHOWN]})
+    if job.config.shard is not None:
         expected = "null: `specdistill data make` alone makes a shard of the rows"
-        raise UserError("data.shard", got=config.shard, expected=expected)
-    check(config, target)
-    folder = place_of(config, target, measured_on)
-    if config.rows is None and not all(of_all(is_whole(folder))):
-        make_rows(Job(folder, config, target, measured_on, states))
-    train, validation, manifest = read_rows(folder, Fit.of(config, target))
+        raise UserError("data.shard", got=job.config.shard, expected=expected)
+    if job.config.rows is None and not all(of_all(is_whole(job.folder))):
+        job.check()
+        index, count = _shares(cache_folder(job.config.cache_dir))
+        if index == 0:
+            _ = job.sources  # the others find them prepared
+        of_all(None)
+        make_blocks(job, index, count)
+        of_all(None)
+        if index == 0:
+            merge(job)
+        of_all(None)
+    else:
+        check(job.config, job.target)
+    train, validation, manifest = read_rows(job.folder, Fit.of(job.config, job.target))
     hashes = {shard.name: shard.hash[:SHOWN] for shard in manifest.shards}
     agree(hashes, otherwise=": make the rows on one machine, and copy the folder (data.rows)")
     return train, validation
-
-
-def make_rows(job: Job) -> None:
-    """What of a row set is missing. Every process of a launch has to call it: each generates its share of the blocks, and waits for the
-    others before and after, not meanwhile. The first process, of every machine if they share no folder, reads the sources and merges.
-    """
-    job.check()
-    index, count = _shares(cache_folder(job.config.cache_dir))
-    if index == 0:
-        _ = job.sources  # the others find them prepared
-    of_all(None)
-    make_blocks(job, index, count)
-    of_all(None)
-    if index == 0:
-        merge(job)
-    of_all(None)
 
 
 def _shares(folder: Path) -> tuple[int, int]:
@@ -102,22 +92,19 @@ def _shares(folder: Path) -> tuple[int, int]:
 
 def shard_of(stated: str | None) -> tuple[int, int]:
     """(i, n) of `data.shard`, i from 0; `auto` is an array job's own. Raises UserError for no shard, and outside of such a job."""
-    if stated is None:
-        return 0, 1
     expected = "i/n with i from 0 to n - 1, or auto in an array job of Slurm or an indexed one of Kubernetes (auto/n: of n)"
-    found = re.fullmatch(r"(\d+|auto)(?:/(\d+))?", stated)
-    index, count = found.groups() if found else (None, None)
+    index, _, count = ("0/1" if stated is None else stated).partition("/")
     if index == "auto":
         env = os.environ
         if "SLURM_ARRAY_TASK_ID" in env:
             index = str(int(env["SLURM_ARRAY_TASK_ID"]) - int(env.get("SLURM_ARRAY_TASK_MIN", "0")))
-            count = count or env.get("SLURM_ARRAY_TASK_COUNT")
+            count = count or env.get("SLURM_ARRAY_TASK_COUNT", "")
         else:
-            index, count = env.get("JOB_COMPLETION_INDEX"), count or env.get("JOB_COMPLETIONS")
-        if index is None or count is None:
+            index, count = env.get("JOB_COMPLETION_INDEX", ""), count or env.get("JOB_COMPLETIONS", "")
+        if not index or not count:
             got = "auto without SLURM_ARRAY_TASK_ID and SLURM_ARRAY_TASK_COUNT, or JOB_COMPLETION_INDEX and JOB_COMPLETIONS"
             raise UserError("data.shard", got=got, expected=expected)
-    if index is None or count is None or not 0 <= int(index) < int(count):
+    if not index.isdecimal() or not count.isdecimal() or int(index) >= int(count):
         raise UserError("data.shard", got=stated, expected=expected)
     return int(index), int(count)
 
@@ -129,30 +116,27 @@ def make_blocks(job: Job, index: int = 0, count: int = 1) -> None:
     if is_whole(job.folder) or not missing:
         return
     num_tokens, counts = sum(block.num_tokens for block in missing), Counts()
+    settings, target = job.config.regenerate, job.target
     with ExitStack() as stack:
         advance = stack.enter_context(progress("Generating training data", num_tokens, "tokens"))
         pool = stack.enter_context(asking(AT_ONCE))  # ends after the backend, which stops what its threads wait for
         _ = job.sources  # read once, before threads share them
-        backend = stack.enter_context(_backend(job))
+        if settings.server:
+            servers = [CompletionServer(address, settings.timeout, job.states) for address in settings.server]
+            for server in servers:
+                server.find_model([target.name, Path(target.name).name])
+            tokenizer = ServerTokenizer(target.tokenizer, target.end_ids, settings.template)
+            backend: Backend = stack.enter_context(ServerBackend(servers, tokenizer, settings.batch_size))
+        else:
+            backend = stack.enter_context(transformers_backend(target, settings.num_tokens, settings.batch_size))
         made = partial(_make_block, job, backend=backend, estimate=GenerationEstimate(job, num_tokens), advance=advance)
-        if job.config.regenerate.server:
+        if settings.server:
             found: Iterator[Counts] = (it.result() for it in as_completed([pool.submit(made, block) for block in missing]))
         else:
             found = map(made, missing)
         for block_counts in found:
             counts.add(block_counts)
     Console(stderr=True).print(counts.table())
-
-
-def _backend(job: Job) -> AbstractContextManager[Backend]:
-    settings, target = job.config.regenerate, job.target
-    if not settings.server:
-        return transformers_backend(target, settings.num_tokens, settings.batch_size)
-    servers = [CompletionServer(address, settings.timeout, job.states) for address in settings.server]
-    for server in servers:
-        server.find_model([target.name, Path(target.name).name])
-    tokenizer = ServerTokenizer(target.tokenizer, target.end_ids, settings.template)
-    return ServerBackend(servers, tokenizer, settings.batch_size)
 
 
 def _make_block(
@@ -176,7 +160,7 @@ def _make_block(
         of_self = {}
         with AnswerFile(path.with_suffix(".jsonl"), job.plan, estimate.add) as known:
             for number, source in enumerate(plan.sources):
-                if source.is_self:
+                if source.entry.source == SELF:
                     to_others = {"contaminated": lambda it: job.suite_index.overlap(user_row(it.text)) is not None}
                     of_self[number], counts = self_prompts(plan, number, backend, known, to_others)
                     made.counts.add(replace(counts, kept=0))

@@ -19,20 +19,16 @@ from specdistill.produce.job import Job
 from specdistill.produce.self_prompts import NearDuplicates
 from specdistill.produce.server_backend import SAMPLING
 from specdistill.produce.sources import Source
-from specdistill.recipe.data_sources import source_names
+from specdistill.recipe.data_sources import SELF, source_names
 from specdistill.recipe.sections import DataConfig
 from specdistill.rows.encoding import ENCODED_COLUMNS, HASH_RANGE, Encoder
 from specdistill.rows.files import array, mapped, read_header, tokenizer_fingerprint
 from specdistill.rows.packing import Packed, usable
-from specdistill.rows.row_set import Fit, SourceCounts, SplitCounts, fingerprint, is_whole, write_rows
-
-# Documents of training and of validation, with the columns input_ids, loss_mask, length and source, and how many were filtered.
-Split = tuple[Dataset, Dataset, Counter[str]]
+from specdistill.rows.row_set import Fit, SourceCounts, SplitCounts, is_whole, write_rows
 
 
 def merge(job: Job) -> None:
     """The row set, unless it is there. Raises UserError where blocks are missing, or are of another recipe."""
-    job.check()
     with alone(job.folder.parent / f"{job.folder.name}.lock", "data.rows", job.folder):
         if is_whole(job.folder):
             return
@@ -44,7 +40,7 @@ def merge(job: Job) -> None:
             packed = Packed(documents, config.max_length, config.packing, padding, config.seed)
             halves[split] = packed, SplitCounts(rows=len(packed), documents=len(documents), **_tokens(documents))
         facts = {
-            "fingerprint": job.folder.name if config.rows is None else fingerprint(config, job.target, job.measured_on),
+            "fingerprint": job.fingerprint,
             "fit": Fit.of(config, job.target),
             "sources": _counted(job, train),
             "generation": _generation(job) if config.regenerate.num_tokens > 0 else None,
@@ -86,8 +82,10 @@ def _generation(job: Job) -> dict[str, Any]:
     return {**facts, "by": "transformers", "batch_size": settings.batch_size}
 
 
-def _from_blocks(job: Job) -> Split:
-    """The documents of all blocks in their order, without those of prompts that are nearly the same as one of an earlier block."""
+def _from_blocks(job: Job) -> tuple[Dataset, Dataset, Counter[str]]:
+    """(training, validation, how many were filtered): the documents of all blocks in their order, with the columns input_ids, loss_mask,
+    length and source, without those of prompts that are nearly the same as one of an earlier block.
+    """
     paths = [job.blocks / f"{block.name}.arrow" for block in blocks(job.config.regenerate.num_tokens)]
     if missing := [path.stem for path in paths if not path.exists()]:
         got = f"{job.blocks}, which lacks {len(missing)} of {len(paths)} blocks: {', '.join(missing[:8])}"
@@ -100,8 +98,12 @@ def _from_blocks(job: Job) -> Split:
             raise UserError("data.shard", got=got, expected=f"block {number} of {job.plan}: shards of one recipe")
     documents = concatenate_datasets([Dataset.from_file(str(path)) for path in paths])
     filtered = sum((Counter(header["filtered"]) for header in headers), Counter(job.sources[1]))
+    if not len(documents) and any(source.entry.source == SELF for source in job.sources[0]):
+        expected = "a target that generates a user's turn (instruct models do), or prompts of your own: a file or a Hub id"
+        raise UserError("data.source", got="self, which gave no prompt that is kept", expected=expected)
     if not len(documents):
-        raise _no_documents(job)
+        half = f"texts of {job.config.regenerate.prompt_tokens} tokens (data.regenerate.prompt_tokens) or questions of half of it at most"
+        raise UserError("data.max_length", got=f"{job.config.max_length}, and no row that gives a prompt", expected=half)
     total, num_tokens = sum(header["tokens"] for header in headers), job.config.regenerate.num_tokens
     if total < ENOUGH * num_tokens:
         logger.warning("the prompts of data.source were used up after %d of %d tokens", total, num_tokens)
@@ -130,17 +132,8 @@ def _alike(asked: Sequence[Sequence[str | None]]) -> NDArray[np.bool_]:
     return np.array(found, bool)
 
 
-def _no_documents(job: Job) -> UserError:
-    if any(source.is_self for source in job.sources[0]):
-        expected = "a target that generates a user's turn (instruct models do), or prompts of your own: a file or a Hub id"
-        return UserError("data.source", got="self, which gave no prompt that is kept", expected=expected)
-    num_tokens, max_length = job.config.regenerate.prompt_tokens, job.config.max_length
-    expected = f"texts of {num_tokens} tokens (data.regenerate.prompt_tokens) or questions of half of it at most"
-    return UserError("data.max_length", got=f"{max_length}, and no row that gives a prompt", expected=expected)
-
-
-def _from_sources(job: Job) -> Split:
-    """The source's rows as they are. Training has each row of a source of weight 2 twice."""
+def _from_sources(job: Job) -> tuple[Dataset, Dataset, Counter[str]]:
+    """As `_from_blocks`, the source's rows as they are. Training has each row of a source of weight 2 twice."""
     config, (sources, counts) = job.config, job.sources
     documents = concatenate_datasets([_encoded(source, number, job) for number, source in enumerate(sources)])
     columns = ("length", "is_text", "source", "row", "hash")
@@ -181,8 +174,6 @@ def held_out(hashes: NDArray[np.int64], config: DataConfig) -> NDArray[np.bool_]
 def _encoded(source: Source, number: int, job: Job) -> Dataset:
     config, tokenizer = job.config, job.target.tokenizer
     encoder = Encoder(tokenizer, config.loss_mask, config.max_length, source.key, number, config.seed)
-    if source.rows.data.column("messages").null_count < len(source.rows):
-        encoder.prove()
     made_with = [tokenizer_fingerprint(tokenizer), tokenizer.chat_template, config.loss_mask, config.max_length, config.seed]
     inputs = ["encoded", source.rows._fingerprint, number, *made_with]
     encoded = mapped(source.rows, encoder, ENCODED_COLUMNS, inputs, "Tokenizing", config)

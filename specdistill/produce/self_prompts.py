@@ -11,8 +11,8 @@ has one n-gram, all of them.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from specdistill.errors import UserError
@@ -21,8 +21,9 @@ from specdistill.produce.blocks import Answer, AnswerFile
 from specdistill.produce.cleaning import ngrams, words
 from specdistill.produce.generate import Backend
 from specdistill.produce.prompts import BlockPlan, GenerationPrompt, GenerationTask
-from specdistill.rows.chat import opened_turn, prompt_ids
+from specdistill.rows.chat import MARKER, prompt_ids
 from specdistill.rows.encoding import row_hash
+from specdistill.suites.conversations import render, shortened
 
 LONGEST = 256  # tokens of a prompt
 SHORTEST_ROOM = 16  # tokens that a prompt must have room for
@@ -49,43 +50,40 @@ class Opening:
 
     @classmethod
     def of(cls, tokenizer: Any, system: str | None, end_ids: Sequence[int], where: str) -> "Opening":
-        """end_ids: of the target's generations. Raises UserError for a template in which no user's turn can be opened alone."""
-        before, after = opened_turn(tokenizer, system, where)
-        closing = after.strip()
-        ids, last, rest = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (before, closing, after))
+        """end_ids: of the target's generations. Raises UserError for a tokenizer without a template, and for a template that does not write
+        the content as it is, once, after others.
+        """
+        expected = "prompts of your own, a file or a Hub id, or a target.model with a chat template that opens a user's turn"
+        if tokenizer.chat_template is None:
+            raise UserError(where, got="self for a target whose tokenizer has no chat template", expected=expected)
+        first = [] if system is None else [{"role": "system", "content": system}]
+        rendered = render(tokenizer, [*first, {"role": "user", "content": MARKER}], True, where)
+        before, *after = rendered.split(MARKER)
+        if len(after) != 1 or not before.strip():
+            got = f"self with a chat template that does not open a user's turn in {shortened(rendered)!r}"
+            raise UserError(where, got=got, expected=expected)
+        before, closing = (
+            before.rstrip(" "),
+            after[0].strip(),
+        )  # content brings its own space, which would be a token of its own here
+        ids, last, rest = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (before, closing, after[0]))
         added = tokenizer.added_tokens_decoder
         ends = frozenset(end_ids) | (added.keys() & last[:1])
         special = {token for token in added if added[token].special or token in ids or token in last}
         return cls(tuple(ids), closing, len(ids) + len(rest), ends, ends | special)
 
+    def ends(self, ids: Sequence[int]) -> bool:
+        """Whether a content ends with these tokens."""
+        return bool(ids) and ids[-1] in self.end_ids
 
-@dataclass
-class _PartialPrompt:
-    """A user's prompt that is being generated, as tokens. name: the first part of the names of its tasks."""
-
-    name: str
-    opening: Opening
-    ids: list[int] = field(default_factory=list)
-
-    @property
-    def has_ended(self) -> bool:
-        return bool(self.ids) and self.ids[-1] in self.opening.end_ids
-
-    def add(self, continuation: Sequence[int]) -> None:
-        """Up to the token that ends it."""
-        for token in continuation:
-            if not self.has_ended:
-                self.ids.append(token)
-
-    def checked(self, tokenizer: Any) -> CheckedAnswer:
-        """For the rules. Of a template whose turns end in plain text, that ends a prompt as well as a token does."""
-        ids, is_whole = self.ids, self.has_ended
+    def checked(self, ids: list[int], tokenizer: Any) -> CheckedAnswer:
+        """A content for the rules. Of a template whose turns end in plain text, that ends a prompt as well as a token does."""
+        is_whole = self.ends(ids)
         text = str(tokenizer.decode(ids[:-1] if is_whole else ids, skip_special_tokens=False))
-        if self.opening.closing and self.opening.closing in text:
-            text, is_whole = text.partition(self.opening.closing)[0], True
+        if self.closing and self.closing in text:
+            text, is_whole = text.partition(self.closing)[0], True
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        answer = Answer(list(self.opening.ids), ids, "stop" if is_whole else "length")
-        return CheckedAnswer(answer, text.strip(), False, self.opening.special)
+        return CheckedAnswer(Answer([*self.ids], ids, "stop" if is_whole else "length"), text.strip(), False, self.special)
 
 
 def self_prompts(
@@ -111,14 +109,14 @@ def self_prompts(
         wanted = math.ceil((count - len(kept)) * (num_generated / len(kept) if kept else 1))
         wanted = min(wanted, MOST * count - num_generated)
         # Openings take turns over the blocks, of which one may want fewer prompts than there are openings.
-        generated = [
-            _PartialPrompt(f"self{number}-{place}", openings[(place + block.number) % len(openings)])
+        opened = {
+            f"self{number}-{place}": openings[(place + block.number) % len(openings)]
             for place in range(num_generated, num_generated + wanted)
-        ]
-        _finish(plan, generated, longest, source.entry.temperature, backend, known)
+        }
+        generated = _generated(plan, opened, longest, source.entry.temperature, backend, known)
         num_generated += wanted
-        for partial in generated:
-            candidate = partial.checked(tokenizer)
+        for name, opening in opened.items():
+            candidate = opening.checked(generated[name], tokenizer)
             if len(kept) < count and counts.keeps(candidate, rules):
                 kept.append(user_row(candidate.text))
     prompts = []
@@ -156,25 +154,29 @@ class NearDuplicates:
         return True
 
 
-def _finish(
-    plan: BlockPlan, prompts: Sequence[_PartialPrompt], longest: int, temperature: float, backend: Backend, known: AnswerFile
-) -> None:
-    """Continue prompts until each has ended or has `longest` tokens."""
-    turn, unfinished = 0, list(prompts)
+def _generated(
+    plan: BlockPlan, opened: Mapping[str, Opening], longest: int, temperature: float, backend: Backend, known: AnswerFile
+) -> dict[str, list[int]]:
+    """Contents as tokens, each up to the one that ends it or `longest`. opened: by names that those of their tasks begin with."""
+    found: dict[str, list[int]] = {name: [] for name in opened}
+    turn, unfinished = 0, list(opened)
     while unfinished:
-        room = longest - min(len(it.ids) for it in unfinished)
+        room = longest - min(len(found[name]) for name in unfinished)
         tasks: list[GenerationTask] = []
-        for it in unfinished:
-            context, name = [*it.opening.ids, *it.ids], f"{it.name}-{turn}"
-            prompt, max_length = GenerationPrompt(context), len(context) + room
-            tasks.append(GenerationTask(name, prompt, temperature, plan.seed_of(name), max_length))
+        for name in unfinished:
+            context, task = [*opened[name].ids, *found[name]], f"{name}-{turn}"
+            tasks.append(GenerationTask(task, GenerationPrompt(context), temperature, plan.seed_of(task), len(context) + room))
         made = [turns[0].token_ids if turns else [] for _, turns in backend.answers(iter(tasks), known, tasks.__len__)]
-        for it, continuation in zip(unfinished, made, strict=True):
-            it.add(continuation)
+        for name, new in zip(unfinished, made, strict=True):
+            end = next((place for place, token in enumerate(new, 1) if token in opened[name].end_ids), None)
+            found[name] += new[:end]
         unfinished = [
-            it for it, new in zip(unfinished, made, strict=True) if new and not it.has_ended and len(it.ids) < longest
+            name
+            for name, new in zip(unfinished, made, strict=True)
+            if new and not opened[name].ends(found[name]) and len(found[name]) < longest
         ]
         turn += 1
+    return found
 
 
 def user_row(text: str) -> dict[str, Any]:

@@ -24,8 +24,9 @@ from specdistill.engines.server import PLAIN_SAMPLING
 from specdistill.errors import ResourceError, logger
 from specdistill.produce.blocks import Answer, AnswerFile
 from specdistill.produce.prompts import GenerationTask
+from specdistill.rows.chat import prompt_ids
 from specdistill.rows.server_states import OF_OUTPUT, take
-from specdistill.suites.conversations import Message, Tools, is_unanswered, render
+from specdistill.suites.conversations import Message, Tools, is_unanswered
 
 SAMPLING = {**PLAIN_SAMPLING, "repeat_penalty": 1.0}  # llama.cpp's word for the repetition penalty
 
@@ -41,8 +42,7 @@ class ServerTokenizer:
 
     def context(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
         with self._lock:
-            rendered = render(self._tokenizer, messages, True, tools=tools, **self.template)
-            return list(self._tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])
+            return prompt_ids(self._tokenizer, messages, tools, **self.template)
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Of an answer, without the token that ended it."""
@@ -95,6 +95,7 @@ class ServerBackend:
     def answers(
         self, tasks: Iterator[GenerationTask], known: AnswerFile, wanted: Callable[[], int]
     ) -> Generator[tuple[GenerationTask, list[Answer]]]:
+        """As `generate.TransformersBackend.answers`."""
         asked: deque[tuple[GenerationTask, Future[list[Answer]]]] = deque()
         most = len(self.servers) * self.concurrency
         try:
@@ -113,23 +114,21 @@ class ServerBackend:
 
     def _answered(self, task: GenerationTask, known: AnswerFile) -> list[Answer]:
         """The turns of a task; what a server has against a question is not kept: another one may answer it."""
-        if (turns := known.get(task.name)) is not None:
+        if (turns := known.turns.get(task.name)) is not None:
             return turns
         while True:
-            server, is_given_up = self._take(), False
+            server = self._take()
             try:
                 turns = converse(server, task, self.tokenizer)
                 if all(turn.error is None for turn in turns):
                     known.add({task.name: turns})
                 return turns
             except UnavailableError as error:
-                is_given_up = not server.failed(error)
-                reason = str(error)
+                if not server.failed(error):
+                    self._given_up[server] = str(error)
             finally:
                 with self._changed:
                     self._in_flight[server] -= 1
-                    if is_given_up:
-                        self._given_up[server] = reason
                     self._changed.notify_all()
 
     def _take(self) -> CompletionServer:

@@ -17,14 +17,6 @@ from specdistill.terminal import Console
 
 
 @dataclass(frozen=True)
-class Lengths:
-    """Arrays [D] over documents, a long text's rows each one of their own, in tokens; and the row that each is in."""
-
-    tokens: np.ndarray
-    row: np.ndarray
-
-
-@dataclass(frozen=True)
 class DocumentText:
     """A document as text, in pieces that carry loss and pieces that do not."""
 
@@ -38,23 +30,21 @@ class DocumentText:
         return Text.assemble(*((text, "bold green" if has_loss else "dim") for text, has_loss in self.pieces))
 
 
-def lengths(rows: Dataset) -> Lengths:
-    """Of the documents in packed rows."""
-    found: list[list[np.ndarray]] = []
+def lengths(rows: Dataset) -> np.ndarray:
+    """[D, 2]: tokens of each document in packed rows, a long text's rows each one of their own, and the row that it is in."""
+    found = []
     for number, row in enumerate(rows.select_columns(["document_ids"]).with_format("numpy")):
         tokens = np.bincount(row["document_ids"][row["document_ids"] != PADDING_DOCUMENT])
-        found.append([tokens, np.full(len(tokens), number)])
-    return Lengths(*map(np.concatenate, zip(*found, strict=True)))
+        found.append(np.column_stack([tokens, np.full(len(tokens), number)]))
+    return np.concatenate(found)
 
 
-def shown(rows: Dataset, of: Lengths, count: int, tokenizer: PreTrainedTokenizerBase) -> list[DocumentText]:
-    """`count` of the documents, evenly over all of them."""
-    chosen = np.unique(np.linspace(0, len(of.tokens) - 1, min(count, len(of.tokens))).astype(int))
-    numbers = chosen - np.searchsorted(of.row, of.row[chosen])  # in its row, whose documents follow one another
+def shown(rows: Dataset, of: np.ndarray, count: int, tokenizer: PreTrainedTokenizerBase) -> list[DocumentText]:
+    """`count` of the documents, evenly over all of them. of: their `lengths`."""
     found = []
-    for place, number, row in zip(
-        chosen.tolist(), numbers.tolist(), (rows[row] for row in of.row[chosen].tolist()), strict=True
-    ):
+    for place in np.unique(np.linspace(0, len(of) - 1, min(count, len(of))).astype(int)).tolist():
+        row = rows[int(of[place, 1])]
+        number = place - np.searchsorted(of[:, 1], of[place, 1])  # in its row, whose documents follow one another
         parts = zip(row["input_ids"], row["loss_mask"], row["document_ids"], strict=True)
         tokens = [(token, bool(has_loss)) for token, has_loss, document in parts if document == number]
         pieces = [
@@ -82,9 +72,8 @@ def table_of_sources(parts: Sequence[Any]) -> Table:
     return made
 
 
-def print_data(manifest: Manifest, of: Lengths, documents: Sequence[DocumentText]) -> None:
-    """To stdout."""
-    console, (half, most, longest) = Console(), np.quantile(of.tokens, (0.5, 0.9, 1))
+def print_data(manifest: Manifest, of: np.ndarray, documents: Sequence[DocumentText]) -> None:
+    console, (half, most, longest) = Console(), np.quantile(of[:, 0], (0.5, 0.9, 1))
     console.print(table_of_splits(manifest))
     if len(manifest.sources) > 1:
         console.print(table_of_sources(manifest.sources))

@@ -18,7 +18,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 import fsspec
-from datasets import Dataset, DownloadManager, Features, List, Value, load_dataset_builder
+from datasets import Dataset, DownloadManager, Features, List, Value, load_dataset, load_dataset_builder
 from datasets import Json as AnyJson
 from datasets.exceptions import DatasetsError
 from datasets.fingerprint import Hasher
@@ -68,10 +68,6 @@ class Source:
     entry: SourceEntry
     key: str
 
-    @property
-    def is_self(self) -> bool:
-        return self.entry.source == SELF
-
 
 def load_sources(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[Source]:
     """The sources of `data.source`; `self`, whose rows are generated block by block, has none here.
@@ -100,13 +96,9 @@ def _rows(entry: SourceEntry, key: str, config: DataConfig, tokenizer: PreTraine
         if entry.where or entry.min_turns or columns:
             raise UserError(key, got=f"{source} with columns, where or min_turns", expected="all of it, or another source")
         content, rows_of_split = resolve_name(BUILT_IN[source])(split)
-        options = {
-            "features": Features(COLUMNS),
-            "cache_dir": config.cache_dir,
-            "fingerprint": Hasher.hash([source, content, *COLUMNS]),
-        }
+        fingerprint = Hasher.hash([source, content, *COLUMNS])
         with quiet(), on_disk(cache_folder(config.cache_dir)):
-            return Dataset.from_generator(rows_of_split, **options)
+            return Dataset.from_generator(rows_of_split, Features(COLUMNS), config.cache_dir, fingerprint=fingerprint)
     raw = _load(entry, split, key, config.cache_dir)
     if len(raw) == 0:
         raise UserError(key, got=f"{source}, which holds no rows", expected="a dataset with rows")
@@ -199,9 +191,13 @@ def normalise(row: Mapping[str, Any], where: str, tokenizer: Any = None) -> Iter
 def _load(entry: SourceEntry, split: str, key: str, cache_dir: str | None) -> Any:
     source, path = entry.source, Path(entry.source)
     kind = LOADERS.get(path.suffix)
-    if kind:
-        _check_file(path, split, key)
-    elif not path.is_dir() and source.count("/") != 1:
+    if kind and not path.is_file():
+        siblings = {entry.stem: str(entry) for entry in path.parent.glob("*") if entry.suffix in LOADERS}
+        near = siblings.get(nearest(path.stem, siblings) or "")
+        raise UserError(key, got=f"{path}, which does not exist", expected="a file", nearest=near)
+    if kind and split.partition("[")[0] != "train":  # `train[:100]` is a slice of the only split a file has
+        raise UserError("data.split", got=split, expected=f"train, the only split of the file {path.name}")
+    if not kind and not path.is_dir() and source.count("/") != 1:
         expected = "pico, self, a jsonl, json or parquet file, a folder, or a Hub id as owner/name"
         raise UserError(key, got=source, expected=expected, nearest=nearest(source, [SELF, *BUILT_IN]))
     options: dict[str, Any] = {"data_files": source} if kind else {"name": entry.name, "revision": entry.revision}
@@ -216,9 +212,7 @@ def _load(entry: SourceEntry, split: str, key: str, cache_dir: str | None) -> An
             whole = {name: List(AnyJson()) for name, it in rows.features.items() if _has_json_within(it)}
             if whole and isinstance(builder, Json):
                 options["features"] = Features({**rows.features, **whole})
-                builder = load_dataset_builder(kind or source, **options, cache_dir=cache_dir)
-                builder.download_and_prepare()
-                rows = builder.as_dataset(split=split)
+                rows = load_dataset(kind or source, **options, cache_dir=cache_dir, split=split)
             return rows
     except (DatasetsError, OSError, ValueError, TypeError, ArrowException, YAMLError) as error:
         reason = one_line(str(error.__cause__ or error))[:300]
@@ -228,15 +222,6 @@ def _load(entry: SourceEntry, split: str, key: str, cache_dir: str | None) -> An
         got = f"{source}, split {split}, which does not read as {kind or 'a data set'}: {reason}"
         expected = "rows that are alike, of data.split, or of split and name of an entry"
         raise UserError(key, got=got, expected=expected) from error
-
-
-def _check_file(path: Path, split: str, key: str) -> None:
-    if not path.is_file():
-        siblings = {entry.stem: str(entry) for entry in path.parent.glob("*") if entry.suffix in LOADERS}
-        near = siblings.get(nearest(path.stem, siblings) or "")
-        raise UserError(key, got=f"{path}, which does not exist", expected="a file", nearest=near)
-    if split.partition("[")[0] != "train":  # `train[:100]` is a slice of the only split a file has
-        raise UserError("data.split", got=split, expected=f"train, the only split of the file {path.name}")
 
 
 def _check_json(path: Path, key: str) -> None:

@@ -34,31 +34,12 @@ def prompt_ids(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
     tools: Tools = None,
-    where: str = "data.source",
     **template: Any,
 ) -> list[int]:
     """The conversation up to its first turn that is yet to be generated, with the generation prompt."""
     known = list(takewhile(lambda message: not is_unanswered(message), messages))
-    rendered = render(tokenizer, known, True, where, tools, **template)
+    rendered = render(tokenizer, known, True, tools=tools, **template)
     return list(tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])
-
-
-def opened_turn(tokenizer: PreTrainedTokenizerBase, system: str | None, where: str = "data.source") -> tuple[str, str]:
-    """What the template writes before a user's content, and after it up to the assistant's.
-
-    Raises UserError for a tokenizer without a template, and for a template that does not write the content as it is, once, after others.
-    """
-    expected = "prompts of your own, a file or a Hub id, or a target.model with a chat template that opens a user's turn"
-    if tokenizer.chat_template is None:
-        raise UserError(where, got="self for a target whose tokenizer has no chat template", expected=expected)
-    first = [] if system is None else [{"role": "system", "content": system}]
-    rendered = render(tokenizer, [*first, {"role": "user", "content": MARKER}], True, where)
-    before, *after = rendered.split(MARKER)
-    # Content brings its own space: as a token of its own before it that would be out of place.
-    if len(after) != 1 or not before.strip():
-        got = f"self with a chat template that does not open a user's turn in {shortened(rendered)!r}"
-        raise UserError(where, got=got, expected=expected)
-    return before.rstrip(" "), after[0]
 
 
 def turn_documents(
@@ -115,7 +96,7 @@ def _turn(
     rendered, start = render(tokenizer, messages, False, where, tools), 0
     if before:
         prompt, asked = (render(tokenizer, before, is_prompt, where, tools) for is_prompt in (True, False))
-        start = _alike(prompt, rendered)
+        start = max(alike(prompt, rendered), len(asked.rstrip()) if _continues(rendered, asked) else 0)
         # Some templates put more into the prompt (an empty thought) than they render in a finished turn.
         if start < len(prompt) and not _continues(rendered, asked):
             opening, marked = prompt.removeprefix(asked), render(tokenizer, [*before, _marked(turn)], False, where, tools)
@@ -142,13 +123,6 @@ def _continues(longer: str, shorter: str) -> bool:
     return longer.startswith(shorter.rstrip())
 
 
-def _alike(first: str, second: str) -> int:
+def alike(first: str, second: str) -> int:
     """How many characters two strings begin with alike."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
-
-
-def first_difference(first: str, second: str) -> tuple[str, str]:
-    """What two strings hold from where they differ, with a few characters before."""
-    start = max(0, _alike(first, second) - 20)
-    return tuple(repr(text[start : start + 60]) for text in (first, second))  # type: ignore[return-value]
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))

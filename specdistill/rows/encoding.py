@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from specdistill.errors import UserError
-from specdistill.rows.chat import MASKABLE, Spans, turn_documents
+from specdistill.rows.chat import Spans, turn_documents
 from specdistill.suites.conversations import Message, Tools, is_learned, is_unanswered, render, shortened
 
 # row, hash: number and `row_hash` of the source's row that a document comes from. An exchange that is filtered in part, because no row
@@ -37,9 +37,8 @@ DOCUMENT_COLUMNS = {
 ENCODED_COLUMNS = {**DOCUMENT_COLUMNS, "is_text": Value("bool"), "row": Value("int64"), "hash": Value("int64")}
 HASH_RANGE = 2**63  # of hashes of rows: what a column of signed integers holds
 Mask = NDArray[np.int8]
-Document = dict[
-    str, Any
-]  # input_ids [L] int32; loss_mask [L] int8, 1 where a token carries loss; length: L, or of what is filtered
+# input_ids [L] int32; loss_mask [L] int8, 1 where a token carries loss; length: L, or of what is filtered
+Document = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -65,15 +64,11 @@ class Encoder:
             documents = self.conversation(messages, row["tools"], f"{self.key} row {number}")
         elif ids is not None:
             documents = [_all_with_loss(ids) if self.loss_mask == "all" else _encoded(ids, row["loss_mask"])]
-        else:
-            documents = [self.text(row["text"])]
+        else:  # as the target reads a text, with its end-of-text token
+            end, ids = self.tokenizer.eos_token_id, self.tokenizer(row["text"], verbose=False)["input_ids"]
+            documents = [_all_with_loss(ids if end is None or ids[-1:] == [end] else [*ids, end])]
         of_row = {"source": self.source, "is_text": messages is None, "row": number, "hash": row_hash(row, self.seed)}
         return [{**document, **of_row} for document in documents]
-
-    def text(self, text: str) -> Document:
-        """A text as the target reads it, with its end-of-text token; every token carries loss."""
-        end, ids = self.tokenizer.eos_token_id, self.tokenizer(text, verbose=False)["input_ids"]
-        return _all_with_loss(ids if end is None or ids[-1:] == [end] else [*ids, end])
 
     def conversation(self, messages: Sequence[Message], tools: Tools, where: str) -> list[Document]:
         """The documents of a conversation. One longer than a row is cut at its turns; what is filtered of it comes without tokens."""
@@ -104,22 +99,6 @@ class Encoder:
             return [_all_with_loss(ids) for ids in made["input_ids"]]
         each = zip(documents, made["input_ids"], made["offset_mapping"], strict=True)
         return [_checked(_encoded(ids, mask_of(spans, offsets)), text, where) for (text, spans), ids, offsets in each]
-
-    def prove(self) -> None:
-        """Try the template on a conversation made for it. Raises UserError where not the assistant's turns, and they alone, carry loss."""
-        if self.loss_mask == "all":
-            return
-        roles = ("user", "assistant", "user", "assistant")
-        messages = [{"role": role, "content": f"What {role} {number} says."} for number, role in enumerate(roles)]
-        try:
-            render(self.tokenizer, messages, where=self.key)
-        except UserError:  # a template of single turns, or of other roles: the rows themselves will tell
-            return
-        for whole, spans in turn_documents(self.tokenizer, messages, where=self.key):
-            marked = "".join(whole[start:end] for start, end in spans)
-            if any("".join(it["content"].split()) in "".join(marked.split()) for it in messages if it["role"] == "user"):
-                got = f"a chat template that marks {shortened(marked)!r} as the assistant's in {shortened(whole)!r}"
-                raise UserError(self.key, got=got, expected=MASKABLE)
 
     def _tokens(self, rendered: Sequence[str], **options: bool) -> Any:
         options = {**options, "return_attention_mask": False, "return_token_type_ids": False}

@@ -24,15 +24,16 @@ from specdistill.errors import UserError, refusing
 from specdistill.files.documents import read_json
 from specdistill.recipe.data_sources import BUILT_IN, entries
 from specdistill.recipe.sections import DataConfig
-from specdistill.rows.chat import first_difference
-from specdistill.rows.files import SHOWN, cache_folder, content_of, hash_of, on_disk, quiet, tokenizer_fingerprint, write_arrow
+from specdistill.rows.chat import alike
+from specdistill.rows.files import SHOWN, content_of, hash_of, on_disk, quiet, tokenizer_fingerprint, write_arrow
 from specdistill.rows.packing import COLUMNS, Packed
 from specdistill.targets.packed_rows import packing
 
 VERSION = 2  # of the code that makes rows: raise it when equal recipes give other ones
 MANIFEST = "manifest.json"
 SPLITS = ("train", "validation")
-SHARD = re.compile(rf"({'|'.join(SPLITS)})-\d{{5}}-of-\d{{5}}\.arrow")
+# A file of a row set, also of one that is being written.
+PART = re.compile(rf"(({'|'.join(SPLITS)})-\d{{5}}-of-\d{{5}}\.arrow|{re.escape(MANIFEST)})(\.part)?")
 SHARD_TOKENS = 2**25  # of a shard, padding included
 PACKED_ROWS = 256  # rows that are packed at a time
 MAKE = "`specdistill data make` makes it"
@@ -86,7 +87,8 @@ class Fit(Record):
             if found == own:
                 continue
             if name == "chat_template":
-                found, own = first_difference(str(found), str(own))
+                start = max(0, alike(str(found), str(own)) - 20)  # from where they differ, with a few characters before
+                found, own = (repr(str(text)[start : start + 60]) for text in (found, own))
             elif name in ("target", "tokenizer"):
                 found, own = found[:SHOWN], own[:SHOWN]
             got = f"{folder}, rows of another {name.replace('_', ' ')}, {found}"
@@ -133,26 +135,19 @@ class Manifest(Record):
     splits: dict[str, SplitCounts]
     shards: list[ShardRecord]
 
-    @classmethod
-    def read(cls, folder: Path) -> "Manifest":
-        """Raises UserError for a folder that holds no whole row set, naming what it lacks."""
-        try:
-            with refusing(ValueError, "data.rows", folder / MANIFEST, "a manifest"):
-                manifest = cls.model_validate(read_json(folder / MANIFEST))
-        except OSError as error:
-            raise UserError("data.rows", got=f"{folder}, which lacks {MANIFEST}", expected=f"a row set: {MAKE}") from error
-        if manifest.version != VERSION:
-            raise UserError("data.rows", got=f"{folder}, of version {manifest.version}", expected=f"{VERSION}: {MAKE}")
-        unfit = [shard.name for shard in manifest.shards if hash_of(folder / shard.name) != shard.hash]
-        if unfit := unfit or [split for split in SPLITS if not any(it.name.startswith(split) for it in manifest.shards)]:
-            got = f"{folder}, of which {', '.join(unfit)} is not there, or not as it was written"
-            raise UserError("data.rows", got=got, expected=f"a whole row set: {MAKE}")
-        return manifest
-
 
 def read_rows(folder: Path, fit: Fit | None = None) -> tuple[Dataset, Dataset, Manifest]:
-    """A row set, whole, and its manifest. Raises UserError where it is not whole, or does not fit."""
-    manifest = Manifest.read(folder)
+    """A row set, whole, and its manifest. Raises UserError where it is not whole, naming what it lacks, or does not fit."""
+    if not is_whole(folder):
+        raise UserError("data.rows", got=f"{folder}, which lacks {MANIFEST}", expected=f"a row set: {MAKE}")
+    with refusing((OSError, ValueError), "data.rows", folder / MANIFEST, "a manifest"):
+        manifest = Manifest.model_validate(read_json(folder / MANIFEST))
+    if manifest.version != VERSION:
+        raise UserError("data.rows", got=f"{folder}, of version {manifest.version}", expected=f"{VERSION}: {MAKE}")
+    unfit = [shard.name for shard in manifest.shards if hash_of(folder / shard.name) != shard.hash]
+    if unfit := unfit or [split for split in SPLITS if not any(it.name.startswith(split) for it in manifest.shards)]:
+        got = f"{folder}, of which {', '.join(unfit)} is not there, or not as it was written"
+        raise UserError("data.rows", got=got, expected=f"a whole row set: {MAKE}")
     if fit is not None:
         fit.check(manifest.fit, folder)
     halves = []
@@ -185,13 +180,6 @@ def check(config: DataConfig, target: RowTarget) -> None:
         raise UserError("data.packing", got=got, expected="false")
 
 
-def place_of(config: DataConfig, target: RowTarget, measured_on: Sequence[str]) -> Path:
-    """Where a recipe's row set is, or will be: `data.rows`, or its own place in the cache."""
-    if config.rows is not None:
-        return Path(config.rows)
-    return cache_folder(config.cache_dir) / "rows" / fingerprint(config, target, measured_on)
-
-
 def fingerprint(config: DataConfig, target: RowTarget, measured_on: Sequence[str], without: Iterable[str] = ()) -> str:
     """A hash of all that a recipe's rows depend on, the contents of files included; without: keys of `data:` that do not count."""
     generates, by_servers = config.regenerate.num_tokens > 0, bool(config.regenerate.server)
@@ -214,16 +202,6 @@ def _rows_of(source: str, split: str) -> str:
     return str(resolve_name(BUILT_IN[source])(split)[0]) if source in BUILT_IN else content_of(source)
 
 
-def is_part(name: str) -> bool:
-    """Whether a file is of a row set, also of one that is being written, by its name."""
-    name = name.removesuffix(".part")
-    return name == MANIFEST or SHARD.fullmatch(name) is not None
-
-
-def shard_name(split: str, index: int, count: int) -> str:
-    return f"{split}-{index:05d}-of-{count:05d}.arrow"
-
-
 def write_rows(folder: Path, halves: Mapping[str, tuple[Packed, SplitCounts]], facts: Mapping[str, Any]) -> None:
     """Write a row set: each shard aside and then in place, the manifest last. facts: the manifest's other fields.
 
@@ -236,7 +214,7 @@ def write_rows(folder: Path, halves: Mapping[str, tuple[Packed, SplitCounts]], f
             per_shard = max(1, SHARD_TOKENS // packed.max_length)
             count = -(-len(packed) // per_shard)
             for index in range(count):
-                path = folder / shard_name(split, index, count)
+                path = folder / f"{split}-{index:05d}-of-{count:05d}.arrow"
                 part = range(index * per_shard, min((index + 1) * per_shard, len(packed)))
                 write_arrow(path, COLUMNS, (packed[part[at : at + PACKED_ROWS]] for at in range(0, len(part), PACKED_ROWS)))
                 shards.append(ShardRecord(name=path.name, rows=len(part), hash=hash_of(path)))

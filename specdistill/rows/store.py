@@ -15,13 +15,12 @@ Shapes: A auxiliary layers, D target hidden size, R rows, M documents, L tokens 
 """
 
 import json
-import mmap
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ from torch import Tensor
 from specdistill.errors import UserError, one_line
 from specdistill.files.documents import parse_json
 from specdistill.recipe.fields import shown
+from specdistill.rows.files import SHOWN
 from specdistill.rows.packing import PADDING_DOCUMENT, collate
 
 KEY = "hidden_states.path"
@@ -46,9 +46,6 @@ WHOLE = "a whole store: `specdistill data features` makes what is missing"
 VERSION = 1  # of the layout above
 HEADER = "specdistill"  # the one key of the header's metadata: several would be written in any order
 HEADER_BYTES = 2048  # at most: names, shapes and what the features are of
-SHOWN = 12  # digits of a hash
-
-Bytes = NDArray[np.uint8]
 
 
 def unfit(path: Path, why: str) -> UserError:
@@ -123,13 +120,13 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Shard:
-    """A file that was opened. rows: its tokens; checksums: int64 [R]; begin: bytes before its features."""
+    """A file that was opened. rows: its tokens; starts: int64 [R + 1], tokens before each row, and of all; checksums: int64 [R]."""
 
     path: Path
     origin: Origin
     rows: list[Tokens]
+    starts: NDArray[np.int64]
     checksums: NDArray[np.int64]
-    begin: int
 
     @classmethod
     def open(cls, path: Path, origin: Origin) -> "Shard":
@@ -140,7 +137,7 @@ class Shard:
                 ids, lengths, counts, checksums = map(
                     file.get_tensor, ("input_ids", "document_lengths", "num_documents", "checksums")
                 )
-            shape, begin = _place_of_features(path)
+                shape = file.get_slice("features").get_shape()
         except FileNotFoundError as error:
             raise unfit(path, "is missing") from error
         except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
@@ -149,20 +146,9 @@ class Shard:
         if not adds_up or shape != [origin.num_features * len(ids), origin.hidden_size]:
             raise unfit(path, "is damaged (its rows do not add up)")
         by_row = np.split(lengths, counts.cumsum()[:-1])
-        ends = np.cumsum([part.sum() for part in by_row])
-        rows = [Tokens(*row) for row in zip(np.split(ids, ends[:-1]), by_row, strict=True)]
-        return cls(path, origin, rows, checksums, begin)
-
-    @cached_property
-    def starts(self) -> NDArray[np.int64]:
-        """Tokens before each row."""
-        return np.cumsum([0, *map(len, self.rows)])
-
-    def expect(self, index: int) -> None:
-        """Have the system fetch a row that is about to be read, along with others."""
-        offset, count = self._place(index)
-        first = offset // mmap.PAGESIZE * mmap.PAGESIZE
-        _mapped(self.path).madvise(mmap.MADV_WILLNEED, first, offset + count - first)
+        starts = np.cumsum([0, *(part.sum() for part in by_row)])
+        rows = [Tokens(*row) for row in zip(np.split(ids, starts[1:-1]), by_row, strict=True)]
+        return cls(path, origin, rows, starts, checksums)
 
     def read(self, index: int, into_ATD: Tensor) -> None:
         """The features of a row, into the first L positions of a tensor [A + 1, T, D] of `origin.row_dtype`, and 0 into the others.
@@ -171,21 +157,15 @@ class Shard:
         """
         length = len(self.rows[index])
         into_ATD[:, length:] = 0
-        into = into_ATD[:, :length].view(torch.uint8).numpy()
-        into[:] = self.checked(index).reshape(into.shape)
+        into_ATD[:, :length] = self.checked(index).view(-1, length, self.origin.hidden_size)
 
-    def checked(self, index: int) -> Bytes:
-        """The bytes of a row's features. Raises UserError where they are not what was written."""
-        offset, count = self._place(index)
-        found = np.frombuffer(_mapped(self.path), np.uint8, count, offset)
+    def checked(self, index: int) -> Tensor:
+        """A row's features [(A + 1) L, D], not copied. Raises UserError where they are not what was written."""
+        first, last = (self.origin.num_features * int(self.starts[place]) for place in (index, index + 1))
+        found: Tensor = _opened(self.path).get_slice("features")[first:last]
         if checksum(found) != self.checksums[index]:
             raise unfit(self.path, f"is damaged (row {index})")
         return found
-
-    def _place(self, index: int) -> tuple[int, int]:
-        """(offset, number) of the bytes of a row's features."""
-        size = self.origin.token_bytes
-        return self.begin + size * int(self.starts[index]), size * len(self.rows[index])
 
 
 def write_shard(path: Path, origin: Origin, rows: Sequence[Tokens], features: Sequence[Tensor]) -> None:
@@ -195,7 +175,7 @@ def write_shard(path: Path, origin: Origin, rows: Sequence[Tokens], features: Se
         "input_ids": torch.from_numpy(np.concatenate([row.input_ids for row in rows])),
         "document_lengths": torch.from_numpy(np.concatenate([row.document_lengths for row in rows])),
         "num_documents": torch.tensor([len(row.document_lengths) for row in rows], dtype=torch.int32),
-        "checksums": torch.from_numpy(np.array([checksum(row.view(torch.uint8).numpy()) for row in vectors], np.int64)),
+        "checksums": torch.from_numpy(np.array([checksum(row) for row in vectors], np.int64)),
         "features": torch.cat(vectors),
     }
     aside = path.parent / ASIDE / path.name  # a folder of its own, in which safetensors has its own files, too
@@ -205,13 +185,13 @@ def write_shard(path: Path, origin: Origin, rows: Sequence[Tokens], features: Se
         _sync(aside)
         os.replace(aside, path)
         _sync(path.parent)
-        _mapped.cache_clear()  # the file that was there before may be in it
+        _opened.cache_clear()  # the file that was there before may be in it
     finally:
         aside.unlink(missing_ok=True)
 
 
-def checksum(found: Bytes) -> int:
-    return int(np.uint64(xxhash.xxh3_64_intdigest(found.data)).astype(np.int64))
+def checksum(row: Tensor) -> int:
+    return int(np.uint64(xxhash.xxh3_64_intdigest(row.view(torch.uint8).numpy().data)).astype(np.int64))
 
 
 def _sync(path: Path) -> None:
@@ -223,18 +203,10 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _place_of_features(path: Path) -> tuple[list[int], int]:
-    """Shape of the features, and bytes before them: the library does not say where they are, and cannot announce what is read."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        features = parse_json(file.read(size))["features"]
-    return features["shape"], 8 + size + features["data_offsets"][0]
-
-
 @lru_cache(maxsize=4096)
-def _mapped(path: Path) -> mmap.mmap:
-    with path.open("rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+def _opened(path: Path) -> Any:
+    """Mapped into memory, so that a row is read from the disk when it is looked at."""
+    return safe_open(path, framework="pt")
 
 
 class FeatureStore:
@@ -276,8 +248,6 @@ class FeatureStore:
         features = torch.empty(shape, dtype=self.origin.row_dtype)
         features[[place is None for place in places]] = 0
         found = [(*place, into_ATD) for place, into_ATD in zip(places, features, strict=True) if place]
-        for shard, index, _ in found:
-            shard.expect(index)
         with ThreadPoolExecutor(len(rows)) as pool:  # waiting for the disk, summing and copying are not Python's
             list(pool.map(lambda row: row[0].read(*row[1:]), found))
         return {**batch, "features": features}

@@ -366,7 +366,11 @@ def parse(name: str, content: bytes, columns: Mapping[str, str], placeholder: st
     rows = []
     for number, entry in _objects(name, content):
         place = f"{PurePosixPath(name).name}:{number}"  # for error messages
-        if row := _row(number, place, _renamed(place, entry, columns), placeholder):
+        if lacking := next((column for column in columns.values() if column not in entry), None):
+            expected, close = f"one of {', '.join(entry)}", nearest(lacking, list(entry))
+            raise UserError("eval.suite", got=f"{place} without {lacking}", expected=expected, nearest=close)
+        named = {ours: entry[column] for ours, column in columns.items()}
+        if row := _row(number, place, named or entry, placeholder):
             rows.append(row)
     if not rows:
         raise UserError("eval.suite", got=f"{name}, which is empty", expected="at least one prompt")
@@ -387,16 +391,6 @@ def _objects(name: str, content: bytes) -> Iterator[tuple[int, Any]]:
             yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
         else:
             yield from json_rows(cast(IO[bytes], gzip.GzipFile(fileobj=stream)) if name.endswith(".gz") else stream)
-
-
-def _renamed(place: str, entry: Any, columns: Mapping[str, str]) -> Any:
-    if not columns:
-        return entry
-    for column in columns.values():
-        if column not in entry:
-            close = nearest(column, list(entry))
-            raise UserError("eval.suite", got=f"{place} without {column}", expected=f"one of {', '.join(entry)}", nearest=close)
-    return {name: entry[column] for name, column in columns.items()}
 
 
 def _row(number: int, place: str, entry: Any, placeholder: str | None) -> SuiteRow | None:

@@ -21,7 +21,7 @@ from transformers import (
     AutoModelForImageTextToText,
 )
 
-from specdistill.errors import UserError, one_line
+from specdistill.errors import refusing
 from specdistill.targets.cache import is_recurrent, new_cache
 
 # What model classes raise for sizes, inputs or devices that they do not take: each has its own way, and their code is not ours.
@@ -90,18 +90,20 @@ def examine(model: Any, name: str, *, key: str = "target.model") -> Anatomy:
     training = model.training
     try:
         model.eval()  # no dropout
-        linear, config = model.get_output_embeddings(), model.config.get_text_config(decoder=True)
-        backbone = backbone_of(model)
-        size = linear.weight.shape[0]
-        ids_1T = torch.arange(size // 2, size // 2 + NUM_TOKENS, device=model.device).unsqueeze(0) % size  # no special tokens
-        anatomy, hidden_1TD = _parts(model, backbone, linear, ids_1T)
-        _check_continues(backbone, config, ids_1T, hidden_1TD)
-    except CLASS_ERRORS as error:  # it is no plain decoder: why not is the reason to give
-        got = f"{name}, a {type(model).__name__}: {one_line(str(error))[:200]}"
-        raise UserError(key, got=got, expected="a causal language model that continues its KV cache") from error
+        with refusing(
+            CLASS_ERRORS, key, f"{name}, a {type(model).__name__}", "a causal language model that continues its KV cache"
+        ):
+            linear, config = model.get_output_embeddings(), model.config.get_text_config(decoder=True)
+            backbone = backbone_of(model)
+            size = linear.weight.shape[0]
+            ids_1T = (
+                torch.arange(size // 2, size // 2 + NUM_TOKENS, device=model.device).unsqueeze(0) % size
+            )  # no special tokens
+            anatomy, hidden_1TD = _parts(model, backbone, linear, ids_1T)
+            _check_continues(backbone, config, ids_1T, hidden_1TD)
+            return anatomy
     finally:
         model.train(training)
-    return anatomy
 
 
 def reads_alike(together_TD: Tensor, alone_TD: Tensor) -> bool:

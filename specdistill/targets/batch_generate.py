@@ -16,7 +16,6 @@ import copy
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -162,20 +161,6 @@ def generate(
     return [generated[row % num_parts][row // num_parts] for row in range(len(prompts))]
 
 
-@dataclass
-class _UnfinishedRows:
-    """The unfinished rows of a batch."""
-
-    number: Tensor  # [B], the row's index among the prompts
-    seen: Tensor  # [B, cache slots] bool, slots that hold a token of the row
-    num_seen: Tensor  # [B, 1], prompt tokens
-    temperature: Tensor  # [B]
-    ended: Tensor  # [B] bool
-
-    def __getitem__(self, rows: Tensor) -> "_UnfinishedRows":
-        return _UnfinishedRows(*(value[rows] for value in vars(self).values()))
-
-
 @torch.inference_mode()
 def _generate_part(
     model: PreTrainedModel,
@@ -190,36 +175,38 @@ def _generate_part(
     ends = torch.tensor(list(end_ids), dtype=torch.long, device=device)
     generated = torch.full((num_rows, max_new_tokens), -1, device=device)
     ids = torch.tensor([[0] * (length - len(prompt)) + list(prompt) for prompt in prompts], device=device)
-    seen = torch.zeros(num_rows, room(1, length + max_new_tokens), dtype=torch.bool, device=device)
-    num_seen = torch.tensor([[len(prompt)] for prompt in prompts], device=device)
-    seen[:, :length] = torch.arange(length, device=device) >= length - num_seen
+    # Of each unfinished row: its number, whether it has ended, its temperature, its prompt's tokens, which slots of the cache hold tokens.
     number, ended = torch.arange(num_rows, device=device), torch.zeros(num_rows, dtype=torch.bool, device=device)
-    rows = _UnfinishedRows(number, seen, num_seen, torch.tensor(temperatures, device=device), ended)
+    temperature = torch.tensor(temperatures, device=device)
+    num_seen = torch.tensor([[len(prompt)] for prompt in prompts], device=device)
+    seen = torch.zeros(num_rows, room(1, length + max_new_tokens), dtype=torch.bool, device=device)
+    seen[:, :length] = torch.arange(length, device=device) >= length - num_seen
     cache = DynamicCache(config=model.config)
     cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]  # type: ignore[no-untyped-call]
-    positions = (rows.seen[:, :length].cumsum(1) - 1).clamp(min=0)
+    positions = (seen[:, :length].cumsum(1) - 1).clamp(min=0)
 
     for step in range(max_new_tokens):
         logits_BV = model(
             input_ids=ids,
-            attention_mask=rows.seen[:, : room(length - ids.shape[1], length)],
+            attention_mask=seen[:, : room(length - ids.shape[1], length)],
             position_ids=positions,
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]
-        tokens_B = sample(logits_BV, rows.temperature, generator)
-        generated[rows.number, step] = tokens_B
-        rows.ended |= torch.isin(tokens_B, ends)
+        tokens_B = sample(logits_BV, temperature, generator)
+        generated[number, step] = tokens_B
+        ended |= torch.isin(tokens_B, ends)
         if step % CHECK_EVERY == CHECK_EVERY - 1:
-            unfinished = (~rows.ended).nonzero().flatten()
+            unfinished = (~ended).nonzero().flatten()
             if len(unfinished) <= STOP_SHARE * num_rows:
                 break
             if len(unfinished) <= KEEP_SHARE * len(tokens_B) and not is_recurrent(model.config.get_text_config()):
-                rows, tokens_B = rows[unfinished], tokens_B[unfinished]
+                of_rows = (number, ended, temperature, num_seen, seen, tokens_B)
+                number, ended, temperature, num_seen, seen, tokens_B = (each[unfinished] for each in of_rows)
                 cache.batch_select_indices(unfinished)
-        rows.seen[:, length] = True
-        ids, positions = tokens_B[:, None], rows.num_seen + step
+        seen[:, length] = True
+        ids, positions = tokens_B[:, None], num_seen + step
         length += 1
     is_end = torch.isin(generated, ends).long()
     kept = (generated >= 0) & (is_end.cumsum(1) - is_end == 0)  # up to the first end token, included

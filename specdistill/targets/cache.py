@@ -80,7 +80,12 @@ Snapshot = list[dict[str, Any]]  # of each layer the attributes that `crop` does
 
 def snapshot(cache: Cache) -> Snapshot:
     """What `roll_back` needs: copies of the recurrent layers, but for keys and values that can be cropped."""
-    return [_state(layer) for layer in cache.layers]
+    states: Snapshot = []
+    for layer in cache.layers:
+        cropped = {"keys", "values"} if type(layer) is LinearAttentionAndFullAttentionLayer else set()
+        held = {} if type(layer) in CROPPED else vars(layer)
+        states.append(copy.deepcopy({name: value for name, value in held.items() if name not in cropped}))
+    return states
 
 
 def roll_back(cache: Cache, count: int, before: Snapshot) -> None:
@@ -92,10 +97,3 @@ def roll_back(cache: Cache, count: int, before: Snapshot) -> None:
         elif type(layer) is LinearAttentionAndFullAttentionLayer:
             DynamicLayer.crop(layer, -count)
         vars(layer).update(state)
-
-
-def _state(layer: Any) -> dict[str, Any]:
-    if type(layer) in CROPPED:
-        return {}
-    cropped = {"keys", "values"} if type(layer) is LinearAttentionAndFullAttentionLayer else set()
-    return copy.deepcopy({name: value for name, value in vars(layer).items() if name not in cropped})

@@ -1,8 +1,15 @@
-"""A checkpoint's files: its config.json, and single tensors, read without loading the model, of a folder or of a target on the Hub."""
+"""A checkpoint's files: its config.json, and single tensors, read without loading the model, of a folder or of a target on the Hub.
 
+Which target a draft was made for is told by the sha256 of its files: the same wherever they lie, and never the weights in memory. The
+Hub's cache names a large file by its sha256, so that what came from there is not read again; files in a folder are read once.
+"""
+
+import hashlib
 import os
+import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache, cached_property
@@ -15,10 +22,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specdistill.errors import UserError, refusing
-from specdistill.files.documents import read_json
+from specdistill.files.documents import read_json, read_keys
 from specdistill.project import PICO
 from specdistill.repositories import fetch, large_file_hashes, resolve, split_gguf
-from specdistill.targets.identity import TargetIdentity, combined, file_hashes
 from specdistill.targets.loading import read_gguf_config
 
 KEY = "target.model"
@@ -38,6 +44,7 @@ KINDS = {
     "rope_theta": float,
 }
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+SHOWN = 8  # digits of a hash that errors show
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,10 @@ class Shards:
 
     @classmethod
     def open(cls, folder: Path, key: str, *, complete: bool = True) -> "Shards":
-        """Raises UserError for a missing or broken file. Files that the index names may be missing if not `complete`."""
+        """Raises UserError for a missing or broken file, and unless every tensor is in the file that the index names, and in no other.
+
+        Not `complete`: by the index alone, whose files may be missing.
+        """
         if not (folder / INDEX).is_file():
             if not (folder / SINGLE).is_file():
                 got = f"{folder}, which has no {SINGLE} and no index"
@@ -67,6 +77,10 @@ class Shards:
                 raise UserError(key, got=f"{folder / INDEX} with {file}", expected="files in the same folder")
             if complete and not (folder / file).is_file():
                 raise UserError(key, got=f"{folder} without {file}", expected="every file that its index names")
+            listed = {name for name, place in file_of.items() if place == file}
+            if complete and (wrong := sorted(listed.symmetric_difference(_names(folder / file, key)))):
+                got = f"{folder}, whose files and index differ about {', '.join(wrong[:3])}"
+                raise UserError(key, got=got, expected="every tensor in the one file that the index names")
         return cls(folder, file_of, key)
 
     @property
@@ -102,30 +116,17 @@ class Shards:
                 tensors.update({name: read(weights, name) for name in inside})
         return tensors
 
-    def check(self) -> None:
-        """Raises UserError unless every tensor is in the file that the index names, and in no other."""
-        for file in self.files:
-            listed = {name for name, place in self.file_of.items() if place == file}
-            if wrong := sorted(listed.symmetric_difference(_names(self.folder / file, self.key))):
-                got = f"{self.folder}, whose files and index differ about {', '.join(wrong[:3])}"
-                raise UserError(self.key, got=got, expected="every tensor in the one file that the index names")
-
 
 def read_config(folder: Path, key: str, expected: str = "a checkpoint with its config.json") -> dict[str, Any]:
     """A folder's config.json. Raises UserError, saying what is there instead, when it has none."""
     path = folder / "config.json"
-    try:
-        config = read_json(path, allow_nan=True)
-    except FileNotFoundError as error:
+    if not path.is_file():
         found = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
         inside = next((str(folder / name) for name in found if (folder / name / "config.json").is_file()), None)
         nothing = "is empty" if folder.is_dir() else "is no folder"
         shown = f"holds {', '.join(found[:5])}{', …' * (len(found) > 5)}" if found else nothing
-        raise UserError(key, got=f"{folder}, which {shown}", expected=expected, nearest=inside) from error
-    except (ValueError, OSError) as error:
-        raise UserError(key, got=f"{path}: {error}", expected="JSON") from error
-    if not isinstance(config, dict):
-        raise UserError(key, got=f"{path}, which holds no keys", expected=expected)
+        raise UserError(key, got=f"{folder}, which {shown}", expected=expected, nearest=inside)
+    config = read_keys(path, key, expected)
     for part in (config, *(config.get(name) for name in (*NESTED, "rope_parameters"))):
         for name, kind in KINDS.items():
             stated({} if part is None else part, name, kind, key)
@@ -151,26 +152,77 @@ def _names(path: Path, key: str) -> list[str]:
         return list(weights.keys())
 
 
+def file_hashes(paths: Iterable[Path]) -> list[str]:
+    """The sha256 of files, several read at once."""
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(_file_hash, paths))
+
+
+def combined(hashes: Iterable[str]) -> str:
+    """One hash of several, whatever their order."""
+    return hashlib.sha256("\n".join(sorted(hashes)).encode()).hexdigest()
+
+
+def content_hash(paths: Iterable[Path]) -> str:
+    """sha256 of the names and contents of files, wherever they lie."""
+    files = list(paths)
+    # Resolved, so that each is read: a link's name says nothing about what it leads to.
+    hashes = file_hashes(path.resolve() for path in files)
+    return combined(f"{sha256} {path.name}" for sha256, path in zip(hashes, files, strict=True))
+
+
+def _file_hash(path: Path) -> str:
+    # In the Hub's cache. The link itself says it: what it leads to may be a link too, to a file that is named by another hash (Xet).
+    if path.is_symlink() and re.fullmatch("[0-9a-f]{64}", stored := path.readlink().name):
+        return stored
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@dataclass(frozen=True)
+class TargetIdentity:
+    """name_or_path: pico, a folder or a Hub id. revision: the commit of a Hub id. adapter: merged into the weights, folder or Hub id.
+
+    weights, tokenizer: sha256 in hexadecimal, of the files' sha256; the adapter's are among the weights.
+    """
+
+    name_or_path: str
+    revision: str | None
+    adapter: str | None
+    weights: str
+    tokenizer: str
+
+    def is_same(self, other: "TargetIdentity") -> bool:
+        """Whether both have the same weights and tokenizer, whatever they are called."""
+        return (self.weights, self.tokenizer) == (other.weights, other.tokenizer)
+
+    def __str__(self) -> str:
+        revision = f"@{self.revision[:SHOWN]}" if self.revision else ""
+        adapter = f" + {self.adapter}" if self.adapter else ""
+        hashes = f"weights {self.weights[:SHOWN]}, tokenizer {self.tokenizer[:SHOWN]}"
+        return f"{self.name_or_path}{revision}{adapter} ({hashes})"
+
+
 @dataclass(frozen=True)
 class TargetFiles:
     """A target's files, in a folder or on the Hub, from where they are fetched one by one when they are read.
 
-    name: the folder, the GGUF file or the Hub id, as engines take it. adapter: LoRA, merged where the target is loaded; of the files
-    here it is in `identity` alone. trust_remote_code: run the repository's own code. Methods raise UserError and ResourceError.
+    name: the folder, the GGUF file or the Hub id, as engines take it; of `pico` its folder. adapter: LoRA, merged where the target is
+    loaded; of the files here it is in `identity` alone. trust_remote_code: run the repository's own code. Methods raise UserError and
+    ResourceError.
     """
 
     name: str
     revision: str | None = None
-    adapter: str | None = None
+    adapter: Any = None
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        one_adapter(self.adapter)
-
-    @classmethod
-    def of(cls, model: str, revision: str | None = None, adapter: Any = None, trust_remote_code: bool = False) -> "TargetFiles":
-        """`pico`, a folder, a GGUF file or a Hub id; raises UserError for a path that is none."""
-        return cls(resolve(model, KEY), revision, adapter, trust_remote_code)
+        """Raises UserError for a path that is no target's, and for several adapters."""
+        object.__setattr__(self, "name", resolve(self.name, KEY))
+        if self.adapter is not None and not isinstance(self.adapter, str):
+            expected = "one: several are for `specdistill eval` with eval.engine=specdistill"
+            raise UserError("target.adapter", got=f"{len(self.adapter)} adapters", expected=expected)
 
     @cached_property
     def identity(self) -> TargetIdentity:
@@ -212,8 +264,7 @@ class TargetFiles:
     @cached_property
     def config(self) -> dict[str, Any]:
         if self._gguf:
-            config: dict[str, Any] = read_gguf_config(self.fetch(*self._gguf), self._gguf[0], key=KEY, name=self.name).to_dict()
-            return config
+            return read_gguf_config(self.fetch(*self._gguf), self._gguf[0], key=KEY, name=self.name).to_dict()
         return read_config(self.fetch("config.json", INDEX), KEY)
 
     @property
@@ -225,8 +276,7 @@ class TargetFiles:
     @property
     def text_config(self) -> dict[str, Any]:
         """The language model's part of the config."""
-        text: dict[str, Any] = self.config.get("text_config") or self.config
-        return text
+        return self.config.get("text_config") or self.config
 
     @property
     def hidden_size(self) -> int:
@@ -262,14 +312,6 @@ class TargetFiles:
         if type(size) is not int:
             raise UserError(KEY, got=f"{self.name} with {name} {size}", expected="the config.json of a language model")
         return size
-
-
-def one_adapter(adapter: str | Sequence[str] | None) -> str | None:
-    """Raises UserError for several."""
-    if adapter is None or isinstance(adapter, str):
-        return adapter
-    expected = "one: several are for `specdistill eval` with eval.engine=specdistill"
-    raise UserError("target.adapter", got=f"{len(adapter)} adapters", expected=expected)
 
 
 def _unlisted_weights(names: Iterable[str]) -> list[str]:

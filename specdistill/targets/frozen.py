@@ -7,9 +7,12 @@ that is Hugging Face's `hidden_states[L]`, the input of decoder layer L, and for
 vLLM and speculators count the same way; SGLang and SpecForge count L - 1, which `specdistill.methods.eagle3.checkpoint` translates.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import copy
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -18,12 +21,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache, PreTrainedModel
 
-from specdistill.errors import UserError
-from specdistill.repositories import resolve
-from specdistill.targets.anatomy import examine
+from specdistill.errors import UserError, refusing
+from specdistill.targets.anatomy import CLASS_ERRORS, auto_class, examine
 from specdistill.targets.cache import is_recurrent
-from specdistill.targets.files import TargetFiles, one_adapter
-from specdistill.targets.identity import TargetIdentity
+from specdistill.targets.files import TargetFiles, TargetIdentity
 from specdistill.targets.loading import end_tokens, is_plain, max_length, read_causal_lm, with_adapter
 from specdistill.targets.packed_rows import (
     BackboneInputs,
@@ -31,13 +32,19 @@ from specdistill.targets.packed_rows import (
     PackingMethod,
     as_they_are,
     attending,
-    continues_without_mask,
+    maskless_configs,
     packing,
-    sdpa_configs,
 )
 from specdistill.targets.sharding import num_processes
 
 SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
+# Of one function: for each K and size of a KV cache; for each step of an unroll, in training and in evaluation.
+MOST_GRAPHS = 128
+# Of tiny random targets.
+DIVISORS = (64, 32, 16, 8, 4, 2, 1)
+LEAST_WIDTH, MOST_PARAMETERS = 64, 2**28
+LEAST_DIVIDED = 16  # smaller numbers are no widths
+NO_WIDTHS = re.compile(r"(^|_)(num|n)_\w*(head|layer|group)|heads$|layers?$|position|ctx|period|interval|offset|top_?k")
 
 
 @dataclass(frozen=True)
@@ -124,43 +131,37 @@ class FrozenTarget:
         *,
         revision: str | None = None,
         adapter: str | Sequence[str] | None = None,
-        dtype: str = "float32",
         quantization: str | None = None,
-        attn: str | None = None,
-        trust_remote_code: bool = False,
-        shard: str = "none",
         device_map: str | None = None,
         layers_on_disk: bool = False,
+        **options: Any,
     ) -> "FrozenTarget":
         """Load `pico`, a folder, a GGUF file or a Hub id, and merge a LoRA adapter into it if one is named.
 
-        Every process of a launch has to call it. shard: `layers`, for a part of them in each process
+        Every process of a launch has to call it. options: of `read_causal_lm`, of which `shard=layers` gives each process a part of them
         (`specdistill.targets.sharding`). device_map: `auto` for all devices of one process, or one device.
         layers_on_disk: load what lies around the decoder layers alone, and read those whenever they are run. They are loaded anyway
         where weights have to be converted, merged or spread.
         Raises UserError if it is no target or no adapter of it, or if it cannot be held so; ResourceError when the Hub fails.
         """
         _check_device_map(device_map)
-        adapter = one_adapter(adapter)
+        files = TargetFiles(model, revision, adapter)
         loaded, tokenizer = read_causal_lm(
-            resolve(model),
+            files.name,
             revision=revision,
-            dtype=dtype,
             quantize=quantization,
-            attn=attn,
-            trust_remote_code=trust_remote_code,
-            shard=shard,
             device_map=device_map or ("cuda" if torch.cuda.is_available() else "cpu"),
             layers_on_disk=layers_on_disk and adapter is None and device_map not in SPREAD,
+            **options,
         )
         if any(module.weight.is_meta for module in (loaded.get_input_embeddings(), loaded.get_output_embeddings())):
             got = f"{device_map}, which leaves the embedding or the head of {model} on no device"
             raise UserError("target.device_map", got=got, expected="devices with enough memory, or target.shard=layers")
         if adapter is not None:
-            loaded = with_adapter(loaded, adapter, base=model)
+            loaded = with_adapter(loaded, files.adapter, base=model)
         name = model if adapter is None else f"{model} + {adapter}"
         revision = revision or getattr(loaded.config, "_commit_hash", None)
-        files = TargetFiles.of(model, revision, adapter)
+        files = replace(files, revision=revision)
         return cls(loaded, tokenizer, name=name, revision=revision, files=files, quantization=quantization)
 
     @property
@@ -186,8 +187,7 @@ class FrozenTarget:
     def tensor(self, name: str) -> Tensor:
         """`embed_tokens.weight` or `lm_head.weight`."""
         module = self.model.get_input_embeddings() if name == "embed_tokens.weight" else self.lm_head
-        weight: Tensor = module.weight
-        return weight
+        return module.weight
 
     @property
     def identity(self) -> TargetIdentity:
@@ -230,8 +230,7 @@ class FrozenTarget:
     @cached_property
     def _maskless(self) -> list[Any]:
         """The configs whose attention goes without a mask over a KV cache: on a GPU, if the class allows it."""
-        allowed = self.device.type == "cuda" and continues_without_mask(self.model)
-        return sdpa_configs(self.model) if allowed else []
+        return maskless_configs(self.model) if self.device.type == "cuda" else []
 
     def compile(self, **options: Any) -> None:
         """Compile each layer, with options of `torch.compile`. How rows are packed is tried before, on shapes that do not come again."""
@@ -257,17 +256,41 @@ class FrozenTarget:
         return Features(aux, last_hidden)
 
 
+def allow_graphs() -> None:
+    """MOST_GRAPHS of one function, where torch would give up after eight."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
+
+
+def compile_layers(train: Mapping[str, Any], target: FrozenTarget, objective: Any) -> None:
+    """`train.torch_compile`: the layers of target and draft are compiled one by one, and the loss of a chunk's logits; the rest is not.
+
+    Layers of a class share a graph, so a target of 80 layers compiles as fast as one of two (regional compilation). A draft's layer has a
+    graph for each step of the unroll, which reads one chain entry more than the step before. Elementwise operations become few kernels.
+    Only training is compiled: generation and decoding, whose lengths grow token by token, set `torch.compiler.set_stance("force_eager")`.
+    A layer's hooks, which read features or gather weights, stay outside of its graph.
+    """
+    if not train.get("torch_compile"):
+        return
+    allow_graphs()
+    torch._dynamo.config.optimize_ddp = False  # it would cut layers at the borders of gradient buckets
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
+    backend = train.get("torch_compile_backend") or "inductor"
+    options: dict[str, Any] = {"backend": backend, "mode": train.get("torch_compile_mode")}
+    target.compile(**options)
+    for layer in objective.layers:
+        layer.forward = torch.compile(layer.forward, **options)
+    objective.row_losses = torch.compile(objective.row_losses, **options)
+
+
 def _check_device_map(device_map: str | None) -> None:
     key = "target.device_map"
     if device_map in SPREAD and num_processes() > 1:
         got = f"{device_map} with {num_processes()} processes, which would take each other's devices"
         raise UserError(key, got=got, expected="null, and target.shard=layers where one device is too small")
     if device_map is not None and device_map not in SPREAD:
-        try:
+        expected = f"{', '.join(SPREAD)}, or a device of this machine"
+        with refusing((RuntimeError, AssertionError), key, device_map, expected):  # the latter of a torch without CUDA
             torch.empty(0, device=device_map)
-        except (RuntimeError, AssertionError) as error:  # the latter of a torch without CUDA
-            got = f"{device_map} ({str(error).splitlines()[0]})"
-            raise UserError(key, got=got, expected=f"{', '.join(SPREAD)}, or a device of this machine") from error
 
 
 @contextmanager
@@ -288,3 +311,53 @@ def capture(layers: nn.ModuleList, wanted: Sequence[int]) -> Iterator[dict[int, 
             else:
                 hooks.enter_context(layers[-1].register_forward_hook(keep_output))
         yield captured
+
+
+def tiny_random_target(config: Any, name: str, *, trust_remote_code: bool = False) -> FrozenTarget | None:
+    """A tiny random target of the class of `config`, under the target's own name; None where no size can be made.
+
+    What the class computes can so be tried before its weights are there. Widths are divided, and counts (layers, heads, groups) are
+    kept, so that what a class asks of its sizes still holds: hidden size = heads · head size. Which classes can be made so small is
+    tried too: a few sizes, the narrowest first.
+
+    Raises UserError as loading the target would, when every size is refused.
+    """
+    width = config.get_text_config(decoder=True).hidden_size
+    refused: UserError | None = None
+    for divisor in DIVISORS:
+        if divisor > 1 and width // divisor < LEAST_WIDTH:
+            continue
+        options = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
+        try:
+            small = type(config).from_dict(_divided(config.to_dict(), "", divisor)) if divisor > 1 else copy.deepcopy(config)
+            with torch.device("meta"):
+                num_parameters = auto_class(small).from_config(small, **options).num_parameters()
+            if num_parameters > MOST_PARAMETERS:
+                break
+            with torch.random.fork_rng(), torch.no_grad():
+                torch.manual_seed(0)
+                model = auto_class(small).from_config(small, **options).eval()
+                if divisor > 1:
+                    model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)
+        except CLASS_ERRORS:  # sizes that do not go together: another divisor is tried
+            continue
+        try:
+            return FrozenTarget(model, None, name=name)
+        except UserError as error:
+            refused = error
+    if refused is not None:
+        raise refused
+    return None
+
+
+def _divided(value: Any, name: str, divisor: int) -> Any:
+    """A value of a config, by its name: widths divided and rounded up, token ids 0, all else as it is."""
+    if isinstance(value, dict):
+        return {key: _divided(part, str(key), divisor) for key, part in value.items()}
+    if divisor > 1 and "token_i" in name and value is not None:
+        return [0] if isinstance(value, list) else 0
+    if isinstance(value, list) and name.endswith("_section"):  # of a rotary embedding's width
+        return [-(-part // divisor) for part in value]
+    if type(value) is int and value >= LEAST_DIVIDED and not NO_WIDTHS.search(name):
+        return -(-value // divisor)
+    return value

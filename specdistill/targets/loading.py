@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import peft
 import torch
@@ -28,6 +28,9 @@ from specdistill.progress import hide_bars_of_transformers
 from specdistill.repositories import hub_errors, resolve, split_gguf
 from specdistill.targets.anatomy import CLASS_ERRORS, auto_class, backbone_of, layer_lists
 from specdistill.targets.sharding import is_shared, num_processes, sharded
+
+if TYPE_CHECKING:  # it imports this
+    from specdistill.targets.files import TargetFiles
 
 # A broken config.json or GGUF file (one that was cut short: struct's) fails in transformers' own code, and in any of these ways.
 READING_ERRORS = (*CLASS_ERRORS, OSError, struct.error)
@@ -194,15 +197,13 @@ def is_plain(model: Any) -> bool:
     return getattr(model, "hf_quantizer", None) is None and not is_shared(model)
 
 
-def read_tokenizer(
-    model: str, *, revision: str | None = None, trust_remote_code: bool = False
-) -> tuple[Any, tuple[int, ...], int]:
+def read_tokenizer(files: "TargetFiles") -> tuple[Any, tuple[int, ...], int]:
     """(a target's tokenizer, every token that ends its generations, its context in tokens), without its weights, which a server holds.
 
     Raises UserError when there is no such target, ResourceError when the Hub fails.
     """
-    path, options = _place(resolve(model), revision=revision, trust_remote_code=trust_remote_code)
-    with _reading("target.model", model, GGUF if "gguf_file" in options else TARGETS):
+    path, options = _place(files.name, revision=files.revision, trust_remote_code=files.trust_remote_code)
+    with _reading("target.model", files.name, GGUF if "gguf_file" in options else TARGETS):
         tokenizer = working_tokenizer(path, **options)
         config = AutoConfig.from_pretrained(path, **options)
         try:
@@ -249,5 +250,4 @@ def with_adapter(model: PreTrainedModel, adapter: str, *, base: str) -> PreTrain
     if wrong := [*loaded.unexpected_keys, *(name for name in loaded.missing_keys if "lora_" in name)]:
         got = f"{adapter}, whose tensors are not those that {base} takes ({wrong[0]})"
         raise UserError(key, got=got, expected=f"an adapter of {base}")
-    merged: PreTrainedModel = adapted.merge_and_unload()
-    return merged
+    return adapted.merge_and_unload()

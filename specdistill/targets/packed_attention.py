@@ -122,8 +122,7 @@ def cached_attention(
             seen_TS = seen_TS if window is None else seen_TS.triu(num_keys - num_queries - window + 1)
         heads = (x.transpose(1, 2) for x in (query, key, value))
         output = F.scaled_dot_product_attention(*heads, seen_TS, is_causal=is_all, scale=scale, enable_gqa=True).transpose(1, 2)
-    within: Tensor = output[..., : value_1GSe.shape[-1]]
-    return within
+    return output[..., : value_1GSe.shape[-1]]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -198,8 +197,7 @@ def _sides(window: int | None) -> dict[str, int]:
 
 def _by_group(x_SHd: Tensor, groups: int) -> Tensor:
     """A view [G, H / G, S, d]: one for keys and values, which all queries of a group share."""
-    view: Tensor = x_SHd.unflatten(1, (groups, -1)).permute(1, 2, 0, 3)
-    return view
+    return x_SHd.unflatten(1, (groups, -1)).permute(1, 2, 0, 3)
 
 
 def _blocks(cumulative_lengths: Tensor, window: int | None, like: Tensor) -> Iterator[tuple[slice, slice, Tensor | None]]:

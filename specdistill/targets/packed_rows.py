@@ -94,8 +94,7 @@ def packing(model: Any) -> PackingMethod | None:
     documents = Documents.of(inputs["position_ids"])
 
     def run(given: BackboneInputs) -> Tensor:
-        hidden: Tensor = backbone(**given, use_cache=False).last_hidden_state
-        return hidden
+        return backbone(**given, use_cache=False).last_hidden_state
 
     with torch.autocast(model.device.type, enabled=False):  # its rounding would look like a leak
         alone = run({"input_ids": ids_BT[:, NUM_CACHED:]})
@@ -192,8 +191,10 @@ def configs_with_lengths(model: Any) -> list[Any]:
 
 
 @torch.no_grad()
-def continues_without_mask(model: Any) -> bool:
-    """Whether a pass over a KV cache may take `attend`: a class that asks it for causality, a sliding window and a scale alone."""
+def maskless_configs(model: Any) -> list[Any]:
+    """What `attending` takes where passes over a KV cache go without a mask: of a class that asks for causality, a sliding window and a
+    scale alone; nothing of others.
+    """
     backbone, ids_1T = backbone_of(model), torch.arange(NUM_TOKENS, device=model.device).unsqueeze(0)
 
     def run() -> Tensor:
@@ -203,8 +204,9 @@ def continues_without_mask(model: Any) -> bool:
         return hidden
 
     try:
-        with attending(sdpa_configs(model)):
+        configs = sdpa_configs(model)
+        with attending(configs):
             without = run()
     except CLASS_ERRORS:
-        return False
-    return reads_alike(without, run())
+        return []
+    return configs if reads_alike(without, run()) else []

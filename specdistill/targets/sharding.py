@@ -23,7 +23,6 @@ KEY = "target.shard"
 
 
 def num_processes() -> int:
-    """Of the launch."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -53,18 +52,16 @@ def sharded(config: Any, *, is_quantized: bool, trust_remote_code: bool) -> Any:
     def init(self: PreTrainedModel, *args: Any, **options: Any) -> None:
         plain.__init__(self, *args, **options)
         self.__class__ = plain
-        _cut_layers(self.requires_grad_(False))
+        self.requires_grad_(False)
+        backbone = backbone_of(self)
+        mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (num_processes(),))
+        layers = [layer for layers in layer_lists(self, backbone) for layer in layers]
+        for layer in layers:
+            fully_shard(layer, mesh=mesh)
+        cut = {parameter for layer in layers for parameter in layer.parameters()}
+        fully_shard(backbone, mesh=mesh, ignored_params=set(self.parameters()) - cut)  # one schedule for all layers
+        # Since torch 2.13: notes for a backward pass, which never comes, would pile up.
+        if hasattr(backbone, "reset_iter_state"):
+            backbone.register_forward_hook(lambda module, *_: module.reset_iter_state())
 
     return type(plain.__name__, (plain,), {"__init__": init, "__module__": plain.__module__})
-
-
-def _cut_layers(model: Any) -> None:
-    backbone = backbone_of(model)
-    mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (num_processes(),))
-    layers = [layer for layers in layer_lists(model, backbone) for layer in layers]
-    for layer in layers:
-        fully_shard(layer, mesh=mesh)
-    cut = {parameter for layer in layers for parameter in layer.parameters()}
-    fully_shard(backbone, mesh=mesh, ignored_params=set(model.parameters()) - cut)  # one schedule for all layers
-    if hasattr(backbone, "reset_iter_state"):  # since torch 2.13: notes for a backward pass, which never comes, would pile up
-        backbone.register_forward_hook(lambda module, *_: module.reset_iter_state())

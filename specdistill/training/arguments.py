@@ -57,7 +57,7 @@ READ_WITH = {
     "gradient_checkpointing_kwargs": "gradient_checkpointing",
     **dict.fromkeys(("torch_compile_backend", "torch_compile_mode"), "torch_compile"),
 }
-COMPILE = ("torch_compile", "torch_compile_backend", "torch_compile_mode")  # read by specdistill.targets.compiled
+COMPILE = ("torch_compile", "torch_compile_backend", "torch_compile_mode")  # read by specdistill.targets.frozen
 
 
 def training_arguments(train: Mapping[str, Any], **defaults: Any) -> TrainingArguments:

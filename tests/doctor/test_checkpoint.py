@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def examined(folder: Path, draft: Path, engine: str | None = None) -> Diagnosis:
-    return examine(draft, TargetFiles.of(str(folder / "target")), engine)
+    return examine(draft, TargetFiles(str(folder / "target")), engine)
 
 
 def whats(seen: Diagnosis, severity: str = "problem") -> list[str]:

@@ -127,8 +127,8 @@ def test_one_draft_is_measured_over_several_adapters_each_a_category(measured, k
     tiny_target_model(num_layers=1).save_pretrained(draft)
     tiny_tokenizer().save_pretrained(draft)
     config, of_draft = json.loads((draft / "config.json").read_text()), ("method=draft_model", f"draft={draft}", several)
-    identity = vars(TargetFiles.of(str(target)).identity)
-    for made_for in (identity, vars(TargetFiles.of(str(target), adapter=adapters[1]).identity)):
+    identity = vars(TargetFiles(str(target)).identity)
+    for made_for in (identity, vars(TargetFiles(str(target), adapter=adapters[1]).identity)):
         (draft / "config.json").write_text(json.dumps({**config, "specdistill": {"target": made_for}}))
         assert len(measured(*of_draft, "eval.num_prompts=1", folder=tmp_path / "of-draft")[1]) == 2
     other = {**identity, "weights": "0" * 64}

@@ -18,7 +18,7 @@ from specdistill.hub.evidence import Release
 from specdistill.hub.licenses import Licensed
 from specdistill.methods.recipe import Recipe
 from specdistill.recipe.load import load_recipe
-from specdistill.targets.identity import TargetIdentity
+from specdistill.targets.files import TargetIdentity
 from specdistill.training.history import History
 from tests.rendered import HOSTILE, Page, renamed
 from tests.scripts import load_script

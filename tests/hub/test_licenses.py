@@ -55,7 +55,7 @@ def test_an_initialization_of_the_hub_is_read_at_its_revision_and_named_without_
         hub.create("org/first", card="---\nlicense: mit\n---\n")
         hub.tag("org/first", "v1")
         hub.commit("org/first", {"README.md": b"---\nlicense: cc-by-nd-4.0\n---\n"})
-        parts = made_from(load_recipe(Recipe, keys), TargetFiles.of("pico"), None)
+        parts = made_from(load_recipe(Recipe, keys), TargetFiles("pico"), None)
     assert parts[-1] == Licensed("initialization", "org/first", "mit")
 
 

@@ -13,9 +13,8 @@ from specdistill.measurement.in_engine import target_file
 from specdistill.project import PICO, ROOT
 from specdistill.recipe.llama_cpp import LlamaCppConfig
 from specdistill.report.files import read_report
-from specdistill.targets.files import TargetFiles
+from specdistill.targets.files import TargetFiles, combined, file_hashes
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.targets.identity import combined, file_hashes
 from tests.gguf_writer import write_gguf
 from tests.heads import build_head, save_head
 from tests.measurement.peer import evaluate_pico
@@ -99,7 +98,7 @@ def test_what_llama_cpp_cannot_do_is_refused(key, lone, arguments, files, tmp_pa
 
 
 def test_a_file_of_another_vocabulary_or_of_none_is_refused(files, tmp_path):
-    target, tokenizer = TargetFiles.of("pico"), json.loads((PICO / "tokenizer.json").read_text())["model"]["vocab"]
+    target, tokenizer = TargetFiles("pico"), json.loads((PICO / "tokenizer.json").read_text())["model"]["vocab"]
 
     class Other:
         def get_vocab(self):

@@ -216,7 +216,7 @@ def config(target):
 @pytest.mark.parametrize("made_for", ["pico", "another target"])
 def test_a_draft_on_the_hub_is_checked_by_its_config_alone(made_for, tmp_path, capsys):
     """With the right one the command continues to the server, which nobody has started."""
-    target = dataclasses.asdict(TargetFiles.of("pico").identity) if made_for == "pico" else OTHER
+    target = dataclasses.asdict(TargetFiles("pico").identity) if made_for == "pico" else OTHER
     keys = ["target=pico", "method=eagle3", "suite=pico", "eval.engine=vllm", "eval.server=http://127.0.0.1:9"]
     with loopback_hub(tmp_path / "hub") as hub, hub.client(tmp_path / "home", token=None):
         hub.create(ON_HUB, {"config.json": config(target), "model.safetensors": b"large"})

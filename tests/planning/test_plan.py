@@ -30,7 +30,7 @@ from specdistill.planning.plan import Plan, make_plan, recommend
 from specdistill.planning.reading import read
 from specdistill.project import ROOT
 from specdistill.recipe.load import load_recipe
-from specdistill.targets import tiny_random
+from specdistill.targets import frozen
 from specdistill.targets.frozen import FrozenTarget
 from tests.refusals import refused, refused_key
 from tests.targets.architectures import read_page, tiny_model
@@ -244,7 +244,7 @@ def test_what_decoding_refuses_is_refused_in_the_same_line(plan_for: Callable[..
 
 
 def test_what_cannot_be_tried_is_planned_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tiny_random, "MOST_PARAMETERS", 0)
+    monkeypatch.setattr(frozen, "MOST_PARAMETERS", 0)
     plan = make_plan(read(folder(tmp_path, LLAMA_1B), key="target.model"))
     (warning,) = plan.warnings
     assert "LlamaForCausalLM" in warning

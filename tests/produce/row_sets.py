@@ -10,10 +10,11 @@ from datasets import Dataset
 
 from recipes.pico.corpus import CHAT_TEMPLATE
 from specdistill.produce.blocks import AnswerFile
+from specdistill.produce.job import Job
 from specdistill.produce.make import open_rows
 from specdistill.recipe.sections import DataConfig
 from specdistill.rows.packing import collate
-from specdistill.rows.row_set import Manifest, RowTarget, place_of, read_rows
+from specdistill.rows.row_set import Manifest, RowTarget, read_rows
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 
@@ -38,11 +39,11 @@ def replace(config: Any, **changes: Any) -> Any:
 
 
 def opened(config: DataConfig, target: RowTarget | None = None) -> tuple[Dataset, Dataset]:
-    return open_rows(config, target or row_target())
+    return open_rows(Job(config, target or row_target()))
 
 
 def manifest_of(config: DataConfig, target: RowTarget | None = None) -> Manifest:
-    return read_rows(place_of(config, target or row_target(), ()))[2]
+    return read_rows(Job(config, target or row_target()).folder)[2]
 
 
 def numbered(count: int) -> list[dict[str, str]]:

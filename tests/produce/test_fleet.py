@@ -64,7 +64,7 @@ def test_slow_and_killed_nodes_make_the_same_bytes(shards: int, tmp_path: Path, 
         servers = [stack.enter_context(running(behaviour)).address for behaviour in faults]
         regenerate = RegenerateConfig(num_tokens=60 * shards, prompt_tokens=4, batch_size=2, server=servers[:1])
         config = config_for(tmp_path, numbered(5 * shards), max_length=64, regenerate=regenerate)
-        whole, cut = (Job(tmp_path / name / "set", config, row_target()) for name in ("whole", "cut"))
+        whole, cut = (Job(replace(config, rows=str(tmp_path / name / "set")), row_target()) for name in ("whole", "cut"))
         make_blocks(whole)
         missing = [len(Dataset.from_file(str(path))) for path in sorted(whole.blocks.glob("*.arrow"))]  # answers of each shard
         assert len(missing) == shards
@@ -74,11 +74,11 @@ def test_slow_and_killed_nodes_make_the_same_bytes(shards: int, tmp_path: Path, 
             while waiting and len(nodes) < AT_ONCE:
                 shard = waiting.pop(0)
                 kill: tuple[int, bool] | None = None
-                own = replace(config, regenerate=replace(regenerate, server=[chance.choice(servers)]))
+                own = replace(cut.config, regenerate=replace(regenerate, server=[chance.choice(servers)]))
                 if kills.get(shard):
                     kill = chance.randrange(missing[shard]), chance.random() < 0.5
                     kills[shard], missing[shard] = kills[shard] - 1, missing[shard] - kill[0]
-                nodes.append((shard, fork(node, Job(cut.folder, own, cut.target), shard, shards, kill)))
+                nodes.append((shard, fork(node, Job(own, cut.target), shard, shards, kill)))
             shard, process = nodes.pop(0)
             process.join()
             codes.append(process.exitcode)
@@ -169,7 +169,7 @@ def test_a_shard_that_a_lost_node_still_writes_is_repeated(tmp_path: Path, monke
     monkeypatch.setattr(fleet, "LOCK_SECONDS", 0.0)
     monkeypatch.chdir(tmp_path)
     config = config_for(tmp_path, numbered(20), regenerate=RegenerateConfig(num_tokens=60, server=["http://127.0.0.1:1"]))
-    job = Job(tmp_path / "set", config, row_target())
+    job = Job(config, row_target())
 
     def make(arguments: list[str]) -> int:
         with alone(job.blocks / "block-00000.lock", arguments[0], job.blocks):

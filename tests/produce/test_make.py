@@ -23,7 +23,7 @@ from specdistill.produce.blocks import Block, blocks
 from specdistill.produce.job import Job
 from specdistill.produce.make import make_blocks, shard_of
 from specdistill.recipe.sections import DataConfig, RegenerateConfig
-from specdistill.rows.row_set import MANIFEST, RowTarget, place_of
+from specdistill.rows.row_set import MANIFEST, RowTarget
 from tests.processes import run_processes
 from tests.produce.openai_server import Behaviour, running
 from tests.produce.row_sets import (
@@ -126,7 +126,7 @@ def mixed(count: int) -> list[dict[str, Any]]:
 def made(folder: Path, config: DataConfig, target: RowTarget, shards: int) -> dict[str, bytes]:
     """The files of a row set whose blocks were made shard by shard, the last one first."""
     folder.mkdir(parents=True)
-    job = Job(folder / "set", config, target)
+    job = Job(replace(config, rows=str(folder / "set")), target)
     for index in reversed(range(shards)):
         make_blocks(job, index, shards)
     merge.merge(job)
@@ -177,7 +177,8 @@ def test_an_interrupted_block_goes_on_to_the_same_bytes(
         config = generating(tmp_path, server=[server.address] if by_server else [], batch_size=4, num_tokens=400)
         target = row_target() if by_server else generator()
         expected = made(tmp_path / "whole", config, target, 1)
-        needed, moments, job = server.num_requests, random.Random(0), Job(tmp_path / "cut" / "set", config, target)
+        needed, moments = server.num_requests, random.Random(0)
+        job = Job(replace(config, rows=str(tmp_path / "cut" / "set")), target)
         for torn in (False, True, False):
             killed(partial(make_blocks, job), moments.randint(1, 4), torn=torn)
         capsys.readouterr()
@@ -194,7 +195,7 @@ def test_greedy_rows_are_what_transformers_generates(tmp_path: Path, monkeypatch
     monkeypatch.setattr("specdistill.produce.generate.fast_dtype", lambda device: torch.float32)
     target = generator(num_layers=2)
     config = replace(generating(tmp_path, temperatures=[0.0], num_tokens=600), packing=False)
-    job = Job(tmp_path / "set", config, target)
+    job = Job(config, target)
     make_blocks(job)
     found = [row for path in sorted(job.blocks.glob("*.arrow")) for row in Dataset.from_file(str(path))]
     tokenizer, model = target.tokenizer, target.model
@@ -247,7 +248,9 @@ def test_a_few_prompts_are_of_every_source_by_its_weight_and_of_one_half(tmp_pat
 @pytest.mark.usefixtures("small_blocks")
 def test_blocks_that_lack_or_are_of_another_recipe_are_named(tmp_path: Path) -> None:
     config, target = generating(tmp_path), generator()
-    job, other = (Job(tmp_path / name / "set", replace(config, seed=seed), target) for name, seed in (("a", 0), ("b", 1)))
+    job, other = (
+        Job(replace(config, seed=seed, rows=str(tmp_path / name / "set")), target) for name, seed in (("a", 0), ("b", 1))
+    )
     make_blocks(job, 0, 2)
     with refused("data.shard", job.blocks, holds="lacks 4 of 8 blocks: block-00001, block-00003, block-00005, block-00007"):
         merge.merge(job)
@@ -263,7 +266,7 @@ def test_blocks_that_lack_or_are_of_another_recipe_are_named(tmp_path: Path) -> 
 
 
 def test_a_second_writer_is_refused_and_told_the_process_of_the_first(tmp_path: Path) -> None:
-    job = Job(tmp_path / "set", generating(tmp_path), generator())
+    job = Job(generating(tmp_path), generator())
     first = f"which process {os.getpid()} on {socket.gethostname()} is writing"
     with alone(job.blocks / "block-00000.lock", "data.shard", job.blocks), refused("data.shard", holds=first):
         make_blocks(job)
@@ -315,7 +318,7 @@ def test_no_room_for_what_is_generated_ends_it_after_the_first_answers(
     config, target = config_for(tmp_path, numbered(20), regenerate=GENERATED), generator()
     with pytest.raises(ResourceError, match=r"generating takes about .* whose disk has 5\.0 kB left"):
         opened(config, target)
-    (kept,) = Job(place_of(config, target, ()), config, target).blocks.glob("*.jsonl")
+    (kept,) = Job(config, target).blocks.glob("*.jsonl")
     assert kept.read_bytes().count(b"\n") == 2
     assert opened(replace(config, force=True), target) and "estimated from" in capsys.readouterr().err
 

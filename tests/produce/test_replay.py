@@ -58,9 +58,7 @@ def test_every_turn_is_what_the_target_generates_from_its_recorded_prefix(
     rows = [conversation(number) for number in range(count)]
     settings = RegenerateConfig(num_tokens=1000 * count, temperatures=[0.0], template={"enable_thinking": True})
     config = config_for(tmp_path, rows, max_length=112, regenerate=settings)
-    job = Job(
-        tmp_path / "set", config, RowTarget("pico", "0" * 64, target.tokenizer, tuple(target.eos_token_ids), target.model)
-    )
+    job = Job(config, RowTarget("pico", "0" * 64, target.tokenizer, tuple(target.eos_token_ids), target.model))
     make_blocks(job)
     found = [row for path in sorted(job.blocks.glob("*.arrow")) for row in Dataset.from_file(str(path))]
     replayed = set()

@@ -282,7 +282,7 @@ def test_answers_of_another_recipe_are_dropped(tmp_path: Path) -> None:
         answers.add({"a": turns, "b": []})
     for plan, found in (("one", (turns, [])), ("other", (None, None)), ("one", (None, None))):
         with AnswerFile(path, plan) as answers:
-            assert (answers.get("a"), answers.get("b")) == found
+            assert (answers.turns.get("a"), answers.turns.get("b")) == found
 
 
 def test_a_disk_that_is_full_ends_it_in_one_line_and_what_is_there_stays(tmp_path: Path) -> None:
@@ -294,4 +294,4 @@ def test_a_disk_that_is_full_ends_it_in_one_line_and_what_is_there_stays(tmp_pat
         with pytest.raises(ResourceError, match=r"No space left on device\); free disk space, or set data.cache_dir"):
             answers.add({"b": []})
     with AnswerFile(tmp_path / "block.jsonl", "one") as answers:
-        assert answers.get("a") == [] and answers.get("b") is None
+        assert answers.turns.get("a") == [] and answers.turns.get("b") is None

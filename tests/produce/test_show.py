@@ -22,9 +22,9 @@ def test_documents_are_in_pieces_that_carry_loss_or_not_evenly_over_all(tmp_path
     rows, _ = opened(config)
     lengths = show.lengths(rows)
     manifest = manifest_of(config)
-    assert len(lengths.tokens) == manifest.splits["train"].documents and lengths.tokens.sum() == manifest.splits["train"].tokens
+    assert len(lengths) == manifest.splits["train"].documents and lengths[:, 0].sum() == manifest.splits["train"].tokens
     shown = show.shown(rows, lengths, 5, tiny_tokenizer())
-    assert len(shown) == 5 and len(show.shown(rows, lengths, 99, tiny_tokenizer())) == len(lengths.tokens)
+    assert len(shown) == 5 and len(show.shown(rows, lengths, 99, tiny_tokenizer())) == len(lengths)
     for it in shown:
         (question, asks), (answer, says) = it.pieces
         assert (asks, says) == (False, True) and answer == f"a{question[10:].partition('<')[0]}<|end|>"

@@ -132,6 +132,7 @@ def test_turns_that_are_found_and_generation_tags_agree(messages: Conversation) 
 
 SILENT = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}…{% endif %}{% endfor %}"
 SHOUTING = CHATML.replace("{{ m.content }}", "{{ m.content | upper }}")
+SAID = [{"role": role, "content": f"What {role} {place} says."} for place, role in enumerate(("user", "assistant") * 2)]
 
 
 @pytest.mark.parametrize(
@@ -141,15 +142,14 @@ SHOUTING = CHATML.replace("{{ m.content }}", "{{ m.content | upper }}")
         (SHOUTING, "changes the assistant's content in .*WHAT ASSISTANT 1 SAYS"),
     ],
 )
-def test_a_template_that_cannot_be_masked_is_refused_before_any_row(template: str, message: str) -> None:
-    with pytest.raises(UserError, match=f"^data.source: got a chat template that {message}"):
-        Encoder(tiny_tokenizer(template), "assistant", LONG).prove()
-    Encoder(tiny_tokenizer(template), "all", LONG).prove()
+def test_a_template_that_cannot_be_masked_is_refused(template: str, message: str) -> None:
+    with pytest.raises(UserError, match=f"^data.source row 0: got a chat template that {message}"):
+        encode(tiny_tokenizer(template), [SAID])
+    encode(tiny_tokenizer(template), [SAID], "all")
 
 
 def test_a_template_for_single_questions_is_left_to_the_rows() -> None:
     single = "{% if messages | length > 2 %}{{ raise_exception('one question') }}{% endif %}" + CHATML
-    Encoder(tiny_tokenizer(single), "assistant", LONG).prove()
     assert masked(tiny_tokenizer(), encode(tiny_tokenizer(single), [TWO_TURNS[1:3]])[0]) == "Hello — you?<|im_end|>"
 
 
@@ -232,7 +232,6 @@ def test_a_turn_of_weight_0_is_read_and_not_learned(template: str) -> None:
 def test_no_document_of_a_conversation_is_longer_than_a_row(name: str) -> None:
     """And all answers that fit are there, in their order, whatever the template."""
     tokenizer = tiny_tokenizer(UNTAGGED_TEMPLATES[name])
-    Encoder(tokenizer, "assistant", LONG).prove()
     said = [(f"q {number} " + "?" * 3 * number, f"answer {number};") for number in range(12)]
     turns = chat(*itertools.chain(*said))["messages"]
     documents = encode(tokenizer, [turns], max_length=200)

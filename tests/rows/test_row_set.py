@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from specdistill.produce.job import Job
 from specdistill.recipe.sections import DataConfig
 from specdistill.rows import row_set
-from specdistill.rows.row_set import MANIFEST, RowTarget, fingerprint, place_of, read_rows
+from specdistill.rows.row_set import MANIFEST, RowTarget, fingerprint, read_rows
 from tests.produce.row_sets import chat, config_for, numbered, opened, replace, row_target
 from tests.refusals import refused
 from tests.rows.templates import CHATML
@@ -25,7 +26,7 @@ def made(folder: Path, **settings: Any) -> tuple[DataConfig, Path]:
     """A configuration that names a row set, next to the cache that it was made in."""
     config = config_for(folder, numbered(40), **settings)
     opened(config)
-    shutil.move(place_of(config, row_target(), ()), folder / "set")
+    shutil.move(Job(config, row_target()).folder, folder / "set")
     return replace(config, rows=str(folder / "set")), folder / "set"
 
 
@@ -33,7 +34,7 @@ def test_rows_come_back_as_they_were_written(tmp_path: Path, monkeypatch: pytest
     config = config_for(tmp_path, numbered(40))
     first = opened(config)
     config, folder = made(tmp_path)
-    monkeypatch.setattr("specdistill.produce.make.make_rows", never)
+    monkeypatch.setattr("specdistill.produce.make.make_blocks", never)
     again = opened(config)
     assert [half.to_list() for half in again] == [half.to_list() for half in first]
     assert again[0].column_names == ["input_ids", "loss_mask", "document_ids", "position_ids"]

@@ -18,7 +18,7 @@ from specdistill.targets.frozen import FrozenTarget
 from tests.produce import openai_server
 from tests.produce.hidden_states_server import running
 from tests.produce.openai_server import Behaviour
-from tests.produce.row_sets import chat, config_for, numbered, open_rows, row_target
+from tests.produce.row_sets import Job, chat, config_for, numbered, open_rows, row_target
 from tests.refusals import refused
 from tests.tiny import write_target
 
@@ -40,7 +40,7 @@ def generated(folder: Path, address: str, hidden_states: HiddenStatesConfig) -> 
     rows = [*numbered(20), *(chat(f"{number}?", None, "more", None) for number in range(20))]
     settings = RegenerateConfig(num_tokens=900, prompt_tokens=4, batch_size=8, server=[address], filter=["truncated"])
     config = config_for(folder, rows, max_length=96, regenerate=settings)
-    return open_rows(config, row_target(), (), hidden_states.waiting)
+    return open_rows(Job(config, row_target(), (), hidden_states.waiting))
 
 
 def stored(config: HiddenStatesConfig, target: FrozenTarget, sets: Sequence[Dataset]) -> tuple[FeatureStore, int]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from specdistill.errors import ResourceError, UserError
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.models.create import create_draft_model
+from specdistill.produce.job import Job
 from specdistill.produce.make import open_rows
 from specdistill.recipe.sections import DataConfig, RegenerateConfig
 from specdistill.rows.row_set import RowTarget
@@ -83,7 +84,7 @@ if __name__ == "__main__":
         cache_dir=str(folder / "cache"),
         regenerate=RegenerateConfig(num_tokens=64),
     )
-    data = partial(open_rows, config, RowTarget.of(target))
+    data = partial(open_rows, Job(config, RowTarget.of(target)))
     seen["device_map"] = refusal(lambda: FrozenTarget.load(tiny, device_map="auto"))
     if large.exists():
         target = FrozenTarget.load(tiny, shard="layers")  # what is imported on the way is no part of the target

@@ -9,8 +9,7 @@ from torch._dynamo.utils import counters
 from transformers import AutoConfig
 
 from specdistill.project import ROOT
-from specdistill.targets.compiled import compile_layers
-from specdistill.targets.tiny_random import tiny_random_target
+from specdistill.targets.frozen import compile_layers, tiny_random_target
 
 RECIPES = [path for path in (ROOT / "recipes").glob("*/*.yaml") if (path.parent / "config.json").is_file()]
 COMPILED = sorted({path.parent.name for path in RECIPES if yaml.safe_load(path.read_text())["train"].get("torch_compile")})

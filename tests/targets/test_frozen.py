@@ -13,6 +13,7 @@ from specdistill.methods.chains.unroll import TrainingTimeTest
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.repositories import resolve
 from specdistill.rows.packing import indexed
+from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.loading import read_tokenizer
 from tests.families import OTHERS, write_model
@@ -60,7 +61,7 @@ def test_a_tokenizer_that_splits_no_text_is_refused(tmp_path: Path) -> None:
     with refused("target.model", tmp_path):
         FrozenTarget.load(str(tmp_path))
     with refused("target.model", tmp_path):
-        read_tokenizer(str(tmp_path))
+        read_tokenizer(TargetFiles(str(tmp_path)))
 
 
 @pytest.fixture(scope="module")

@@ -39,10 +39,10 @@ def test_a_gguf_file_is_a_target(gguf: Path) -> None:
     target, pico = FrozenTarget.load(str(gguf)), FrozenTarget.load("pico")
     with torch.no_grad():
         assert torch.equal(target.model(IDS).logits, pico.model(IDS).logits)
-    tokenizer, end_ids, longest = read_tokenizer(str(gguf))
+    tokenizer, end_ids, longest = read_tokenizer(TargetFiles(str(gguf)))
     assert tokenizer("def f(x):").input_ids == pico.tokenizer("def f(x):").input_ids
     assert end_ids and longest == pico.max_length
-    files = TargetFiles.of(str(gguf))
+    files = TargetFiles(str(gguf))
     assert (files.hidden_size, files.num_layers) == (pico.hidden_size, pico.num_layers)
     assert files.identity == target.identity and files.identity.revision is None
     assert files.identity.name_or_path == str(gguf) and not files.identity.is_same(pico.identity)
@@ -58,7 +58,7 @@ def test_a_gguf_file_that_is_none_is_refused(gguf: Path, tmp_path: Path) -> None
         with refused("target.model", short):
             FrozenTarget.load(str(short))
         if size > 0:  # its header is cut as well
-            for config_of in (lambda name: TargetFiles.of(name).config, lambda name: read_plan(name, key="target.model")):
+            for config_of in (lambda name: TargetFiles(name).config, lambda name: read_plan(name, key="target.model")):
                 with refused("target.model", short):
                     config_of(str(short))
 
@@ -183,7 +183,7 @@ def test_layers_stay_on_disk_until_they_are_run(folder: Path) -> None:
 
 def test_a_name_on_the_hub_without_a_network_is_told_as_that() -> None:
     """Through transformers and through the client, offline as every test."""
-    for fails in (lambda: read_tokenizer("org/nothere"), lambda: read_plan("org/nothere", key="target.model")):
+    for fails in (lambda: read_tokenizer(TargetFiles("org/nothere")), lambda: read_plan("org/nothere", key="target.model")):
         with pytest.raises(
             ResourceError, match=r"^target.model: org/nothere is no folder here, and \S+ cannot be reached .*HF_HUB_OFFLINE"
         ):

@@ -164,7 +164,7 @@ def test_configs_of_other_parts_keep_theirs() -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_a_pass_over_a_kv_cache_goes_without_a_mask_where_a_class_asks_for_none(name: str) -> None:
     model = model_of(name)
-    assert packed_rows.continues_without_mask(model) == (name not in WAYS)
+    assert bool(packed_rows.maskless_configs(model)) == (name not in WAYS)
     target, cache, ids = target_of(model), new_cache(model.config), torch.arange(3, 43).unsqueeze(0)
     target._maskless = [] if name in WAYS else packed_rows.sdpa_configs(model)  # as on a GPU
     parts = [target.features(part, (1,), past_key_values=cache) for part in ids.split([20, 1, 19], dim=1)]

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from transformers import CONFIG_MAPPING, LlamaConfig
 
-from specdistill.targets.tiny_random import tiny_random_target
+from specdistill.targets.frozen import tiny_random_target
 from tests.refusals import refused
 from tests.tiny import qwen
 

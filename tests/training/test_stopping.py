@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM, TrainerControl, TrainerState
 
 from specdistill.errors import ResourceError
 from specdistill.methods.recipe import Recipe, TrainedRecipe
+from specdistill.produce.job import Job
 from specdistill.produce.make import open_rows
 from specdistill.recipe.load import load_recipe
 from specdistill.rows.row_set import RowTarget
@@ -56,7 +57,7 @@ def test_a_loss_that_is_not_finite_names_its_rows(tmp_path: Path) -> None:
     recipe = load_recipe(Recipe, keys)
     assert isinstance(recipe, TrainedRecipe)
     target = RowTarget.of(FrozenTarget.load(str(tmp_path / "model")))
-    train_set, _ = open_rows(recipe.data, target, recipe.measured_on)  # it is there
+    train_set, _ = open_rows(Job(recipe.data, target, recipe.measured_on))  # it is there
     holds = [bad in train_set[row]["input_ids"] for row in found["rows"]]
     assert len(holds) == 4 and sum(holds) == 1  # a micro-batch
     (error,) = re.findall("^error: .*", ended.stderr, re.MULTILINE)

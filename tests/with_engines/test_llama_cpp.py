@@ -69,8 +69,8 @@ def files(trained: Callable[[str], Path], to_gguf: Callable[..., Path], tmp_path
 
     def found(name: str) -> tuple[Path, Path]:
         exported, is_model = tmp_path_factory.mktemp("exported") / "draft", name == "draft model"
-        export(trained(name), "gguf", exported, TargetFiles.of("pico"))
-        return trained(name), to_gguf(exported, *(() if is_model else ("--target-model-dir", TargetFiles.of("pico").name)))
+        export(trained(name), "gguf", exported, TargetFiles("pico"))
+        return trained(name), to_gguf(exported, *(() if is_model else ("--target-model-dir", TargetFiles("pico").name)))
 
     return found
 

@@ -12,6 +12,7 @@ from specdistill.engines.server import Completion, CompletionRequest, Server
 from specdistill.engines.vllm import PROGRAM, VLLM
 from specdistill.project import PICO
 from specdistill.suites.suite import load_suite, tokenize
+from specdistill.targets.files import TargetFiles
 from specdistill.targets.loading import read_tokenizer
 from tests.with_engines.conftest import K
 from tests.with_engines.environments import serving
@@ -33,7 +34,7 @@ def complete(address: str, warm: threading.Event, ended: threading.Event, comple
     """Once all prompts, then until it has ended. warm: vLLM has answered, which takes it seconds the first time."""
     server, client = Server(address, key="server", timeout=100.0), VLLM.client
     assert client is not None
-    (model, *_), (tokenizer, *_) = client.identify(server).models, read_tokenizer("pico")
+    (model, *_), (tokenizer, *_) = client.identify(server).models, read_tokenizer(TargetFiles("pico"))
     prompts = tokenize(load_suite("pico"), tokenizer, max_new_tokens=NUM_TOKENS, max_length=512, num_prompts=NUM_PROMPTS)
     while len(completions) < NUM_PROMPTS or not ended.is_set():
         ids = prompts[len(completions) % NUM_PROMPTS].token_ids

@@ -112,7 +112,7 @@ def cases(
 ) -> dict[str, Case]:
     """All in one process of vLLM; n-gram lookup comes last, for with it vLLM takes numba's threads."""
     folder = tmp_path_factory.mktemp("vllm")
-    files = TargetFiles.of("pico")
+    files = TargetFiles("pico")
     generated_here = partial(generate_here, max_new_tokens=NUM_TOKENS)
     plain = Job(plain_options(files.name), prompts, NUM_TOKENS)
     jobs, here = {"plain": plain}, {"plain": generated_here(pico, None, prompts)}

@@ -173,7 +173,7 @@ def test_after_sigkill_no_process_is_left(trained: Callable[[str], Path], tmp_pa
 def test_a_draft_that_vllm_does_not_load_is_told_by_its_first_exception(
     quiet: None, trained: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    export(trained("EAGLE-3.1"), "vllm", tmp_path / "draft", TargetFiles.of("pico"), num_speculative_tokens=K)
+    export(trained("EAGLE-3.1"), "vllm", tmp_path / "draft", TargetFiles("pico"), num_speculative_tokens=K)
     config = tmp_path / "draft" / "config.json"
     config.write_text(config.read_text().replace("LlamaForCausalLMEagle3", "Unheard"))
     options = {"method": "eagle3", "model": str(tmp_path / "draft"), "num_speculative_tokens": K}
@@ -184,7 +184,7 @@ def test_a_draft_that_vllm_does_not_load_is_told_by_its_first_exception(
 
 def test_serve_md_is_true(quiet: None, trained: Callable[[str], Path], tmp_path: Path) -> None:
     """vLLM runs the Python of it, with a draft length for each load, and knows every option in it."""
-    served = export(trained("EAGLE-3.1"), "vllm", tmp_path / "out", TargetFiles.of("pico"), num_speculative_tokens=K)
+    served = export(trained("EAGLE-3.1"), "vllm", tmp_path / "out", TargetFiles("pico"), num_speculative_tokens=K)
     vllm, served = ENGINES["vllm"], replace(served, lengths=((1, K), (8, 1), (16, 0)))
     assert vllm.snippet is not None
     text = (tmp_path / "out" / "SERVE.md").read_text()

@@ -18,7 +18,7 @@ from specdistill.decoding.tree import Step, TreeShape, at_nodes
 from specdistill.methods.chains.head import Head
 from specdistill.methods.feature_proposer import FeatureProposer
 from specdistill.methods.layers import check_window
-from specdistill.targets.compiled import allow_graphs
+from specdistill.targets.frozen import allow_graphs
 
 
 class CompiledSteps:

@@ -75,7 +75,7 @@ def check(
     else:
         model, tokenizer = load_draft_model(folder, key=key)
     if target is not None:
-        of_target, *_ = read_tokenizer(target.name, revision=target.revision, trust_remote_code=target.trust_remote_code)
+        of_target, *_ = read_tokenizer(target)
         translation = {option: value for option, value in options.items() if option in TRANSLATION}
         match_vocabularies(of_target, target.vocab_size, tokenizer, _width(model), key=key, **translation)
 

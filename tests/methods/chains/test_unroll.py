@@ -14,8 +14,7 @@ from specdistill.methods.chains.unroll import TrainingTimeTest
 from specdistill.methods.eagle.module import build_eagle
 from specdistill.rows.packing import indexed
 from specdistill.targets.anatomy import LogitsHead
-from specdistill.targets.compiled import compile_layers
-from specdistill.targets.frozen import Features, FrozenTarget
+from specdistill.targets.frozen import Features, FrozenTarget, compile_layers
 from specdistill.training.objective import SoftTargets, StepSums, shift_left
 from tests.heads import build_head, causal, document_rows
 from tests.tiny import tiny_target_model, tiny_tokenizer

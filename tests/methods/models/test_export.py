@@ -58,7 +58,7 @@ def test_a_vocabulary_of_another_size_is_refused(tmp_path: Path) -> None:
     save(tmp_path / "ours")
     for engine in ("vllm", "sglang", "gguf"):
         with refused("engine", f"{engine} for"):
-            export(tmp_path / "ours", engine, tmp_path / "out", TargetFiles.of("pico"))
+            export(tmp_path / "ours", engine, tmp_path / "out", TargetFiles("pico"))
 
 
 def test_an_engine_that_takes_no_models_is_refused(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ from huggingface_hub.hf_api import ModelInfo
 
 from specdistill import repositories
 from specdistill.targets import files
-from specdistill.targets.files import INDEX, SINGLE, TargetFiles
-from specdistill.targets.identity import TargetIdentity
+from specdistill.targets.files import INDEX, SINGLE, TargetFiles, TargetIdentity
 from tests.refusals import refused
 from tests.tiny import tiny_target_model, write_target
 
@@ -27,7 +26,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def identity(folder: Path) -> TargetIdentity:
-    return TargetFiles.of(str(folder)).identity
+    return TargetFiles(str(folder)).identity
 
 
 def in_cache(cache: Path, source: Path, names: list[str]) -> Path:
@@ -67,7 +66,7 @@ def test_every_shard_counts(tmp_path: Path) -> None:
 
 
 def test_pico_goes_by_its_name() -> None:
-    named, loaded = TargetFiles.of("pico").identity, str(TargetFiles.of("pico").identity)
+    named, loaded = TargetFiles("pico").identity, str(TargetFiles("pico").identity)
     assert (named.name_or_path, named.revision, named.adapter) == ("pico", None, None) and loaded.startswith("pico (weights ")
 
 
