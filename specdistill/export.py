@@ -21,7 +21,7 @@ from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import read_config
 from specdistill.methods.contract import Draft
 from specdistill.methods.load import create_draft, implementation, method_of
-from specdistill.methods.recipe import Recipe, TrainedRecipe
+from specdistill.methods.recipe import Recipe, TrainedRecipe, trainable
 from specdistill.methods.target_record import TEMPLATE, check_target, copy_record, save_draft
 from specdistill.recipe.sections import LookupFirstConfig
 from specdistill.report import phrases, tables
@@ -191,8 +191,7 @@ def write_untrained(recipe: Recipe, folder: Path) -> None:
 
     What data would choose is arbitrary here: a pruned vocabulary holds the first tokens. Raises UserError where training would.
     """
-    if not isinstance(recipe, TrainedRecipe):
-        raise UserError("method", got=f"{recipe.method}, which needs no training", expected="a method with a draft to write")
+    recipe = trainable(recipe)
     target = FrozenTarget.load(**vars(recipe.target))
     save_draft(implementation(recipe.method), target, create_untrained(recipe, target), folder)
 

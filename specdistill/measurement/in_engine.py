@@ -14,9 +14,9 @@ import gguf
 import torch
 
 from specdistill.engines import ENGINES
+from specdistill.engines.client import Completion
 from specdistill.engines.engine import Served
 from specdistill.engines.llama_cpp import convert
-from specdistill.engines.server import Completion
 from specdistill.errors import UserError, refusing
 from specdistill.export import export, merge_adapter
 from specdistill.files.folders import empty_own

@@ -38,10 +38,9 @@ LOOKUPS = {aten.embedding, aten.gather, aten.index, aten.index_select}  # they r
 
 @dataclass(frozen=True)
 class Device:
-    """By its maker, dense bfloat16 with float32 sums. memory: bytes. flops, bandwidth: a second; bandwidth in bytes."""
+    """By its maker, dense bfloat16 with float32 sums. flops, bandwidth: a second; bandwidth in bytes."""
 
     name: str
-    memory: float
     flops: float
     bandwidth: float
 
@@ -51,7 +50,7 @@ class Device:
         return num_tokens / (products + step.traffic / (TRAFFIC_SHARE * self.bandwidth))
 
 
-H100 = Device("H100", 80 * 2**30, 989e12, 3.35e12)
+H100 = Device("H100", 989e12, 3.35e12)
 
 
 class Ledger(TorchDispatchMode):

@@ -185,10 +185,6 @@ def recipe_yaml(recipe: Section | dict[str, Any], *, public: bool = False) -> st
     return OmegaConf.to_yaml(OmegaConf.create(without_places(values) if public else values))
 
 
-def save_recipe(recipe: Section, path: Path) -> None:
-    path.write_text(recipe_yaml(recipe), encoding="utf-8")
-
-
 def _read_yaml(path: Path) -> DictConfig:
     with refusing((yaml.YAMLError, ValueError, OSError), "recipe", path, "a readable YAML file"):
         check_no_secret("recipe", text := read_text(path))  # first, because an error of YAML quotes the line

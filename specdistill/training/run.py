@@ -30,7 +30,7 @@ from specdistill.files.folders import alone, check_writable
 from specdistill.processes import agree, collectives, of_all
 from specdistill.project import git_revision
 from specdistill.recipe import data_sources
-from specdistill.recipe.load import flattened, recipe_yaml, save_recipe
+from specdistill.recipe.load import flattened, recipe_yaml
 from specdistill.recipe.sections import FROM_HUB
 from specdistill.terminal import result
 from specdistill.training.arguments import check_precision, training_arguments
@@ -129,7 +129,7 @@ class TrainingRun:
             with saving(folder):
                 self._keep_finished()
                 aside.mkdir(parents=True, exist_ok=True)
-                save_recipe(self.recipe, aside / RECIPE)
+                (aside / RECIPE).write_text(recipe_yaml(self.recipe), encoding="utf-8")
                 (aside / PROVENANCE).write_text(json.dumps(provenance, indent=2) + "\n", encoding="utf-8")
                 if not folder.exists():
                     os.replace(aside, folder)
@@ -163,34 +163,35 @@ class TrainingRun:
     def train(self, trainer: ResumableTrainer) -> None:
         """Train, or resume where an interrupted run stopped; save the best draft, which a DraftTrainer has loaded back by then."""
         with self.writer:
-            self._train(trainer)
-
-    def _train(self, trainer: ResumableTrainer) -> None:
-        for verbose in (PrinterCallback, ProgressCallback):  # they print every log as a dictionary
-            trainer.remove_callback(verbose)
-        for callback in [ProgressLines()] if self.arguments.disable_tqdm else [Bar(), ProgressLines()]:
-            trainer.add_callback(callback)
-        callbacks = trainer.callback_handler.callbacks  # Stopping last: on a save it may end the run, before others are told
-        callbacks.sort(key=lambda callback: isinstance(callback, Stopping))
-        if self.checkpoint is not None:
-            trainer.begun -= read_json(self.checkpoint / MANIFEST).get("seconds", math.nan)
-        if self.arguments.should_save:
-            shutil.rmtree(self.path / ASIDE, ignore_errors=True)
-        of_all(None)
-        with trainer.stop_signals.caught(), collectives("the same command resumes from the last checkpoint"):
-            trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
-        if not isinstance(trainer, DraftTrainer):
-            return
-        with saving(self.path / "draft"):
-            trainer.save_draft(self.path / ASIDE / "draft")
+            for verbose in (PrinterCallback, ProgressCallback):  # they print every log as a dictionary
+                trainer.remove_callback(verbose)
+            for callback in [ProgressLines()] if self.arguments.disable_tqdm else [Bar(), ProgressLines()]:
+                trainer.add_callback(callback)
+            callbacks = (
+                trainer.callback_handler.callbacks
+            )  # Stopping last: on a save it may end the run, before others are told
+            callbacks.sort(key=lambda callback: isinstance(callback, Stopping))
+            if self.checkpoint is not None:
+                trainer.begun -= read_json(self.checkpoint / MANIFEST).get("seconds", math.nan)
             if self.arguments.should_save:
-                seconds, has_best = time.monotonic() - trainer.begun, self.arguments.load_best_model_at_end
-                save_history(trainer.state, self.path, seconds, has_best=has_best)
-                if (self.path / ASIDE / "draft").exists():
-                    os.replace(self.path / ASIDE / "draft", self.path / "draft")
-                shutil.rmtree(self.path / ASIDE, ignore_errors=True)  # not there where another machine writes the draft
-        state = trainer.state
-        result({"draft": self.path / "draft", "steps": state.global_step, "best": state.best_metric, "log": state.log_history})
+                shutil.rmtree(self.path / ASIDE, ignore_errors=True)
+            of_all(None)
+            with trainer.stop_signals.caught(), collectives("the same command resumes from the last checkpoint"):
+                trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
+            if not isinstance(trainer, DraftTrainer):
+                return
+            with saving(self.path / "draft"):
+                trainer.save_draft(self.path / ASIDE / "draft")
+                if self.arguments.should_save:
+                    seconds, has_best = time.monotonic() - trainer.begun, self.arguments.load_best_model_at_end
+                    save_history(trainer.state, self.path, seconds, has_best=has_best)
+                    if (self.path / ASIDE / "draft").exists():
+                        os.replace(self.path / ASIDE / "draft", self.path / "draft")
+                    shutil.rmtree(self.path / ASIDE, ignore_errors=True)  # not there where another machine writes the draft
+            state = trainer.state
+            result(
+                {"draft": self.path / "draft", "steps": state.global_step, "best": state.best_metric, "log": state.log_history}
+            )
 
 
 def left_open(recipe: Any) -> Iterator[str]:
