@@ -245,9 +245,8 @@ class DraftTrainer:
             place = Path(self.recipe.data.source)
             text = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in self.rows)
             if place.exists() and place.read_bytes() != text.encode():
-                raise UserError(
-                    "train_dataset", got=f"other rows than those in {place}", expected="them, or another output_dir"
-                )
+                got = f"other rows than those in {place}"
+                raise UserError("train_dataset", got=got, expected="them, or another output_dir")
             with staged(place.parent) as staging:  # each process of a launch writes the same file
                 (staging / place.name).write_text(text, encoding="utf-8")
         return train_draft(self.recipe, self.callbacks)

@@ -139,10 +139,8 @@ def _read(configuration: Path) -> tuple[Any, dict[str, Any]]:
 def _exit_code(code: int, process: str) -> int:
     if code >= 0:
         return code
-    killed = f"{process} was killed by {signal.Signals(-code).name}"
-    raise ResourceError(
-        killed, next_step="the same command resumes from the newest checkpoint; SIGKILL mostly means: free memory"
-    )
+    next_step = "the same command resumes from the newest checkpoint; SIGKILL mostly means: free memory"
+    raise ResourceError(f"{process} was killed by {signal.Signals(-code).name}", next_step=next_step)
 
 
 def _forward(number: int, _frame: FrameType | None) -> None:

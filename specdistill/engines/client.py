@@ -170,9 +170,8 @@ class Client:
         for name, growth in grown.items():
             if not 0 <= growth < math.inf:
                 what = "{}:{} went from {:g} to {:g}".format(self.prefix, name, *pairs[name])
-                raise ResourceError(
-                    what, next_step="has the server restarted, or are there several behind its address? start again"
-                )
+                next_step = "has the server restarted, or are there several behind its address? start again"
+                raise ResourceError(what, next_step=next_step)
         drafts, drafted, accepted = self.drafted_by(*(grown[name] for name in self.drafting))
         reached = [int(grown[name]) for name in positions]
         counts = {

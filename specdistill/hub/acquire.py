@@ -62,9 +62,8 @@ class ModelFiles:
         place = resolve(name, key)
         if Path(place).is_dir():
             if revision is not None:
-                raise UserError(
-                    key, got=f"{name} at revision {revision}", expected="a folder, which has no revisions, or a Hub id"
-                )
+                expected = "a folder, which has no revisions, or a Hub id"
+                raise UserError(key, got=f"{name} at revision {revision}", expected=expected)
             return cls(key, name, Path(place), _sizes(Path(place)))
         shown = f"{name}@{revision}" if revision else name
         with hub_errors(key, shown, expected=expected):

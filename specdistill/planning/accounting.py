@@ -116,9 +116,8 @@ class WeightlessTarget(FrozenTarget):
         own, dtype = target.tried(lambda tiny_random: None), target.dtype or ASSUMED_DTYPE
         model = auto_class(target.config).from_config(target.config, dtype=dtype, trust_remote_code=target.trust_remote_code)
         names = {part: name for name, part in own.model.named_modules()}
-        vars(self).update(
-            vars(own), model=model.eval().requires_grad_(False), config=model.config.get_text_config(decoder=True)
-        )
+        vars(self).update(vars(own))
+        self.model, self.config = model.eval().requires_grad_(False), model.config.get_text_config(decoder=True)
         self.backbone, self.layers = (model.get_submodule(names[part]) for part in (own.backbone, own.layers))
         self.norm = None if own.norm is None else model.get_submodule(names[own.norm])
         self.lm_head = model.get_output_embeddings()

@@ -42,9 +42,8 @@ def served(serving: ServingOptions, target: Described, draft: Described | None =
     longest = getattr(target.text, "max_position_embeddings", None)
     serving = serving.model_copy(update={"context": serving.context or min(CONTEXT, longest or CONTEXT)})
     if longest and serving.context > longest:
-        raise UserError(
-            "serving.context", got=serving.context, expected=f"at most {longest}, the target's max_position_embeddings"
-        )
+        expected = f"at most {longest}, the target's max_position_embeddings"
+        raise UserError("serving.context", got=serving.context, expected=expected)
     if serving.dtype and target.quantization:
         expected = f"null: the weights of {target.name} are {target.quantization.get('quant_method', 'quantised')}"
         raise UserError("serving.dtype", got=serving.dtype, expected=expected)

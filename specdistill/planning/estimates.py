@@ -97,7 +97,6 @@ class PlanRow:
     recipe: str | None
     draft: str | None = None
     num_layers: int | None = None
-    hidden_size: int | None = None
     parameters: int | None = None
     bytes: int | None = None
     training_tokens: int | None = None
@@ -149,14 +148,10 @@ class Scenario:
         """v for K = 1 to `most`. spread: every token of a mixture is sent to experts of its own; else those of a sequence share theirs."""
         return [self._target(k + 1, spread=spread) / self.plain for k in range(1, most + 1)]
 
-    def draft(self, planned: PlannedDraft, weights: float) -> float:
-        """A step of a draft, of whose weights it reads this many bytes."""
-        return self._pass(weights, planned.cache, planned.parts.read, 1)
-
     def _target(self, num_tokens: int, *, spread: bool) -> float:
         """Over this many tokens of each sequence."""
         read = self._read(self.serving.batch_size * (num_tokens if spread else 1))
-        return self._pass(read, self.target.cache, self._parameters, num_tokens)
+        return self.pass_bytes(read, self.target.cache, self._parameters, num_tokens)
 
     @cached_property
     def _parameters(self) -> float:
@@ -167,8 +162,8 @@ class Scenario:
         """Bytes of the target's weights that a pass over this many tokens reads."""
         return cache(partial(weights_read, self.target.model, weigh=self.target.weigh(torch_dtype(self.serving.dtype))))
 
-    def _pass(self, weights: float, cache: CacheSize | None, parameters: float, num_tokens: int) -> float:
-        """weights: bytes that it reads. parameters: that each token is multiplied with."""
+    def pass_bytes(self, weights: float, cache: CacheSize | None, parameters: float, num_tokens: int) -> float:
+        """A pass over this many tokens of each sequence. weights: bytes that it reads. parameters: that a token is multiplied with."""
         context, batch_size = self.serving.context, self.serving.batch_size
         assert context is not None
         held = cache.num_bytes(context, batch_size, kv_itemsize(self.serving, self.target)) if cache else 0
@@ -198,7 +193,6 @@ def row_of(method: str, given: Described | None, scenario: Scenario) -> PlanRow:
         recipe=recipe,
         draft=given.name if given else None,
         num_layers=planned.parts.num_layers,
-        hidden_size=planned.shape.hidden_size if planned.shape else 0,
         parameters=planned.parts.parameters,
         bytes=int(size),
         kv_bytes=planned.cache.per_token(kv_itemsize(scenario.serving, target)) if planned.cache else None,
@@ -227,7 +221,7 @@ def _bytes(method: str, planned: PlannedDraft, given: Described | None, scenario
 def _speed(planned: PlannedDraft, cost: MethodCost, scenario: Scenario, read: float) -> dict[str, Any]:
     """What a step costs and a round promises, as fields of a row. read: bytes of weights that a step reads."""
     parts, num_layers, alphas = planned.parts, scenario.target.text.num_hidden_layers, planned.published.alphas
-    step = scenario.draft(planned, read) if parts.read else 0.0
+    step = scenario.pass_bytes(read, planned.cache, parts.read, 1) if parts.read else 0.0
     shares = {"weights": step / scenario.plain, "layers": parts.num_layers / num_layers}
     low = high = None
     if alphas:

@@ -12,6 +12,13 @@ from specdistill.errors import UserError
 from specdistill.recipe.fields import AtLeastOne, NonNegative, ReadWhen, Section, one_of, option, section, shown
 from specdistill.recipe.llama_cpp import LlamaCppConfig
 
+
+def swept(it: Any, axis: str) -> list[Any]:
+    """The values of an axis of `eval.sweep`, which not all commands that measure have."""
+    values: list[Any] = getattr(getattr(it, "sweep", None), axis, [])
+    return values
+
+
 # Commands that measure have some of the keys of `eval:` and not others: without an engine they decode in this process.
 BY_SERVER = ReadWhen(f"with eval.engine={' or '.join(engines_with('client'))}", lambda it: it.engine != "specdistill")
 STARTED = ReadWhen(
@@ -31,11 +38,7 @@ IN_PROCESS = ReadWhen(
 # A suite's own YAML may say which temperatures to sweep.
 SAMPLED = ReadWhen(
     "at a temperature above 0",
-    lambda it: (
-        it.temperature > 0
-        or any(getattr(it, "sweep", SweepConfig()).temperature)
-        or (it.suite or "").endswith((".yaml", ".yml"))
-    ),
+    lambda it: it.temperature > 0 or any(swept(it, "temperature")) or (it.suite or "").endswith((".yaml", ".yml")),
 )
 A_CHAIN = ReadWhen(
     "without eval.tree, or as the depth of that", lambda it: it.tree is None or it.num_speculative_tokens == it.tree.levels
@@ -46,8 +49,7 @@ LOOKED_UP = ReadWhen(
     "and without eval.server or eval.tree: the draft's tree is eval.lookup_first.draft_tree",
     lambda it: (
         (IN_PROCESS.holds(it) or (STARTED.holds(it) and it.engine in engines_with("lookup")))
-        and it.tree is None
-        and not getattr(it, "sweep", SweepConfig()).tree
+        and not (it.tree or swept(it, "tree"))
     ),
 )
 LONE_CHAINS = ReadWhen(
@@ -56,11 +58,7 @@ LONE_CHAINS = ReadWhen(
 )
 ALL_CHAINS = ReadWhen(
     "with eval.engine=specdistill and without trees, which have a size of their own",
-    lambda it: (
-        IN_PROCESS.holds(it)
-        and not (it.tree or getattr(it, "sweep", SweepConfig()).tree)
-        and not (it.lookup_first and it.lookup_first.draft_tree)
-    ),
+    lambda it: IN_PROCESS.holds(it) and not (it.tree or swept(it, "tree") or (it.lookup_first and it.lookup_first.draft_tree)),
 )
 FROM_HUB = ReadWhen(
     "of a model on the Hub: pico and folders have no revisions",
@@ -286,14 +284,12 @@ class LookupFirstConfig(Section):
         key = f"{settings.SECTION}lookup_first"
         if self.levels > k:
             name, shape = ("draft_tree", "a tree of depth ") if self.draft_tree else ("draft_tokens", "")
-            raise UserError(
-                f"{key}.{name}", got=f"{shape}{self.levels} with K = {k}", expected="at most K, which a lookup gives"
-            )
+            got = f"{shape}{self.levels} with K = {k}"
+            raise UserError(f"{key}.{name}", got=got, expected="at most K, which a lookup gives")
         self.check_engine(key, getattr(settings, "engine", "specdistill"), getattr(settings, "smallest_k", k))
         if self.draft_tree and settings.compile:
-            raise UserError(
-                f"{settings.SECTION}compile", got=f"true with {key}.draft_tree", expected=f"false, or {key}.draft_tokens"
-            )
+            expected = f"false, or {key}.draft_tokens"
+            raise UserError(f"{settings.SECTION}compile", got=f"true with {key}.draft_tree", expected=expected)
 
 
 class SweepConfig(Section):

@@ -36,7 +36,7 @@ from specdistill.terminal import result
 from specdistill.training.arguments import check_precision, training_arguments
 from specdistill.training.checkpoints import ASIDE, MANIFEST, check_launch, checkpoint, launch, saving, whole_steps
 from specdistill.training.history import Bar, ProgressLines, save_history
-from specdistill.training.resumable import ResumableTrainer, Stopping
+from specdistill.training.resumable import ResumableTrainer
 from specdistill.training.trainer import DraftTrainer
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
@@ -109,9 +109,8 @@ class TrainingRun:
         if self.arguments.should_save:
             self.writer.enter_context(alone(self.path / LOCK, "train.output_dir", self.path))
         of_all(None)
-        old = without_places(
-            read_keys(folder / PROVENANCE, "train.output_dir", "an interrupted run") if self.checkpoint else {}
-        )
+        there = read_keys(folder / PROVENANCE, "train.output_dir", "an interrupted run") if self.checkpoint else {}
+        old = without_places(there)
         other = next((name for name, now in facts.items() if old.get(name, now) != now), None)
         if other := next(filter(None, of_all(other)), None):  # all have read it before it is written again
             got = f"{self.path}, an interrupted run with {other} {old.get(other)}"
@@ -167,16 +166,14 @@ class TrainingRun:
                 trainer.remove_callback(verbose)
             for callback in [ProgressLines()] if self.arguments.disable_tqdm else [Bar(), ProgressLines()]:
                 trainer.add_callback(callback)
-            callbacks = (
-                trainer.callback_handler.callbacks
-            )  # Stopping last: on a save it may end the run, before others are told
-            callbacks.sort(key=lambda callback: isinstance(callback, Stopping))
+            # Last: on a save it may end the run, before others are told
+            trainer.callback_handler.callbacks.sort(key=lambda callback: callback is trainer.stopping)
             if self.checkpoint is not None:
                 trainer.begun -= read_json(self.checkpoint / MANIFEST).get("seconds", math.nan)
             if self.arguments.should_save:
                 shutil.rmtree(self.path / ASIDE, ignore_errors=True)
             of_all(None)
-            with trainer.stop_signals.caught(), collectives("the same command resumes from the last checkpoint"):
+            with trainer.stopping.caught(), collectives("the same command resumes from the last checkpoint"):
                 trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
             if not isinstance(trainer, DraftTrainer):
                 return
@@ -189,9 +186,8 @@ class TrainingRun:
                         os.replace(self.path / ASIDE / "draft", self.path / "draft")
                     shutil.rmtree(self.path / ASIDE, ignore_errors=True)  # not there where another machine writes the draft
             state = trainer.state
-            result(
-                {"draft": self.path / "draft", "steps": state.global_step, "best": state.best_metric, "log": state.log_history}
-            )
+            reached = {"steps": state.global_step, "best": state.best_metric, "log": state.log_history}
+            result({"draft": self.path / "draft", **reached})
 
 
 def left_open(recipe: Any) -> Iterator[str]:

@@ -231,9 +231,8 @@ class DraftTrainer(ResumableTrainer):
         if self.whole is None:
             return self.save(self.objective.draft, folder)
         assert state is not None
-        self.whole.load_state_dict(
-            {name.removeprefix("draft."): tensor for name, tensor in state.items() if name.startswith("draft.")}
-        )
+        own = {name.removeprefix("draft."): tensor for name, tensor in state.items() if name.startswith("draft.")}
+        self.whole.load_state_dict(own)
         return self.save(self.whole, folder)
 
 
