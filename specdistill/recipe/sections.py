@@ -10,7 +10,6 @@ from specdistill.engines import ENGINES, engines_with
 from specdistill.engines.server import MOST_IN_FLIGHT
 from specdistill.errors import UserError
 from specdistill.recipe.fields import AtLeastOne, NonNegative, ReadWhen, Section, one_of, option, section, shown
-from specdistill.recipe.llama_cpp import LlamaCppConfig
 
 
 def swept(it: Any, axis: str) -> list[Any]:
@@ -74,6 +73,7 @@ MADE = ReadWhen("with hidden_states.mode=hybrid", lambda it: it.mode == "hybrid"
 WAITING = "generated"  # folder in a store of what servers gave with their answers
 MADE_BY_SERVERS = ReadWhen("with hidden_states.server", lambda it: bool(it.server))
 
+CacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"]
 AnswerRule = Literal["refused", "empty", "truncated", "looping", "off_template"]
 ATTENTION = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3", "ORG/KERNEL")
 AttentionImplementation = Annotated[str, one_of(lambda: ATTENTION, also=lambda name: "/" in name)]
@@ -354,6 +354,31 @@ class MeasurementConfig(Section):
         if self.lookup_first:
             self.lookup_first.check(self, self.num_speculative_tokens)
         return self
+
+
+class LlamaCppConfig(Section):
+    """The GGUF files that llama.cpp's server loads, and options of `llama-server` in its own words, each of which reaches its command line,
+    both with the draft and without; null: its default.
+    """
+
+    model: str | None = option(None, "the target as a GGUF file; null: target.model is one")
+    model_draft: str | None = option(None, "the draft as a GGUF file, which llama.cpp's converter makes of its export")
+    ctx_size: int | None = option(
+        None, "tokens of all slots together, in the target and in the draft; null: the longest sequence in each slot", ge=1
+    )
+    parallel: int | None = option(None, "slots, requests decoded together; null: one for each request in flight", ge=1)
+    batch_size: int | None = option(None, "most tokens in a batch", ge=1)
+    ubatch_size: int | None = option(None, "most tokens computed together", ge=1)
+    threads: int | None = option(None, "CPU threads", ge=1)
+    spec_draft_threads: int | None = option(None, "CPU threads of the draft", ge=1)
+    device: str | None = option(None, "devices, e.g. CUDA0,CUDA1; none: the CPU")
+    spec_draft_device: str | None = option(None, "devices of the draft")
+    gpu_layers: int | None = option(None, "layers on the devices", ge=0)
+    spec_draft_ngl: int | None = option(None, "layers of the draft on its devices", ge=0)
+    cache_type_k: CacheType | None = option(None, "type of the keys that are kept")
+    cache_type_v: CacheType | None = option(None, "type of the values that are kept")
+    spec_draft_type_k: CacheType | None = option(None, "type of the draft's keys")
+    spec_draft_type_v: CacheType | None = option(None, "type of the draft's values")
 
 
 class EvalConfig(MeasurementConfig):

@@ -30,17 +30,15 @@ FSDP = ("2", "FULL_STATE_DICT")  # the one that is put together to be saved
 # Numbers that TrainingArguments accepts and with which training would fail later, or train nothing: what a field may be, in words too.
 NumberRange = tuple[Callable[[float], bool], str]
 AT_LEAST_ONE: NumberRange = (lambda number: number >= 1, "at least 1")
-NOT_NEGATIVE: NumberRange = (lambda number: number >= 0, "at least 0")
 ABOVE_ZERO: NumberRange = (lambda number: number > 0, "above 0")
-DECAY: NumberRange = (lambda number: 0 <= number < 1, "at least 0 and below 1")
 NUMBER_RANGES: dict[str, NumberRange] = {
     "max_steps": (lambda number: number >= 1 or number == -1, "at least 1, or -1 for train.num_train_epochs"),
     **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), AT_LEAST_ONE),
     **dict.fromkeys(("gradient_accumulation_steps", "eval_accumulation_steps", "save_total_limit"), AT_LEAST_ONE),
     **dict.fromkeys(("num_train_epochs", "logging_steps", "eval_steps", "save_steps", "adam_epsilon"), ABOVE_ZERO),
-    **dict.fromkeys(("learning_rate", "weight_decay", "max_grad_norm", "seed"), NOT_NEGATIVE),
+    **dict.fromkeys(("learning_rate", "weight_decay", "max_grad_norm", "seed"), (lambda number: number >= 0, "at least 0")),
     "dataloader_num_workers": (lambda number: 0 <= number <= 1024, "0 to 1024"),
-    **dict.fromkeys(("adam_beta1", "adam_beta2"), DECAY),
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), (lambda number: 0 <= number < 1, "at least 0 and below 1")),
     "ddp_timeout": (lambda seconds: seconds >= 30, "30 or more"),
 }
 # Names that a field's own definition does not list: trackers, and what compiles.
