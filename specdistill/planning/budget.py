@@ -40,10 +40,10 @@ def served(serving: ServingOptions, target: Described, draft: Described | None =
     Raises UserError for what no engine would serve: more context than the target has, heads that devices cannot share.
     """
     longest = getattr(target.text, "max_position_embeddings", None)
-    serving = serving.model_copy(update={"context": serving.context or min(CONTEXT, longest or CONTEXT)})
-    if longest and serving.context > longest:
+    context = serving.context or min(CONTEXT, longest or CONTEXT)
+    if longest and context > longest:
         expected = f"at most {longest}, the target's max_position_embeddings"
-        raise UserError("serving.context", got=serving.context, expected=expected)
+        raise UserError("serving.context", got=context, expected=expected)
     if serving.dtype and target.quantization:
         expected = f"null: the weights of {target.name} are {target.quantization.get('quant_method', 'quantised')}"
         raise UserError("serving.dtype", got=serving.dtype, expected=expected)
@@ -52,7 +52,7 @@ def served(serving: ServingOptions, target: Described, draft: Described | None =
         if heads % serving.tensor_parallel:
             expected = f"a divisor of {heads}, the attention heads of {model.name}"
             raise UserError("serving.tensor_parallel", got=serving.tensor_parallel, expected=expected)
-    return serving
+    return serving.model_copy(update={"context": context})
 
 
 @dataclass(frozen=True)
