@@ -21,12 +21,11 @@ PASS_TOKENS = 8192  # of prompts in a pass, as vLLM takes them
 NO_LIMIT = 2**30  # tokens: more than that are not counted
 MOST_DEVICES = 64
 USABLE = 0.92  # of a device's memory: the rest is the driver's context and what the allocator cannot use
-KV_CACHE_DTYPES = {"fp8": "float8_e4m3fn"}
 
 
 def torch_dtype(name: str | None) -> torch.dtype | None:
     """That `serving:` names."""
-    return getattr(torch, KV_CACHE_DTYPES.get(name, name)) if name else None
+    return getattr(torch, {"fp8": "float8_e4m3fn"}.get(name, name)) if name else None
 
 
 def kv_itemsize(serving: ServingOptions, target: Described) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 from specdistill.methods import METHODS
 from specdistill.methods.sizes import ASSUMED_DTYPE, Described, weights_read
-from specdistill.planning.budget import Budget, budget, kv_itemsize, served, torch_dtype, weight_bytes
+from specdistill.planning.budget import Budget, budget, kv_itemsize, served, weight_bytes
 from specdistill.planning.command import ServingOptions
 from specdistill.planning.estimates import ASSUMPTIONS, GPUS_PER_MACHINE, SMALL, PlanRow, Scenario, read_recipe, row_of
 from specdistill.planning.reading import check_fit, method_of_config
@@ -57,7 +57,9 @@ def make_plan(
         rows[method] = row_of(method, draft, scenario)
     warnings += [warning for row in rows.values() for warning in row.warnings]
     recommendation = recommend(list(rows.values()), facts, budget(target, serving.model_copy(update={"tensor_parallel": 1})))
-    return Plan(facts, list(rows.values()), recommendation, warnings, _asked(serving, target), budget(target, serving))
+    dtype = serving.dtype or facts["dtype"]
+    asked = vars(serving) | {"dtype": dtype, "kv_cache_dtype": serving.kv_cache_dtype or dtype}
+    return Plan(facts, list(rows.values()), recommendation, warnings, asked, budget(target, serving))
 
 
 def _warnings(target: Described) -> list[str]:
@@ -75,13 +77,6 @@ def _warnings(target: Described) -> list[str]:
     if target.cache is None:
         warnings.append("its class does not show its KV cache: budgets are without it")
     return warnings
-
-
-def _asked(serving: ServingOptions, target: Described) -> dict[str, Any]:
-    """What was asked for, as a report has it."""
-    dtype = torch_dtype(serving.dtype) or target.dtype or ASSUMED_DTYPE
-    names = {"dtype": dtype, "kv_cache_dtype": torch_dtype(serving.kv_cache_dtype) or dtype}
-    return vars(serving) | {name: str(value).removeprefix("torch.") for name, value in names.items()}
 
 
 def _facts(target: Described, serving: ServingOptions) -> dict[str, Any]:
