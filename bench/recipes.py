@@ -143,7 +143,7 @@ def _step(of: dict[str, Any], target: Described, draft: PlannedDraft) -> tuple[f
 
 def device_of(gpu_gb: int) -> Device:
     """An H100 or an H200, by its memory."""
-    return {80: H100, 141: Device("H200", 140 * 2**30, 989e12, 4.8e12)}[gpu_gb]
+    return {80: H100, 141: Device("H200", 989e12, 4.8e12)}[gpu_gb]
 
 
 def _target_bytes(of: dict[str, Any], target: Described) -> float:

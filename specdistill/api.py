@@ -16,7 +16,7 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedModel, TrainerCallback
 
-from specdistill.command import COMPARE, SHORTHANDS, keys_of
+from specdistill.command import COMPARE, SHORTHANDS, TARGET, keys_of
 from specdistill.comparison.candidates import UNTRAINED
 from specdistill.comparison.compare import compare as compared
 from specdistill.comparison.measure import measure_candidates
@@ -26,11 +26,11 @@ from specdistill.decoding.assisted import Draft
 from specdistill.decoding.decoder import Decoder, Generation
 from specdistill.errors import UserError, nearest
 from specdistill.export import check_engines
-from specdistill.gate.decide import FIRST_RELEASE, Evidence, GateOptions, judge_again, read_baseline
+from specdistill.gate.decide import FIRST_RELEASE, Evidence, judge_again, read_baseline
 from specdistill.gate.decide import judge as decide
 from specdistill.gate.rules import load_gate
-from specdistill.hub.acquire import acquire
-from specdistill.hub.command import PublishOptions
+from specdistill.hub.acquire import acquire as acquired
+from specdistill.hub.command import AcquireOptions, PublishOptions
 from specdistill.hub.publish import Publication, publish_run
 from specdistill.measurement import evaluate as measurement
 from specdistill.measurement.configurations import Settings
@@ -246,9 +246,8 @@ class DraftTrainer:
             place = Path(self.recipe.data.source)
             text = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in self.rows)
             if place.exists() and place.read_bytes() != text.encode():
-                raise UserError(
-                    "train_dataset", got=f"other rows than those in {place}", expected="them, or another output_dir"
-                )
+                got = f"other rows than those in {place}"
+                raise UserError("train_dataset", got=got, expected="them, or another output_dir")
             with staged(place.parent) as staging:  # each process of a launch writes the same file
                 (staging / place.name).write_text(text, encoding="utf-8")
         return train_draft(self.recipe, self.callbacks)
@@ -309,8 +308,7 @@ def judge(report: Report | str | os.PathLike[str], gate: str = "default", *, bas
     name next to it. gate: a name or a gate YAML. baseline: a report that regressions are relative to, or `none`.
     """
     folder = report.folder if isinstance(report, Report) else Path(report)
-    options = load_recipe(GateOptions, arguments_of({"report": folder, "gates": gate, "baseline": baseline}, {}))
-    return Report.of(judge_again(folder, options.gates, baseline=options.baseline), folder)
+    return Report.of(judge_again(folder, gate, baseline=baseline), folder)
 
 
 def compare(target: str | Mapping[str, Any], drafts: Sequence[str | os.PathLike[str]], **keys: Any) -> dict[str, Any]:
@@ -331,6 +329,12 @@ def compare_drafts(options: CommonOptions) -> dict[str, Any]:
     comparison = compared(measured, seed=options.seed)
     write_comparison(folder, comparison, {entry.name: entry.records for entry in measured})
     return comparison
+
+
+def acquire(method: str, target: str | Mapping[str, Any], draft: str | os.PathLike[str] | None = None, **keys: Any) -> Path:
+    """The folder of a draft that fits a target, with the keys of `specdistill acquire`, which fetches it."""
+    given = {"method": method, "target": target, "draft": draft}
+    return acquired(load_recipe(AcquireOptions, keys_of(arguments_of(given, keys), TARGET)))
 
 
 def publish(run: str | os.PathLike[str], **keys: Any) -> Publication:

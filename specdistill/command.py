@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from inspect import cleandoc
 from itertools import chain
-from types import MappingProxyType
 from typing import TypeVar
 
 from rich.table import Table
@@ -19,12 +18,10 @@ from specdistill.terminal import JSON, QUIET, Console, result
 R = TypeVar("R", bound=Section)
 
 HELP = {"-h", "--help"}
-NO_SHORTHANDS: Mapping[str, str] = MappingProxyType({})
-TARGET: Mapping[str, str] = MappingProxyType({"target": "target.model"})
-SHORTHANDS: Mapping[str, str] = MappingProxyType(
-    {"target": "target.model", "draft": "eval.draft", "suite": "eval.suite", "output_dir": "eval.output_dir"}
-)  # of eval
-COMPARE: Mapping[str, str] = MappingProxyType({**TARGET, "eval.*": "*"})
+NO_SHORTHANDS: Mapping[str, str] = {}
+TARGET = {"target": "target.model"}
+SHORTHANDS = {**TARGET, "draft": "eval.draft", "suite": "eval.suite", "output_dir": "eval.output_dir"}  # of eval
+COMPARE = {**TARGET, "eval.*": "*"}
 # Of every command.
 EVERYWHERE = {
     "recipe=NAME": "a YAML file of keys, or a name under recipes/; key=value overrides it",

@@ -21,7 +21,7 @@ from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import read_config
 from specdistill.methods.contract import Draft
 from specdistill.methods.load import create_draft, implementation, method_of
-from specdistill.methods.recipe import Recipe, TrainedRecipe
+from specdistill.methods.recipe import Recipe, TrainedRecipe, trainable
 from specdistill.methods.target_record import TEMPLATE, check_target, copy_record, save_draft
 from specdistill.recipe.sections import LookupFirstConfig
 from specdistill.report import phrases, tables
@@ -75,9 +75,8 @@ def export(
     drafting = as_measured(measured, target, lengths, num_speculative_tokens or num_tokens)
     with ExitStack() as undone, new_folder(output_dir) as folder:
         if target is not None and target.adapter and merges:
-            target = merge_adapter(
-                target, output_dir.with_name(f"{output_dir.name}-target"), drafting.get("dtype", Served.dtype)
-            )
+            dtype = drafting.get("dtype", Served.dtype)
+            target = merge_adapter(target, output_dir.with_name(f"{output_dir.name}-target"), dtype)
             undone.callback(shutil.rmtree, target.name)
             drafting["revision"] = None  # of a folder
         implementation(method).export(draft, engine, layout, folder, target, drafting["num_tokens"])
@@ -191,8 +190,7 @@ def write_untrained(recipe: Recipe, folder: Path) -> None:
 
     What data would choose is arbitrary here: a pruned vocabulary holds the first tokens. Raises UserError where training would.
     """
-    if not isinstance(recipe, TrainedRecipe):
-        raise UserError("method", got=f"{recipe.method}, which needs no training", expected="a method with a draft to write")
+    recipe = trainable(recipe)
     target = FrozenTarget.load(**vars(recipe.target))
     save_draft(implementation(recipe.method), target, create_untrained(recipe, target), folder)
 
@@ -238,9 +236,8 @@ def caveats(report: Mapping[str, Any] | None, engine: Engine, k: int) -> list[st
         speed = f"{phrases.times(row['speedup'])} its speed{phrases.between(row, 'speedup')}"
         found.append(plain(f"It was slower than plain decoding where it was measured: {speed}."))
     if lookup := phrases.lookup_first(report["settings"]):
-        found.append(
-            f"It was measured behind a lookup ({lookup}). {of_lookup([engine], measured_lookup(report['settings']), k)}"
-        )
+        needed = of_lookup([engine], measured_lookup(report["settings"]), k)
+        found.append(f"It was measured behind a lookup ({lookup}). {needed}")
     return found
 
 

@@ -46,12 +46,9 @@ class LaunchOptions(Section):
     )
 
 
-IN_THIS_PROCESS = LaunchOptions()
-
-
-def run_script(script: str, arguments: list[str], options: LaunchOptions = IN_THIS_PROCESS) -> int:
+def run_script(script: str, arguments: list[str], options: LaunchOptions | None = None) -> int:
     """Run one of the project's scripts as if by `python script arguments`; its own exit code ends this process."""
-    if options.launch is not None:
+    if options and options.launch is not None:
         return launch(ROOT / script, arguments, options)
     sys.argv = [str(ROOT / script), *arguments]
     runpy.run_path(sys.argv[0], run_name="__main__")
@@ -142,10 +139,8 @@ def _read(configuration: Path) -> tuple[Any, dict[str, Any]]:
 def _exit_code(code: int, process: str) -> int:
     if code >= 0:
         return code
-    killed = f"{process} was killed by {signal.Signals(-code).name}"
-    raise ResourceError(
-        killed, next_step="the same command resumes from the newest checkpoint; SIGKILL mostly means: free memory"
-    )
+    next_step = "the same command resumes from the newest checkpoint; SIGKILL mostly means: free memory"
+    raise ResourceError(f"{process} was killed by {signal.Signals(-code).name}", next_step=next_step)
 
 
 def _forward(number: int, _frame: FrameType | None) -> None:

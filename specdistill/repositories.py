@@ -5,24 +5,13 @@ from contextlib import contextmanager
 from errno import EACCES, EDQUOT, ENOSPC, ENOTDIR, EPERM, EROFS
 from pathlib import Path
 
-from huggingface_hub import HfApi, constants, get_token, snapshot_download
-from huggingface_hub.errors import (
-    DryRunError,
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-    RevisionResolutionError,
-)
+from huggingface_hub import HfApi, constants, errors, get_token, snapshot_download
 
 from specdistill.errors import ResourceError, UserError, nearest
 from specdistill.project import PICO
 
 # httpx's base class, under the name of the release that huggingface_hub stands on.
-HTTP_ERROR: type[BaseException] = HfHubHTTPError.__bases__[0]
+HTTP_ERROR: type[BaseException] = errors.HfHubHTTPError.__bases__[0]
 
 
 def resolve(model: str, key: str = "target.model") -> str:
@@ -49,12 +38,18 @@ def hub_errors(key: str, name: str, *, expected: str) -> Iterator[None]:
     """Raises ResourceError when the Hub or its cache fails while `name` is fetched, UserError naming `key` when `name` is no id."""
     try:
         yield
-    except HFValidationError as error:
+    except errors.HFValidationError as error:
         raise UserError(key, got=name, expected=expected) from error
-    except (HTTP_ERROR, OfflineModeIsEnabled, LocalEntryNotFoundError, RevisionResolutionError, DryRunError) as error:
+    except (
+        HTTP_ERROR,
+        errors.OfflineModeIsEnabled,
+        errors.LocalEntryNotFoundError,
+        errors.RevisionResolutionError,
+        errors.DryRunError,
+    ) as error:
         raise _not_fetched(error, key, name, expected) from error
     except OSError as error:
-        if isinstance(error.__cause__, LocalEntryNotFoundError):  # which transformers tells in words of its own
+        if isinstance(error.__cause__, errors.LocalEntryNotFoundError):  # which transformers tells in words of its own
             raise _not_fetched(error.__cause__, key, name, expected) from error
         if not _is_of_cache(error):
             raise
@@ -76,14 +71,16 @@ def _reason(error: BaseException, repository: str) -> tuple[str, str]:
         chain.append(behind)
     login = "log in (hf auth login, or HF_TOKEN)" if get_token() is None else "log in as one who may read it (hf auth whoami)"
     for each in chain:
-        if isinstance(each, GatedRepoError):
+        if isinstance(each, errors.GatedRepoError):
             return "it is gated", f"accept its terms at {constants.ENDPOINT}/{repository} and {login}"
-        if isinstance(each, RepositoryNotFoundError):
+        if isinstance(each, errors.RepositoryNotFoundError):
             reason = f"{constants.ENDPOINT} has no such repository, or it is private"
             return reason, f"check the name; if it is private, {login}"
-        if isinstance(each, RevisionNotFoundError):
+        if isinstance(each, errors.RevisionNotFoundError):
             return f"could not be fetched from the Hub: {repository} has no such revision", "check its name"
-    if constants.HF_HUB_OFFLINE or any(isinstance(each, HTTP_ERROR) and not isinstance(each, HfHubHTTPError) for each in chain):
+    if constants.HF_HUB_OFFLINE or any(
+        isinstance(each, HTTP_ERROR) and not isinstance(each, errors.HfHubHTTPError) for each in chain
+    ):
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "offline?"
         return f"{constants.ENDPOINT} cannot be reached to look it up ({why})", "check the network, or name a folder"
     message = next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -16,7 +16,7 @@ from specdistill.hub.evidence import PROVENANCE, RECIPE
 from specdistill.methods import METHODS
 from specdistill.methods.recipe import Recipe
 from specdistill.methods.target_record import save_draft
-from specdistill.recipe.load import load_recipe, save_recipe
+from specdistill.recipe.load import load_recipe, recipe_yaml
 from specdistill.report.build import context_rows, headline, result_rows
 from specdistill.report.files import digest, read_report, write_report
 from specdistill.statistics.records import HFGenerate, PromptRecord, Timing
@@ -57,7 +57,7 @@ def finished_run(folder: Path, *more: str) -> Path:
     target = FrozenTarget.load(**vars(recipe.target))
     save_draft(METHODS["draft_model"].implementation(), target, half_right(target), run / "draft")
     (run / "run").mkdir()
-    save_recipe(recipe, run / RECIPE)
+    (run / RECIPE).write_text(recipe_yaml(recipe), encoding="utf-8")
     sha256 = hashlib.sha256((run / RECIPE).read_bytes()).hexdigest()
     provenance = {"created": "2026-11-23T04:00:00+00:00", "recipe": sha256}
     (run / PROVENANCE).write_text(json.dumps(provenance), encoding="utf-8")

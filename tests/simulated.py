@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from specdistill.comparison.compare import Measured
-from specdistill.engines.server import ServerCounts
+from specdistill.engines.client import ServerCounts
 from specdistill.report.build import build_report, context_rows, headline, result_rows, theory
 from specdistill.statistics.records import Configuration, HFGenerate, PromptRecord, RoundRecord, Timing
 from specdistill.statistics.theory import RoundCost

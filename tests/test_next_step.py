@@ -11,7 +11,7 @@ from specdistill.cli import main
 from specdistill.gate.decide import Evidence, judge
 from specdistill.gate.rules import read_rule
 from specdistill.methods.recipe import Recipe
-from specdistill.recipe.load import load_recipe, save_recipe
+from specdistill.recipe.load import load_recipe, recipe_yaml
 from specdistill.report.files import write_report
 from tests.documented import commands, unknown_keys
 from tests.refusals import refused_key
@@ -31,7 +31,7 @@ def interrupted(folder: str, *more: str) -> Path:
     keys = ["method=eagle3", "target.model=models/mine", "data.source=texts.jsonl", f"train.output_dir={folder}", *more]
     path = Path(folder) / "run" / "recipe.yaml"
     path.parent.mkdir(parents=True)
-    save_recipe(load_recipe(Recipe, keys), path)
+    path.write_text(recipe_yaml(load_recipe(Recipe, keys)), encoding="utf-8")
     return Path(folder)
 
 

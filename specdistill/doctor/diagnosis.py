@@ -8,7 +8,7 @@ Decoding says whether the draft accepts what its training saw, and if not, why. 
 greedy completions, enough to tell a draft that works from one that does not.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,7 +41,6 @@ from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.history import read_history
 
 KEY = "draft"
-OptionsOf = Callable[[str], Mapping[str, Any]]
 LARGE = 1000.0  # weights of trained drafts stay far below
 NO_BETTER_THAN_CHANCE = 0.05  # share of first draft tokens that are accepted
 FAR_BELOW = 0.6  # of the draft tokens accepted in training
@@ -125,7 +124,7 @@ def diagnose(options: CommonDoctorOptions) -> Diagnosis:
     files = TargetFiles(model, **of_files) if model else None
     if files and draft.resolve() == Path(files.name).resolve():
         return examine_native(files)
-    made = examine(draft, files, engine, lambda method: options_by_method(options, [method])[0])
+    made = examine(draft, files, engine, options)
     run = run_of(draft)
     made.recorded = recorded(run / "draft" if run else draft)  # of an export in the run's folder, too
     if engine and lookup_first and not ENGINES[engine].front(lookup_first):
@@ -155,12 +154,12 @@ def examine(
     folder: Path,
     target: TargetFiles | None = None,
     engine: str | None = None,
-    options_of: OptionsOf = lambda method: {},
+    options: CommonDoctorOptions | None = None,
 ) -> Diagnosis:
     """Examine the files of a draft.
 
-    target: what it drafts for. engine: one with `loaders`, which the draft is checked against. options_of: a method -> its own options of
-    decoding. Raises as `diagnose` does.
+    target: what it drafts for. engine: one with `loaders`, which the draft is checked against. options: of decoding are read, if there are
+    any. Raises as `diagnose` does.
     """
     seen = Diagnosis(folder)
     with refusals(seen):
@@ -172,12 +171,12 @@ def examine(
     floats = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
     seen.num_tensors, seen.dtype = len(tensors), stored_dtype(floats) if floats else None
     seen.findings += [*_values(tensors), *_config(config, seen)]
-    options = options_of(seen.method)
+    of_method = options_by_method(options, [seen.method])[0] if options else {}
     if target is not None:
         with refusals(seen):
-            check_target(folder, target, KEY, **options)
+            check_target(folder, target, KEY, **of_method)
     with refusals(seen):
-        seen.config = method.check(folder, tensors, target, key=KEY, name=folder, **options)
+        seen.config = method.check(folder, tensors, target, key=KEY, name=folder, **of_method)
     if isinstance(seen.config, HeadShape):
         seen.findings += _vocabulary(tensors, seen.config)
     if target is not None:

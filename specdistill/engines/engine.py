@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from specdistill.engines.client import Client
 from specdistill.engines.loader import Limit, Loader
-from specdistill.engines.server import Client
 from specdistill.errors import UserError
 
 

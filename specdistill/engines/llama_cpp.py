@@ -18,21 +18,9 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+from specdistill.engines.client import PER_POSITION, Client, CompletionAnswer, CompletionRequest, Counters, ServerIdentity
 from specdistill.engines.engine import Engine, FrontLookup, Program, Served
-from specdistill.engines.server import (
-    PER_POSITION,
-    Client,
-    CompletionAnswer,
-    CompletionRequest,
-    Count,
-    Counters,
-    JsonAnswer,
-    Positive,
-    Response,
-    Server,
-    ServerIdentity,
-    at,
-)
+from specdistill.engines.server import Count, JsonAnswer, Positive, Response, Server, at
 from specdistill.errors import ResourceError, UserError
 
 NGRAM_SIMPLE, EAGLE3, MODEL = "ngram-simple", "draft-eagle3", "draft-simple"

@@ -170,9 +170,8 @@ def check_loader(
         if _get(config, key) is None
     ]
     result.settings = {name: _read(config, setting.keys, setting.default) for name, setting in loader.settings.items()}
-    result.silent += [
-        f"it does not support {limit.setting}; expected {limit.instead}" for limit in loader.limits if limit.has(head)
-    ]
+    lacking = (limit for limit in loader.limits if limit.has(head))
+    result.silent += [f"it does not support {limit.setting}; expected {limit.instead}" for limit in lacking]
     if "aux_layers" in trained:
         _check_aux_layers(result, config, trained, target)
     sizes = _sizes(result.settings, config, target)

@@ -16,20 +16,9 @@ from typing import Any
 
 from pydantic import AliasChoices, AliasPath, Field
 
+from specdistill.engines.client import Client, CompletionAnswer, CompletionRequest, Counters, ServerIdentity
 from specdistill.engines.engine import Engine, Program, Served
-from specdistill.engines.server import (
-    Client,
-    CompletionAnswer,
-    CompletionRequest,
-    Count,
-    Counters,
-    JsonAnswer,
-    Positive,
-    ServedModels,
-    Server,
-    ServerIdentity,
-    at,
-)
+from specdistill.engines.server import Count, JsonAnswer, Positive, ServedModels, Server, at
 from specdistill.engines.vllm import sampling_parameters
 
 ADAPTIVE = ("EAGLE", "EAGLE3")  # algorithms that it changes the draft length of

@@ -15,26 +15,18 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from specdistill.engines.client import PER_POSITION, Client, CompletionAnswer, CompletionRequest, Counters, ServerIdentity
 from specdistill.engines.engine import Engine, FrontLookup, HeadExport, Program, Served
-from specdistill.engines.server import (
-    PER_POSITION,
-    PLAIN_SAMPLING,
-    Client,
-    CompletionAnswer,
-    CompletionRequest,
-    Count,
-    Counters,
-    JsonAnswer,
-    Positive,
-    ServedModels,
-    Server,
-    ServerIdentity,
-    at,
-)
+from specdistill.engines.server import Count, JsonAnswer, Positive, ServedModels, Server, at
 
 DRAFTING = ("metrics", "speculative_decoding")  # where an answer counts
 LOOKUP_VARIABLE = "SPECDISTILL_LOOKUP_FIRST"  # of the environment, which vLLM's processes inherit
 LOOKUP_MARK = "specdistill looks up first:"  # in the log of one that does
+# Sampling from the model's own distribution, in the words that vLLM and SGLang share; -1 keeps all tokens. What a request leaves out a
+# server takes from the model's generation_config.json, greedy requests included, which a penalty changes too.
+PLAIN_SAMPLING: Mapping[str, float] = {
+    "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0
+}  # fmt: skip
 
 
 def served_config(served: Served) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from glob import escape
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import HfApi, constants, snapshot_download
@@ -22,7 +21,8 @@ from transformers.modeling_utils import str_to_torch_dtype
 
 from specdistill.errors import ResourceError, UserError, logger, one_line, refusing
 from specdistill.files.documents import head_of
-from specdistill.methods import METHODS, method_named
+from specdistill.hub.command import AcquireOptions
+from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import read_config
 from specdistill.methods.load import TOKENIZER, implementation, recognized
 from specdistill.methods.target_record import check_target, recorded_target
@@ -62,7 +62,8 @@ class ModelFiles:
         place = resolve(name, key)
         if Path(place).is_dir():
             if revision is not None:
-                raise UserError("revision", got=revision, expected=f"none with a folder, {name}")
+                expected = "a folder, which has no revisions, or a Hub id"
+                raise UserError(key, got=f"{name} at revision {revision}", expected=expected)
             return cls(key, name, Path(place), _sizes(Path(place)))
         shown = f"{name}@{revision}" if revision else name
         with hub_errors(key, shown, expected=expected):
@@ -145,37 +146,23 @@ def _sizes(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
 
 
-def acquire(
-    method: str,
-    target: str,
-    draft: str | None = None,
-    *,
-    target_revision: str | None = None,
-    adapter: str | None = None,
-    revision: str | None = None,
-    dry_run: bool = False,
-    **options: Any,
-) -> Path:
-    """The folder of a draft for a target; with `dry_run` the one that it would have.
-
-    draft: a folder or a Hub id, `org/name@revision` too; None for a layer of the target's own checkpoint, whose folder it then is.
-    options: of decoding, as far as they say what fits.
+def acquire(options: AcquireOptions) -> Path:
+    """The folder of a draft for a target, or of the target whose own layer drafts; with `dry_run` the one that it would have.
 
     Raises UserError for a draft that is none for this target, before its weights are fetched, and for a draft that was not chosen;
     ResourceError when the Hub, the disk or the cache fails, and without the Hub for what is missing.
     """
-    if not method_named(method).is_trained:
+    method, draft, target, adapter = options.method, options.draft, options.target.model, options.target.adapter
+    if not METHODS[method].is_trained:
         raise UserError("method", got=f"{method}, which has no weights", expected="a method with something to acquire")
     folder, gguf = split_gguf(target)
-    of_target = ModelFiles.of(folder, target_revision, key="target.model", expected=TARGET)
-    commit = of_target.folder.name if of_target.repository else target_revision
+    of_target = ModelFiles.of(folder, options.target.revision, key="target.model", expected=TARGET)
+    commit = of_target.folder.name if of_target.repository else options.target.revision
     files = TargetFiles(f"{of_target.repository or of_target.folder}{f'/{gguf}' if gguf else ''}", commit, adapter)
     if draft is not None:
-        name, named = split_revision(draft)
-        if named and revision:
-            raise UserError("revision", got=revision, expected=f"none with {draft}, which names one")
-        wanted = ModelFiles.of(name, named or revision, key="draft", expected=DRAFT)
-        names = _checked(wanted, method, files, of_target, options)
+        name, revision = split_revision(draft)
+        wanted = ModelFiles.of(name, revision, key="draft", expected=DRAFT)
+        names = _checked(wanted, options, files, of_target)
     elif adapter is not None:
         raise UserError("target.adapter", got=adapter, expected="no such key without draft=…")
     elif (check_native := implementation(method).check_native) is not None:
@@ -186,13 +173,14 @@ def acquire(
         listed = f"`specdistill plan target={shlex.quote(target)}` lists those that the Hub has"
         raise UserError("draft", got="nothing", expected=f"{DRAFT}; {listed}")
     _announce(wanted, names)
-    if not dry_run:
+    if not options.dry_run:
         wanted.fetch(names)
     return wanted.folder
 
 
-def _checked(draft: ModelFiles, method: str, target: TargetFiles, of_target: ModelFiles, options: dict[str, Any]) -> list[str]:
+def _checked(draft: ModelFiles, options: AcquireOptions, target: TargetFiles, of_target: ModelFiles) -> list[str]:
     """The files of a draft that are needed, once the small ones and headers say that it is one of the method for the target."""
+    method, translated = options.method, {"heterogeneous_vocab": True} if options.heterogeneous_vocab else {}
     tokenizer = TOKENIZER if METHODS[method].standalone else ()
     folder, tensors = draft.fetch(draft.matching(*SMALL, *tokenizer)), draft.tensors()
     found = recognized(read_config(folder, "draft"), tensors.keys(), name=draft.name, key="draft")
@@ -200,11 +188,11 @@ def _checked(draft: ModelFiles, method: str, target: TargetFiles, of_target: Mod
         got = f"{draft.name}, which holds a draft of method {found}"
         raise UserError("draft", got=got, expected=f"one of method {method}")
     of_target.fetch(of_target.matching("config.json", INDEX, *tokenizer))
-    implementation(method).check(folder, tensors, target, key="draft", name=draft.name, **options)
+    implementation(method).check(folder, tensors, target, key="draft", name=draft.name, **translated)
     if recorded_target(folder, "draft") is None:
         _compare_card(draft, of_target)
     else:
-        check_target(folder, target, "draft", **options)
+        check_target(folder, target, "draft", **translated)
     logger.info(f"{draft.name}: a draft of method {method} that fits {of_target.name}")
     return [*draft.matching(*SMALL, *TOKENIZER), *draft.weights()]
 

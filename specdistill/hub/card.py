@@ -5,7 +5,7 @@ Its metadata is what the Hub searches: `base_model` finds the drafts of a target
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ class CardContents:
         return self.repository.rpartition("/")[2]
 
 
-def model_card(of: CardContents, serving: Sequence[tuple[str, str]]) -> ModelCard:
+def model_card(of: CardContents, serving: Iterable[tuple[str, str]]) -> ModelCard:
     """The card of what is published; serving: (engine, commands).
 
     Everything from outside is escaped; names of repositories and tags are checked by the Hub's own rules before.

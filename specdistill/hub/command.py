@@ -9,8 +9,8 @@ from specdistill.engines import engines_with
 from specdistill.errors import ExitCode, UserError
 from specdistill.methods import METHODS
 from specdistill.methods.recipe import Recipe
-from specdistill.recipe.fields import ReadWhen, Section, leaves, like, one_of, option, section
-from specdistill.recipe.load import load_recipe
+from specdistill.recipe.fields import ReadWhen, Section, like, one_of, option, section
+from specdistill.recipe.load import load_own_keys, load_recipe
 from specdistill.recipe.sections import PublishConfig, TargetConfig
 from specdistill.terminal import result
 
@@ -32,9 +32,6 @@ class AcquireOptions(Section):
     target: AcquiredTarget = section(AcquiredTarget)
     draft: str | None = option(
         None, "draft: org/name, org/name@revision or a folder; null: of method mtp, the target's own layer"
-    )
-    revision: str | None = option(
-        None, "branch, tag or commit of the draft", read_when=ReadWhen("with draft=…", lambda it: it.draft is not None)
     )
     heterogeneous_vocab: bool = option(
         False,
@@ -74,17 +71,7 @@ def acquire(arguments: list[str]) -> int:
     options = load_recipe(AcquireOptions, keys_of(arguments, TARGET))
     from specdistill.hub.acquire import acquire as fetch  # here, and not above, because it imports torch
 
-    of_method = {"heterogeneous_vocab": True} if options.heterogeneous_vocab else {}
-    folder = fetch(
-        options.method,
-        options.target.model,
-        options.draft,
-        target_revision=options.target.revision,
-        adapter=options.target.adapter,
-        revision=options.revision,
-        dry_run=options.dry_run,
-        **of_method,
-    )
+    folder = fetch(options)
     print(folder)
     result({"folder": folder})
     return ExitCode.DONE
@@ -127,9 +114,7 @@ def _what_to_export(given: list[str]) -> tuple[ExportOptions, Recipe | None]:
     recipes = [argument for argument in given if argument.startswith("recipe=")]
     if bool(recipes) != is_untrained:
         raise UserError("recipe", got=(recipes or ["nothing"])[-1], expected="a recipe with dry_run=true, and only then")
-    own = {key for key, *_ in leaves(ExportOptions) if not (is_untrained and key.startswith("target."))}
-    of_recipe = [argument for argument in given if is_untrained and argument.partition("=")[0] not in own]
-    options = load_recipe(ExportOptions, [argument for argument in given if argument not in of_recipe])
+    options, of_recipe = load_own_keys(ExportOptions, given) if is_untrained else (load_recipe(ExportOptions, given), [])
     if (options.draft is None) != is_untrained:
         raise UserError("draft", got=options.draft or "nothing", expected="a folder or Hub id, or null with dry_run=true")
     return options, load_recipe(Recipe, [*of_recipe, "train.output_dir=runs"]) if is_untrained else None

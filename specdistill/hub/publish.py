@@ -13,7 +13,7 @@ from huggingface_hub.hf_api import RepoFile
 from specdistill.credentials import check_no_secret, without_places
 from specdistill.doctor.diagnosis import findings_of_engine
 from specdistill.engines import ENGINES
-from specdistill.engines.engine import Engine, Served, Serving
+from specdistill.engines.engine import Engine, Served
 from specdistill.engines.llama_cpp import GGUF
 from specdistill.errors import UserError, logger
 from specdistill.export import as_measured, check_exports, export, measured_lookup
@@ -24,18 +24,7 @@ from specdistill.hub.card import PICTURE, CardContents, model_card
 from specdistill.hub.command import PublishOptions
 from specdistill.hub.evidence import DRAFT, FINISHED, PROVENANCE, RECIPE, Release, check_finished, read_release
 from specdistill.hub.licenses import CARD, TEXTS, Licensed, forbidden, license_of_draft, licensed_data, licensed_model
-from specdistill.hub.repository import (
-    LICENSES,
-    NOTICE,
-    REPORT,
-    FileChange,
-    Repository,
-    check_names,
-    difference,
-    hub_failures,
-    is_same,
-    upload,
-)
+from specdistill.hub.repository import LICENSES, NOTICE, REPORT, FileChange, Repository, check_names, hub_failures, is_same
 from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import link, read_config
 from specdistill.methods.load import draft_files, draft_hash, implementation, locate
@@ -122,11 +111,11 @@ def publish_run(options: PublishOptions) -> Publication:
     if options.output_dir is None and folder.exists() and not (folder / Path(PROVENANCE).name).is_file():
         raise UserError("output_dir", got=f"null, and {folder} holds no earlier release", expected="a new folder")
     stage(contents, target, config.exports, folder, replaces=options.output_dir is None)
-    changes = difference(folder, there.files)
+    changes = there.difference(folder)
     if options.dry_run:
         return Publication(name, tag, refusals, folder, changes)
     message = f"Release {tag}\n\n{phrases.summary(release.report)}\n\n{since}"  # which `git tag` shows
-    commit = upload(folder, changes, there, tag, message=message, private=config.private)
+    commit = there.upload(folder, changes, tag, message=message, private=config.private)
     return Publication(name, tag, refusals, folder, changes, commit)
 
 
@@ -249,8 +238,8 @@ def refuse_links(paths: Iterable[Path], home: Path, key: str = "run") -> None:
         raise UserError(key, got=f"{out}, a link", expected="a file: what a link leads to would be published")
 
 
-def serving_of(of: CardContents, target: TargetFiles, exported: Mapping[str, Served]) -> list[tuple[str, str]]:
-    """(engine's title, commands) for each engine that can be given the draft."""
+def serving_of(of: CardContents, target: TargetFiles, exported: Mapping[str, Served]) -> Iterator[tuple[str, str]]:
+    """(engine's title, commands) for each engine that can be given the draft of a release: see `serving_lines`."""
     report, draft = of.release.report, of.release.run / DRAFT
     served = Served(
         method=of.release.method,
@@ -261,16 +250,12 @@ def serving_of(of: CardContents, target: TargetFiles, exported: Mapping[str, Ser
         draft_revision=of.tag,
         **as_measured(report, target, draft_lengths(report), usual_length(report)),
     )
-    return list(serving_lines(served, draft, exported))
+    return serving_lines(served, draft, exported)
 
 
 def loads_as_is(engine: Engine, method: str, folder: Path) -> bool:
     """Whether an engine loads a draft's folder as training wrote it. Of the weights the names and shapes alone are read."""
-    row = METHODS[method]
-    serving = row.serving().get(engine.name, Serving())
-    if serving.layout is None or row.in_target:  # an engine takes that from its target's checkpoint alone
-        return False
-    if row.standalone:
+    if METHODS[method].standalone:
         return engine is not GGUF  # whose files its converter makes
     config, tensors = read_config(folder, "draft"), Shards.open(folder, "draft").without_content()
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}

@@ -7,7 +7,7 @@ command that was interrupted is repeated: files that the Hub has are not sent ag
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Literal
@@ -29,6 +29,15 @@ REPORT, LICENSES, NOTICE = "report", "licenses", "NOTICE"
 NAMES = "a repository on the Hub, e.g. org/name: letters, digits, -, _ and ."
 AGAIN = "repeat the command: what the Hub has is not sent again"
 LOGIN = "`hf auth login`, or HF_TOKEN, with a token that may write, and a name of yours or of an organisation that you are in"
+
+
+@dataclass(frozen=True)
+class FileChange:
+    """A file of a release, compared with what the Hub has under its name. size: bytes, of what is removed there."""
+
+    path: str
+    what: Literal["new", "changed", "same", "removed"]
+    size: int
 
 
 @dataclass(frozen=True)
@@ -84,14 +93,38 @@ class Repository:
             expected = "null, or another repository: its settings on the Hub say who sees it"
             raise UserError("private", got=f"{str(private).lower()}, and {self.name} is {is_what}", expected=expected)
 
+    def difference(self, folder: Path) -> list[FileChange]:
+        """Every file of a release in a folder, compared with the Hub's, and what is there of another release and has no place in it."""
+        changes = []
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            name = path.relative_to(folder).as_posix()
+            same, is_new = is_same(path, self.files.get(name)), name not in self.files
+            changes.append(FileChange(name, "new" if is_new else "same" if same else "changed", path.stat().st_size))
+        removed = sorted(name for name in self.files.keys() - {it.path for it in changes} if is_of_a_release(name))
+        return changes + [FileChange(name, "removed", self.files[name].size) for name in removed]
 
-@dataclass(frozen=True)
-class FileChange:
-    """A file of a release, compared with what the Hub has under its name. size: bytes, of what is removed there."""
+    def upload(self, folder: Path, changes: Sequence[FileChange], tag: str, *, message: str, private: bool | None) -> str:
+        """Commit a release on top of what the Hub was seen to have, and tag it with a message; returns the commit.
 
-    path: str
-    what: Literal["new", "changed", "same", "removed"]
-    size: int
+        Raises ResourceError when the Hub fails, when it was changed meanwhile, and when the tag was set to something else.
+        """
+        api, name = HfApi(), self.name
+        with hub_failures(name):
+            if not self.commits:
+                api.create_repo(name, private=private is not False, exist_ok=True)
+            head = self.commits[0] if self.commits else str(api.model_info(name).sha)
+            added = [CommitOperationAdd(it.path, str(folder / it.path)) for it in changes if it.what in ("new", "changed")]
+            removed = [CommitOperationDelete(it.path) for it in changes if it.what == "removed"]
+            if added or removed:
+                head = api.create_commit(name, [*added, *removed], commit_message=f"Release {tag}", parent_commit=head).oid
+            sent = replace(self, files=files_at(name, head)).difference(folder)
+            if left := [it.path for it in sent if it.what != "same"]:
+                what = f"repo: the Hub holds other content than was sent in {', '.join(left[:3])}, so {head} is not tagged"
+                raise ResourceError(what, next_step=AGAIN)
+            api.create_tag(name, tag=tag, revision=head, tag_message=message, exist_ok=True)
+            if {entry.name: entry.target_commit for entry in api.list_repo_refs(name).tags}[tag] != head:
+                raise ResourceError(f"repo: somebody else set {tag} of {name} meanwhile", next_step="choose another tag")
+        return head
 
 
 def files_at(repository: str, revision: str | None) -> dict[str, RepoFile]:
@@ -122,42 +155,6 @@ def is_of_a_release(path: str) -> bool:
     folder, _, name = path.rpartition("/")
     of_draft = not folder and any(fnmatch(name, pattern) for pattern in (*WHOLE_DRAFT, NOTICE))
     return of_draft or path.partition("/")[0] in {REPORT, LICENSES, *ENGINES}
-
-
-def difference(folder: Path, there: Mapping[str, RepoFile]) -> list[FileChange]:
-    """Every file of a release in a folder, compared with those of the Hub, and what is there of another release and has no place in it."""
-    changes = []
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        name = path.relative_to(folder).as_posix()
-        same = is_same(path, there.get(name))
-        changes.append(FileChange(name, "new" if name not in there else "same" if same else "changed", path.stat().st_size))
-    removed = sorted(name for name in there.keys() - {it.path for it in changes} if is_of_a_release(name))
-    return changes + [FileChange(name, "removed", there[name].size) for name in removed]
-
-
-def upload(
-    folder: Path, changes: Sequence[FileChange], repository: Repository, tag: str, *, message: str, private: bool | None
-) -> str:
-    """Commit a release on top of what the Hub was seen to have, and tag it with a message; returns the commit.
-
-    Raises ResourceError when the Hub fails, when it was changed meanwhile, and when the tag was set to something else.
-    """
-    api, name = HfApi(), repository.name
-    with hub_failures(name):
-        if not repository.commits:
-            api.create_repo(name, private=private is not False, exist_ok=True)
-        head = repository.commits[0] if repository.commits else str(api.model_info(name).sha)
-        added = [CommitOperationAdd(it.path, str(folder / it.path)) for it in changes if it.what in ("new", "changed")]
-        removed = [CommitOperationDelete(it.path) for it in changes if it.what == "removed"]
-        if added or removed:
-            head = api.create_commit(name, [*added, *removed], commit_message=f"Release {tag}", parent_commit=head).oid
-        if left := [it.path for it in difference(folder, files_at(name, head)) if it.what != "same"]:
-            what = f"repo: the Hub holds other content than was sent in {', '.join(left[:3])}, so {head} is not tagged"
-            raise ResourceError(what, next_step=AGAIN)
-        api.create_tag(name, tag=tag, revision=head, tag_message=message, exist_ok=True)
-        if {entry.name: entry.target_commit for entry in api.list_repo_refs(name).tags}[tag] != head:
-            raise ResourceError(f"repo: somebody else set {tag} of {name} meanwhile", next_step="choose another tag")
-    return head
 
 
 @contextmanager

@@ -14,9 +14,9 @@ import gguf
 import torch
 
 from specdistill.engines import ENGINES
+from specdistill.engines.client import Completion
 from specdistill.engines.engine import Served
 from specdistill.engines.llama_cpp import convert
-from specdistill.engines.server import Completion
 from specdistill.errors import UserError, refusing
 from specdistill.export import export, merge_adapter
 from specdistill.files.folders import empty_own
@@ -38,7 +38,7 @@ from specdistill.methods.load import describe_draft, locate
 from specdistill.methods.recipe import Recipe
 from specdistill.methods.target_record import TEMPLATE, check_target, use_recorded_template
 from specdistill.project import git_revision
-from specdistill.recipe.llama_cpp import LlamaCppConfig
+from specdistill.recipe.sections import LlamaCppConfig
 from specdistill.report.build import build_report, headline, result_rows
 from specdistill.report.text import print_power_analysis
 from specdistill.repositories import resolve, split_gguf

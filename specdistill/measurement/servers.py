@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from specdistill.engines import ENGINES, engines_with
+from specdistill.engines.client import Client, Completion, CompletionRequest, ServerIdentity
 from specdistill.engines.engine import Served, Serving
-from specdistill.engines.server import Client, Completion, CompletionRequest, Server, ServerIdentity, asking
+from specdistill.engines.server import Server, asking
 from specdistill.engines.start import started
 from specdistill.errors import ReportedError, ResourceError, UserError
 from specdistill.measurement.configurations import Settings

@@ -35,24 +35,20 @@ class Method:
 
     Args:
         summary: what drafts, in a line.
-        script: the script that trains it, from the project's root; None where there is nothing to train.
         cost: of drafting and of training.
         package: where its code is: `config` (`RECIPE`, no torch), `method` (see specdistill.methods.contract), and `serving` (engines
             that take its drafts, no torch) where there are any.
         standalone: a draft is a whole language model, with its own tokenizer.
         in_target: engines load the draft from the target's checkpoint.
+        is_trained: drafts have weights.
     """
 
     summary: str
-    script: str | None
     cost: MethodCost
     package: str
     standalone: bool = False
     in_target: bool = False
-
-    @property
-    def is_trained(self) -> bool:
-        return self.script is not None
+    is_trained: bool = True
 
     def recipe(self) -> "type[Recipe]":
         """The schema of its recipes."""
@@ -73,66 +69,58 @@ class Method:
 METHODS = {
     "eagle3": Method(
         "a head that reads three of the target's layers (arXiv 2503.01840)",
-        "train/eagle.py",
         MethodCost("K", features=4, positions=5),
         "specdistill.methods.eagle3",
     ),
     "eagle": Method(
         "a head that continues the target's last hidden states (arXiv 2401.15077)",
-        "train/eagle.py",
         MethodCost("K", features=1, positions=1),
         "specdistill.methods.eagle",
     ),
     "mtp": Method(
         "a layer of the target's own kind that predicts on from its last hidden state (arXiv 2412.19437)",
-        "train/eagle.py",
         MethodCost("K", features=1, positions=3),
         "specdistill.methods.mtp",
         in_target=True,
     ),
     "early_exit": Method(
         "the target's first layers and an exit; verification runs the others alone (arXiv 2309.08168)",
-        "train/eagle.py",
         MethodCost("K", features=2, positions=1),
         "specdistill.methods.early_exit",
     ),
     "dflash": Method(
         "a block of masks that reads the target's layers and is filled in one pass (arXiv 2602.06036)",
-        "train/eagle.py",
         MethodCost("1", features=6, positions=2),
         "specdistill.methods.dflash",
     ),
     "dspark": Method(
         "a block whose tokens are corrected by those before them (arXiv 2607.05147)",
-        "train/eagle.py",
         MethodCost("1", features=6, positions=2),
         "specdistill.methods.dspark",
     ),
     "pard": Method(
         "a smaller language model that fills masks in one pass (arXiv 2504.18583)",
-        "train/draft.py",
         MethodCost("1", positions=3),
         "specdistill.methods.pard",
         standalone=True,
     ),
     "draft_model": Method(
         "a smaller language model that drafts for the target (arXiv 2211.17192)",
-        "train/draft.py",
         MethodCost("K", positions=1),
         "specdistill.methods.draft_model",
         standalone=True,
     ),
     "ngram": Method(
         "proposes what followed the last tokens when they occurred before (arXiv 2304.04487)",
-        None,
         MethodCost("0"),
         "specdistill.methods.ngram",
+        is_trained=False,
     ),
     "suffix": Method(
         "proposes what most often followed the last tokens, in earlier outputs too (arXiv 2411.04975)",
-        None,
         MethodCost("0"),
         "specdistill.methods.suffix",
+        is_trained=False,
     ),
 }
 

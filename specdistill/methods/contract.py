@@ -39,7 +39,7 @@ class Implementation:
         create: (recipe, target, rows of training data) -> the draft before its first step, in float32 on the target's device. Raises
             UserError where the target cannot have one.
         save: (draft, target, folder): write the draft in its public layout.
-        objective: (draft, recipe, target) -> the draft with its loss (see specdistill.training.trainer.Objective).
+        objective: (draft, recipe, target) -> the draft with its loss (see specdistill.training.objective.Objective).
         head_shape: (config.json, layers of the target or None) -> the shape of a head as it was trained; None for other drafts.
         check: (folder, tensors by name, target or None, key=, name=, **options, as of load_proposer) -> `head_shape` as decoding would
             read it. Raises UserError for a draft that is broken or does not fit the target, as far as tensors without content tell, for

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from specdistill.engines import ENGINES, engines_with
-from specdistill.engines.server import Client, Counters, Server
+from specdistill.engines.client import Client, Counters
+from specdistill.engines.server import Server
 from specdistill.errors import ResourceError
 from specdistill.gate.decide import Estimate, holds
 from specdistill.gate.rules import load_gate

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from specdistill.command import keys_of
-from specdistill.engines.server import Counters, Server
+from specdistill.engines.client import Counters
+from specdistill.engines.server import Server
 from specdistill.errors import UserError
 from specdistill.files.folders import check_writable
 from specdistill.recipe.fields import ReadWhen, Section, option

@@ -38,10 +38,9 @@ LOOKUPS = {aten.embedding, aten.gather, aten.index, aten.index_select}  # they r
 
 @dataclass(frozen=True)
 class Device:
-    """By its maker, dense bfloat16 with float32 sums. memory: bytes. flops, bandwidth: a second; bandwidth in bytes."""
+    """By its maker, dense bfloat16 with float32 sums. flops, bandwidth: a second; bandwidth in bytes."""
 
     name: str
-    memory: float
     flops: float
     bandwidth: float
 
@@ -51,7 +50,7 @@ class Device:
         return num_tokens / (products + step.traffic / (TRAFFIC_SHARE * self.bandwidth))
 
 
-H100 = Device("H100", 80 * 2**30, 989e12, 3.35e12)
+H100 = Device("H100", 989e12, 3.35e12)
 
 
 class Ledger(TorchDispatchMode):
@@ -117,9 +116,8 @@ class WeightlessTarget(FrozenTarget):
         own, dtype = target.tried(lambda tiny_random: None), target.dtype or ASSUMED_DTYPE
         model = auto_class(target.config).from_config(target.config, dtype=dtype, trust_remote_code=target.trust_remote_code)
         names = {part: name for name, part in own.model.named_modules()}
-        vars(self).update(
-            vars(own), model=model.eval().requires_grad_(False), config=model.config.get_text_config(decoder=True)
-        )
+        vars(self).update(vars(own))
+        self.model, self.config = model.eval().requires_grad_(False), model.config.get_text_config(decoder=True)
         self.backbone, self.layers = (model.get_submodule(names[part]) for part in (own.backbone, own.layers))
         self.norm = None if own.norm is None else model.get_submodule(names[own.norm])
         self.lm_head = model.get_output_embeddings()

@@ -12,7 +12,7 @@ import torch
 
 from specdistill.errors import UserError
 from specdistill.methods.sizes import Described
-from specdistill.planning.accounting import H100
+from specdistill.planning.command import ServingOptions
 from specdistill.targets.cache_size import CacheSize
 
 CONTEXT = 4096  # where none is asked for
@@ -21,51 +21,37 @@ PASS_TOKENS = 8192  # of prompts in a pass, as vLLM takes them
 NO_LIMIT = 2**30  # tokens: more than that are not counted
 MOST_DEVICES = 64
 USABLE = 0.92  # of a device's memory: the rest is the driver's context and what the allocator cannot use
-KV_CACHE_DTYPES = {"fp8": "float8_e4m3fn"}
 
 
-@dataclass(frozen=True)
-class ServingSettings:
-    """What a target is to serve. context: tokens of a sequence. dtype: of weights; None for the one they are stored in. kv_cache_dtype:
-    None for that of the weights. memory: bytes of one device. gpu_memory_utilization: the share of it that the engine takes.
+def torch_dtype(name: str | None) -> torch.dtype | None:
+    """That `serving:` names."""
+    return getattr(torch, {"fp8": "float8_e4m3fn"}.get(name, name)) if name else None
+
+
+def kv_itemsize(serving: ServingOptions, target: Described) -> int:
+    """Bytes of a number in the KV cache."""
+    return target.itemsize(torch_dtype(serving.kv_cache_dtype) or torch_dtype(serving.dtype))
+
+
+def served(serving: ServingOptions, target: Described, draft: Described | None = None) -> ServingOptions:
+    """What a target is to serve, with a context: without one CONTEXT, or what the target has if that is less.
+
+    Raises UserError for what no engine would serve: more context than the target has, heads that devices cannot share.
     """
-
-    context: int = CONTEXT
-    batch_size: int = 1
-    dtype: torch.dtype | None = None
-    kv_cache_dtype: torch.dtype | None = None
-    tensor_parallel: int = 1
-    memory: float = H100.memory
-    gpu_memory_utilization: float = USABLE
-
-    @classmethod
-    def of(cls, target: Described, *, context: int | None = None, **options: Any) -> "ServingSettings":
-        """context: None for CONTEXT, or what the target has if that is less. options: the other fields, dtypes by name; memory_gb: GiB."""
-        longest = getattr(target.text, "max_position_embeddings", None) or CONTEXT
-        for name in ("dtype", "kv_cache_dtype"):
-            stated = options.pop(name, None)
-            options[name] = getattr(torch, KV_CACHE_DTYPES.get(stated, stated)) if stated else None
-        memory = options.pop("memory_gb", H100.memory / 2**30) * 2**30
-        return cls(context=context or min(CONTEXT, longest), memory=memory, **options)
-
-    def kv_itemsize(self, target: Described) -> int:
-        return self.kv_cache_dtype.itemsize if self.kv_cache_dtype else target.itemsize(self.dtype)
-
-    def check(self, target: Described, draft: Described | None) -> None:
-        """Raises UserError for what no engine would serve: more context than the target has, heads that devices cannot share."""
-        longest = getattr(target.text, "max_position_embeddings", None)
-        if longest and self.context > longest:
-            raise UserError(
-                "serving.context", got=self.context, expected=f"at most {longest}, the target's max_position_embeddings"
-            )
-        if self.dtype and target.quantization:
-            expected = f"null: the weights of {target.name} are {target.quantization.get('quant_method', 'quantised')}"
-            raise UserError("serving.dtype", got=str(self.dtype).removeprefix("torch."), expected=expected)
-        for model in filter(None, (target, draft)):
-            heads = getattr(model.text, "num_attention_heads", self.tensor_parallel)
-            if heads % self.tensor_parallel:
-                expected = f"a divisor of {heads}, the attention heads of {model.name}"
-                raise UserError("serving.tensor_parallel", got=self.tensor_parallel, expected=expected)
+    longest = getattr(target.text, "max_position_embeddings", None)
+    context = serving.context or min(CONTEXT, longest or CONTEXT)
+    if longest and context > longest:
+        expected = f"at most {longest}, the target's max_position_embeddings"
+        raise UserError("serving.context", got=context, expected=expected)
+    if serving.dtype and target.quantization:
+        expected = f"null: the weights of {target.name} are {target.quantization.get('quant_method', 'quantised')}"
+        raise UserError("serving.dtype", got=serving.dtype, expected=expected)
+    for model in filter(None, (target, draft)):
+        heads = getattr(model.text, "num_attention_heads", serving.tensor_parallel)
+        if heads % serving.tensor_parallel:
+            expected = f"a divisor of {heads}, the attention heads of {model.name}"
+            raise UserError("serving.tensor_parallel", got=serving.tensor_parallel, expected=expected)
+    return serving.model_copy(update={"context": context})
 
 
 @dataclass(frozen=True)
@@ -88,28 +74,28 @@ class Budget:
 
 def budget(
     target: Described,
-    serving: ServingSettings,
+    serving: ServingOptions,
     draft_bytes: float = 0,
     draft_cache: CacheSize | None = None,
     num_speculative_tokens: int = 0,
 ) -> Budget:
     """Of a target with a draft, or alone without bytes and cache of one."""
-    dtype, devices = serving.dtype, serving.tensor_parallel
-    itemsize, kv_itemsize = target.itemsize(dtype), serving.kv_itemsize(target)
+    dtype, devices, itemsize = torch_dtype(serving.dtype), serving.tensor_parallel, kv_itemsize(serving, target)
     verified = serving.batch_size * (num_speculative_tokens + 1)
     parts = {
         "target": weight_bytes(target, dtype) / devices,
         "KV cache": 0,
         "draft": draft_bytes / devices,
         "draft's KV cache": 0,
-        "engine": ENGINE_BYTES + _activations(target.text, itemsize, verified, devices),
+        "engine": ENGINE_BYTES + _activations(target.text, target.itemsize(dtype), verified, devices),
     }
 
     def caches(context: int) -> list[int]:
         both = (target.cache, draft_cache)
-        return [size.num_bytes(context, serving.batch_size, kv_itemsize, devices) if size else 0 for size in both]
+        return [size.num_bytes(context, serving.batch_size, itemsize, devices) if size else 0 for size in both]
 
-    usable, fixed = serving.gpu_memory_utilization * serving.memory, sum(parts.values())
+    assert serving.context is not None
+    usable, fixed = serving.gpu_memory_utilization * serving.memory_gb * 2**30, sum(parts.values())
     parts["KV cache"], parts["draft's KV cache"] = caches(serving.context)
     total = int(sum(parts.values()))
     beyond = bisect.bisect_left(range(NO_LIMIT + 1), True, key=lambda context: fixed + sum(caches(context)) > usable)
@@ -122,7 +108,8 @@ def budget(
     )
     if made.fits or 2 * devices > MOST_DEVICES:
         return made
-    doubled = budget(target, replace(serving, tensor_parallel=2 * devices), draft_bytes, draft_cache, num_speculative_tokens)
+    more = serving.model_copy(update={"tensor_parallel": 2 * devices})
+    doubled = budget(target, more, draft_bytes, draft_cache, num_speculative_tokens)
     return replace(made, tensor_parallel=2 * devices if doubled.fits else doubled.tensor_parallel)
 
 

@@ -66,15 +66,13 @@ def plan(arguments: list[str]) -> int:
     specdistill plan target=path/to/model
     specdistill plan target=path/to/model serving.memory_gb=24 details=true"""
     options = load_recipe(PlanOptions, keys_of(arguments, TARGET))
-    from specdistill.planning.budget import ServingSettings  # here, and not above, because these import torch
-    from specdistill.planning.plan import make_plan
+    from specdistill.planning.plan import make_plan  # here, and not above, because these import torch
     from specdistill.planning.reading import known_drafts, read
 
     named = options.target
     target = read(named.model, key="target.model", revision=named.revision, trust_remote_code=named.trust_remote_code)
     draft = read(options.draft, key="draft") if options.draft else None
-    serving = ServingSettings.of(target, **options.serving.model_dump())
-    made = make_plan(target, draft, serving=serving, computed=True, **vars(options.training))
+    made = make_plan(target, draft, serving=options.serving, computed=True, **vars(options.training))
     drafts, not_asked = known_drafts(target.name, target.hub_id) if options.hub else ([], "not asked: hub=false")
     print_plan(made, drafts, not_asked, details=options.details)
     result({**asdict(made), "hub": {"not_asked": not_asked, "drafts": [asdict(entry) for entry in drafts]}})
@@ -159,7 +157,7 @@ def _details(plan: "Plan") -> Iterator[Text]:
         yield _line("to train on one device", f"{_parts(best.training_memory)}, {rows} rows of {length:,} tokens at a time")
         yield _line("data", f"{best.training_source}; {short(best.disk_bytes or 0, 'B')} of disk if hidden states are stored")
     asked = f"{serving['batch_size']:,} × {serving['context']:,} tokens in {serving['dtype']}, KV cache in {serving['kv_cache_dtype']}"
-    where = f"on {serving['tensor_parallel']} × {serving['memory'] / 2**30:g} GiB, {serving['gpu_memory_utilization']:.0%} for the engine"
+    where = f"on {serving['tensor_parallel']} × {serving['memory_gb']:g} GiB, {serving['gpu_memory_utilization']:.0%} for the engine"
     yield _line("to serve", f"{asked}, {where}: {_budget((best and best.serving) or plan.alone)}")
     for row in plan.methods:
         yield _line(row.method, row.note if not row.available else f"{row.note}; acceptance: {row.acceptance_source}")

@@ -14,18 +14,11 @@ from typing import Any
 from specdistill.errors import UserError
 from specdistill.files.documents import read_yaml
 from specdistill.losses.chunked import BLOCK
-from specdistill.methods import METHODS, MethodCost
-from specdistill.methods.sizes import (
-    ASSUMED_DTYPE,
-    TOKENS_PER_SAMPLE,
-    Described,
-    ModelShape,
-    ParameterCounts,
-    PlannedDraft,
-    weights_read,
-)
+from specdistill.methods import METHODS, MethodCost, sizes
+from specdistill.methods.sizes import Described, PlannedDraft, weights_read
 from specdistill.planning.accounting import H100, MATRIX_SHARE, TRAFFIC_SHARE, training_step
-from specdistill.planning.budget import ENGINE_BYTES, PASS_TOKENS, USABLE, Budget, ServingSettings, budget
+from specdistill.planning.budget import ENGINE_BYTES, PASS_TOKENS, USABLE, Budget, budget, kv_itemsize, torch_dtype
+from specdistill.planning.command import ServingOptions
 from specdistill.project import LAUNCHES, RECIPES
 from specdistill.statistics.theory import expected_acceptance_length, predicted_speedup
 from specdistill.targets.cache_size import CacheSize
@@ -57,8 +50,8 @@ ASSUMPTIONS = (
     "a step for each.",
     f"Serving: {ENGINE_BYTES / 2**30:g} GiB for the engine and activations of {PASS_TOKENS:,} prompt tokens per pass. Latent attention "
     "keeps its latent, a window its tokens, a recurrent layer its state; devices share heads, and each has at least one.",
-    f"{TOKENS_PER_SAMPLE} training tokens per conversation; features computed in each step, all tokens with a loss; draft and AdamW in "
-    "float32. The training step's own code runs over tensors without content, which counts its memory, traffic and arithmetic, where a "
+    f"{sizes.TOKENS_PER_SAMPLE} training tokens per conversation; features computed in each step, all tokens with a loss; draft and AdamW "
+    "in float32. The training step's own code runs over tensors without content, which counts its memory, traffic and arithmetic, where a "
     f"method can; roughly 28H + 4I numbers per layer, token and step elsewhere. {MATRIX_SHARE:.0%} of a device's bfloat16 peak in matrix "
     f"products, {TRAFFIC_SHARE:.0%} of its bandwidth in all else, and {USABLE:.0%} of its memory can be used.",
     f"GPU hours are of an {H100.name} (of a GPU at {TRAINING_FLOPS / 1e12:.0f} TFLOP/s where rough): all steps of the target's own recipe, "
@@ -104,7 +97,6 @@ class PlanRow:
     recipe: str | None
     draft: str | None = None
     num_layers: int | None = None
-    hidden_size: int | None = None
     parameters: int | None = None
     bytes: int | None = None
     training_tokens: int | None = None
@@ -142,7 +134,7 @@ class Scenario:
     """
 
     target: Described
-    serving: ServingSettings
+    serving: ServingOptions
     batch_size: int | None = None
     max_length: int | None = None
     computed: bool = False
@@ -156,14 +148,10 @@ class Scenario:
         """v for K = 1 to `most`. spread: every token of a mixture is sent to experts of its own; else those of a sequence share theirs."""
         return [self._target(k + 1, spread=spread) / self.plain for k in range(1, most + 1)]
 
-    def draft(self, planned: PlannedDraft, weights: float) -> float:
-        """A step of a draft, of whose weights it reads this many bytes."""
-        return self._pass(weights, planned.cache, planned.parts.read, 1)
-
     def _target(self, num_tokens: int, *, spread: bool) -> float:
         """Over this many tokens of each sequence."""
         read = self._read(self.serving.batch_size * (num_tokens if spread else 1))
-        return self._pass(read, self.target.cache, self._parameters, num_tokens)
+        return self.pass_bytes(read, self.target.cache, self._parameters, num_tokens)
 
     @cached_property
     def _parameters(self) -> float:
@@ -172,12 +160,13 @@ class Scenario:
     @cached_property
     def _read(self) -> Callable[[int], float]:
         """Bytes of the target's weights that a pass over this many tokens reads."""
-        return cache(partial(weights_read, self.target.model, weigh=self.target.weigh(self.serving.dtype)))
+        return cache(partial(weights_read, self.target.model, weigh=self.target.weigh(torch_dtype(self.serving.dtype))))
 
-    def _pass(self, weights: float, cache: CacheSize | None, parameters: float, num_tokens: int) -> float:
-        """weights: bytes that it reads. parameters: that each token is multiplied with."""
-        context, batch_size, itemsize = self.serving.context, self.serving.batch_size, self.serving.kv_itemsize(self.target)
-        held = cache.num_bytes(context, batch_size, itemsize) if cache else 0
+    def pass_bytes(self, weights: float, cache: CacheSize | None, parameters: float, num_tokens: int) -> float:
+        """A pass over this many tokens of each sequence. weights: bytes that it reads. parameters: that a token is multiplied with."""
+        context, batch_size = self.serving.context, self.serving.batch_size
+        assert context is not None
+        held = cache.num_bytes(context, batch_size, kv_itemsize(self.serving, self.target)) if cache else 0
         return max(weights + held, 2 * parameters * batch_size * num_tokens / FLOPS_PER_BYTE)
 
 
@@ -204,10 +193,9 @@ def row_of(method: str, given: Described | None, scenario: Scenario) -> PlanRow:
         recipe=recipe,
         draft=given.name if given else None,
         num_layers=planned.parts.num_layers,
-        hidden_size=planned.shape.hidden_size if planned.shape else 0,
         parameters=planned.parts.parameters,
         bytes=int(size),
-        kv_bytes=planned.cache.per_token(scenario.serving.kv_itemsize(target)) if planned.cache else None,
+        kv_bytes=planned.cache.per_token(kv_itemsize(scenario.serving, target)) if planned.cache else None,
         acceptance_source=planned.published.acceptance_source,
         training_tokens=tokens,
         training_source=f"recipe {recipe}" if generated else planned.published.training_source,
@@ -222,7 +210,7 @@ def row_of(method: str, given: Described | None, scenario: Scenario) -> PlanRow:
 def _bytes(method: str, planned: PlannedDraft, given: Described | None, scenario: Scenario) -> tuple[float, float]:
     """Of a draft's weights, and of those that a step reads."""
     parts, target = planned.parts, scenario.target
-    itemsize = (scenario.serving.dtype or (given or target).dtype or target.dtype or ASSUMED_DTYPE).itemsize
+    itemsize = (torch_dtype(scenario.serving.dtype) or (given or target).dtype or target.dtype or sizes.ASSUMED_DTYPE).itemsize
     if not (METHODS[method].in_target and target.native_mtp and target.quantization):
         return parts.parameters * float(itemsize), parts.read * float(itemsize)
     tables = parts.copied / 2  # all but these are stored as the target's own layers
@@ -233,7 +221,7 @@ def _bytes(method: str, planned: PlannedDraft, given: Described | None, scenario
 def _speed(planned: PlannedDraft, cost: MethodCost, scenario: Scenario, read: float) -> dict[str, Any]:
     """What a step costs and a round promises, as fields of a row. read: bytes of weights that a step reads."""
     parts, num_layers, alphas = planned.parts, scenario.target.text.num_hidden_layers, planned.published.alphas
-    step = scenario.draft(planned, read) if parts.read else 0.0
+    step = scenario.pass_bytes(read, planned.cache, parts.read, 1) if parts.read else 0.0
     shares = {"weights": step / scenario.plain, "layers": parts.num_layers / num_layers}
     low = high = None
     if alphas:
@@ -270,11 +258,9 @@ def _training(
         step = training_step(method, build, {**planned.counted_with, **draft}, target, rows=rows, length=length)
         memory["activations"] = step.peak
         rate = H100.tokens_per_second(step, rows * length, 2 * read * rows * length)
-    launch, trained = _launch(target, memory, scenario.serving.memory), tokens
+    launch, trained = _launch(target, memory, scenario.serving.memory_gb * 2**30), tokens
     if recipe:
-        launch = _launched(
-            target, _layers(target), memory, *launch_of(str(name)), is_sharded=recipe["target"].get("shard") == "layers"
-        )
+        launch = _launched(target, memory, *launch_of(str(name)), is_sharded=recipe["target"].get("shard") == "layers")
         trained = train["max_steps"] * train.get("gradient_accumulation_steps", 1) * rows * length * launch.num_processes
     return {
         "disk_bytes": None if tokens is None else cost.features * target.text.hidden_size * itemsize * tokens,
@@ -288,22 +274,14 @@ def _training(
 
 def _launch(target: Described, memory: Mapping[str, int], device_memory: float) -> Launch | None:
     """The fewest devices of a machine on which training fits, and the first configuration under which it does."""
-    layers = _layers(target)
     ways = ((name, number) for number in (1, 2, 4, GPUS_PER_MACHINE) for name in ("ddp", "zero2"))
-    launches = (_launched(target, layers, memory, *way, is_sharded=way[1] > 1) for way in ways)
+    launches = (_launched(target, memory, *way, is_sharded=way[1] > 1) for way in ways)
     return next((launch for launch in launches if launch.device_bytes <= USABLE * device_memory), None)
 
 
-def _layers(target: Described) -> float:
-    """Bytes of the target's layers."""
-    num_parameters: int = sum(size.numel() for key, size in target.model.named_parameters() if ".layers." in key)
-    return target.itemsize() * num_parameters
-
-
-def _launched(
-    target: Described, layers: float, memory: Mapping[str, int], name: str, number: int, *, is_sharded: bool
-) -> Launch:
+def _launched(target: Described, memory: Mapping[str, int], name: str, number: int, *, is_sharded: bool) -> Launch:
     """With what each process holds: of the target's layers a part and a gathered one, of the draft what the configuration leaves."""
+    layers = target.itemsize() * sum(size.numel() for key, size in target.model.named_parameters() if ".layers." in key)
     spared = layers - (layers / number + layers / target.text.num_hidden_layers) if is_sharded else 0
     kept = {"zero2": 0.25 + 0.75 / number, "zero3": 0.25 + 1 / number}.get(name.partition("_")[0], 1.0)
     return Launch(name, number, is_sharded, int(sum(memory.values()) - spared - (1 - kept) * memory["draft"]))
@@ -365,7 +343,7 @@ def speedup_range(
 
 
 def training_memory(
-    parts: ParameterCounts, target_bytes: int, shape: ModelShape, vocabulary: int, num_steps: int, num_tokens: int
+    parts: sizes.ParameterCounts, target_bytes: int, shape: sizes.ModelShape, vocabulary: int, num_steps: int, num_tokens: int
 ) -> dict[str, int]:
     """Device memory of online training by part, roughly: the draft with gradients and AdamW in float32; of activations 28H + 4I numbers per
     layer, token and drafted position in bfloat16, as `accounting` counts them in EAGLE-3 heads, and the logits of a block of the loss.

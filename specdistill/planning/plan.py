@@ -5,13 +5,14 @@ the commands that train or measure it. Nothing is measured.
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from specdistill.methods import METHODS
 from specdistill.methods.sizes import ASSUMED_DTYPE, Described, weights_read
-from specdistill.planning.budget import Budget, ServingSettings, budget, weight_bytes
+from specdistill.planning.budget import Budget, budget, kv_itemsize, served, weight_bytes
+from specdistill.planning.command import ServingOptions
 from specdistill.planning.estimates import ASSUMPTIONS, GPUS_PER_MACHINE, SMALL, PlanRow, Scenario, read_recipe, row_of
 from specdistill.planning.reading import check_fit, method_of_config
 from specdistill.project import RECIPES
@@ -40,15 +41,14 @@ class Plan:
 
 
 def make_plan(
-    target: Described, draft: Described | None = None, *, serving: ServingSettings | None = None, **training: Any
+    target: Described, draft: Described | None = None, *, serving: ServingOptions | None = None, **training: Any
 ) -> Plan:
     """Plan for a target, and for a draft of it where one is given. Raises UserError for what is no target, or no draft of it.
 
     serving: None for one sequence of usual length on one H100. training: `batch_size`, `max_length` and `computed` of `Scenario`.
     """
-    serving = serving or ServingSettings.of(target)
+    serving = served(serving or ServingOptions(), target, draft)
     facts, scenario = _facts(target, serving), Scenario(target, serving, **training)
-    serving.check(target, draft)
     warnings = _warnings(target)
     rows = {method: row_of(method, None, scenario) for method in METHODS}
     if draft is not None:
@@ -56,8 +56,10 @@ def make_plan(
         warnings += check_fit(draft, target, method)
         rows[method] = row_of(method, draft, scenario)
     warnings += [warning for row in rows.values() for warning in row.warnings]
-    recommendation = recommend(list(rows.values()), facts, budget(target, replace(serving, tensor_parallel=1)))
-    return Plan(facts, list(rows.values()), recommendation, warnings, _asked(serving, target), budget(target, serving))
+    recommendation = recommend(list(rows.values()), facts, budget(target, serving.model_copy(update={"tensor_parallel": 1})))
+    dtype = serving.dtype or facts["dtype"]
+    asked = vars(serving) | {"dtype": dtype, "kv_cache_dtype": serving.kv_cache_dtype or dtype}
+    return Plan(facts, list(rows.values()), recommendation, warnings, asked, budget(target, serving))
 
 
 def _warnings(target: Described) -> list[str]:
@@ -77,14 +79,7 @@ def _warnings(target: Described) -> list[str]:
     return warnings
 
 
-def _asked(serving: ServingSettings, target: Described) -> dict[str, Any]:
-    """What was asked for, as a report has it."""
-    dtype = serving.dtype or target.dtype or ASSUMED_DTYPE
-    names = {"dtype": dtype, "kv_cache_dtype": serving.kv_cache_dtype or dtype}
-    return vars(serving) | {name: str(value).removeprefix("torch.") for name, value in names.items()}
-
-
-def _facts(target: Described, serving: ServingSettings) -> dict[str, Any]:
+def _facts(target: Described, serving: ServingOptions) -> dict[str, Any]:
     native, text, dtype = target.native_mtp, target.text, target.dtype or ASSUMED_DTYPE
     return {
         "model": target.name,
@@ -95,11 +90,8 @@ def _facts(target: Described, serving: ServingSettings) -> dict[str, Any]:
         "quantization": target.quantization and target.quantization.get("quant_method", "quantised"),
         "parameters": target.parameters,
         "bytes": round(weight_bytes(target)),
-        "kv_bytes": target.cache.per_token(serving.kv_itemsize(target)) if target.cache else None,
+        "kv_bytes": target.cache.per_token(kv_itemsize(serving, target)) if target.cache else None,
         "parameters_read": round(weights_read(target.model)),
-        "num_layers": text.num_hidden_layers,
-        "hidden_size": text.hidden_size,
-        "vocab_size": text.vocab_size,
         "max_length": getattr(text, "max_position_embeddings", None),
         "recurrent": is_recurrent(text),
         "native_mtp": native and {"key": native[0], "layers": native[1]},

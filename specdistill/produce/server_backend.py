@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from specdistill.engines.completions import Choice, CompletionServer, UnavailableError
-from specdistill.engines.server import PLAIN_SAMPLING
+from specdistill.engines.vllm import PLAIN_SAMPLING
 from specdistill.errors import ResourceError, logger
 from specdistill.produce.blocks import Answer, AnswerFile
 from specdistill.produce.prompts import GenerationTask

@@ -55,10 +55,8 @@ ALIASES = {
 def _environment(name: str, *default: Any) -> Any:
     """${oc.env:NAME} and ${oc.env:NAME,default}."""
     if name not in HARMLESS:
-        readable = ", ".join(HARMLESS)
-        raise ValueError(
-            f"{name} of the environment, of which recipes read {readable}; a shell writes out any other on the command line"
-        )
+        readable = f"recipes read {', '.join(HARMLESS)}"
+        raise ValueError(f"{name} of the environment, of which {readable}; a shell writes out any other on the command line")
     if name not in os.environ and not default:
         raise ValueError(f"{name}, which the environment does not have")
     return os.environ.get(name, *default)
@@ -185,10 +183,6 @@ def recipe_yaml(recipe: Section | dict[str, Any], *, public: bool = False) -> st
     return OmegaConf.to_yaml(OmegaConf.create(without_places(values) if public else values))
 
 
-def save_recipe(recipe: Section, path: Path) -> None:
-    path.write_text(recipe_yaml(recipe), encoding="utf-8")
-
-
 def _read_yaml(path: Path) -> DictConfig:
     with refusing((yaml.YAMLError, ValueError, OSError), "recipe", path, "a readable YAML file"):
         check_no_secret("recipe", text := read_text(path))  # first, because an error of YAML quotes the line
@@ -261,10 +255,8 @@ def _unknown(schema: type[Section], chosen: type[Section], place: list[Any], val
     key, name = prefix + _spelled(place), str(place[-1])
     plain = ".".join(part for part in place if isinstance(part, str))
     variants = schema.variants()
-    readers = [
-        variant for variant, other in variants.items() if any(f"{key}.".startswith(f"{plain}.") for key, *_ in leaves(other))
-    ]
-    if readers:
+    keys = {variant: [f"{row[0]}." for row in leaves(other)] for variant, other in variants.items()}
+    if readers := [variant for variant, own in keys.items() if any(key.startswith(f"{plain}.") for key in own)]:
         mine = next((variant for variant, other in variants.items() if other is chosen), "this one")
         expected = f"no such key: only {' and '.join(readers)} reads it"
         return UserError(key, got=f"{value!r} with method {mine}", expected=expected)

@@ -10,7 +10,13 @@ from specdistill.engines import ENGINES, engines_with
 from specdistill.engines.server import MOST_IN_FLIGHT
 from specdistill.errors import UserError
 from specdistill.recipe.fields import AtLeastOne, NonNegative, ReadWhen, Section, one_of, option, section, shown
-from specdistill.recipe.llama_cpp import LlamaCppConfig
+
+
+def swept(it: Any, axis: str) -> list[Any]:
+    """The values of an axis of `eval.sweep`, which not all commands that measure have."""
+    values: list[Any] = getattr(getattr(it, "sweep", None), axis, [])
+    return values
+
 
 # Commands that measure have some of the keys of `eval:` and not others: without an engine they decode in this process.
 BY_SERVER = ReadWhen(f"with eval.engine={' or '.join(engines_with('client'))}", lambda it: it.engine != "specdistill")
@@ -31,11 +37,7 @@ IN_PROCESS = ReadWhen(
 # A suite's own YAML may say which temperatures to sweep.
 SAMPLED = ReadWhen(
     "at a temperature above 0",
-    lambda it: (
-        it.temperature > 0
-        or any(getattr(it, "sweep", SweepConfig()).temperature)
-        or (it.suite or "").endswith((".yaml", ".yml"))
-    ),
+    lambda it: it.temperature > 0 or any(swept(it, "temperature")) or (it.suite or "").endswith((".yaml", ".yml")),
 )
 A_CHAIN = ReadWhen(
     "without eval.tree, or as the depth of that", lambda it: it.tree is None or it.num_speculative_tokens == it.tree.levels
@@ -46,8 +48,7 @@ LOOKED_UP = ReadWhen(
     "and without eval.server or eval.tree: the draft's tree is eval.lookup_first.draft_tree",
     lambda it: (
         (IN_PROCESS.holds(it) or (STARTED.holds(it) and it.engine in engines_with("lookup")))
-        and it.tree is None
-        and not getattr(it, "sweep", SweepConfig()).tree
+        and not (it.tree or swept(it, "tree"))
     ),
 )
 LONE_CHAINS = ReadWhen(
@@ -56,11 +57,7 @@ LONE_CHAINS = ReadWhen(
 )
 ALL_CHAINS = ReadWhen(
     "with eval.engine=specdistill and without trees, which have a size of their own",
-    lambda it: (
-        IN_PROCESS.holds(it)
-        and not (it.tree or getattr(it, "sweep", SweepConfig()).tree)
-        and not (it.lookup_first and it.lookup_first.draft_tree)
-    ),
+    lambda it: IN_PROCESS.holds(it) and not (it.tree or swept(it, "tree") or (it.lookup_first and it.lookup_first.draft_tree)),
 )
 FROM_HUB = ReadWhen(
     "of a model on the Hub: pico and folders have no revisions",
@@ -76,6 +73,7 @@ MADE = ReadWhen("with hidden_states.mode=hybrid", lambda it: it.mode == "hybrid"
 WAITING = "generated"  # folder in a store of what servers gave with their answers
 MADE_BY_SERVERS = ReadWhen("with hidden_states.server", lambda it: bool(it.server))
 
+CacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"]
 AnswerRule = Literal["refused", "empty", "truncated", "looping", "off_template"]
 ATTENTION = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3", "ORG/KERNEL")
 AttentionImplementation = Annotated[str, one_of(lambda: ATTENTION, also=lambda name: "/" in name)]
@@ -286,14 +284,12 @@ class LookupFirstConfig(Section):
         key = f"{settings.SECTION}lookup_first"
         if self.levels > k:
             name, shape = ("draft_tree", "a tree of depth ") if self.draft_tree else ("draft_tokens", "")
-            raise UserError(
-                f"{key}.{name}", got=f"{shape}{self.levels} with K = {k}", expected="at most K, which a lookup gives"
-            )
+            got = f"{shape}{self.levels} with K = {k}"
+            raise UserError(f"{key}.{name}", got=got, expected="at most K, which a lookup gives")
         self.check_engine(key, getattr(settings, "engine", "specdistill"), getattr(settings, "smallest_k", k))
         if self.draft_tree and settings.compile:
-            raise UserError(
-                f"{settings.SECTION}compile", got=f"true with {key}.draft_tree", expected=f"false, or {key}.draft_tokens"
-            )
+            expected = f"false, or {key}.draft_tokens"
+            raise UserError(f"{settings.SECTION}compile", got=f"true with {key}.draft_tree", expected=expected)
 
 
 class SweepConfig(Section):
@@ -358,6 +354,31 @@ class MeasurementConfig(Section):
         if self.lookup_first:
             self.lookup_first.check(self, self.num_speculative_tokens)
         return self
+
+
+class LlamaCppConfig(Section):
+    """The GGUF files that llama.cpp's server loads, and options of `llama-server` in its own words, each of which reaches its command line,
+    both with the draft and without; null: its default.
+    """
+
+    model: str | None = option(None, "the target as a GGUF file; null: target.model is one")
+    model_draft: str | None = option(None, "the draft as a GGUF file, which llama.cpp's converter makes of its export")
+    ctx_size: int | None = option(
+        None, "tokens of all slots together, in the target and in the draft; null: the longest sequence in each slot", ge=1
+    )
+    parallel: int | None = option(None, "slots, requests decoded together; null: one for each request in flight", ge=1)
+    batch_size: int | None = option(None, "most tokens in a batch", ge=1)
+    ubatch_size: int | None = option(None, "most tokens computed together", ge=1)
+    threads: int | None = option(None, "CPU threads", ge=1)
+    spec_draft_threads: int | None = option(None, "CPU threads of the draft", ge=1)
+    device: str | None = option(None, "devices, e.g. CUDA0,CUDA1; none: the CPU")
+    spec_draft_device: str | None = option(None, "devices of the draft")
+    gpu_layers: int | None = option(None, "layers on the devices", ge=0)
+    spec_draft_ngl: int | None = option(None, "layers of the draft on its devices", ge=0)
+    cache_type_k: CacheType | None = option(None, "type of the keys that are kept")
+    cache_type_v: CacheType | None = option(None, "type of the values that are kept")
+    spec_draft_type_k: CacheType | None = option(None, "type of the draft's keys")
+    spec_draft_type_v: CacheType | None = option(None, "type of the draft's values")
 
 
 class EvalConfig(MeasurementConfig):

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from specdistill.engines.server import ServerCounts
+from specdistill.engines.client import ServerCounts
 from specdistill.errors import UserError
 from specdistill.files.documents import json_rows
 

@@ -30,17 +30,15 @@ FSDP = ("2", "FULL_STATE_DICT")  # the one that is put together to be saved
 # Numbers that TrainingArguments accepts and with which training would fail later, or train nothing: what a field may be, in words too.
 NumberRange = tuple[Callable[[float], bool], str]
 AT_LEAST_ONE: NumberRange = (lambda number: number >= 1, "at least 1")
-NOT_NEGATIVE: NumberRange = (lambda number: number >= 0, "at least 0")
 ABOVE_ZERO: NumberRange = (lambda number: number > 0, "above 0")
-DECAY: NumberRange = (lambda number: 0 <= number < 1, "at least 0 and below 1")
 NUMBER_RANGES: dict[str, NumberRange] = {
     "max_steps": (lambda number: number >= 1 or number == -1, "at least 1, or -1 for train.num_train_epochs"),
     **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), AT_LEAST_ONE),
     **dict.fromkeys(("gradient_accumulation_steps", "eval_accumulation_steps", "save_total_limit"), AT_LEAST_ONE),
     **dict.fromkeys(("num_train_epochs", "logging_steps", "eval_steps", "save_steps", "adam_epsilon"), ABOVE_ZERO),
-    **dict.fromkeys(("learning_rate", "weight_decay", "max_grad_norm", "seed"), NOT_NEGATIVE),
+    **dict.fromkeys(("learning_rate", "weight_decay", "max_grad_norm", "seed"), (lambda number: number >= 0, "at least 0")),
     "dataloader_num_workers": (lambda number: 0 <= number <= 1024, "0 to 1024"),
-    **dict.fromkeys(("adam_beta1", "adam_beta2"), DECAY),
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), (lambda number: 0 <= number < 1, "at least 0 and below 1")),
     "ddp_timeout": (lambda seconds: seconds >= 30, "30 or more"),
 }
 # Names that a field's own definition does not list: trackers, and what compiles.
@@ -144,9 +142,8 @@ def _take_precision(fields: dict[str, Any]) -> str:
             fields[precision] = True
         return precision
     if precision == "fp16":
-        raise UserError(
-            "train.fp16", got="true under DeepSpeed or FSDP", expected="train.bf16=true, or accelerate_configs/ddp.yaml"
-        )
+        expected = "train.bf16=true, or accelerate_configs/ddp.yaml"
+        raise UserError("train.fp16", got="true under DeepSpeed or FSDP", expected=expected)
     fields.pop("bf16", None)
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
     return precision
@@ -165,9 +162,8 @@ def _adapt_sharding(arguments: Any, precision: str) -> None:
         kind = os.environ.get("FSDP_VERSION", "1"), os.environ.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT")
         if kind != FSDP:
             got = f"a configuration with FSDP {kind[0]} and fsdp_state_dict_type {kind[1]}"
-            raise UserError(
-                "accelerate launch", got=got, expected=f"fsdp_version {FSDP[0]} and {FSDP[1]}, as fsdp2.yaml has them"
-            )
+            expected = f"fsdp_version {FSDP[0]} and {FSDP[1]}, as fsdp2.yaml has them"
+            raise UserError("accelerate launch", got=got, expected=expected)
         if arguments.save_on_each_node:
             expected = "false, with a folder that all machines share, or accelerate_configs/zero3_multinode.yaml"
             got = "true under FSDP, whose checkpoints are in parts of one whole"
@@ -187,11 +183,9 @@ def _check_trackers_and_schedule(arguments: Any) -> None:
         try:
             INTEGRATION_TO_CALLBACK[tracker]()
         except (ImportError, RuntimeError, ValueError, KeyError) as error:
-            missing = f"train.report_to: {tracker} is not installed. Run: pip install {tracker}"
-            expected = "none alone, or what is installed and set up"
-            raise UserError(
-                "train.report_to", got=f"{tracker} ({error})", expected=expected, text=missing * ("install" in str(error))
-            ) from error
+            got, expected = f"{tracker} ({error})", "none alone, or what is installed and set up"
+            missing = f"train.report_to: {tracker} is not installed. Run: pip install {tracker}" * ("install" in str(error))
+            raise UserError("train.report_to", got=got, expected=expected, text=missing) from error
     schedule, options = arguments.lr_scheduler_type, arguments.lr_scheduler_kwargs
     optimizer = torch.optim.SGD([torch.zeros(1)], arguments.learning_rate)
     what = f"{schedule.value} with train.lr_scheduler_kwargs={options}"

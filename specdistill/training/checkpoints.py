@@ -43,9 +43,8 @@ def publish(folder: Path, run: Path, launch: dict[str, Any], seconds: float) -> 
     for parts in folder.glob("global_step*"):  # DeepSpeed's, which are looked up by a file that only its first machine writes
         (folder / "latest").write_text(parts.name, encoding="utf-8")
     files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
-    (folder / MANIFEST).write_text(
-        json.dumps({"files": files, "launch": launch, "seconds": seconds}, indent=2) + "\n", encoding="utf-8"
-    )
+    manifest = {"files": files, "launch": launch, "seconds": seconds}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     shutil.rmtree(run / folder.name, ignore_errors=True)  # a damaged one of this step
     os.replace(folder, run / folder.name)
 

@@ -129,13 +129,38 @@ def checkpoint_mlps(layers: nn.ModuleList) -> None:
         mlp.forward = partial(checkpoint, mlp.forward, use_reentrant=False)
 
 
-class FeatureObjective(nn.Module):
-    """What the objectives of drafts have in common that read the target's features.
+class Objective(nn.Module):
+    """A draft with its loss, as the trainer has it.
 
-    ahead: positions from the first that is read to the first that is predicted. step_weights: [K], of the drafted positions.
+    Its `forward(**batch, **target_outputs, measure)` returns the loss, summed over the loss tokens, and StepSums. The sum is a scalar, or
+    [P], one for each drafted position, which then has a denominator of its own.
+
+    ahead: positions from the first that is read to the first that is predicted.
     """
 
     ahead = 1
+
+    def prepare(self, batch: dict[str, Any], number: int | None) -> dict[str, Any]:
+        """The batch as it is trained on: as it is, with its anchors, or with rows that the draft generated in its place. Its shapes do not
+        depend on what it holds. What is random follows from `number`, the batch's in the run, so that a resumed run repeats it; None: in
+        evaluation, where every batch is prepared the same way each time.
+        """
+        return batch
+
+    def num_loss_tokens(self, batch: dict[str, Any]) -> Tensor:
+        """What the loss of a prepared batch is divided by, a scalar, or [P]: the loss tokens of the first drafted position."""
+        return loss_rows(batch["position_ids"], batch["loss_positions"], ahead=self.ahead).sum()
+
+    def read_target(self, target: FrozenTarget, inputs: dict[str, Any]) -> dict[str, Any]:
+        """What forward needs from the frozen target; called without gradients. `inputs` has `features` [B, A + 1, T, D], in place of which
+        forward is given those returned, where a store has them.
+        """
+        raise NotImplementedError
+
+
+class FeatureObjective(Objective):
+    """What the objectives of drafts have in common that read the target's features. step_weights: [K], of the drafted positions."""
+
     step_weights: Tensor
 
     def __init__(self, draft: Any, divergence: Divergence, temperature: float, step_weights: Tensor) -> None:
@@ -154,16 +179,7 @@ class FeatureObjective(nn.Module):
         """
         checkpoint_mlps(self.layers)
 
-    def prepare(self, batch: dict[str, Any], number: int | None) -> dict[str, Any]:
-        """The batch as it is."""
-        return batch
-
-    def num_loss_tokens(self, batch: dict[str, Any]) -> Tensor:
-        """Loss tokens of the first drafted position: what the loss of a batch is divided by."""
-        return loss_rows(batch["position_ids"], batch["loss_positions"], ahead=self.ahead).sum()
-
     def read_target(self, target: FrozenTarget, inputs: dict[str, Any]) -> dict[str, Any]:
-        """What `forward` needs from the frozen target."""
         return self.of_target(target, inputs, inputs["loss_positions"])
 
     def of_target(self, target: FrozenTarget, inputs: dict[str, Any], labels: Tensor) -> dict[str, Any]:

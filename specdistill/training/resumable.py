@@ -45,8 +45,8 @@ class ResumableTrainer(Trainer):
         self.micro_batch_losses: list[Tensor] = []
         self.begun = time.monotonic()
         super().__init__(*args, **kwargs)
-        self.stop_signals = StopSignals()
-        self.add_callback(Stopping(self, self.stop_signals))
+        self.stopping = Stopping(self)
+        self.add_callback(self.stopping)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         loss: Tensor = super().training_step(*args, **kwargs)
@@ -95,10 +95,25 @@ class ResumableTrainer(Trainer):
         self.accelerator.wait_for_everyone()
 
 
-class StopSignals:
-    """The first signal that asked this process to stop: `received`. A second one ends it."""
+@dataclass(frozen=True)
+class EndedStep:
+    """losses: of this process's micro-batches. found_2: over all processes, those asked to stop and those whose loss is not finite; on the
+    CPU, where a device has copied them once `copied` is reached.
+    """
 
-    def __init__(self) -> None:
+    number: int
+    losses: list[Tensor]
+    found_2: Tensor
+    copied: torch.cuda.Event | None
+
+
+class Stopping(TrainerCallback):
+    """Ends a ResumableTrainer's run. received: the first signal that asked this process to stop. A second one ends it."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.stops = False
+        self.unread: list[EndedStep] = []
         self.received: int | None = None
         self.received_at = 0.0
         self.launcher = os.getppid() if any(name in os.environ for name in LAUNCHERS) else None
@@ -126,32 +141,10 @@ class StopSignals:
         """A launcher that is gone asks as well: some pass no signal on."""
         return self.received is not None or self.launcher not in (None, os.getppid())
 
-
-@dataclass(frozen=True)
-class EndedStep:
-    """losses: of this process's micro-batches. found_2: over all processes, those asked to stop and those whose loss is not finite; on the
-    CPU, where a device has copied them once `copied` is reached.
-    """
-
-    number: int
-    losses: list[Tensor]
-    found_2: Tensor
-    copied: torch.cuda.Event | None
-
-
-class Stopping(TrainerCallback):
-    """Ends a ResumableTrainer's run."""
-
-    def __init__(self, trainer: Any, signals: StopSignals) -> None:
-        self.trainer = trainer
-        self.signals = signals
-        self.stops = False
-        self.unread: list[EndedStep] = []
-
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         losses, self.trainer.micro_batch_losses = self.trainer.micro_batch_losses, []
         finite = torch.stack(losses).isfinite().all()
-        asked = torch.full_like(finite, self.signals.asked)
+        asked = torch.full_like(finite, self.asked)
         found_2 = self.trainer.accelerator.reduce(torch.stack([asked, ~finite]).long(), "sum")
         on_cpu_2 = found_2.to("cpu", non_blocking=True)  # into pinned memory
         copied = torch.cuda.current_stream().record_event() if found_2.is_cuda else None
@@ -181,7 +174,7 @@ class Stopping(TrainerCallback):
         if state.is_world_process_zero:
             folder = checkpoint(Path(str(args.output_dir)), state.global_step)
             logger.info(f"Stopped after step {state.global_step}, saved in {folder}. The same command resumes.")
-        raise SystemExit(128 + (self.signals.received or signal.SIGTERM))
+        raise SystemExit(128 + (self.received or signal.SIGTERM))
 
     def _not_finite(self, step: EndedStep, args: TrainingArguments) -> None:
         """Save which rows of the training data the loss was of, and end, on every process."""

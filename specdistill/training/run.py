@@ -30,13 +30,13 @@ from specdistill.files.folders import alone, check_writable
 from specdistill.processes import agree, collectives, of_all
 from specdistill.project import git_revision
 from specdistill.recipe import data_sources
-from specdistill.recipe.load import flattened, recipe_yaml, save_recipe
+from specdistill.recipe.load import flattened, recipe_yaml
 from specdistill.recipe.sections import FROM_HUB
 from specdistill.terminal import result
 from specdistill.training.arguments import check_precision, training_arguments
 from specdistill.training.checkpoints import ASIDE, MANIFEST, check_launch, checkpoint, launch, saving, whole_steps
 from specdistill.training.history import Bar, ProgressLines, save_history
-from specdistill.training.resumable import ResumableTrainer, Stopping
+from specdistill.training.resumable import ResumableTrainer
 from specdistill.training.trainer import DraftTrainer
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
@@ -109,9 +109,8 @@ class TrainingRun:
         if self.arguments.should_save:
             self.writer.enter_context(alone(self.path / LOCK, "train.output_dir", self.path))
         of_all(None)
-        old = without_places(
-            read_keys(folder / PROVENANCE, "train.output_dir", "an interrupted run") if self.checkpoint else {}
-        )
+        there = read_keys(folder / PROVENANCE, "train.output_dir", "an interrupted run") if self.checkpoint else {}
+        old = without_places(there)
         other = next((name for name, now in facts.items() if old.get(name, now) != now), None)
         if other := next(filter(None, of_all(other)), None):  # all have read it before it is written again
             got = f"{self.path}, an interrupted run with {other} {old.get(other)}"
@@ -129,7 +128,7 @@ class TrainingRun:
             with saving(folder):
                 self._keep_finished()
                 aside.mkdir(parents=True, exist_ok=True)
-                save_recipe(self.recipe, aside / RECIPE)
+                (aside / RECIPE).write_text(recipe_yaml(self.recipe), encoding="utf-8")
                 (aside / PROVENANCE).write_text(json.dumps(provenance, indent=2) + "\n", encoding="utf-8")
                 if not folder.exists():
                     os.replace(aside, folder)
@@ -163,34 +162,32 @@ class TrainingRun:
     def train(self, trainer: ResumableTrainer) -> None:
         """Train, or resume where an interrupted run stopped; save the best draft, which a DraftTrainer has loaded back by then."""
         with self.writer:
-            self._train(trainer)
-
-    def _train(self, trainer: ResumableTrainer) -> None:
-        for verbose in (PrinterCallback, ProgressCallback):  # they print every log as a dictionary
-            trainer.remove_callback(verbose)
-        for callback in [ProgressLines()] if self.arguments.disable_tqdm else [Bar(), ProgressLines()]:
-            trainer.add_callback(callback)
-        callbacks = trainer.callback_handler.callbacks  # Stopping last: on a save it may end the run, before others are told
-        callbacks.sort(key=lambda callback: isinstance(callback, Stopping))
-        if self.checkpoint is not None:
-            trainer.begun -= read_json(self.checkpoint / MANIFEST).get("seconds", math.nan)
-        if self.arguments.should_save:
-            shutil.rmtree(self.path / ASIDE, ignore_errors=True)
-        of_all(None)
-        with trainer.stop_signals.caught(), collectives("the same command resumes from the last checkpoint"):
-            trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
-        if not isinstance(trainer, DraftTrainer):
-            return
-        with saving(self.path / "draft"):
-            trainer.save_draft(self.path / ASIDE / "draft")
+            for verbose in (PrinterCallback, ProgressCallback):  # they print every log as a dictionary
+                trainer.remove_callback(verbose)
+            for callback in [ProgressLines()] if self.arguments.disable_tqdm else [Bar(), ProgressLines()]:
+                trainer.add_callback(callback)
+            # Last: on a save it may end the run, before others are told
+            trainer.callback_handler.callbacks.sort(key=lambda callback: callback is trainer.stopping)
+            if self.checkpoint is not None:
+                trainer.begun -= read_json(self.checkpoint / MANIFEST).get("seconds", math.nan)
             if self.arguments.should_save:
-                seconds, has_best = time.monotonic() - trainer.begun, self.arguments.load_best_model_at_end
-                save_history(trainer.state, self.path, seconds, has_best=has_best)
-                if (self.path / ASIDE / "draft").exists():
-                    os.replace(self.path / ASIDE / "draft", self.path / "draft")
-                shutil.rmtree(self.path / ASIDE, ignore_errors=True)  # not there where another machine writes the draft
-        state = trainer.state
-        result({"draft": self.path / "draft", "steps": state.global_step, "best": state.best_metric, "log": state.log_history})
+                shutil.rmtree(self.path / ASIDE, ignore_errors=True)
+            of_all(None)
+            with trainer.stopping.caught(), collectives("the same command resumes from the last checkpoint"):
+                trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
+            if not isinstance(trainer, DraftTrainer):
+                return
+            with saving(self.path / "draft"):
+                trainer.save_draft(self.path / ASIDE / "draft")
+                if self.arguments.should_save:
+                    seconds, has_best = time.monotonic() - trainer.begun, self.arguments.load_best_model_at_end
+                    save_history(trainer.state, self.path, seconds, has_best=has_best)
+                    if (self.path / ASIDE / "draft").exists():
+                        os.replace(self.path / ASIDE / "draft", self.path / "draft")
+                    shutil.rmtree(self.path / ASIDE, ignore_errors=True)  # not there where another machine writes the draft
+            state = trainer.state
+            reached = {"steps": state.global_step, "best": state.best_metric, "log": state.log_history}
+            result({"draft": self.path / "draft", **reached})
 
 
 def left_open(recipe: Any) -> Iterator[str]:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate.data_loader import SeedableRandomSampler
@@ -32,31 +32,6 @@ from specdistill.training.objective import StepSums, step_metrics
 from specdistill.training.resumable import ResumableTrainer
 
 TrainingBatch = dict[str, Tensor]
-
-
-class Objective(Protocol):
-    """An nn.Module that holds the draft.
-
-    Its `forward(**batch, **target_outputs, measure)` returns the loss, summed over the loss tokens, and StepSums. The sum is a scalar, or
-    [P], one for each drafted position, which then has a denominator of its own.
-    """
-
-    def prepare(self, batch: TrainingBatch, number: int | None) -> TrainingBatch:
-        """The batch as it is trained on: with its anchors, or with rows that the draft generated in its place. Its shapes do not depend on
-        what it holds. What is random follows from `number`, the batch's in the run, so that a resumed run repeats it; None: in evaluation,
-        where every batch is prepared the same way each time.
-        """
-        ...
-
-    def num_loss_tokens(self, batch: TrainingBatch) -> Tensor:
-        """What the loss of a prepared batch is divided by: a scalar, or [P]."""
-        ...
-
-    def read_target(self, target: FrozenTarget, inputs: TrainingBatch) -> dict[str, Any]:
-        """What forward needs from the frozen target; called without gradients. `inputs` has `features` [B, A + 1, T, D], in place of which
-        forward is given those returned, where a store has them.
-        """
-        ...
 
 
 class DraftTrainer(ResumableTrainer):
@@ -231,9 +206,8 @@ class DraftTrainer(ResumableTrainer):
         if self.whole is None:
             return self.save(self.objective.draft, folder)
         assert state is not None
-        self.whole.load_state_dict(
-            {name.removeprefix("draft."): tensor for name, tensor in state.items() if name.startswith("draft.")}
-        )
+        own = {name.removeprefix("draft."): tensor for name, tensor in state.items() if name.startswith("draft.")}
+        self.whole.load_state_dict(own)
         return self.save(self.whole, folder)
 
 

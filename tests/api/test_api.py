@@ -42,7 +42,7 @@ SIGNATURES = {
     "DraftConfig": "(output_dir, **keys)",
     "DraftTrainer": "(method, target, args, train_dataset=None, callbacks=())",
     "Report": "(data, folder, acceptance_length, speedup, verdict)",
-    "acquire": "(method, target, draft=None, *, target_revision=None, adapter=None, revision=None, dry_run=False, **options)",
+    "acquire": "(method, target, draft=None, **keys)",
     "compare": "(target, drafts, **keys)",
     "generate": "(draft, prompt, *, max_new_tokens=128, num_speculative_tokens=4, tree=None, temperature=0.0, top_p=1.0, top_k=0, "
     "seed=0)",

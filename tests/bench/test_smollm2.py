@@ -17,7 +17,7 @@ from specdistill.errors import ResourceError
 from specdistill.gate.rules import load_gate
 from specdistill.methods.recipe import Recipe
 from specdistill.project import ROOT
-from specdistill.recipe.load import load_recipe, save_recipe
+from specdistill.recipe.load import load_recipe, recipe_yaml
 from specdistill.report.files import read_report, validate
 from specdistill.suites.suite import load_suite
 from specdistill.targets.batch_generate import fast_dtype
@@ -216,7 +216,7 @@ def test_a_file_that_neither_folder_nor_network_has_is_said(in_empty_folder: Pat
 def test_a_training_is_not_overwritten_by_another(in_empty_folder: Path) -> None:
     recipe = load_recipe(Recipe, ["recipe=smollm2/eagle3", "train.output_dir=trained"])
     Path("trained/run").mkdir(parents=True)
-    save_recipe(recipe, Path("trained/run/recipe.yaml"))
+    Path("trained/run/recipe.yaml").write_text(recipe_yaml(recipe), encoding="utf-8")
     with refused("train.output_dir", "trained"):
         train(Path("trained"), "recipe=smollm2/eagle3", "train.learning_rate=1e-3")
 

@@ -7,8 +7,9 @@ import time
 import pytest
 
 from specdistill.engines import ENGINES
+from specdistill.engines.client import CompletionRequest
 from specdistill.engines.completions import CompletionServer, UnavailableError
-from specdistill.engines.server import CompletionRequest, Server
+from specdistill.engines.server import Server
 from specdistill.errors import ResourceError
 from specdistill.measurement.configurations import Settings
 from specdistill.measurement.servers import ConnectedServer, complete_all

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from specdistill.engines.client import CompletionRequest, ServerCounts
 from specdistill.engines.llama_cpp import LLAMA_CPP
-from specdistill.engines.server import CompletionRequest, Response, Server, ServerCounts
+from specdistill.engines.server import Response, Server
 from specdistill.engines.sglang import SGLANG
 from specdistill.engines.vllm import VLLM
 from specdistill.errors import ResourceError, UserError

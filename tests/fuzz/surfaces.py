@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from recipes.pico.corpus import CHAT_TEMPLATE
 from specdistill.doctor.command import DoctorOptions
-from specdistill.engines import completions, server
+from specdistill.engines import client, completions
 from specdistill.gate.decide import GateOptions
 from specdistill.hub.command import AcquireOptions, ExportOptions, PublishOptions
 from specdistill.methods.recipe import TrainedRecipe
@@ -151,7 +151,7 @@ def serving() -> Iterator[None]:
             self.do_GET()
 
     short = mock.patch.multiple(completions, PATIENCE=0.2, FIRST_DELAY=0.01, LONGEST_DELAY=0.01)
-    with ThreadingHTTPServer(("127.0.0.1", PORT), Handler) as made, short, mock.patch.object(server, "MAX_DELAY_SECONDS", 0.1):
+    with ThreadingHTTPServer(("127.0.0.1", PORT), Handler) as made, short, mock.patch.object(client, "MAX_DELAY_SECONDS", 0.1):
         made.handle_error = lambda *_: None  # type: ignore[method-assign]  # a client that waits no longer
         threading.Thread(target=made.serve_forever, daemon=True).start()
         yield

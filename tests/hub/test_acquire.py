@@ -126,14 +126,14 @@ def carried(acquire: Acquire, hub: Hub, tmp_path: Path) -> Path:
     """A cache of draft and target, as a machine without the Hub gets it."""
     with hub.client(acquire.home):
         snapshot_download(TARGET)
-    said = acquire.head("revision=v1")
+    said = acquire.head(f"draft={DRAFT}@v1")
     assert said.code == 0, said.err
     hub.requests.clear()
     return (acquire.home / "hub").rename(tmp_path / "carried")
 
 
 def test_a_cache_is_filled_and_read_without_the_hub(carried: Path, acquire: Acquire, hub: Hub) -> None:
-    said = acquire.head("revision=v1", cache=carried)
+    said = acquire.head(f"draft={DRAFT}@v1", cache=carried)
     assert (said.code, hub.requests) == (0, []), said.err
     folder = Path(said.out.strip())
     assert folder == carried / f"models--someone--Tiny-4L-EAGLE3/snapshots/{hub.tags(DRAFT)['v1']}"
@@ -249,7 +249,6 @@ def test_a_draft_model_may_have_another_tokenizer_if_that_is_asked(hub: Hub, acq
 @pytest.mark.parametrize(
     ("keys", "key"),
     [
-        (("revision=v1", "draft=someone/x@v2"), "revision"),
         (("draft=someone/x/model.gguf",), "draft"),
         (("draft=no/such/folder",), "draft"),
         (("from_bundle=x.tar",), "from_bundle"),
@@ -284,7 +283,7 @@ def test_what_is_missing_without_the_hub_is_named(carried: Path, acquire: Acquir
     assert f"target.model: {TARGET} is no folder here" in acquire.head(cache=tmp_path / "empty").error
     (weights,) = carried.glob("models--*EAGLE3/snapshots/*/model.safetensors")
     weights.unlink()
-    said = acquire.head("revision=v1", cache=carried)
+    said = acquire.head(f"draft={DRAFT}@v1", cache=carried)
     assert said.code == 2 and f"{DRAFT}@v1 without weights" in said.error and hub.requests == []
 
 
@@ -315,7 +314,7 @@ def test_a_repository_that_not_everybody_reads(kind: str, hub: Hub, acquire: Acq
 
 
 def test_a_revision_that_does_not_exist(acquire: Acquire) -> None:
-    said = acquire.head("revision=v11")
+    said = acquire.head(f"draft={DRAFT}@v11")
     assert said.code == 3
     assert "has no such revision" in said.error, said.err
 

@@ -11,7 +11,7 @@ from specdistill.engines import start
 from specdistill.errors import ExitCode
 from specdistill.measurement.in_engine import target_file
 from specdistill.project import PICO, ROOT
-from specdistill.recipe.llama_cpp import LlamaCppConfig
+from specdistill.recipe.sections import LlamaCppConfig
 from specdistill.report.files import read_report
 from specdistill.targets.files import TargetFiles, combined, file_hashes
 from specdistill.targets.frozen import FrozenTarget

@@ -23,7 +23,7 @@ TEXTS = [
 @pytest.fixture(scope="module")
 def table():
     """The one line that a new method adds to the library."""
-    row = Method("drafts a block in one pass", "train/eagle.py", MethodCost("1"), "tests.methods.block")
+    row = Method("drafts a block in one pass", MethodCost("1"), "tests.methods.block")
     METHODS["block"] = row
     yield METHODS
     del METHODS["block"]

@@ -17,8 +17,8 @@ import pytest
 from scipy import stats
 
 from specdistill.cli import main
+from specdistill.engines.client import PER_POSITION, SPEC_DECODE
 from specdistill.engines.llama_cpp import LLAMA_CPP
-from specdistill.engines.server import PER_POSITION, SPEC_DECODE
 from specdistill.engines.vllm import VLLM
 from specdistill.monitor import command
 from specdistill.monitor.acceptance import acceptance

@@ -73,7 +73,7 @@ def test_counts_as_torch_counts():
 
 
 def test_a_step_takes_the_time_of_its_products_and_of_its_traffic():
-    device = Device("any", memory=1000, flops=100.0, bandwidth=10.0)
+    device = Device("any", flops=100.0, bandwidth=10.0)
     step = Ledger()
     step.traffic, step.flops = 16, 60
     # (60 + 40) / 50 and 16 / 8 seconds

@@ -18,8 +18,7 @@ from specdistill.command import keys_of
 from specdistill.launch import LaunchOptions, _checked
 from specdistill.methods.recipe import Recipe
 from specdistill.methods.sizes import Described
-from specdistill.planning.budget import ServingSettings
-from specdistill.planning.command import print_plan
+from specdistill.planning.command import ServingOptions, print_plan
 from specdistill.planning.estimates import launch_of
 from specdistill.planning.plan import DATA, PROMPTS, Plan, make_plan, recommend
 from specdistill.planning.reading import read
@@ -130,7 +129,7 @@ def test_commands_for_a_target_are_taken_up_to_its_weights(
 
 
 def test_what_no_machine_holds_is_trained_in_smaller_batches(large: dict[str, Described]) -> None:
-    small = ServingSettings(memory=24 * 2**30)
+    small = ServingOptions(memory_gb=24.0)
     advice = make_plan(large["8B"], serving=small, batch_size=64).recommendation
     assert advice["start"] is None and "64 rows of 2,048 tokens on each of 8 devices" in str(advice["reason"])
     server, make, train, _ = printed(make_plan(large["8B"], serving=small, batch_size=1))

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from specdistill.methods.sizes import Described
-from specdistill.planning.budget import ServingSettings, budget, weight_bytes
+from specdistill.planning.budget import Budget, budget, served, weight_bytes
+from specdistill.planning.command import ServingOptions
 from specdistill.planning.reading import read
 from specdistill.targets.cache_size import of_attention
 from tests.public_pairs import GPT_OSS_120B, LLAMA_8B, Repository
@@ -21,14 +21,18 @@ def described(folder: Path, repository: Repository) -> Described:
     return read(str(repository.write(folder / repository.name)), key="target.model")
 
 
+def budget_of(target: Described, *draft: Any, num_speculative_tokens: int = 0, **options: Any) -> Budget:
+    return budget(target, served(ServingOptions(**options), target), *draft, num_speculative_tokens=num_speculative_tokens)
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Described:
     return described(tmp_path_factory.mktemp("llama"), LLAMA_8B)
 
 
 def test_parts_add_up_and_say_what_memory_they_fit_in(llama: Described):
-    serving = ServingSettings(context=8192, batch_size=4, memory=24 * GIB, gpu_memory_utilization=0.9)
-    made = budget(llama, serving, 850_000_000, of_attention(1, 8, 128), num_speculative_tokens=4)
+    serving = {"context": 8192, "batch_size": 4, "memory_gb": 24.0, "gpu_memory_utilization": 0.9}
+    made = budget_of(llama, 850_000_000, of_attention(1, 8, 128), num_speculative_tokens=4, **serving)
     # A pass of 8,192 tokens: 6 · 4096 + 3 · 14336 numbers in bfloat16; 20 rows of float32 logits
     engine = GIB + 8192 * 2 * (6 * 4096 + 3 * 14336) + 4 * 20 * 128_256
     assert made.parts == {
@@ -43,21 +47,21 @@ def test_parts_add_up_and_say_what_memory_they_fit_in(llama: Described):
 
 
 def test_what_is_left_is_room_for_context(llama: Described):
-    serving = ServingSettings(memory=24 * GIB, gpu_memory_utilization=0.9)
-    alone, drafted = budget(llama, serving), budget(llama, serving, 850_000_000, of_attention(1, 8, 128))
+    serving = {"memory_gb": 24.0, "gpu_memory_utilization": 0.9}
+    alone, drafted = budget_of(llama, **serving), budget_of(llama, 850_000_000, of_attention(1, 8, 128), **serving)
     left = 0.9 * 24 * GIB - alone.parts["target"] - alone.parts["engine"]
     assert alone.room == int(left // (128 * 1024))
     assert drafted.room == int((left - 850_000_000) // (132 * 1024))
-    several = budget(llama, replace(serving, batch_size=8))
+    several = budget_of(llama, batch_size=8, **serving)
     assert alone.room - 200 < several.room <= alone.room and several.room % 8 == 0  # logits of seven more
 
 
 @pytest.mark.parametrize(
     ("changed", "part", "size"),
     [
-        ({"dtype": torch.float32}, "target", 32_121_044_992),
-        ({"dtype": torch.float32}, "KV cache", 4096 * 256 * 1024),
-        ({"kv_cache_dtype": torch.float8_e4m3fn}, "KV cache", 4096 * 64 * 1024),
+        ({"dtype": "float32"}, "target", 32_121_044_992),
+        ({"dtype": "float32"}, "KV cache", 4096 * 256 * 1024),
+        ({"kv_cache_dtype": "fp8"}, "KV cache", 4096 * 64 * 1024),
         ({"tensor_parallel": 4}, "KV cache", 4096 * 32 * 1024),
         ({"tensor_parallel": 16}, "KV cache", 4096 * 16 * 1024),  # eight heads: each on two devices
         ({"tensor_parallel": 4}, "target", 16_060_522_496 // 4),
@@ -66,13 +70,13 @@ def test_what_is_left_is_room_for_context(llama: Described):
     ],
 )
 def test_dtypes_and_devices_change_what_each_holds(llama: Described, changed: dict[str, Any], part: str, size: int):
-    assert budget(llama, ServingSettings(**changed), 850_000_000, of_attention(1, 8, 128)).parts[part] == size
+    assert budget_of(llama, 850_000_000, of_attention(1, 8, 128), **changed).parts[part] == size
 
 
 def test_what_does_not_fit_says_on_how_many_devices_it_would(llama: Described):
-    made = budget(llama, ServingSettings(memory=16 * GIB))
+    made = budget_of(llama, memory_gb=16.0)
     assert not made.fits and made.room == 0 and made.tensor_parallel == 2
-    assert budget(llama, ServingSettings(memory=GIB)).tensor_parallel is None
+    assert budget_of(llama, memory_gb=1.0).tensor_parallel is None
 
 
 def test_quantised_weights_count_as_they_are_stored(tmp_path: Path):
@@ -84,12 +88,12 @@ def test_quantised_weights_count_as_they_are_stored(tmp_path: Path):
 @pytest.mark.parametrize(("key", "got"), [("context", 200_000), ("tensor_parallel", 3)])  # of 131,072 positions and 32 heads
 def test_what_no_engine_serves_is_refused(llama: Described, key: str, got: int):
     with refused(f"serving.{key}", got):
-        ServingSettings(**{key: got}).check(llama, None)
-    ServingSettings(context=131_072, tensor_parallel=32).check(llama, None)
+        served(ServingOptions(**{key: got}), llama)
+    served(ServingOptions(context=131_072, tensor_parallel=32), llama)
 
 
 def test_a_dtype_is_refused_for_quantised_weights(tmp_path: Path):
     target = described(tmp_path, GPT_OSS_120B)
     with refused("serving.dtype", "float32"):
-        ServingSettings(dtype=torch.float32).check(target, None)
-    ServingSettings().check(target, None)
+        served(ServingOptions(dtype="float32"), target)
+    served(ServingOptions(), target)

@@ -24,8 +24,7 @@ from specdistill.methods.recipe import Recipe
 from specdistill.methods.sizes import Described
 from specdistill.planning import estimates
 from specdistill.planning import plan as plans
-from specdistill.planning.budget import ServingSettings
-from specdistill.planning.command import print_plan, short
+from specdistill.planning.command import ServingOptions, print_plan, short
 from specdistill.planning.plan import Plan, make_plan, recommend
 from specdistill.planning.reading import read
 from specdistill.project import ROOT
@@ -180,12 +179,12 @@ def test_native_layers_are_found_by_their_key_and_come_first(plan_for: Callable[
         text = {"model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1, "vocab_size": 1000, "num_hidden_layers": 4}
         text |= {"hidden_size": 2048, "intermediate_size": 4096}
         config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": text}
-    plan = plan_for(config, serving=ServingSettings(context=512))
+    plan = plan_for(config, serving=ServingOptions(context=512))
     key = "mtp_num_hidden_layers" if nested else "num_nextn_predict_layers"
     assert plan.target["native_mtp"] == {"key": key, "layers": 1}
     assert row_of(plan, "mtp").note == f"the target's own ({key}: 1)"
     assert plan.recommendation["method"] == "mtp"
-    longer = make_plan(read(plan.target["model"], key="target.model"), serving=ServingSettings(context=4096))
+    longer = make_plan(read(plan.target["model"], key="target.model"), serving=ServingOptions(context=4096))
     assert longer.recommendation["method"] == "ngram"  # these small layers read less than their caches are
     assert ("names no dtype" in " ".join(plan.warnings)) == nested
 
@@ -329,7 +328,7 @@ def test_a_plan_is_one_screen_that_answers_first(config: dict[str, Any], tmp_pat
     monkeypatch.chdir(tmp_path)
     target = Path("models/llama-3.1-8b")  # of the length that people's names of targets have
     target.mkdir(parents=True)
-    serving = ServingSettings(memory=24 * 2**30, context=512)  # the 8B target in several processes
+    serving = ServingOptions(memory_gb=24.0, context=512)  # the 8B target in several processes
     plan = make_plan(read(folder(target, config), key="target.model"), None, serving=serving)
 
     def shown(width: int, details: bool) -> str:

@@ -17,7 +17,7 @@ from specdistill.methods.recipe import Recipe
 from specdistill.project import GATES, RECIPES
 from specdistill.recipe.data_sources import entries
 from specdistill.recipe.fields import describe
-from specdistill.recipe.load import REQUIRED, load_recipe, merged, save_recipe
+from specdistill.recipe.load import REQUIRED, load_recipe, merged, recipe_yaml
 from specdistill.recipe.sections import TreeConfig
 from specdistill.training.arguments import training_arguments
 from tests.refusals import refused, refused_key
@@ -60,7 +60,7 @@ def load(*arguments: str) -> Recipe:
 
 def reloaded(recipe: Any, folder: Path, *more: str) -> Any:
     """The recipe that was recorded of one."""
-    save_recipe(recipe, folder / "recipe.yaml")
+    (folder / "recipe.yaml").write_text(recipe_yaml(recipe), encoding="utf-8")
     schema: type[Any] = TargetRecipe if isinstance(recipe, TargetRecipe) else Recipe
     return load_recipe(schema, [f"recipe={folder / 'recipe.yaml'}", *more])
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from specdistill.engines.server import ServerCounts
+from specdistill.engines.client import ServerCounts
 from specdistill.errors import UserError
 from specdistill.report.build import result_rows
 from specdistill.statistics.metrics import (

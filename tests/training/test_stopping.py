@@ -19,7 +19,7 @@ from specdistill.recipe.load import load_recipe
 from specdistill.rows.row_set import RowTarget
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training import resumable
-from specdistill.training.resumable import EndedStep, Stopping, StopSignals
+from specdistill.training.resumable import EndedStep, Stopping
 from tests.launches import tiny_files
 from tests.scripts import specdistill
 from tests.tiny import tiny_tokenizer
@@ -31,11 +31,11 @@ def test_a_second_signal_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds, ended = iter((0.0, 0.5, 2.0)), []
     monkeypatch.setattr(resumable.time, "monotonic", lambda: next(seconds))
     monkeypatch.setattr(resumable.os, "_exit", ended.append)
-    signals, handler = StopSignals(), signal.getsignal(signal.SIGINT)
-    with signals.caught():
+    stopping, handler = Stopping(None), signal.getsignal(signal.SIGINT)
+    with stopping.caught():
         for codes in ([], [], [130]):
             signal.raise_signal(signal.SIGINT)
-            assert signals.asked and ended == codes
+            assert stopping.asked and ended == codes
     assert signal.getsignal(signal.SIGINT) is handler
 
 
@@ -102,7 +102,7 @@ def test_what_a_step_found_is_read_after_the_next(tmp_path: Path) -> None:
     own: Any = SimpleNamespace(
         micro_batch_losses=[], accelerator=SimpleNamespace(reduce=lambda found, _: found), get_train_dataloader=lambda: iter(())
     )
-    watch, control, state = Stopping(own, StopSignals()), TrainerControl(), TrainerState()
+    watch, control, state = Stopping(own), TrainerControl(), TrainerState()
     arguments: Any = SimpleNamespace(world_size=1, should_save=True, output_dir=tmp_path, gradient_accumulation_steps=1)
     own.micro_batch_losses, state.global_step = [torch.tensor(float("nan"))], 1
     watch.on_step_end(arguments, state, control)
@@ -115,7 +115,7 @@ def test_what_a_step_found_is_read_after_the_next(tmp_path: Path) -> None:
 def test_every_process_says_that_a_loss_is_not_finite(tmp_path: Path, writes: bool) -> None:
     """One that left without a word would have its launcher end the one that speaks."""
     arguments: Any = SimpleNamespace(world_size=2, should_save=writes, output_dir=tmp_path, gradient_accumulation_steps=1)
-    own = Stopping(SimpleNamespace(get_train_dataloader=lambda: iter(())), StopSignals())
+    own = Stopping(SimpleNamespace(get_train_dataloader=lambda: iter(())))
     step = EndedStep(4, [torch.tensor(float("nan"))], torch.tensor([0, 1]), None)
     if writes:
         with pytest.raises(ResourceError, match=r"loss_not_finite\.json"):

@@ -16,7 +16,7 @@ from specdistill.errors import ExitCode
 from specdistill.export import export
 from specdistill.methods.load import load_proposer
 from specdistill.methods.ngram.config import NgramConfig
-from specdistill.recipe.llama_cpp import LlamaCppConfig
+from specdistill.recipe.sections import LlamaCppConfig
 from specdistill.report.files import read_report
 from specdistill.suites.suite import load_suite, tokenize
 from specdistill.targets.files import TargetFiles

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from specdistill.cli import main
-from specdistill.engines.server import Completion, CompletionRequest, Server
+from specdistill.engines.client import Completion, CompletionRequest
+from specdistill.engines.server import Server
 from specdistill.engines.vllm import PROGRAM, VLLM
 from specdistill.project import PICO
 from specdistill.suites.suite import load_suite, tokenize

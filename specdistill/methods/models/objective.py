@@ -33,6 +33,7 @@ from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.packed_rows import Documents, attending, configs_with_lengths, lengths_of
 from specdistill.training.arguments import shards_weights
 from specdistill.training.objective import (
+    Objective,
     SoftTargets,
     StepSums,
     TargetDistributions,
@@ -43,7 +44,7 @@ from specdistill.training.objective import (
 )
 
 
-class Distillation(nn.Module):
+class Distillation(Objective):
     """The draft model as the trainer sees it: rows in, loss sums out.
 
     Args:
@@ -92,10 +93,6 @@ class Distillation(nn.Module):
     def prepare(self, batch: dict[str, Any], number: int | None) -> dict[str, Any]:
         """The batch, or in training one that the draft generated in its place."""
         return batch if self.on_policy is None or number is None else self.on_policy(batch, number)
-
-    def num_loss_tokens(self, batch: dict[str, Any]) -> Tensor:
-        """How many tokens the loss of a batch is summed over."""
-        return loss_rows(batch["position_ids"], batch["loss_positions"], ahead=1).sum()
 
     def read_target(self, target: FrozenTarget, inputs: dict[str, Any]) -> dict[str, Any]:
         """Soft targets at temperature 1; none where hard labels are all that the loss needs."""
