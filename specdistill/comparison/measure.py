@@ -11,7 +11,7 @@ from specdistill.measurement.configurations import MeasurementPlan
 from specdistill.measurement.hardware import fit_threads, resources_used
 from specdistill.measurement.losslessness import generate_greedily, greedy_check, sampling_test
 from specdistill.measurement.measure import calibrate, measure_together, prompt_records, round_costs
-from specdistill.measurement.measured import MeasuredConfiguration, draft_report
+from specdistill.measurement.measured import MeasuredConfiguration, Measurement, draft_report
 from specdistill.methods.load import describe_draft, load_proposer
 from specdistill.methods.recipe import options_by_method
 from specdistill.methods.target_record import use_recorded_template
@@ -35,25 +35,25 @@ def measure_candidates(options: CommonOptions) -> list[Measured]:
     ]
     use_recorded_template([one.folder for one in candidates if one.folder], target.tokenizer, "drafts")
     histories = [read_history(one.folder, key="drafts") if one.folder else None for one in candidates]
-    limits: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "num_prompts": num_measured(suite, options.num_prompts)}
-    prompts = tokenize(suite, target.tokenizer, max_length=target.max_length, vocab_size=target.vocab_size, **limits)
+    room = {"max_new_tokens": options.max_new_tokens, "max_length": target.max_length, "vocab_size": target.vocab_size}
+    prompts = tokenize(suite, target.tokenizer, num_prompts=num_measured(suite, options.num_prompts), **room)
+    MeasurementPlan(settings[0], prompts)  # refuses fewer than a batch
 
     with resources_used(target.device) as took:
         for proposer, own in zip(proposers, settings, strict=True):
             calibrate(target, proposer, prompts, own)
         runs = measure_together(target, proposers, prompts, *settings)
         generate = generate_greedily(target, settings[0])
-        results: list[tuple[MeasuredConfiguration, dict[str, Any]]] = []
+        found = []
         for proposer, own, decoded in zip(proposers, settings, runs, strict=True):
             records = prompt_records(suite.name, own.configuration, target, proposer, decoded)
             result = MeasuredConfiguration(records, greedy_check(target, proposer, decoded, own, generate), took)
             test = sampling_test(target, proposer, prompts, own, num_draws=options.sampling_draws)
-            results.append((result, {"sampling_test": test, "costs": round_costs(target, proposer, prompts, own)}))
+            found.append(Measurement(own, [result], test, round_costs(target, proposer, prompts, own), took))
 
     measured = []
-    for one, own, proposer, history, (result, found) in zip(candidates, settings, proposers, histories, results, strict=True):
-        draft, plan = describe_draft(one.draft, one.method), MeasurementPlan(own, prompts)
-        report = draft_report(target, proposer, suite, [plan], [result], draft=draft, took=took, **found)
-        report["digest"] = digest(report, result.records)
-        measured.append(Measured(one.name, history.summary() if history else None, report, result.records))
+    for one, proposer, history, of_one in zip(candidates, proposers, histories, found, strict=True):
+        report, records = draft_report(target, proposer, suite, of_one, describe_draft(one.draft, one.method)), of_one.records
+        report["digest"] = digest(report, records)
+        measured.append(Measured(one.name, history.summary() if history else None, report, records))
     return measured

@@ -31,6 +31,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from specdistill.decoding.sampling import Generators, Random, Sampling, draw
 from specdistill.errors import UserError
+from specdistill.recipe.sections import TreeConfig
 
 ROOT = -1
 MOST_NODES = 1024
@@ -265,22 +266,18 @@ class DynamicTree:
 TreeShape = StaticTree | DynamicTree
 
 
-def tree_shape(
-    *, budget: int | None = None, depth: int | None = None, top_k: int | None = None, branching: list[int] | None = None
-) -> TreeShape:
+def tree_shape(config: TreeConfig) -> TreeShape:
     """The tree that a recipe's `eval.tree` asks for: {budget, depth, top_k} is dynamic, {branching} static; UserError for neither."""
-    numbers = {"budget": budget, "depth": depth, "top_k": top_k}
-    given = [name for name, number in numbers.items() if number is not None]
-    if branching is not None and given:
-        got = f"a static tree with {', '.join(given)}"
-        raise UserError("eval.tree.branching", got=got, expected="branching, or budget, depth and top_k")
-    if branching is not None:
-        return StaticTree(tuple(branching))
-    if budget is None or depth is None or top_k is None:
-        missing = next(name for name in numbers if name not in given)
+    numbers = config.model_dump(exclude={"branching"})
+    if config.branching is not None:
+        if given := [name for name, number in numbers.items() if number is not None]:
+            got = f"a static tree with {', '.join(given)}"
+            raise UserError("eval.tree.branching", got=got, expected="branching, or budget, depth and top_k")
+        return StaticTree(tuple(config.branching))
+    if missing := next((name for name, number in numbers.items() if number is None), None):
         expected = "a number: a tree has budget, depth and top_k, or branching"
         raise UserError(f"eval.tree.{missing}", got="nothing", expected=expected)
-    return DynamicTree(budget, depth, top_k)
+    return DynamicTree(**numbers)
 
 
 def candidates_are_drawn(sampling: Sampling, tree: TreeShape | None) -> bool:

@@ -3,7 +3,7 @@ each prompt with the draft and without.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from specdistill.measurement.measure import calibrate, measure_together, prompt_
 from specdistill.measurement.measured import (
     FinishedConfigurations,
     MeasuredConfiguration,
+    Measurement,
     draft_report,
     measurement_identity,
 )
@@ -33,7 +34,6 @@ from specdistill.processes import is_first, join, of_all, share
 from specdistill.recipe.sections import EvalConfig
 from specdistill.report.text import print_power_analysis
 from specdistill.statistics.records import ALL, PromptRecord
-from specdistill.statistics.theory import RoundCost
 from specdistill.suites.conversations import use_template
 from specdistill.suites.suite import Suite, SuiteRow, cut_prompts, load_suite, num_measured, tokenize
 from specdistill.targets.files import TargetFiles
@@ -67,32 +67,12 @@ def measure(recipe: Recipe, folder: Path) -> tuple[dict[str, Any], list[PromptRe
         result, *_ = of_all(None)
         return result
 
-    described = describe_draft(draft, recipe.method)
-    options: dict[str, Any] = {"draft": described, "sampling_test": found.tested, "costs": found.costs, "took": found.took}
-    report = draft_report(target, proposer, suite, found.plans, found.measured, **options)
-    if found.weights:
-        report["target"]["weights"] = found.weights
-    records = [record for entry in found.measured for record in entry.records]
+    report, records = draft_report(target, proposer, suite, found, describe_draft(draft, recipe.method)), found.records
     add_quality(report, records, suite, special_tokens=target.tokenizer.all_special_tokens, run_code=config.run_code)
     if target.device.type == "cuda":
         report["hardware"]["count"] = num_processes
     result, *_ = of_all((report, records))
     return result
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """All configurations, and of the main one the test of sampling, what rounds cost, and what all of it took (see `resources_used`).
-
-    weights: sha256 of several targets' weights. Processes but the first of a launch have no more than the plans and the configurations.
-    """
-
-    plans: list[MeasurementPlan]
-    measured: list[MeasuredConfiguration]
-    tested: dict[str, Any] | str = ""
-    costs: Sequence[RoundCost] = ()
-    took: Mapping[str, Any] = field(default_factory=dict)
-    weights: str | None = None
 
 
 def measure_pair(recipe: Recipe, pair: Pair, suite: Suite, folder: Path) -> Measurement:
@@ -108,16 +88,16 @@ def measure_pair(recipe: Recipe, pair: Pair, suite: Suite, folder: Path) -> Meas
     finished = FinishedConfigurations(folder / FINISHED, identity)
     own = [share_of(plan, rank, num_processes) for plan in plans]
     measured = together(plans, of_all(list(measure_each(target, proposer, suite, own, finished))))
+    prompts, settings = plans[0].prompts, plans[0].settings
     if not is_first():
-        return Measurement(plans, measured)
+        return Measurement(settings, measured)
 
     # Of the main configuration also: is sampling lossless, and what do rounds of fewer draft tokens cost?
-    prompts, settings = plans[0].prompts, plans[0].settings
     with resources_used(target.device) as took:
         calibrate(target, proposer, prompts, settings)
         tested = sampling_test(target, proposer, prompts, settings, num_draws=config.sampling_draws)
         costs = round_costs(target, proposer, prompts, settings)
-    return Measurement(plans, measured, tested, costs, summed([*(entry.took for entry in measured), took]))
+    return Measurement(settings, measured, tested, costs, summed([*(entry.took for entry in measured), took]))
 
 
 def summed(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -163,7 +143,7 @@ def across_adapters(recipe: Recipe, adapters: Sequence[str], suite: Suite, folde
         for each in zip(*(one.measured for one in found), strict=True)
     ]
     whole = Measurement(
-        found[0].plans,
+        found[0].settings,
         measured,
         untested or min(tests, key=lambda test: float(test["p_value"])),
         found[-1].costs,
@@ -300,7 +280,7 @@ def decoded_acceptance_length(recipe: TrainedRecipe, target: FrozenTarget) -> Ca
     suite = load_suite(recipe.selection.suite, recipe.target.model)
     room = {"max_new_tokens": limit, "max_length": target.max_length, "vocab_size": target.vocab_size}
     prompts = tokenize(suite, target.tokenizer, num_prompts=recipe.selection.num_prompts, **room)
-    tree = tree_shape(**vars(recipe.eval.tree)) if recipe.eval.tree else None
+    tree = tree_shape(recipe.eval.tree) if recipe.eval.tree else None
 
     def measure(folder: Path) -> float:
         proposer = load_proposer(recipe.method, str(folder), target, **recipe.proposer_options())

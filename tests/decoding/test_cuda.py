@@ -16,6 +16,7 @@ from specdistill.methods.chains.unroll import TrainingTimeTest
 from specdistill.methods.eagle3.checkpoint import save_eagle3
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.models.proposer import DraftModelProposer
+from specdistill.recipe.sections import TreeConfig
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.arguments import training_arguments
 from specdistill.training.trainer import DraftTrainer
@@ -52,7 +53,7 @@ def test_batches_write_what_each_row_writes_alone(target: FrozenTarget) -> None:
 @pytest.mark.parametrize("name", ["eagle3", "eagle", "mtp", "draft_model"])
 def test_trees_write_the_plain_output(target: FrozenTarget, name: str) -> None:
     plain = Decoder(target).generate(PROMPT, max_new_tokens=40)
-    tree = tree_shape(budget=8, depth=3, top_k=3)
+    tree = tree_shape(TreeConfig(budget=8, depth=3, top_k=3))
     assert (
         Decoder(target, proposer_of(name, target)).generate(PROMPT, max_new_tokens=40, tree=tree).token_ids == plain.token_ids
     )

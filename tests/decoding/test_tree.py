@@ -16,6 +16,7 @@ from specdistill.decoding.tree import ROOT, DynamicTree, StaticTree, Step, Tree,
 from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.models.proposer import DraftModelProposer
+from specdistill.recipe.sections import TreeConfig
 from specdistill.targets.frozen import FrozenTarget
 from tests import mtp_targets
 from tests.draft_models import half_right
@@ -335,14 +336,14 @@ def test_a_law_of_few_tokens_gives_few_children(target: FrozenTarget) -> None:
 )
 def test_forms_that_cannot_be_are_refused(options: dict[str, Any], key: str, got: object) -> None:
     with refused(f"eval.tree.{key}", got):
-        tree_shape(**options)
+        tree_shape(TreeConfig(**options))
 
 
 def test_forms_are_what_a_recipe_says() -> None:
-    assert tree_shape(budget=9, depth=4, top_k=3) == DYNAMIC and tree_shape(branching=[3, 2, 1]) == STATIC
+    assert tree_shape(TreeConfig(budget=9, depth=4, top_k=3)) == DYNAMIC and tree_shape(TreeConfig(branching=[3, 2, 1])) == STATIC
     for shape in (DYNAMIC, STATIC):
-        assert tree_shape(**shape.settings) == shape  # type: ignore[arg-type]
-    assert tree_shape(budget=14, depth=4, top_k=2).num_candidates(4) == 14  # 2, and three times 2 of 2
+        assert tree_shape(TreeConfig(**shape.settings)) == shape  # type: ignore[arg-type]
+    assert tree_shape(TreeConfig(budget=14, depth=4, top_k=2)).num_candidates(4) == 14  # 2, and three times 2 of 2
     assert DYNAMIC.cut(1) == replace(DYNAMIC, depth=1, budget=3) and STATIC.cut(2) == StaticTree((3, 2))
 
 

@@ -135,11 +135,11 @@ def test_cached_steps_equal_the_uncached_pass(variant: Variant, masked: bool) ->
     with torch.no_grad():
         hidden = head.fuse(target.features(ids, head.aux_layers))
         whole, _ = head(ids, hidden, head.rotary(hidden, torch.arange(12)[None]), kv_cache(head, ids))
-        cache = DraftKVCache(partial(head.rotary, hidden), ids.device, head.config.sliding_window)
+        cache = DraftKVCache(1, partial(head.rotary, hidden), ids.device, head.config.sliding_window)
         parts = []
         for start, end in ((0, 5), (5, 6), (6, 12)):
             rotary = cache.extend([end - start])
-            cache._mask_TS = cache._mask_TS if masked else None  # as on a GPU
+            cache._mask = cache._mask if masked else None  # as on a GPU
             normed, _ = head(ids[:, start:end], hidden[:, start:end], rotary, cache)
             parts.append(normed)
     assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-5)
