@@ -1,7 +1,6 @@
 """The drafts of a comparison: located, named and checked to be different before anything is loaded."""
 
 import itertools
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,26 +78,24 @@ def _names(prefixes: Sequence[str], drafts: Sequence[str]) -> list[str]:
 
     Names become folders, so they are compared without case.
     """
-    parts = [
+    paths = [
         Path(draft).resolve().parts[1:]
         if Path(draft).is_dir()
-        else [part.replace("/", "-") for part in draft.split("/", 1)]  # a revision may hold slashes, e.g. refs/pr/1
+        else tuple(part.replace("/", "-") for part in draft.split("/", 1))  # a revision may hold slashes, e.g. refs/pr/1
         for draft in drafts
     ]
-    before: Counter[Any] = Counter()
-    numbers = []
-    for same in zip(prefixes, map(tuple, parts), strict=True):
-        before[same] += 1
-        numbers.append(f"-{before[same]}" if before[same] > 1 else "")
-    depths, longer = [0] * len(drafts), [1] * len(drafts)
-    while longer != depths:
-        depths = longer
-        named = zip(prefixes, parts, depths, numbers, strict=True)
-        names = [f"{prefix}{'-'.join(part[-depth:])}{number}" for prefix, part, depth, number in named]
-        count = Counter(name.casefold() for name in names)
-        is_double = [count[name.casefold()] > 1 for name in names]
-        longer = [min(depth + double, len(part)) for depth, double, part in zip(depths, is_double, parts, strict=True)]
-    if True in is_double:
-        got = f"{names[is_double.index(True)]}, the name of two of them"
+    # Of each, from the shortest on.
+    each = [
+        [f"{prefix}{'-'.join(path[-depth:])}" for depth in range(1, len(path) + 1)]
+        for prefix, path in zip(prefixes, paths, strict=True)
+    ]
+    names = []
+    for place, own in enumerate(each):
+        taken = {name.casefold() for other in each if other != own for name in other}
+        name, number = next((name for name in own if name.casefold() not in taken), own[-1]), each[: place + 1].count(own)
+        names.append(f"{name}-{number}" if number > 1 else name)
+    folded = [name.casefold() for name in names]
+    if double := next((name for name in names if folded.count(name.casefold()) > 1), None):
+        got = f"{double}, the name of two of them"
         raise UserError(KEY, got=got, expected="folders of different names, which their reports get")
     return names

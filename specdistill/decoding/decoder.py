@@ -172,7 +172,10 @@ class Decoder:
             num_speculative_tokens = tree.depth
         if len(prompts) > 1:
             self.check_batches()
-        assert max_new_tokens >= 1 and (num_speculative_tokens >= 1 or not self.proposer), (max_new_tokens, num_speculative_tokens)
+        assert max_new_tokens >= 1 and (num_speculative_tokens >= 1 or not self.proposer), (
+            max_new_tokens,
+            num_speculative_tokens,
+        )
         all_rows = [
             Running(self.target, prompt_ids, max_new_tokens, generator)
             for prompt_ids, generator in zip(prompts, generators or [None] * len(prompts), strict=True)
@@ -254,7 +257,9 @@ class Decoder:
         """Of each row. The logits follow the sequence and each draft token. Sampled rows with chains of equally many draft tokens, all of
         them drawn or all certain, are verified together."""
         if sampling.is_greedy:
-            return [*map(self._follow_best, rows, proposals, logits_BTV.argmax(-1).tolist(), near_ties(self.target, logits_BTV))]
+            return [
+                *map(self._follow_best, rows, proposals, logits_BTV.argmax(-1).tolist(), near_ties(self.target, logits_BTV))
+            ]
         if len(rows) == 1 or any(proposal.tree for proposal in proposals):
             return [
                 self.rule(proposal, sampling.probabilities(logits_TV[: len(proposal.tokens) + 1]), row.generator)

@@ -110,8 +110,8 @@ class CompiledProposer(Protocol):
 
 
 class PausingProposer:
-    """What proposers have in common whose draft pauses in some rounds. They are as it is, unless they say otherwise; when it drafts again it
-    reads what was committed meanwhile.
+    """What proposers have in common whose draft pauses in some rounds. They are as it is, unless they say otherwise; when it drafts again
+    it reads what was committed meanwhile.
 
     settings: in addition to the draft's.
     """

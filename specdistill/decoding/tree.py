@@ -134,40 +134,6 @@ class Step:
         return seen_BTS & (query_BT.unsqueeze(2) - key_BS.unsqueeze(1) < window)
 
 
-class Family:
-    """A static tree of one row as it grows. logits_TW: after the nodes of its last level, at first the root."""
-
-    def __init__(self, logits_1W: Tensor, sampling: Sampling, generator: Random) -> None:
-        self.logits_TW, self.sampling, self.generator = logits_1W, sampling, generator
-        self._last: Sequence[int] = [ROOT]
-        self._index: list[Tensor] = []
-        self._parents: list[int] = []
-        self._distributions: list[Tensor] = []
-
-    def descend(self, width: int) -> tuple[Tensor, Tensor]:
-        """`width` children of each node: draft tokens [T] of the next level, and indices [T] of their parents in the last one."""
-        if self.sampling.is_greedy:
-            chosen_TC = self.logits_TW.topk(min(width, self.logits_TW.shape[-1])).indices
-            drawn_TC = torch.ones_like(chosen_TC, dtype=torch.bool)
-        else:
-            probs_TW = self.sampling.probabilities(self.logits_TW)
-            uniforms_TC = torch.rand(len(probs_TW), width, generator=self.generator, dtype=torch.float64).to(probs_TW.device)
-            chosen_TC, drawn_TC = draw_distinct(probs_TW, uniforms_TC)
-        rows_T = drawn_TC.nonzero()[:, 0]
-        self._index.append(chosen_TC[drawn_TC])
-        if not self.sampling.is_greedy:
-            self._distributions.append(probs_TW[rows_T])
-        first, above = len(self._parents), self._last
-        self._parents += [above[row] for row in rows_T.tolist()]
-        self._last = range(first, len(self._parents))
-        return self._index[-1], rows_T
-
-    @property
-    def draft(self) -> TreeDraft:
-        distributions = torch.cat(self._distributions) if self._distributions else None
-        return torch.cat(self._index), Tree(tuple(self._parents)), distributions
-
-
 @dataclass(frozen=True)
 class StaticTree:
     """branching: children of the root, of each of its children, and so on: [4, 2, 1] has 4 + 8 + 8 nodes."""
@@ -199,16 +165,24 @@ class StaticTree:
 
     def grow(self, logits_BW: Tensor, expand: Expand, sampling: Sampling, generators: Generators) -> list[TreeDraft]:
         """From the logits after each row's root. Under sampling a node has fewer children where q has too few tokens."""
-        families = [
-            Family(logits_1W, sampling, generator) for logits_1W, generator in zip(logits_BW.split(1), generators, strict=True)
-        ]
+        levels, logits = [], [*logits_BW.split(1)]  # of each row, after the nodes of its last level
         for level, width in enumerate(self.branching):
-            levels = [family.descend(width) for family in families]
+            levels.append([children(*row, width, sampling) for row in zip(logits, generators, strict=True)])
             if level + 1 < self.depth:
-                index_BT, rows_BT = (pad_sequence([*part], batch_first=True) for part in zip(*levels, strict=True))
-                for family, (index_T, _), logits_TW in zip(families, levels, expand(index_BT, rows_BT), strict=True):
-                    family.logits_TW = logits_TW[: len(index_T)]
-        return [family.draft for family in families]
+                index_BT, rows_BT = (pad_sequence([row[part] for row in levels[-1]], batch_first=True) for part in (0, 1))
+                after = zip(levels[-1], expand(index_BT, rows_BT), strict=True)
+                logits = [logits_TW[: len(index_T)] for (index_T, *_), logits_TW in after]
+        drafts: list[TreeDraft] = []
+        for of_row in zip(*levels, strict=True):
+            index, rows, probs = zip(*of_row, strict=True)
+            parents: list[int] = []
+            above: Sequence[int] = [ROOT]
+            for rows_T in rows:
+                first = len(parents)
+                parents += [above[place] for place in rows_T.tolist()]
+                above = range(first, len(parents))
+            drafts.append((torch.cat(index), Tree(tuple(parents)), None if sampling.is_greedy else torch.cat(probs)))
+        return drafts
 
 
 @dataclass(frozen=True)
@@ -288,6 +262,21 @@ def candidates_are_drawn(sampling: Sampling, tree: TreeShape | None) -> bool:
 def at_nodes(x_BTH: Tensor, rows_BN: Tensor) -> Tensor:
     """[B, N, H]: of each row of a batch, at some of its T nodes."""
     return x_BTH.gather(1, rows_BN.unsqueeze(2).expand(-1, -1, x_BTH.shape[2]))
+
+
+def children(logits_TW: Tensor, generator: Random, width: int, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
+    """Up to `width` children of each of T nodes: their tokens, their parents' indices, and the distributions [W] they are drawn from, which
+    count under sampling alone.
+    """
+    if sampling.is_greedy:
+        probs_TW, chosen_TC = logits_TW, logits_TW.topk(min(width, logits_TW.shape[-1])).indices
+        drawn_TC = torch.ones_like(chosen_TC, dtype=torch.bool)
+    else:
+        probs_TW = sampling.probabilities(logits_TW)
+        uniforms_TC = torch.rand(len(probs_TW), width, generator=generator, dtype=torch.float64).to(probs_TW.device)
+        chosen_TC, drawn_TC = draw_distinct(probs_TW, uniforms_TC)
+    rows_T = drawn_TC.nonzero()[:, 0]
+    return chosen_TC[drawn_TC], rows_T, probs_TW[rows_T]
 
 
 def draw_distinct(probs_TW: Tensor, uniforms_TC: Tensor) -> tuple[Tensor, Tensor]:

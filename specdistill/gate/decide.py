@@ -305,9 +305,6 @@ def _change(metric: str, category: str, evidence: Evidence, baseline: Evidence) 
     rows = {"old": find_row(baseline.report, scope), "new": find_row(evidence.report, scope)}
     values = {name: row[metric] for name, row in rows.items() if row is not None and metric in row}
     change = {"metric": metric, "category": category, "better": METRICS[metric].better, **values}
-    if len(values) < 2:
-        lacking = "both" if not values else "the report" if "old" in values else "the baseline"
-        return {**change, "reason": f"not measured in {lacking}"}
     estimate = regression(Rule(metric, "max_regression", 0.0, scope), evidence, baseline)
     found = {"change": estimate.value, "ci95": estimate.interval and list(estimate.interval), "reason": estimate.reason}
     return change | {name: part for name, part in found.items() if part is not None}

@@ -2,8 +2,9 @@
 each prompt with the draft and without.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from specdistill.measurement.configurations import MeasurementPlan, Settings, pl
 from specdistill.measurement.hardware import fit_threads, resources_used
 from specdistill.measurement.in_engine import measure_in_engine
 from specdistill.measurement.losslessness import greedy_check, sampling_test
-from specdistill.measurement.measure import calibrate, measure_together, prompt_records, round_costs
+from specdistill.measurement.measure import Journal, calibrate, measure_together, prompt_records, round_costs
 from specdistill.measurement.measured import (
     FinishedConfigurations,
     MeasuredConfiguration,
@@ -62,17 +63,14 @@ def measure(recipe: Recipe, folder: Path) -> tuple[dict[str, Any], list[PromptRe
         pair = load_pair(recipe)
         found = measure_pair(recipe, pair, suite, folder)
     target, proposer, draft = pair
-    result: tuple[dict[str, Any], list[PromptRecord]]
-    if not is_first():
-        result, *_ = of_all(None)
-        return result
-
-    report, records = draft_report(target, proposer, suite, found, describe_draft(draft, recipe.method)), found.records
-    add_quality(report, records, suite, special_tokens=target.tokenizer.all_special_tokens, run_code=config.run_code)
-    if target.device.type == "cuda":
-        report["hardware"]["count"] = num_processes
-    result, *_ = of_all((report, records))
-    return result
+    made = None
+    if is_first():
+        made = draft_report(target, proposer, suite, found, describe_draft(draft, recipe.method)), found.records
+        add_quality(*made, suite, special_tokens=target.tokenizer.all_special_tokens, run_code=config.run_code)
+        if target.device.type == "cuda":
+            made[0]["hardware"]["count"] = num_processes
+    of_first, *_ = of_all(made)
+    return of_first
 
 
 def measure_pair(recipe: Recipe, pair: Pair, suite: Suite, folder: Path) -> Measurement:
@@ -87,7 +85,7 @@ def measure_pair(recipe: Recipe, pair: Pair, suite: Suite, folder: Path) -> Meas
     identity = measurement_identity(target, proposer, suite, method=recipe.method, draft=draft)
     finished = FinishedConfigurations(folder / FINISHED, identity)
     own = [share_of(plan, rank, num_processes) for plan in plans]
-    measured = together(plans, of_all(list(measure_each(target, proposer, suite, own, finished))))
+    measured = together(plans, of_all(measure_each(target, proposer, suite, own, finished)))
     prompts, settings = plans[0].prompts, plans[0].settings
     if not is_first():
         return Measurement(settings, measured)
@@ -211,27 +209,24 @@ def measure_each(
     suite: Suite,
     plans: Sequence[MeasurementPlan],
     finished: FinishedConfigurations,
-) -> Iterator[MeasuredConfiguration]:
-    """Each configuration: as an earlier run has finished it, or measured now and kept.
-
-    Measured is every prompt with and without the draft, and whether greedy decoding is lossless; for that, prompts of a main configuration
-    that samples are decoded greedily as well.
+) -> list[MeasuredConfiguration]:
+    """Every prompt of each configuration with and without the draft, and whether greedy decoding is lossless; for that, prompts of a main
+    configuration that samples are decoded greedily as well.
     """
-    for number, plan in enumerate(plans, start=1):
-        if (known := finished.read(plan)) is None:
-            if len(plans) > 1:
-                logger.info(f"Configuration {number} of {len(plans)}")
-            settings, journal = plan.settings, finished.journal(plan)
-            with resources_used(target.device) as took:
-                calibrate(target, proposer, plan.prompts, settings)
-                (runs,) = measure_together(target, [proposer], plan.prompts, settings, journal=journal)
-                checked = number == 1 or settings.sampling.is_greedy
-                compared = greedy_check(target, proposer, runs, settings) if checked else []
-                records = prompt_records(suite.name, settings.configuration, target, proposer, runs)
-            took["seconds"] += journal.seconds
-            known = MeasuredConfiguration(records, compared, took)
-            finished.write(plan, known)
-        yield known
+
+    def measured(number: int, plan: MeasurementPlan, journal: Journal) -> MeasuredConfiguration:
+        if len(plans) > 1:
+            logger.info(f"Configuration {number} of {len(plans)}")
+        settings = plan.settings
+        with resources_used(target.device) as took:
+            calibrate(target, proposer, plan.prompts, settings)
+            (runs,) = measure_together(target, [proposer], plan.prompts, settings, journal=journal)
+            checked = number == 1 or settings.sampling.is_greedy
+            compared = greedy_check(target, proposer, runs, settings) if checked else []
+            records = prompt_records(suite.name, settings.configuration, target, proposer, runs)
+        return MeasuredConfiguration(records, compared, took)
+
+    return [finished.measured(plan, partial(measured, number, plan)) for number, plan in enumerate(plans, start=1)]
 
 
 def draft_of(recipe: Recipe) -> str | None:

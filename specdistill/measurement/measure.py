@@ -112,7 +112,9 @@ def measure_together(
         *((Decoder(target, proposer, compiled=one.compile), one) for proposer, one in zip(proposers, own, strict=True)),
     ]
     batches = in_batches(prompts, settings.batch_size)
-    kept: list[list[list[Generation]]] = [[[] for _ in prompts] for _ in range(len(ways) + 1)]  # of each way and of `generate()`, prompt by prompt
+    kept: list[list[list[Generation]]] = [
+        [[] for _ in prompts] for _ in range(len(ways) + 1)
+    ]  # of each way and of `generate()`, prompt by prompt
     plain, *drafted, hf = kept
     hf_batches = some(batches, math.ceil(NUM_HF_PROMPTS / settings.batch_size))
     warmup = some(batches, settings.warmup)

@@ -6,7 +6,7 @@ Each is a file, named by a hash of all that it depends on: another draft, target
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,25 +73,23 @@ class FinishedConfigurations:
     folder: Path
     identity: Mapping[str, Any]
 
-    def read(self, plan: MeasurementPlan) -> MeasuredConfiguration | None:
-        path = self._path(plan)
-        return TypeAdapter(MeasuredConfiguration).validate_json(path.read_bytes()) if path.exists() else None
+    def measured(self, plan: MeasurementPlan, measure: Callable[[Journal], MeasuredConfiguration]) -> MeasuredConfiguration:
+        """As an earlier run has finished it, or measured now, with what that had decoded, and kept whole or not at all.
 
-    def write(self, plan: MeasurementPlan, measured: MeasuredConfiguration) -> None:
-        """Whole or not at all. Raises ResourceError when the disk fails."""
-        with staged(self.folder) as staging:
-            (staging / self._path(plan).name).write_text(json.dumps(asdict(measured)), encoding="utf-8")
-        self._path(plan).with_suffix(".jsonl").unlink(missing_ok=True)
-
-    def journal(self, plan: MeasurementPlan) -> Journal:
-        """What was decoded for a plan that is not finished."""
-        journal = Journal(self._path(plan).with_suffix(".jsonl"))
+        Raises ResourceError when the disk fails.
+        """
+        path = self.folder / f"{fingerprint(plan, self.identity)}.json"
+        if path.exists():
+            return TypeAdapter(MeasuredConfiguration).validate_json(path.read_bytes())
+        journal = Journal(path.with_suffix(".jsonl"))
         if journal.known:
             logger.info(f"Resuming: {len(journal.known)} batches were decoded before the measurement was interrupted")
-        return journal
-
-    def _path(self, plan: MeasurementPlan) -> Path:
-        return self.folder / f"{fingerprint(plan, self.identity)}.json"
+        made = measure(journal)
+        made.took["seconds"] += journal.seconds
+        with staged(self.folder) as staging:
+            (staging / path.name).write_text(json.dumps(asdict(made)), encoding="utf-8")
+        journal.path.unlink(missing_ok=True)
+        return made
 
 
 def discard_finished(folder: Path) -> None:
@@ -129,9 +127,7 @@ def draft_report(
 ) -> dict[str, Any]:
     """The report of the main configuration, with rows for the others. draft: see `describe_draft`."""
     settings, tested = found.settings, not isinstance(found.tested, str)
-    rows = [
-        result_rows(entry.records, suite, entry.records[0].configuration, seed=settings.seed) for entry in found.measured
-    ]
+    rows = [result_rows(entry.records, suite, entry.records[0].configuration, seed=settings.seed) for entry in found.measured]
     if "draft_length" in proposer.settings:
         for entry, of_configuration in zip(found.measured, rows, strict=True):
             for row in of_configuration:

@@ -58,7 +58,8 @@ def connect(engine: str, address: str, key: str, target: Sequence[str], timeout:
     server, client = Server(address, key=key, timeout=timeout), ENGINES[engine].client
     assert client is not None, engine
     identity = client.identify(server)
-    if not any(_same_model(name, wanted) for name in identity.models for wanted in target):
+    folders = [os.path.realpath(name) for name in target if os.path.isdir(name)]
+    if not any(name in target or os.path.realpath(name) in folders for name in identity.models):
         got = f"{address}, which serves {identity.models[0]}"
         raise UserError(key, got=got, expected=f"a server of {target[-1]} (or {client.name_option} {target[0]})")
     return ConnectedServer(engine, client, server, identity, k)
@@ -86,10 +87,6 @@ def connect_pair(config: EvalConfig, target: Sequence[str]) -> tuple[ConnectedSe
         got = f"{engine} {baseline.identity.version}"
         raise UserError("eval.baseline_server", got=got, expected=f"{speculative.identity.version}, as eval.server runs")
     return speculative, baseline
-
-
-def _same_model(name: str, wanted: str) -> bool:
-    return name == wanted or (os.path.isdir(wanted) and os.path.isdir(name) and os.path.samefile(name, wanted))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from specdistill import __version__
 from specdistill.credentials import without_places
 from specdistill.engines import ENGINES
 from specdistill.statistics.intervals import estimates, macro_interval
-from specdistill.statistics.metrics import METRICS, acceptance, accepted_by_bucket, long_context_start, prompt_sums, value
+from specdistill.statistics.metrics import METRICS, acceptance, accepted_by_bucket, prompt_sums, value
 from specdistill.statistics.records import ALL, Configuration, PromptRecord
 from specdistill.statistics.theory import BETTER_K_GAIN, RoundCost, alpha_from_acceptance_length, best_point, speedup_curve
 from specdistill.suites.suite import Suite
@@ -183,7 +183,7 @@ def _numbers(
         **estimates(with_interval, sums, seed),
         **{name: number for name in WITHOUT_INTERVAL if (number := value(METRICS[name], sums)) is not None},
     }
-    absent = {**_reasons(row, records), **reasons}
+    absent = {**_reasons(row), **reasons}
     return {**row, "not_measured": {name: reason for name, reason in absent.items() if name not in row}}
 
 
@@ -193,14 +193,12 @@ def is_looping(record: PromptRecord) -> bool:
     return len(tail) == 48 and any(tail[period:] == tail[:-period] for period in range(1, 17))
 
 
-def _reasons(row: Mapping[str, Any], records: Sequence[PromptRecord]) -> dict[str, str]:
+def _reasons(row: Mapping[str, Any]) -> dict[str, str]:
     """Why a row lacks each number that it may lack."""
-    hf, context = "none of these prompts was among those timed", "nothing was drafted"
-    if long_context_start(records) is None:
-        context = "too few drafts at a long or a short context"
+    hf = "none of these prompts was among those timed"
     fast = "the baseline is as fast as transformers' generate()" if "baseline_over_hf_generate" in row else hf
-    few = "fewer than two prompts" if len(records) < 2 else "its resamples are undefined: too few prompts"
-    one_batch = row["num_batches"] == 1 < len(records)
+    few = "fewer than two prompts" if row["num_prompts"] < 2 else "its resamples are undefined: too few prompts"
+    one_batch = row["num_batches"] == 1 < row["num_prompts"]
     timed = "its prompts share the times of one batch" if one_batch else few
     return {
         **dict.fromkeys(SPEEDS, "no time was measured"),
@@ -208,7 +206,7 @@ def _reasons(row: Mapping[str, Any], records: Sequence[PromptRecord]) -> dict[st
         **dict.fromkeys(NEED_ROUNDS, "every completion ended with its first token"),
         **dict.fromkeys(("hf_generate_tokens_per_second", "baseline_over_hf_generate"), hf),
         "speedup_over_hf_generate": fast,
-        "context_ratio": context,
+        "context_ratio": "too few drafts at a long or a short context",
         "vocabulary_coverage": "this method can propose any token",
         **{f"{name}_ci95": timed if METRICS[name].is_timed else few for name in WITH_INTERVAL if name in row},
     }

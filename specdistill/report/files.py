@@ -151,20 +151,16 @@ def _scalars(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield from _scalars(field, f"{prefix}{name}.")
 
 
+@cache
 def template(name: str) -> Template:
     """By its path in the package. All values are escaped; a missing value is an error."""
-    return _templates().get_template(name)
-
-
-@cache
-def _templates() -> Environment:
     loader = PackageLoader("specdistill", ".")
     templates = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     templates.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":")}
     templates.filters |= {name: getattr(phrases, name) for name in ("number", "times", "percent", "interval")}
     templates.filters["at_k"] = charts.at_k
     templates.globals |= {"phrases": phrases, "tables": tables, "charts": charts}
-    return templates
+    return templates.get_template(name)
 
 
 def to_html(report: Mapping[str, Any], records: Sequence[PromptRecord]) -> str:

@@ -340,7 +340,9 @@ def test_forms_that_cannot_be_are_refused(options: dict[str, Any], key: str, got
 
 
 def test_forms_are_what_a_recipe_says() -> None:
-    assert tree_shape(TreeConfig(budget=9, depth=4, top_k=3)) == DYNAMIC and tree_shape(TreeConfig(branching=[3, 2, 1])) == STATIC
+    assert (
+        tree_shape(TreeConfig(budget=9, depth=4, top_k=3)) == DYNAMIC and tree_shape(TreeConfig(branching=[3, 2, 1])) == STATIC
+    )
     for shape in (DYNAMIC, STATIC):
         assert tree_shape(TreeConfig(**shape.settings)) == shape  # type: ignore[arg-type]
     assert tree_shape(TreeConfig(budget=14, depth=4, top_k=2)).num_candidates(4) == 14  # 2, and three times 2 of 2
