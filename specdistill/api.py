@@ -309,7 +309,7 @@ def judge(report: Report | str | os.PathLike[str], gate: str = "default", *, bas
     """
     folder = report.folder if isinstance(report, Report) else Path(report)
     options = load_recipe(GateOptions, arguments_of({"report": folder, "gates": gate, "baseline": baseline}, {}))
-    return Report.of(judge_again(folder, options.gates, baseline=options.baseline), folder)
+    return Report.of(judge_again(options), folder)
 
 
 def compare(target: str | Mapping[str, Any], drafts: Sequence[str | os.PathLike[str]], **keys: Any) -> dict[str, Any]:

@@ -113,11 +113,6 @@ class ServerTask:
         return cls(suite, prompts, tokenizer, replace(Settings.of(config), batch_size=config.concurrency), [*ks], [*loads])
 
     @property
-    def longest(self) -> int:
-        """Tokens of a prompt and its completion, at most."""
-        return max(len(prompt.token_ids) for prompt in self.prompts) + self.settings.max_new_tokens
-
-    @property
     def configurations(self) -> list[Settings]:
         """The main one first."""
         grid = [replace(self.settings, num_speculative_tokens=k, batch_size=load) for load in self.loads for k in self.ks]
@@ -192,7 +187,8 @@ def measure_started(
 
     served: the recipe's draft, exported. logs: the folder of what the engine prints.
     """
-    key, commands = "eval.engine_command", {k: start_command(config, target, served, k, task.longest) for k in (0, *task.ks)}
+    longest = max(len(prompt.token_ids) for prompt in task.prompts) + config.max_new_tokens
+    key, commands = "eval.engine_command", {k: start_command(config, target, served, k, longest) for k in (0, *task.ks)}
     program = ENGINES[config.engine].program
     assert program is not None, config.engine
     variables = {k: program.variables(replace(served, num_tokens=k)) if k else {} for k in commands}

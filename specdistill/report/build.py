@@ -15,8 +15,8 @@ import numpy as np
 from specdistill import __version__
 from specdistill.credentials import without_places
 from specdistill.engines import ENGINES
-from specdistill.statistics.intervals import estimates, macro_interval
-from specdistill.statistics.metrics import METRICS, acceptance, accepted_by_bucket, prompt_sums, value
+from specdistill.statistics.intervals import interval, macro_interval
+from specdistill.statistics.metrics import METRICS, PromptSums, acceptance, accepted_by_bucket, prompt_sums, value
 from specdistill.statistics.records import ALL, Configuration, PromptRecord
 from specdistill.statistics.theory import BETTER_K_GAIN, RoundCost, alpha_from_acceptance_length, best_point, speedup_curve
 from specdistill.suites.suite import Suite
@@ -163,11 +163,6 @@ def _numbers(
 ) -> dict[str, Any]:
     sums, drafts = prompt_sums(records), [draft for record in records for draft in record.drafts()]
     timed = sum(record.hf_generate is not None for record in records)
-    is_slow = (value(METRICS["baseline_over_hf_generate"], sums) or 1.0) < SLOW_BASELINE
-    # The speedup over transformers' generate() is given where the baseline is slower than that.
-    with_interval = [
-        name for name in METRICS if name not in WITHOUT_INTERVAL and (is_slow or name != "speedup_over_hf_generate")
-    ]
     row: dict[str, Any] = {
         "num_prompts": len(records),
         "num_batches": len(np.unique(sums["batch"])) if "batch" in sums else len(records),
@@ -176,15 +171,24 @@ def _numbers(
         **({"num_looping": sum(map(is_looping, records))} if all(record.token_ids for record in records) else {}),
         **({"hf_generate_num_prompts": timed} if timed else {}),
         "num_empty": int((sums["num_tokens"] <= 1).sum()),
-        "num_disturbed_rounds": sum(
-            timing.num_disturbed_rounds for record in records for timing in (record.speculative, record.baseline) if timing
-        ),
+        "num_disturbed_rounds": int(sum(np.nansum(sums[f"{side}num_disturbed_rounds"]) for side in ("", "baseline_"))),
         **acceptance(drafts, configuration.num_speculative_tokens),
-        **estimates(with_interval, sums, seed),
-        **{name: number for name in WITHOUT_INTERVAL if (number := value(METRICS[name], sums)) is not None},
+        **_estimates(sums, seed),
     }
     absent = {**_reasons(row), **reasons}
     return {**row, "not_measured": {name: reason for name, reason in absent.items() if name not in row}}
+
+
+def _estimates(sums: PromptSums, seed: int) -> dict[str, Any]:
+    """Each metric that was measured, with its interval. The speedup over transformers' `generate()` is one where the baseline is slower."""
+    numbers: dict[str, Any] = {}
+    is_slow = (value(METRICS["baseline_over_hf_generate"], sums) or 1.0) < SLOW_BASELINE
+    for name, metric in METRICS.items():
+        if (is_slow or name != "speedup_over_hf_generate") and (point := value(metric, sums)) is not None:
+            numbers[name] = point
+            if name not in WITHOUT_INTERVAL and (bounds := interval(metric, sums, seed=seed)):
+                numbers[f"{name}_ci95"] = list(bounds)
+    return numbers
 
 
 def is_looping(record: PromptRecord) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from specdistill.report import phrases
 from specdistill.report.phrases import Report, ResultRow, interval, number, percent, signed, times
+from specdistill.statistics.metrics import prompt_sums
 from specdistill.statistics.records import ALL, CONFIGURATION_KEYS, PromptRecord
 
 Cell = tuple[str, ...]
@@ -133,30 +134,23 @@ def _quality(name: str, scores: Mapping[str, Any]) -> tuple[Cell, ...]:
 
 
 def latency(records: Sequence[PromptRecord]) -> Table:
-    """Milliseconds, plain and with the draft: a prompt's prefill, the parts of a round, a token."""
-    sides = [_totals(records, side) for side in ("baseline", "speculative")]
-    units = {
-        "prefill of a prompt": ("prefill", "prompts"),
-        "drafting, per round": ("draft", "rounds"),
-        "target's step, per round": ("target", "rounds"),
-        "rest, per round": ("rest", "rounds"),
-        "per token, in all": ("seconds", "tokens"),
-    }
-    rows = {name: [1000 * side[kind] / (side[unit] or math.inf) for side in sides] for name, (kind, unit) in units.items()}
+    """Milliseconds, plain and with the draft: a prompt's prefill, the parts of a round, a token. Without records of a server, which does
+    not show what their time goes into.
+    """
+    sums = prompt_sums([record for record in records if record.counts is None and record.baseline])
+    rows: dict[str, list[float]] = {}
+    for side in ("baseline_", "") if sums else ():
+        total = {name.removeprefix(side): float(column.sum()) for name, column in sums.items() if name.startswith(side)}
+        # Plain decoding drafts nothing; what the clock saw there is the loop's.
+        draft = 0.0 if side else total["draft_seconds"]
+        prefill, target = total["prefill_seconds"], total["verify_seconds"]
+        for name, seconds, count in (
+            ("prefill of a prompt", prefill, sums["num_prompts"].sum()),
+            ("drafting, per round", draft, total["num_rounds"]),
+            ("target's step, per round", target, total["num_rounds"]),
+            ("rest, per round", max(total["seconds"] - prefill - draft - target, 0.0), total["num_rounds"]),
+            ("per token, in all", total["seconds"], total["num_tokens"]),
+        ):
+            rows.setdefault(name, []).append(1000 * seconds / (count or math.inf))
     shown = [((name,), *((number(time or None),) for time in times)) for name, times in rows.items() if any(times)]
     return Table(("milliseconds", "plain", "with draft"), shown)
-
-
-def _totals(records: Sequence[PromptRecord], side: str) -> dict[str, float]:
-    """Counts, and seconds of each kind. Without records of a server, which does not show what their time goes into."""
-    timings = [vars(getattr(record, side)) for record in records if record.counts is None and record.baseline]
-
-    def total(name: str) -> float:
-        return sum(timing[name] or 0.0 for timing in timings)
-
-    # Plain decoding drafts nothing; what the clock saw there is the loop's.
-    draft = total("draft_seconds") if side == "speculative" else 0.0
-    parts = {"prefill": total("prefill_seconds"), "draft": draft, "target": total("verify_seconds")}
-    rest = max(total("seconds") - sum(parts.values()), 0.0)
-    counts = {"prompts": len(timings), "rounds": total("num_rounds"), "tokens": total("num_tokens")}
-    return {**parts, "rest": rest, "seconds": total("seconds"), **counts}

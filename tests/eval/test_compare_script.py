@@ -8,7 +8,7 @@ import pytest
 from specdistill.command import COMPARE, run
 from specdistill.comparison import measure
 from specdistill.errors import ExitCode
-from specdistill.gate.decide import judge_again
+from specdistill.gate.decide import GateOptions, judge_again
 from specdistill.methods.lookups import LookupProposer
 from specdistill.report.files import validate
 from specdistill.targets.frozen import FrozenTarget
@@ -92,7 +92,9 @@ def test_a_comparison_leaves_its_pages_and_every_report(arguments, tmp_path, cap
     samples = [[json.loads(line)["id"] for line in (out / name / "samples.jsonl").read_text().splitlines()] for name in names]
     assert samples == [["a0", "a1", "b0", "b1"]] * 3
     (tmp_path / "any.yaml").write_text("- {metric: lossless.greedy_identical, equals: true}\n")
-    judge_again(out / "ngram", str(tmp_path / "any.yaml"))  # a comparison's report is judged as any other
+    judge_again(
+        GateOptions(report=str(out / "ngram"), gates=str(tmp_path / "any.yaml"))
+    )  # a comparison's report is judged as any other
     page = (out / "comparison.html").read_text()
     assert "7.5 s" in page
     printed = capsys.readouterr().out
