@@ -133,7 +133,7 @@ def generate(
     done = Decoder(target, proposer).generate(
         target.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt,
         generator=torch.Generator().manual_seed(seed),
-        **{name: getattr(settings, name) for name in ("max_new_tokens", "num_speculative_tokens", "tree", "sampling")},
+        **settings.decoding,
     )
     return Completion(**vars(done), text=target.tokenizer.decode(done.token_ids, skip_special_tokens=True))
 

@@ -50,6 +50,11 @@ class Settings:
         return Configuration(self.num_speculative_tokens, self.sampling.temperature, self.batch_size, tree, self.context_bucket)
 
     @property
+    def decoding(self) -> dict[str, Any]:
+        """Options of `Decoder.generate_all`."""
+        return {name: getattr(self, name) for name in ("max_new_tokens", "num_speculative_tokens", "tree", "sampling")}
+
+    @property
     def described(self) -> dict[str, Any]:
         """As a report's `settings` state them."""
         named = ("max_new_tokens", "batch_size", "seed", "warmup", "repeats")

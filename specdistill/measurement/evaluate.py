@@ -12,7 +12,7 @@ import torch
 
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.proposer import Proposer
-from specdistill.decoding.tree import tree_shape
+from specdistill.decoding.sampling import GREEDY
 from specdistill.errors import UserError, logger
 from specdistill.measurement.configurations import MeasurementPlan, Settings, plan_configurations
 from specdistill.measurement.hardware import fit_threads, resources_used
@@ -275,16 +275,13 @@ def decoded_acceptance_length(recipe: TrainedRecipe, target: FrozenTarget) -> Ca
     suite = load_suite(recipe.selection.suite, recipe.target.model)
     room = {"max_new_tokens": limit, "max_length": target.max_length, "vocab_size": target.vocab_size}
     prompts = tokenize(suite, target.tokenizer, num_prompts=recipe.selection.num_prompts, **room)
-    tree = tree_shape(recipe.eval.tree) if recipe.eval.tree else None
+    settings = replace(Settings.of(recipe.eval), max_new_tokens=limit, sampling=GREEDY)
 
     def measure(folder: Path) -> float:
         proposer = load_proposer(recipe.method, str(folder), target, **recipe.proposer_options())
-        decoder, k = Decoder(target, proposer), recipe.eval.num_speculative_tokens
+        decoder = Decoder(target, proposer)
         with torch.compiler.set_stance("force_eager"):  # of a target that is compiled for training
-            runs = [
-                decoder.generate(prompt.token_ids, max_new_tokens=limit, num_speculative_tokens=k, tree=tree)
-                for prompt in prompts
-            ]
+            runs = [decoder.generate(prompt.token_ids, **settings.decoding) for prompt in prompts]
         accepted = [round.num_accepted for run in runs for round in run.rounds if round.drafted]
         if not accepted:
             raise UserError(

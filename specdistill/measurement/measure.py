@@ -256,12 +256,7 @@ def some(batches: Sequence[PromptBatch], count: int) -> list[PromptBatch]:
 def decode(decoder: Decoder, batch: PromptBatch, settings: Settings) -> list[Generation]:
     """Each prompt's generation; its seed is its own, whatever batch it is in."""
     generators = [torch.Generator().manual_seed(settings.seed + index) for index in range(batch.start, batch.end)]
-    options: dict[str, Any] = {
-        "max_new_tokens": settings.max_new_tokens,
-        "num_speculative_tokens": settings.num_speculative_tokens if decoder.proposer else 0,
-        "tree": settings.tree if decoder.proposer else None,
-        "sampling": settings.sampling,
-    }
+    options = settings.decoding | ({} if decoder.proposer else {"num_speculative_tokens": 0, "tree": None})
     return decoder.generate_all([prompt.token_ids for prompt in batch.prompts], generators=generators, **options)
 
 
