@@ -134,8 +134,6 @@ def across_adapters(recipe: Recipe, adapters: Sequence[str], suite: Suite, folde
         rows += own.rows
     assert pair is not None
     pair[0].name = f"{base.model} + {', '.join(adapters)}"
-    tests = [one.tested for one in found if isinstance(one.tested, dict)]
-    untested = next((one.tested for one in found if isinstance(one.tested, str)), None)
     measured = [
         MeasuredConfiguration([it for one in each for it in one.records], [it for one in each for it in one.compared], {})
         for each in zip(*(one.measured for one in found), strict=True)
@@ -143,7 +141,7 @@ def across_adapters(recipe: Recipe, adapters: Sequence[str], suite: Suite, folde
     whole = Measurement(
         found[0].settings,
         measured,
-        untested or min(tests, key=lambda test: float(test["p_value"])),
+        min((one.tested for one in found), key=lambda test: float("-inf" if isinstance(test, str) else test["p_value"])),
         found[-1].costs,
         summed([one.took for one in found]),
         combined(each.identity.weights for each in files[1:]),
