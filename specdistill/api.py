@@ -17,9 +17,8 @@ from datasets import Dataset
 from transformers import PreTrainedModel, TrainerCallback
 
 from specdistill.command import COMPARE, SHORTHANDS, keys_of
-from specdistill.comparison.candidates import UNTRAINED
+from specdistill.comparison.candidates import UNTRAINED, measure_candidates
 from specdistill.comparison.compare import compare as compared
-from specdistill.comparison.measure import measure_candidates
 from specdistill.comparison.options import CommonOptions, CompareOptions
 from specdistill.comparison.pages import FILES, write_comparison
 from specdistill.decoding.assisted import Draft
