@@ -19,7 +19,8 @@ Shapes: B rows, T nodes of one level, C children of a node, N nodes of a tree, F
 vocabulary.
 """
 
-import math
+import itertools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -48,14 +49,6 @@ class Tree:
     """parents: of each node, an earlier one or ROOT. A chain is (-1, 0, 1, …). Siblings are in order of preference."""
 
     parents: tuple[int, ...]
-
-    @cached_property
-    def depths(self) -> tuple[int, ...]:
-        """1 for the root's children."""
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(1 if parent == ROOT else depths[parent] + 1)
-        return tuple(depths)
 
     @cached_property
     def children(self) -> dict[int, list[int]]:
@@ -98,8 +91,7 @@ class Step:
         for seen_NF, tree, start in zip(seen, trees, num_text, strict=True):
             for node, parent in enumerate(tree.parents):
                 seen_NF[node + 1] |= seen_NF[parent + 1]
-            depths = (0, *tree.depths, *[0] * (width - 1 - len(tree.parents)))
-            positions.append([start + depth for depth in depths])
+            positions.append((start + seen_NF.sum(1) - 1).tolist())  # a node's depth is how many ancestors it has
         return cls(num_text, torch.from_numpy(seen).to(device), positions)
 
     def descend(self, rows_BT: Tensor) -> "Step":
@@ -144,16 +136,12 @@ class StaticTree:
         key, given = "eval.tree.branching", list(self.branching)
         if not given:
             raise UserError(key, got=given, expected="numbers of children, one for each level")
-        if self.num_nodes > MOST_NODES:
-            raise UserError(key, got=f"{given}, {self.num_nodes} nodes", expected=f"at most {MOST_NODES} nodes")
+        if (num_nodes := sum(itertools.accumulate(given, operator.mul))) > MOST_NODES:
+            raise UserError(key, got=f"{given}, {num_nodes} nodes", expected=f"at most {MOST_NODES} nodes")
 
     @property
     def depth(self) -> int:
         return len(self.branching)
-
-    @property
-    def num_nodes(self) -> int:
-        return sum(math.prod(self.branching[: level + 1]) for level in range(self.depth))
 
     @property
     def settings(self) -> dict[str, int | list[int]]:

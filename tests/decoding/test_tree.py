@@ -54,7 +54,6 @@ BLOCKS = ("dflash", "dspark", "dspark, rnn", "pard")
 
 
 def test_the_tree_of_the_diagram() -> None:
-    assert DIAGRAM.depths == (1, 1, 2, 2, 2)
     assert DIAGRAM.children == {ROOT: [0, 1], 0: [2, 3], 1: [4], 2: [], 3: [], 4: []}
     assert DIAGRAM.prolonged([]) == [0, 2] and DIAGRAM.prolonged([1]) == [1, 4] and DIAGRAM.prolonged([0, 3]) == [0, 3]
     step = Step.whole([DIAGRAM], [3], torch.device("cpu"))
@@ -116,7 +115,7 @@ def test_a_static_tree_has_the_distribution_that_each_node_was_drawn_from() -> N
     for node, parent in enumerate(tree.parents):
         assert probs_NW is not None and probs_NW[node].tolist() == pytest.approx(TABLE[paths[parent]], abs=1e-6)
         paths[node] = (*paths[parent], int(index_N[node]))
-    assert sorted(tree.depths) == [1, 1, 2, 2]
+    assert sorted(map(len, paths.values())) == [0, 1, 1, 2, 2]
 
 
 # --- The target
@@ -270,7 +269,7 @@ def test_greedy_output_is_the_plain_output(
         assert r.emitted[: r.num_accepted] == r.drafted[: r.num_accepted]
         assert len(r.emitted) in (r.num_accepted, r.num_accepted + 1)
         assert len(r.drafted) <= shape.depth
-        assert len(r.drafted) + r.num_off_path == (shape.budget if isinstance(shape, DynamicTree) else shape.num_nodes)
+        assert len(r.drafted) + r.num_off_path == (shape.budget if isinstance(shape, DynamicTree) else 3 + 6 + 6)
 
 
 @pytest.mark.parametrize("name", ["draft_model", "draft_model, other vocabulary", "eagle3, pruned", *BLOCKS])
