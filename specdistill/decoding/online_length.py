@@ -21,29 +21,19 @@ drawn from p.
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from specdistill.decoding.proposer import DecodingState, PausingProposer, Proposal, Proposer
+from specdistill.decoding.proposer import DecodingState, PausingProposer, Proposal
 from specdistill.decoding.sampling import Generators, Sampling
 
 WEIGHT = 0.05  # of what was seen last in a running average
 TRIED = 0.02
 UNKNOWN = 0.5  # confidence of a draft that has none
 LEAST = 1e-3  # confidences are kept this far from 0 and 1
-
-
-@runtime_checkable
-class ConfidentProposer(Protocol):
-    """A proposer that can end its chains by confidence.
-
-    is_enough: asked after each draft token with the probability [B] of each row's best token; the chains end where it says so.
-    """
-
-    is_enough: Callable[[Tensor], bool] | None
 
 
 class LengthRule:
@@ -91,7 +81,7 @@ class LengthRule:
         return next((length for length in range(1, k + 1) if self.is_enough(unknown)), k)
 
     def is_enough(self, confidence_B: Tensor) -> bool:
-        """Whether the draft ends with the token that it has this confidence in (see `ConfidentProposer`)."""
+        """Whether the draft ends with the token that it has this confidence in (see `OnlineLengthProposer`)."""
         self._confidences.append(confidence_B.tolist())
         if self.slope is None:
             return False
@@ -137,12 +127,16 @@ class LengthRule:
 
 
 class OnlineLengthProposer(PausingProposer):
-    """A draft whose chains are as long as `rule` says, up to K."""
+    """A draft whose chains are as long as `rule` says, up to K.
 
-    def __init__(self, draft: Proposer) -> None:
+    A draft that can end its chains by confidence has `is_enough`, which it asks after each draft token with the probability [B] of each
+    row's best token; the chains end where it says so.
+    """
+
+    def __init__(self, draft: Any) -> None:
         super().__init__(draft, draft_length="online")
-        self.rule = LengthRule(isinstance(draft, ConfidentProposer))
-        if isinstance(draft, ConfidentProposer):
+        self.rule = LengthRule(hasattr(draft, "is_enough"))
+        if self.rule.has_confidences:
             draft.is_enough = self.rule.is_enough
 
     def begin(self, max_lengths: Sequence[int]) -> None:

@@ -102,13 +102,6 @@ class Remembering(Protocol):
         """Know these outputs of earlier requests, the latest last, and no others, for the sequences that begin from now on."""
 
 
-@runtime_checkable
-class CompiledProposer(Protocol):
-    """A proposer whose passes for one sequence can be compiled graphs (`eval.compile`). compiled: whether they are."""
-
-    compiled: bool
-
-
 class PausingProposer:
     """What proposers have in common whose draft pauses in some rounds. They are as it is, unless they say otherwise; when it drafts again
     it reads what was committed meanwhile.

@@ -29,7 +29,7 @@ class TokenProposer:
     """target_ids_W: the target's ids of the tokens that the draft has logits of, None where they are its own; target_vocab_size: V."""
 
     draws = staticmethod(candidates_are_drawn)
-    is_enough: Callable[[Tensor], bool] | None = None  # see `ConfidentProposer`
+    is_enough: Callable[[Tensor], bool] | None = None  # see `OnlineLengthProposer`
     reader: Any = None
     target_ids_W: Tensor | None
     target_vocab_size: int

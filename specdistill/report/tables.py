@@ -4,8 +4,8 @@ Times are told apart by what they go into: prefill, and in each round the draft,
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from specdistill.report import phrases
 from specdistill.report.phrases import Report, ResultRow, interval, number, percent, signed, times
@@ -90,17 +90,15 @@ CHANGED = ("mean_acceptance_length", "acceptance_rate", "speedup", "tokens_per_s
 
 def changes(report: Report) -> Table:
     """Each number before and now, its change, and whether that is better, worse or open."""
-    rows = [_change(change) for change in report["baseline"]["changes"]]
+    rows: list[tuple[Cell, ...]] = []
+    for change in report["baseline"]["changes"]:
+        metric, reading = change["metric"], phrases.direction(change)
+        category = "" if change["category"] == ALL else f", {change['category'].replace('_', ' ')}"
+        note = " to ".join(map(signed, change["ci95"])) if "ci95" in change else change.get("reason", "")
+        relative = signed(change["change"]) if "change" in change else "–"
+        old, new = ("".join(phrases.in_unit(metric, change[side])) if side in change else "–" for side in ("old", "new"))
+        rows.append(((f"{phrases.METRICS[metric][0]}{category}",), (old,), (new,), cell(relative, note), (reading,)))
     return Table(("number", "before", "now", "change", "reading"), rows)
-
-
-def _change(change: Mapping[str, Any]) -> tuple[Cell, ...]:
-    metric = change["metric"]
-    category = "" if change["category"] == ALL else f", {change['category'].replace('_', ' ')}"
-    note = " to ".join(map(signed, change["ci95"])) if "ci95" in change else change.get("reason", "")
-    relative = signed(change["change"]) if "change" in change else "–"
-    old, new = ("".join(phrases.in_unit(metric, change[side])) if side in change else "–" for side in ("old", "new"))
-    return (f"{phrases.METRICS[metric][0]}{category}",), (old,), (new,), cell(relative, note), (phrases.direction(change),)
 
 
 def training(report: Report) -> Table:
@@ -114,23 +112,21 @@ def training(report: Report) -> Table:
 
 def quality(report: Report) -> Table:
     """The share of completions that succeed with the draft and without, a row for each metric."""
-    head = ("succeed by", "completions", "without draft", "with draft", "difference, points", "reading")
-    return Table(head, [_quality(name, scores) for name, scores in report.get("quality", {}).items()])
-
-
-def _quality(name: str, scores: Mapping[str, Any]) -> tuple[Cell, ...]:
-    ends = scores.get("difference_ci95", (0.0, 0.0))
-    reading = "equal within the interval" if ends[0] <= 0 <= ends[1] else "different"
-    only = scores["only_with_draft"]
-    points, *bounds = (signed(share)[:-1] for share in (scores["difference"], *scores.get("difference_ci95", ())))
-    return (
-        (name.replace("_", " "),),
-        (str(scores["num_prompts"]),),
-        (f"{scores['without_draft']:.1%}",),
-        (f"{scores['with_draft']:.1%}",),
-        (points, " to ".join(bounds) or "too few completions"),
-        (reading if bounds else "open", f"{only} only with it, {scores['only_without_draft']} only without it"),
-    )
+    rows: list[tuple[Cell, ...]] = []
+    for name, scores in report.get("quality", {}).items():
+        ends = scores.get("difference_ci95", ())
+        points, *bounds = (signed(share)[:-1] for share in (scores["difference"], *ends))
+        reading = "open" if not ends else "equal within the interval" if ends[0] <= 0 <= ends[1] else "different"
+        row = (
+            (name.replace("_", " "),),
+            (str(scores["num_prompts"]),),
+            (f"{scores['without_draft']:.1%}",),
+            (f"{scores['with_draft']:.1%}",),
+            (points, " to ".join(bounds) or "too few completions"),
+            (reading, f"{scores['only_with_draft']} only with it, {scores['only_without_draft']} only without it"),
+        )
+        rows.append(row)
+    return Table(("succeed by", "completions", "without draft", "with draft", "difference, points", "reading"), rows)
 
 
 def latency(records: Sequence[PromptRecord]) -> Table:

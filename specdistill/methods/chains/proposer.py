@@ -63,7 +63,7 @@ class HeadProposer(FeatureProposer):
 
     def __init__(self, head: Head) -> None:
         super().__init__(head)
-        self.compiled = False
+        self.compiled = False  # whether passes for one sequence are graphs
         self._graphs: dict[int, CompiledSteps] = {}  # by positions of the KV cache
         self._graph: CompiledSteps | None = None
 
