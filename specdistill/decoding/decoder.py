@@ -105,11 +105,12 @@ class Running:
     def commit(self, proposal: Proposal, path: Sequence[int], next_token: int, draft_s: float, verify_s: float) -> None:
         """Emit a round's tokens, those of the accepted path and the next, up to the limit or the first stop token."""
         tokens, tree = proposal.tokens, proposal.tree
-        emitted = up_to_stop([*(tokens[node] for node in path), next_token][: self.limit - len(self.token_ids)], self.stop_ids)
-        self.token_ids += emitted
+        emitted = [*(tokens[node] for node in path), next_token][: self.limit - len(self.token_ids)]
+        end = next((index for index, token in enumerate(emitted, start=1) if token in self.stop_ids), len(emitted))
+        self.token_ids += emitted[:end]
         drafted = tuple(tokens[node] for node in tree.prolonged(path)) if tree else tuple(tokens)
         num_off_path = len(tokens) - len(drafted)
-        self.rounds.append(Round(drafted, min(len(path), len(emitted)), emitted, draft_s, verify_s, num_off_path))
+        self.rounds.append(Round(drafted, min(len(path), end), tuple(emitted[:end]), draft_s, verify_s, num_off_path))
 
     def generation(self) -> Generation:
         new = tuple(self.token_ids[len(self.prompt_ids) :])
@@ -313,11 +314,6 @@ class Decoder:
             if self.proposer:
                 self.proposer.begin([1, 1])  # which may refuse
             self._reads_batches = True
-
-
-def up_to_stop(token_ids: Sequence[int], stop_ids: frozenset[int]) -> tuple[int, ...]:
-    end = next((index for index, token in enumerate(token_ids, start=1) if token in stop_ids), len(token_ids))
-    return tuple(token_ids[:end])
 
 
 def now(device: torch.device) -> float:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
-from specdistill.decoding.decoder import Generation, Round, up_to_stop
+from specdistill.decoding.decoder import Generation, Round
 from specdistill.decoding.sampling import GREEDY, Sampling
 from specdistill.targets.frozen import FrozenTarget
 
@@ -35,7 +35,7 @@ def generate(
     longest = max(map(len, prompts))
     limits = {"max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens}
     output = _generate(target, prompts, sampling, streamer, **limits)
-    return [up_to_stop(row[longest:], target.eos_token_ids) for row in output.sequences.tolist()]
+    return [_up_to_stop(row[longest:], target.eos_token_ids) for row in output.sequences.tolist()]
 
 
 def timed_generate(
@@ -108,3 +108,8 @@ def _generate(
         return target.model.generate(ids, attention_mask=mask, streamer=streamer)
     finally:
         target.model.generation_config = own
+
+
+def _up_to_stop(token_ids: Sequence[int], stop_ids: frozenset[int]) -> tuple[int, ...]:
+    end = next((index for index, token in enumerate(token_ids, start=1) if token in stop_ids), len(token_ids))
+    return tuple(token_ids[:end])

@@ -84,12 +84,13 @@ def _sums(record: PromptRecord) -> dict[str, float | None]:
 
 def _long_and_short(record: PromptRecord, long_from: int | None) -> dict[str, float]:
     """Drafts and accepted tokens at long and at shorter contexts; NaN where the suite has no long ones."""
-    names = [f"num_{what}_{length}" for what in ("drafts", "accepted") for length in ("long", "short")]
-    sums = dict.fromkeys(names, np.nan if long_from is None else 0.0)
-    for bucket, accepted in accepted_by_bucket([record]).items() if long_from is not None else ():
-        length = "long" if bucket >= long_from else "short"
-        sums[f"num_drafts_{length}"] += len(accepted)
-        sums[f"num_accepted_{length}"] += sum(accepted)
+    sums = {f"num_{what}_{length}": np.nan for what in ("drafts", "accepted") for length in ("long", "short")}
+    if long_from is not None:
+        sums = dict.fromkeys(sums, 0.0)
+        for bucket, accepted in accepted_by_bucket([record]).items():
+            length = "long" if bucket >= long_from else "short"
+            sums[f"num_drafts_{length}"] += len(accepted)
+            sums[f"num_accepted_{length}"] += sum(accepted)
     return sums
 
 
