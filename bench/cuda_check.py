@@ -316,7 +316,7 @@ class Decoding:
     @torch.no_grad()
     def prompt(self) -> None:
         _, features = self.reader.begin([range(PROMPT)])
-        self.cache = DraftKVCache(partial(self.head.rotary, self.head.fc.weight), torch.device(DEVICE))
+        self.cache = DraftKVCache(1, partial(self.head.rotary, self.head.fc.weight), torch.device(DEVICE))
         self._step(torch.zeros(1, PROMPT, dtype=torch.long), self.head.fuse(features))
 
     @torch.no_grad()

@@ -57,6 +57,7 @@ from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.planning.accounting import training_step
 from specdistill.project import ROOT
 from specdistill.recipe.fields import Section, option
+from specdistill.recipe.sections import TreeConfig
 from specdistill.report.text import table
 from specdistill.rows.packing import collate
 from specdistill.targets.batch_generate import generate, generation_mode
@@ -343,7 +344,7 @@ def decoding(shape: Shape) -> dict[str, Any]:
         found[f"{length} tokens"] = {
             "plain": rounds_of(Decoder(target), **given),
             "chain": rounds_of(Decoder(target, head), **given, num_speculative_tokens=K),
-            "tree": rounds_of(Decoder(target, head), **given, tree=tree_shape(**TREE)),
+            "tree": rounds_of(Decoder(target, head), **given, tree=tree_shape(TreeConfig(**TREE))),
         }
         if shape.device.type == "cuda":
             found[f"{length} tokens"] |= {

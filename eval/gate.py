@@ -8,7 +8,6 @@ python eval/gate.py report=runs/demo/report gates=release baseline=none         
 """
 
 import sys
-from pathlib import Path
 
 from specdistill.command import run
 from specdistill.errors import ExitCode
@@ -18,8 +17,7 @@ from specdistill.terminal import result
 
 
 def main(options: GateOptions) -> ExitCode:
-    folder = Path(options.output_dir) if options.output_dir else None
-    report = judge_again(Path(options.report), options.gates, baseline=options.baseline, output_dir=folder)
+    report = judge_again(options)
     print_gate(report)
     result(report)
     return EXIT_CODES[report["gate"]["verdict"]]

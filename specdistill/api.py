@@ -17,16 +17,15 @@ from datasets import Dataset
 from transformers import PreTrainedModel, TrainerCallback
 
 from specdistill.command import COMPARE, SHORTHANDS, TARGET, keys_of
-from specdistill.comparison.candidates import UNTRAINED
+from specdistill.comparison.candidates import UNTRAINED, measure_candidates
 from specdistill.comparison.compare import compare as compared
-from specdistill.comparison.measure import measure_candidates
 from specdistill.comparison.options import CommonOptions, CompareOptions
 from specdistill.comparison.pages import FILES, write_comparison
 from specdistill.decoding.assisted import Draft
 from specdistill.decoding.decoder import Decoder, Generation
 from specdistill.errors import UserError, nearest
 from specdistill.export import check_engines
-from specdistill.gate.decide import FIRST_RELEASE, Evidence, judge_again, read_baseline
+from specdistill.gate.decide import FIRST_RELEASE, Evidence, GateOptions, judge_again, read_baseline
 from specdistill.gate.decide import judge as decide
 from specdistill.gate.rules import load_gate
 from specdistill.hub.acquire import acquire as acquired
@@ -134,7 +133,7 @@ def generate(
     done = Decoder(target, proposer).generate(
         target.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt,
         generator=torch.Generator().manual_seed(seed),
-        **{name: getattr(settings, name) for name in ("max_new_tokens", "num_speculative_tokens", "tree", "sampling")},
+        **settings.decoding,
     )
     return Completion(**vars(done), text=target.tokenizer.decode(done.token_ids, skip_special_tokens=True))
 
@@ -308,7 +307,8 @@ def judge(report: Report | str | os.PathLike[str], gate: str = "default", *, bas
     name next to it. gate: a name or a gate YAML. baseline: a report that regressions are relative to, or `none`.
     """
     folder = report.folder if isinstance(report, Report) else Path(report)
-    return Report.of(judge_again(folder, gate, baseline=baseline), folder)
+    options = load_recipe(GateOptions, arguments_of({"report": folder, "gates": gate, "baseline": baseline}, {}))
+    return Report.of(judge_again(options), folder)
 
 
 def compare(target: str | Mapping[str, Any], drafts: Sequence[str | os.PathLike[str]], **keys: Any) -> dict[str, Any]:

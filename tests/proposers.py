@@ -46,6 +46,7 @@ class ModelProposer:
     num_parameters: int = 7
     num_bytes: int = 28
     vocabulary: None = None
+    reader: None = None
     depends_on_width: bool = False
 
     @property
@@ -93,6 +94,7 @@ class Oracle:
 
     aux_layers: tuple[int, ...] = ()
     num_parameters = num_bytes = 0
+    reader = None
 
     def __init__(self, *sequences: list[int]) -> None:
         self.sequences = sequences

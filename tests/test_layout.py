@@ -23,8 +23,6 @@ TESTED_ELSEWHERE = {
     "methods/chains/repairs": "doctor/test_diagnosis.py",
     "pico": "produce/test_sources.py",
     "*/command": "test_cli.py",
-    "comparison/measure": "eval/test_compare_script.py",
-    "comparison/options": "eval/test_compare_script.py",
 }
 
 

@@ -1,17 +1,29 @@
-"""The drafts of a comparison: located, named and checked to be different before anything is loaded."""
+"""The drafts of a comparison: located, named and checked to be different before anything is loaded, then measured together."""
 
 import itertools
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specdistill.comparison.compare import Measured
+from specdistill.comparison.options import CommonOptions, lookups_of_each, settings_of_each
 from specdistill.errors import UserError, nearest
+from specdistill.measurement.configurations import MeasurementPlan
+from specdistill.measurement.hardware import fit_threads, resources_used
+from specdistill.measurement.losslessness import generate_greedily, greedy_check, sampling_test
+from specdistill.measurement.measure import calibrate, measure_together, prompt_records, round_costs
+from specdistill.measurement.measured import MeasuredConfiguration, Measurement, draft_report
 from specdistill.methods import METHODS
-from specdistill.methods.load import locate, method_of
+from specdistill.methods.load import describe_draft, load_proposer, locate, method_of
+from specdistill.methods.recipe import options_by_method
+from specdistill.methods.target_record import use_recorded_template
 from specdistill.recipe.sections import LookupFirstConfig
+from specdistill.report.files import digest
 from specdistill.repositories import split_revision
+from specdistill.suites.suite import load_suite, num_measured, tokenize
+from specdistill.targets.frozen import FrozenTarget
+from specdistill.training.history import read_history
 
 KEY = "drafts"
 UNTRAINED = [name for name, method in METHODS.items() if not method.is_trained]  # named in place of a folder
@@ -62,6 +74,46 @@ def find_candidates(
     ]
 
 
+def measure_candidates(options: CommonOptions) -> list[Measured]:
+    """The candidates measured together: every prompt is decoded with all the drafts and once without, so that their times are paired over
+    one baseline. Raises UserError for what is wrong with any of them, before anything is measured.
+    """
+    settings = settings_of_each(options, len(options.drafts))
+    candidates = find_candidates(options.drafts, lookups_of_each(options, settings), settings)
+    suite = load_suite(options.suite, options.target.model)
+    target = FrozenTarget.load(**vars(options.target))
+    fit_threads(target)
+    of_all: dict[str, Any] = {"key": KEY, "draft_length": options.draft_length, "compile": options.compile}
+    proposers = [
+        load_proposer(one.method, one.folder, target, lookup_first=one.lookup_first, **of_all, **keys)
+        for one, keys in zip(candidates, options_by_method(options, [one.method for one in candidates]), strict=True)
+    ]
+    use_recorded_template([one.folder for one in candidates if one.folder], target.tokenizer, KEY)
+    histories = [read_history(one.folder, key=KEY) if one.folder else None for one in candidates]
+    room = {"max_new_tokens": options.max_new_tokens, "max_length": target.max_length, "vocab_size": target.vocab_size}
+    prompts = tokenize(suite, target.tokenizer, num_prompts=num_measured(suite, options.num_prompts), **room)
+    MeasurementPlan(settings[0], prompts)  # refuses fewer than a batch
+
+    with resources_used(target.device) as took:
+        for proposer, own in zip(proposers, settings, strict=True):
+            calibrate(target, proposer, prompts, own)
+        runs = measure_together(target, proposers, prompts, *settings)
+        generate = generate_greedily(target, settings[0])
+        found = []
+        for proposer, own, decoded in zip(proposers, settings, runs, strict=True):
+            records = prompt_records(suite.name, own.configuration, target, proposer, decoded)
+            result = MeasuredConfiguration(records, greedy_check(target, proposer, decoded, own, generate), took)
+            test = sampling_test(target, proposer, prompts, own, num_draws=options.sampling_draws)
+            found.append(Measurement(own, [result], test, round_costs(target, proposer, prompts, own), took))
+
+    measured = []
+    for one, proposer, history, of_one in zip(candidates, proposers, histories, found, strict=True):
+        report, records = draft_report(target, proposer, suite, of_one, describe_draft(one.draft, one.method)), of_one.records
+        report["digest"] = digest(report, records)
+        measured.append(Measured(one.name, history.summary() if history else None, report, records))
+    return measured
+
+
 def _locate(entry: str) -> Path:
     """The folder of an entry: the entry itself, or the Hub's files in the local cache."""
     if entry and Path(entry).is_dir():  # Path("") is the working directory
@@ -79,26 +131,24 @@ def _names(prefixes: Sequence[str], drafts: Sequence[str]) -> list[str]:
 
     Names become folders, so they are compared without case.
     """
-    parts = [
+    paths = [
         Path(draft).resolve().parts[1:]
         if Path(draft).is_dir()
-        else [part.replace("/", "-") for part in draft.split("/", 1)]  # a revision may hold slashes, e.g. refs/pr/1
+        else tuple(part.replace("/", "-") for part in draft.split("/", 1))  # a revision may hold slashes, e.g. refs/pr/1
         for draft in drafts
     ]
-    before: Counter[Any] = Counter()
-    numbers = []
-    for same in zip(prefixes, map(tuple, parts), strict=True):
-        before[same] += 1
-        numbers.append(f"-{before[same]}" if before[same] > 1 else "")
-    depths, longer = [0] * len(drafts), [1] * len(drafts)
-    while longer != depths:
-        depths = longer
-        named = zip(prefixes, parts, depths, numbers, strict=True)
-        names = [f"{prefix}{'-'.join(part[-depth:])}{number}" for prefix, part, depth, number in named]
-        count = Counter(name.casefold() for name in names)
-        is_double = [count[name.casefold()] > 1 for name in names]
-        longer = [min(depth + double, len(part)) for depth, double, part in zip(depths, is_double, parts, strict=True)]
-    if True in is_double:
-        got = f"{names[is_double.index(True)]}, the name of two of them"
+    # Of each, from the shortest on.
+    each = [
+        [f"{prefix}{'-'.join(path[-depth:])}" for depth in range(1, len(path) + 1)]
+        for prefix, path in zip(prefixes, paths, strict=True)
+    ]
+    names = []
+    for place, own in enumerate(each):
+        taken = {name.casefold() for other in each if other != own for name in other}
+        name, number = next((name for name in own if name.casefold() not in taken), own[-1]), each[: place + 1].count(own)
+        names.append(f"{name}-{number}" if number > 1 else name)
+    folded = [name.casefold() for name in names]
+    if double := next((name for name in names if folded.count(name.casefold()) > 1), None):
+        got = f"{double}, the name of two of them"
         raise UserError(KEY, got=got, expected="folders of different names, which their reports get")
     return names

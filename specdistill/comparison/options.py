@@ -61,7 +61,7 @@ def settings_of_each(options: CommonOptions, count: int) -> list[Settings]:
     for key in ("num_speculative_tokens_each", "trees_each", "lookup_first_each"):
         if len(getattr(options, key)) not in (0, count):
             raise UserError(key, got=f"{len(getattr(options, key))} of them", expected=f"{count}, one for each draft")
-    trees = [tree_shape(**vars(tree)) if tree else None for tree in options.trees_each] or [for_all.tree] * count
+    trees = [tree_shape(tree) if tree else None for tree in options.trees_each] or [for_all.tree] * count
     depths = [tree.depth if tree else for_all.num_speculative_tokens for tree in trees]
     each = zip(options.num_speculative_tokens_each or depths, trees, strict=True)
     return [replace(for_all, num_speculative_tokens=k, tree=tree) for k, tree in each]

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from specdistill.decoding.proposer import DecodingState, Proposer, reader_of
+from specdistill.decoding.proposer import DecodingState, Proposer
 from specdistill.decoding.sampling import GREEDY, Sampling
 from specdistill.errors import UserError
 from specdistill.targets.frozen import Features, FrozenTarget, capture
@@ -65,7 +65,7 @@ class Draft:
         for found, got, expected in (
             (model is not target.model, "a draft of another model", "load_draft(…, model) with this model"),
             (target.is_recurrent, f"{target.name}, whose recurrent layers cannot forget tokens", "specdistill.generate for it"),
-            (reader_of(self.proposer), "a draft that runs layers of its target", "specdistill.generate for it"),
+            (self.proposer.reader, "a draft that runs layers of its target", "specdistill.generate for it"),
             (is_begun, "inputs_embeds, or tokens in a cache", "input_ids of the whole text, which the draft reads, too"),
         ):
             if found:

@@ -18,18 +18,18 @@ Shapes: B rows (sequences), T positions, N nodes of a tree, K draft tokens, R ro
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from specdistill.decoding import verify
-from specdistill.decoding.proposer import DecodingState, Proposal, Proposer, TreeProposer, reader_of
+from specdistill.decoding.proposer import DecodingState, Proposal, Proposer, TreeProposer
 from specdistill.decoding.readers import CachedTarget, CompiledTarget, SequenceReader, cache_size
 from specdistill.decoding.sampling import GREEDY, Generators, Random, Sampling, uniforms
 from specdistill.decoding.transformers_models import check_batchable, check_reads_trees, padded
-from specdistill.decoding.tree import Tree, TreeShape
+from specdistill.decoding.tree import TreeShape
 from specdistill.errors import UserError
 from specdistill.targets.frozen import FrozenTarget
 
@@ -83,36 +83,24 @@ class Generation:
     stopped: bool
 
 
-@dataclass
 class Running:
-    """A sequence under way: at most `limit` tokens, or up to a stop token of the target (which is emitted)."""
+    """A sequence under way: at most `limit` tokens, or up to a stop token of the target (which is emitted).
 
-    prompt_ids: tuple[int, ...]
-    limit: int
-    generator: Random
-    stop_ids: frozenset[int]
-    token_ids: list[int]
-    rounds: list[Round] = field(default_factory=list)
-    prefill_seconds: float = 0.0
-    seconds: float = 0.0
+    Raises UserError when the prompt is empty, or exceeds the target's context together with the continuation.
+    """
 
-    @classmethod
-    def begin(cls, decoder: Any, prompt_ids: Sequence[int], max_new_tokens: int, k: int, generator: Random) -> "Running":
-        """Raises UserError when the prompt is empty, or exceeds the target's context together with the continuation."""
-        target, limit = decoder.target, len(prompt_ids) + max_new_tokens
-        assert max_new_tokens >= 1 and (k >= 1 or not decoder.proposer), (max_new_tokens, k)
-        if not prompt_ids or limit > target.max_length:
+    def __init__(self, target: FrozenTarget, prompt_ids: Sequence[int], max_new_tokens: int, generator: Random) -> None:
+        self.prompt_ids, self.token_ids, self.limit = tuple(prompt_ids), [*prompt_ids], len(prompt_ids) + max_new_tokens
+        if not prompt_ids or self.limit > target.max_length:
             got = f"a prompt of {len(prompt_ids)} tokens and {max_new_tokens} new ones"
             raise UserError("eval.max_new_tokens", got=got, expected=f"at least 1 and {target.max_length} together")
-        return cls(tuple(prompt_ids), limit, generator, target.eos_token_ids, list(prompt_ids))
+        self.generator, self.stop_ids = generator, target.eos_token_ids
+        self.rounds: list[Round] = []
+        self.prefill_seconds = self.seconds = 0.0
 
     @property
     def stopped(self) -> bool:
         return self.token_ids[-1] in self.stop_ids
-
-    @property
-    def is_done(self) -> bool:
-        return self.stopped or len(self.token_ids) == self.limit
 
     def commit(self, proposal: Proposal, path: Sequence[int], next_token: int, draft_s: float, verify_s: float) -> None:
         """Emit a round's tokens, those of the accepted path and the next, up to the limit or the first stop token."""
@@ -143,7 +131,7 @@ class Decoder:
         self.proposer = proposer
         self.rule = rule
         self.compiled = compiled
-        self._shared = reader_of(proposer)
+        self._shared = proposer.reader if proposer else None
         if compiled and self._shared:
             raise UserError("eval.compile", got="true with a draft that runs layers of the target", expected="false")
         self.aux_layers = proposer.aux_layers if proposer else ()
@@ -180,8 +168,12 @@ class Decoder:
             num_speculative_tokens = tree.depth
         if len(prompts) > 1:
             self.check_batches()
+        assert max_new_tokens >= 1 and (num_speculative_tokens >= 1 or not self.proposer), (
+            max_new_tokens,
+            num_speculative_tokens,
+        )
         all_rows = [
-            Running.begin(self, prompt_ids, max_new_tokens, num_speculative_tokens, generator)
+            Running(self.target, prompt_ids, max_new_tokens, generator)
             for prompt_ids, generator in zip(prompts, generators or [None] * len(prompts), strict=True)
         ]
         if self.proposer:
@@ -244,7 +236,7 @@ class Decoder:
 
     def _unfinished(self, rows: Sequence[Running], state: DecodingState, reader: SequenceReader) -> list[Running]:
         """The rows that are not done; the others leave the caches and the state."""
-        remaining = [index for index, row in enumerate(rows) if not row.is_done]
+        remaining = [index for index, row in enumerate(rows) if not (row.stopped or len(row.token_ids) == row.limit)]
         if remaining and len(remaining) < len(rows):
             cache: Any = reader.cache
             cache.keep(remaining)
@@ -258,51 +250,53 @@ class Decoder:
     def verify(
         self, rows: Sequence[Running], proposals: Sequence[Proposal], logits_BTV: Tensor, sampling: Sampling
     ) -> list[Verdict]:
-        """Of each row. The logits follow the sequence and each draft token. Rows with chains of equally many draft tokens, all of them
-        drawn or all certain, are verified together."""
+        """Of each row. The logits follow the sequence and each draft token. Sampled rows with chains of equally many draft tokens, all of
+        them drawn or all certain, are verified together."""
+        if sampling.is_greedy:
+            return [
+                *map(self._follow_best, rows, proposals, logits_BTV.argmax(-1).tolist(), near_ties(self.target, logits_BTV))
+            ]
+        if len(rows) == 1 or any(proposal.tree for proposal in proposals):
+            return [
+                self.rule(proposal, sampling.probabilities(logits_TV[: len(proposal.tokens) + 1]), row.generator)
+                for row, proposal, logits_TV in zip(rows, proposals, logits_BTV, strict=True)
+            ]
         verdicts: dict[int, Verdict] = {}
-        kinds: dict[tuple[int, bool], list[int]] = {}
-        for index, (row, proposal) in enumerate(zip(rows, proposals, strict=True)):
-            logits_1NV = logits_BTV[index : index + 1, : len(proposal.tokens) + 1]
-            if proposal.tree and sampling.is_greedy:
-                verdicts[index] = self._follow_best(row.token_ids, proposal.tokens, proposal.tree, logits_1NV)
-            elif (proposal.tree or len(rows) == 1) and not sampling.is_greedy:
-                verdicts[index] = self.rule(proposal, sampling.probabilities(logits_1NV)[0], row.generator)
-            else:
-                kinds.setdefault((len(proposal.tokens), proposal.probabilities is None), []).append(index)
-        for (width, _), chosen in kinds.items():
-            drafted, logits_BKV = [proposals[index].tokens for index in chosen], logits_BTV[:, : width + 1]
-            logits_RKV = logits_BKV if len(chosen) == len(rows) else logits_BKV[chosen]
-            if sampling.is_greedy:
-                texts = [rows[index].token_ids for index in chosen]
-                choices = break_ties(self.target, texts, drafted, logits_RKV).argmax(-1).tolist()
-                found = [verify.greedy(*pair) for pair in zip(drafted, choices, strict=True)]
-            else:
-                distributions = [given for index in chosen if (given := proposals[index].probabilities) is not None]
-                uniforms_RK = uniforms(width + 1, [rows[index].generator for index in chosen]).to(logits_BTV.device)
-                num_accepted, next_token = verify.rejection(
-                    torch.tensor(drafted, dtype=torch.long, device=logits_BTV.device),
-                    sampling.probabilities(logits_RKV),
-                    torch.stack(distributions) if distributions else None,
-                    uniforms_RK,
-                )
-                found = [*zip(num_accepted.tolist(), next_token.tolist(), strict=True)]
-            verdicts |= {index: (range(count), token) for index, (count, token) in zip(chosen, found, strict=True)}
+        alike: dict[tuple[int, bool], list[int]] = {}
+        for index, proposal in enumerate(proposals):
+            alike.setdefault((len(proposal.tokens), proposal.probabilities is None), []).append(index)
+        for (width, _), chosen in alike.items():
+            logits_BKV = logits_BTV[:, : width + 1]
+            distributions = [given for index in chosen if (given := proposals[index].probabilities) is not None]
+            num_accepted, next_token = verify.rejection(
+                torch.tensor([proposals[index].tokens for index in chosen], dtype=torch.long, device=logits_BTV.device),
+                sampling.probabilities(logits_BKV if len(chosen) == len(rows) else logits_BKV[chosen]),
+                torch.stack(distributions) if distributions else None,
+                uniforms(width + 1, [rows[index].generator for index in chosen]).to(logits_BTV.device),
+            )
+            found = zip(chosen, num_accepted.tolist(), next_token.tolist(), strict=True)
+            verdicts |= {index: (range(count), token) for index, count, token in found}
         return [verdicts[index] for index in range(len(rows))]
 
-    def _follow_best(self, token_ids: list[int], tokens: list[int], tree: Tree, logits_1NV: Tensor) -> tuple[list[int], int]:
-        """Follow the target's best tokens. Breaking a near-tie may lead to another branch, which has near-ties of its own."""
-        choices = logits_1NV.argmax(-1)[0].tolist()
-        broken: set[int] = set()  # rows whose ties are
+    def _follow_best(self, row: Running, proposal: Proposal, choices: list[int], tied: list[bool]) -> Verdict:
+        """Follow the target's best tokens after the sequence and each draft token; the choices that are `tied` are first made in float64.
+        That may lead to another branch, which has near-ties of its own.
+        """
+        tokens = proposal.tokens
+        path: Sequence[int]
         while True:
-            path, next_token = verify.follow(tokens, tree, choices)
-            rows = [0, *(node + 1 for node in path)]
-            if broken.issuperset(rows):
+            if proposal.tree:
+                path, next_token = verify.follow(tokens, proposal.tree, choices)
+            else:
+                num_accepted, next_token = verify.greedy(tokens, choices)
+                path = range(num_accepted)
+            seen = [0, *(node + 1 for node in path)]
+            if not any(tied[index] for index in seen):
                 return path, next_token
-            logits_1RV = break_ties(self.target, [token_ids], [[tokens[node] for node in path]], logits_1NV[:, rows])
-            for row, choice in zip(rows, logits_1RV.argmax(-1)[0].tolist(), strict=True):
-                choices[row] = choice
-            broken.update(rows)
+            exact_TV = in_float64(self.target, [*row.token_ids, *(tokens[node] for node in path)])[0, -len(seen) :]
+            for index, choice in zip(seen, exact_TV.argmax(-1).tolist(), strict=True):
+                if tied[index]:
+                    choices[index], tied[index] = choice, False
 
     def check_tree(self) -> None:
         """Raises UserError when target or proposer cannot handle trees."""
@@ -329,23 +323,13 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def break_ties(
-    target: FrozenTarget, token_ids: Sequence[Sequence[int]], drafted: Sequence[Sequence[int]], logits_BTV: Tensor
-) -> Tensor:
-    """The logits after each sequence and each of its T - 1 draft tokens; those whose two best lie within NEAR_TIE are replaced by
-    float64 ones. Only for these is a sequence looked at.
-    """
+def near_ties(target: FrozenTarget, logits_BTV: Tensor) -> list[list[bool]]:
+    """[B][T]: where the two best logits lie within NEAR_TIE of each other; nowhere in another dtype than float32."""
     if not (target.is_plain and target.model.dtype == logits_BTV.dtype == torch.float32):
-        return logits_BTV
+        return [[False] * logits_BTV.shape[1]] * len(logits_BTV)
     best_BT, second_BT = logits_BTV.topk(2).values.unbind(-1)
-    tied_BT = best_BT - second_BT <= NEAR_TIE * best_BT.abs()
-    if not tied_BT.any():
-        return logits_BTV
-    exact_BTV = logits_BTV.double()
-    for row in tied_BT.any(1).nonzero().flatten().tolist():
-        exact_TV = in_float64(target, [*token_ids[row], *drafted[row]])[0, -logits_BTV.shape[1] :]
-        exact_BTV[row] = torch.where(tied_BT[row].unsqueeze(-1), exact_TV, exact_BTV[row])
-    return exact_BTV
+    tied: list[list[bool]] = (best_BT - second_BT <= NEAR_TIE * best_BT.abs()).tolist()
+    return tied
 
 
 def in_float64(target: FrozenTarget, token_ids: Sequence[int]) -> Tensor:

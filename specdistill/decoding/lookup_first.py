@@ -9,18 +9,17 @@ alone, so above temperature 0 each round is verified by the rule of the one that
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from specdistill.decoding.proposer import DecodingState, Proposal, Proposer, Remembering, TreeProposer, Unread, reader_of
+from specdistill.decoding.proposer import DecodingState, PausingProposer, Proposal, Proposer, Remembering, TreeProposer
 from specdistill.decoding.sampling import Generators, Sampling
 from specdistill.decoding.tree import TreeShape, tree_shape
 from specdistill.errors import UserError
 from specdistill.recipe.sections import LookupFirstConfig
 
 
-class LookupFirstProposer:
+class LookupFirstProposer(PausingProposer):
     """A chain of K tokens that were looked up, or a chain or a tree of the draft's own size.
 
     The draft runs in a round in which a row needs it, for all rows: they share its passes.
@@ -28,18 +27,14 @@ class LookupFirstProposer:
     lookup: a proposer that reads tokens alone. Raises UserError for a tree of a draft that drafts chains only.
     """
 
-    vocabulary: None = None  # a lookup proposes any token
-
     def __init__(self, draft: Proposer, lookup: Proposer, config: LookupFirstConfig) -> None:
-        self.tree = tree_shape(**vars(config.draft_tree)) if config.draft_tree else None
+        self.tree = tree_shape(config.draft_tree) if config.draft_tree else None
         if self.tree and not isinstance(draft, TreeProposer):
             got = "a tree of a draft that drafts chains only"
             raise UserError("eval.lookup_first.draft_tree", got=got, expected="null")
-        self.draft, self.lookup = draft, lookup
-        self.levels = config.levels
-        self.aux_layers, self.depends_on_width, self.reader = draft.aux_layers, draft.depends_on_width, reader_of(draft)
-        self.num_parameters, self.num_bytes = draft.num_parameters, draft.num_bytes
-        self.settings: dict[str, Any] = {**draft.settings, "lookup_first": config.described}
+        super().__init__(draft, lookup_first=config.described)
+        self.lookup, self.levels = lookup, config.levels
+        self.vocabulary = None  # a lookup proposes any token
 
     def draws(self, sampling: Sampling, tree: TreeShape | None) -> bool:
         return self.draft.draws(sampling, self.tree)
@@ -53,16 +48,15 @@ class LookupFirstProposer:
             self.lookup.remember(outputs)
 
     def begin(self, max_lengths: Sequence[int]) -> None:
-        self.draft.begin(max_lengths)
+        super().begin(max_lengths)
         self.lookup.begin(max_lengths)
-        self._unread = Unread(len(max_lengths))
 
     def propose(self, state: DecodingState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
         found = self.lookup.propose(state, k, sampling, generators)
         if all(proposal.tokens for proposal in found):
-            self._unread.add(state)
+            self.pause(state)
             return found
-        read, levels = self._unread.read_by(state), min(k, self.levels)
+        read, levels = self.resume(state), min(k, self.levels)
         # A row whose tokens were looked up draws none of its own numbers for the draft's.
         drawn = [
             torch.Generator() if proposal.tokens else generator for proposal, generator in zip(found, generators, strict=True)
@@ -75,6 +69,5 @@ class LookupFirstProposer:
         return [looked_up if looked_up.tokens else own for looked_up, own in zip(found, drafted, strict=True)]
 
     def keep(self, rows: Sequence[int]) -> None:
-        self.draft.keep(rows)
+        super().keep(rows)
         self.lookup.keep(rows)
-        self._unread.keep(rows)

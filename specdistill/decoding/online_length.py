@@ -21,30 +21,19 @@ drawn from p.
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from specdistill.decoding.proposer import DecodingState, Proposal, Proposer, Remembering, Unread, reader_of
+from specdistill.decoding.proposer import DecodingState, PausingProposer, Proposal
 from specdistill.decoding.sampling import Generators, Sampling
-from specdistill.decoding.tree import TreeShape
 
 WEIGHT = 0.05  # of what was seen last in a running average
 TRIED = 0.02
 UNKNOWN = 0.5  # confidence of a draft that has none
 LEAST = 1e-3  # confidences are kept this far from 0 and 1
-
-
-@runtime_checkable
-class ConfidentProposer(Protocol):
-    """A proposer that can end its chains by confidence.
-
-    is_enough: asked after each draft token with the probability [B] of each row's best token; the chains end where it says so.
-    """
-
-    is_enough: Callable[[Tensor], bool] | None
 
 
 class LengthRule:
@@ -92,7 +81,7 @@ class LengthRule:
         return next((length for length in range(1, k + 1) if self.is_enough(unknown)), k)
 
     def is_enough(self, confidence_B: Tensor) -> bool:
-        """Whether the draft ends with the token that it has this confidence in (see `ConfidentProposer`)."""
+        """Whether the draft ends with the token that it has this confidence in (see `OnlineLengthProposer`)."""
         self._confidences.append(confidence_B.tolist())
         if self.slope is None:
             return False
@@ -137,41 +126,31 @@ class LengthRule:
         self._confidences = [[confidences[row] for row in rows] for confidences in self._confidences]
 
 
-class OnlineLengthProposer:
-    """A draft whose chains are as long as `rule` says, up to K."""
+class OnlineLengthProposer(PausingProposer):
+    """A draft whose chains are as long as `rule` says, up to K.
 
-    def __init__(self, draft: Proposer) -> None:
-        self.draft, self.rule = draft, LengthRule(isinstance(draft, ConfidentProposer))
-        if isinstance(draft, ConfidentProposer):
+    A draft that can end its chains by confidence has `is_enough`, which it asks after each draft token with the probability [B] of each
+    row's best token; the chains end where it says so.
+    """
+
+    def __init__(self, draft: Any) -> None:
+        super().__init__(draft, draft_length="online")
+        self.rule = LengthRule(hasattr(draft, "is_enough"))
+        if self.rule.has_confidences:
             draft.is_enough = self.rule.is_enough
-        self.aux_layers, self.depends_on_width, self.reader = draft.aux_layers, draft.depends_on_width, reader_of(draft)
-        self.num_parameters, self.num_bytes, self.vocabulary = draft.num_parameters, draft.num_bytes, draft.vocabulary
-        self.settings: dict[str, Any] = {**draft.settings, "draft_length": "online"}
-
-    def draws(self, sampling: Sampling, tree: TreeShape | None) -> bool:
-        return self.draft.draws(sampling, tree)
-
-    def passes(self, k: int) -> int:
-        return self.draft.passes(k)
-
-    def remember(self, outputs: Sequence[Sequence[int]]) -> None:
-        if isinstance(self.draft, Remembering):
-            self.draft.remember(outputs)
 
     def begin(self, max_lengths: Sequence[int]) -> None:
-        self.draft.begin(max_lengths)
+        super().begin(max_lengths)
         self.rule.begin()
-        self._unread = Unread(len(max_lengths))
 
     def propose(self, state: DecodingState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
         if not (length := self.rule.length(state.token_ids, k)):
-            self._unread.add(state)
+            self.pause(state)
             return [Proposal([])] * len(state.token_ids)
-        proposals = self.draft.propose(self._unread.read_by(state), length, sampling, generators)
+        proposals = self.draft.propose(self.resume(state), length, sampling, generators)
         self.rule.drafts(state.token_ids, proposals)
         return proposals
 
     def keep(self, rows: Sequence[int]) -> None:
-        self.draft.keep(rows)
+        super().keep(rows)
         self.rule.keep(rows)
-        self._unread.keep(rows)

@@ -44,13 +44,16 @@ class Proposal:
 class Proposer(Protocol):
     """aux_layers: the target's layers it reads in addition to the last. num_parameters, num_bytes: of its weights, without those shared
     with the target. depends_on_width: whether what it drafts at a position depends on how many follow in the same proposal, as in a block
-    whose positions see each other: its acceptance is then known for the K alone that was measured.
+    whose positions see each other: its acceptance is then known for the K alone that was measured. reader: of a draft that runs layers of
+    the target, over the target's KV cache, what reads the target in the decoder's place (see specdistill.decoding.readers) and does not run
+    them again; None for others.
     """
 
     aux_layers: tuple[int, ...]
     num_parameters: int
     num_bytes: int
     depends_on_width: bool
+    reader: Any
 
     @property
     def vocabulary(self) -> frozenset[int] | None:
@@ -99,44 +102,46 @@ class Remembering(Protocol):
         """Know these outputs of earlier requests, the latest last, and no others, for the sequences that begin from now on."""
 
 
-@runtime_checkable
-class CompiledProposer(Protocol):
-    """A proposer whose passes for one sequence can be compiled graphs (`eval.compile`). compiled: whether they are."""
+class PausingProposer:
+    """What proposers have in common whose draft pauses in some rounds. They are as it is, unless they say otherwise; when it drafts again
+    it reads what was committed meanwhile.
 
-    compiled: bool
-
-
-@runtime_checkable
-class SharesLayers(Protocol):
-    """A proposer that runs layers of the target, over the target's KV cache. reader: what reads the target in the decoder's place (see
-    specdistill.decoding.readers), and does not run them again; None for a proposer in front of a draft without one.
+    settings: in addition to the draft's.
     """
 
-    reader: Any
+    def __init__(self, draft: Proposer, **settings: Any) -> None:
+        self.draft = draft
+        self.aux_layers, self.depends_on_width, self.reader = draft.aux_layers, draft.depends_on_width, draft.reader
+        self.num_parameters, self.num_bytes, self.vocabulary = draft.num_parameters, draft.num_bytes, draft.vocabulary
+        self.settings: dict[str, Any] = {**draft.settings, **settings}
 
+    def draws(self, sampling: Sampling, tree: TreeShape | None) -> bool:
+        return self.draft.draws(sampling, tree)
 
-def reader_of(proposer: Proposer | None) -> Any:
-    return proposer.reader if isinstance(proposer, SharesLayers) else None
+    def passes(self, k: int) -> int:
+        return self.draft.passes(k)
 
+    def remember(self, outputs: Sequence[Sequence[int]]) -> None:
+        if isinstance(self.draft, Remembering):
+            self.draft.remember(outputs)
 
-class Unread:
-    """Features of the positions that were committed since a draft drafted last, of each of B rows: it reads them when it drafts again."""
-
-    def __init__(self, num_rows: int) -> None:
-        self._rows: list[list[Features]] = [[] for _ in range(num_rows)]
-
-    def add(self, state: DecodingState) -> None:
-        """The state's; copied: a compiled target's next pass may write over them."""
-        for row, (unread, count) in enumerate(zip(self._rows, state.num_fresh, strict=True)):
-            unread.append(state.fresh.rows([row]).first(count))
-
-    def read_by(self, state: DecodingState) -> DecodingState:
-        """The state with all that is unread as its fresh features; nothing is left."""
-        if not any(self._rows):
-            return state
-        self.add(state)
-        rows, self._rows = [Features.joined(unread) for unread in self._rows], [[] for _ in self._rows]
-        return replace(state, fresh=Features.padded(rows), num_fresh=[row.last_hidden.shape[1] for row in rows])
+    def begin(self, max_lengths: Sequence[int]) -> None:
+        self.draft.begin(max_lengths)
+        self._unread: list[list[Features]] = [[] for _ in max_lengths]  # of each row
 
     def keep(self, rows: Sequence[int]) -> None:
-        self._rows = [self._rows[row] for row in rows]
+        self.draft.keep(rows)
+        self._unread = [self._unread[row] for row in rows]
+
+    def pause(self, state: DecodingState) -> None:
+        """Keep the state's fresh features; copied: a compiled target's next pass may write over them."""
+        for row, (unread, count) in enumerate(zip(self._unread, state.num_fresh, strict=True)):
+            unread.append(state.fresh.rows([row]).first(count))
+
+    def resume(self, state: DecodingState) -> DecodingState:
+        """The state with all that is unread as its fresh features; nothing is left."""
+        if not any(self._unread):
+            return state
+        self.pause(state)
+        rows, self._unread = [Features.joined(unread) for unread in self._unread], [[] for _ in self._unread]
+        return replace(state, fresh=Features.padded(rows), num_fresh=[row.last_hidden.shape[1] for row in rows])

@@ -5,6 +5,7 @@ Shapes: B rows, T positions of one pass (of a tree: nodes), S slots of the KV ca
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from transformers import DynamicCache
 from specdistill.decoding.kv_cache import BatchKVCache
 from specdistill.decoding.tree import ROOT, Step, Tree
 from specdistill.errors import UserError
-from specdistill.targets.anatomy import backbone_of, reads_alike
+from specdistill.targets.anatomy import CLASS_ERRORS, backbone_of, reads_alike
 from specdistill.targets.cache import is_recurrent, new_cache
 from specdistill.targets.frozen import Features, FrozenTarget
 
@@ -107,30 +108,24 @@ def check_reads_trees(target: FrozenTarget) -> None:
     if target.config._attn_implementation not in MASKED:
         got = f"a tree with attention {target.config._attn_implementation}"
         raise UserError("target.attn", got=got, expected=f"{' or '.join(MASKED)}, or eval.tree=null")
-    if not _succeeds(lambda: _reads_branches_apart(target)):
+    if not _reads_branches_apart(target):
         got = f"{name}, which reads a branch of a tree differently from the same tokens alone"
         raise UserError(key, got=got, expected="null, or a target that respects mask and position ids")
 
 
 def _reads_branches_apart(target: FrozenTarget) -> bool:
+    """Not so of a class that takes no such mask at all."""
     text, nodes = [1, 2, 3], [4, 5, 6, 7]
-    cache = new_cache(target.config)
-    read(target, [text[:-1]], cache)
-    step = Step.whole([PROBE], [len(text) - 1], target.device)
-    together_TH = read(target, [[text[-1], *nodes]], cache, step=step).last_hidden[0]
-    for path in ([0, 2], [1, 3]):
-        alone_TH = read(target, [[*text, *(nodes[node] for node in path)]], new_cache(target.config)).last_hidden[0, -2:]
-        if not reads_alike(together_TH[[node + 1 for node in path]], alone_TH):
-            return False
-    return True
-
-
-def _succeeds(attempt: Callable[[], bool]) -> bool:
-    """False also for a class that takes no such mask at all, and may raise anything."""
-    try:
-        return attempt()
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
-        return False
+    cache, step = new_cache(target.config), Step.whole([PROBE], [len(text) - 1], target.device)
+    with suppress(*CLASS_ERRORS):
+        read(target, [text[:-1]], cache)
+        together_TH = read(target, [[text[-1], *nodes]], cache, step=step).last_hidden[0]
+        for path in ([0, 2], [1, 3]):
+            alone_TH = read(target, [[*text, *(nodes[node] for node in path)]], new_cache(target.config)).last_hidden[0, -2:]
+            if not reads_alike(together_TH[[node + 1 for node in path]], alone_TH):
+                return False
+        return True
+    return False
 
 
 # Batches
@@ -201,21 +196,23 @@ def unmaskable(model: Any) -> str | None:
         return f"attn {config._attn_implementation}, which takes no mask of ours"
     if any(entry.get("rope_type") in ("dynamic", "longrope") for entry in ropes):
         return "rotary angles that depend on the longest sequence of a batch"
-    if not _succeeds(lambda: _reads_rows_apart(model)):
+    if not _reads_rows_apart(model):
         return "layers that read a row of a batch differently from the same sequence alone"
     return None
 
 
 def _reads_rows_apart(model: Any) -> bool:
     """Two sequences of different lengths, with a rejected token and padding in between, against each of them alone."""
-    layers = TransformersLayers(model)
-    layers.begin(2)
-    layers(padded([[1, 2, 0], [2]], model.device), [3, 1])
-    layers.truncate([2, 1])
-    together_BTH = layers(padded([[3, 1], [3]], model.device), [2, 1])
-    for row_TH, token_ids in zip(together_BTH, ([1, 2, 3, 1], [2, 3]), strict=True):
-        ids = torch.tensor([token_ids], device=model.device)
-        alone_TH = layers.backbone(input_ids=ids).last_hidden_state[0, len(token_ids) // 2 :]
-        if not reads_alike(row_TH[: len(alone_TH)], alone_TH):
-            return False
-    return True
+    with suppress(*CLASS_ERRORS):
+        layers = TransformersLayers(model)
+        layers.begin(2)
+        layers(padded([[1, 2, 0], [2]], model.device), [3, 1])
+        layers.truncate([2, 1])
+        together_BTH = layers(padded([[3, 1], [3]], model.device), [2, 1])
+        for row_TH, token_ids in zip(together_BTH, ([1, 2, 3, 1], [2, 3]), strict=True):
+            ids = torch.tensor([token_ids], device=model.device)
+            alone_TH = layers.backbone(input_ids=ids).last_hidden_state[0, len(token_ids) // 2 :]
+            if not reads_alike(row_TH[: len(alone_TH)], alone_TH):
+                return False
+        return True
+    return False

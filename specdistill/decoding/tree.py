@@ -19,7 +19,8 @@ Shapes: B rows, T nodes of one level, C children of a node, N nodes of a tree, F
 vocabulary.
 """
 
-import math
+import itertools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -31,6 +32,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from specdistill.decoding.sampling import Generators, Random, Sampling, draw
 from specdistill.errors import UserError
+from specdistill.recipe.sections import TreeConfig
 
 ROOT = -1
 MOST_NODES = 1024
@@ -47,14 +49,6 @@ class Tree:
     """parents: of each node, an earlier one or ROOT. A chain is (-1, 0, 1, …). Siblings are in order of preference."""
 
     parents: tuple[int, ...]
-
-    @cached_property
-    def depths(self) -> tuple[int, ...]:
-        """1 for the root's children."""
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(1 if parent == ROOT else depths[parent] + 1)
-        return tuple(depths)
 
     @cached_property
     def children(self) -> dict[int, list[int]]:
@@ -97,8 +91,7 @@ class Step:
         for seen_NF, tree, start in zip(seen, trees, num_text, strict=True):
             for node, parent in enumerate(tree.parents):
                 seen_NF[node + 1] |= seen_NF[parent + 1]
-            depths = (0, *tree.depths, *[0] * (width - 1 - len(tree.parents)))
-            positions.append([start + depth for depth in depths])
+            positions.append((start + seen_NF.sum(1) - 1).tolist())  # a node's depth is how many ancestors it has
         return cls(num_text, torch.from_numpy(seen).to(device), positions)
 
     def descend(self, rows_BT: Tensor) -> "Step":
@@ -133,40 +126,6 @@ class Step:
         return seen_BTS & (query_BT.unsqueeze(2) - key_BS.unsqueeze(1) < window)
 
 
-class Family:
-    """A static tree of one row as it grows. logits_TW: after the nodes of its last level, at first the root."""
-
-    def __init__(self, logits_1W: Tensor, sampling: Sampling, generator: Random) -> None:
-        self.logits_TW, self.sampling, self.generator = logits_1W, sampling, generator
-        self._last: Sequence[int] = [ROOT]
-        self._index: list[Tensor] = []
-        self._parents: list[int] = []
-        self._distributions: list[Tensor] = []
-
-    def descend(self, width: int) -> tuple[Tensor, Tensor]:
-        """`width` children of each node: draft tokens [T] of the next level, and indices [T] of their parents in the last one."""
-        if self.sampling.is_greedy:
-            chosen_TC = self.logits_TW.topk(min(width, self.logits_TW.shape[-1])).indices
-            drawn_TC = torch.ones_like(chosen_TC, dtype=torch.bool)
-        else:
-            probs_TW = self.sampling.probabilities(self.logits_TW)
-            uniforms_TC = torch.rand(len(probs_TW), width, generator=self.generator, dtype=torch.float64).to(probs_TW.device)
-            chosen_TC, drawn_TC = draw_distinct(probs_TW, uniforms_TC)
-        rows_T = drawn_TC.nonzero()[:, 0]
-        self._index.append(chosen_TC[drawn_TC])
-        if not self.sampling.is_greedy:
-            self._distributions.append(probs_TW[rows_T])
-        first, above = len(self._parents), self._last
-        self._parents += [above[row] for row in rows_T.tolist()]
-        self._last = range(first, len(self._parents))
-        return self._index[-1], rows_T
-
-    @property
-    def draft(self) -> TreeDraft:
-        distributions = torch.cat(self._distributions) if self._distributions else None
-        return torch.cat(self._index), Tree(tuple(self._parents)), distributions
-
-
 @dataclass(frozen=True)
 class StaticTree:
     """branching: children of the root, of each of its children, and so on: [4, 2, 1] has 4 + 8 + 8 nodes."""
@@ -177,16 +136,12 @@ class StaticTree:
         key, given = "eval.tree.branching", list(self.branching)
         if not given:
             raise UserError(key, got=given, expected="numbers of children, one for each level")
-        if self.num_nodes > MOST_NODES:
-            raise UserError(key, got=f"{given}, {self.num_nodes} nodes", expected=f"at most {MOST_NODES} nodes")
+        if (num_nodes := sum(itertools.accumulate(given, operator.mul))) > MOST_NODES:
+            raise UserError(key, got=f"{given}, {num_nodes} nodes", expected=f"at most {MOST_NODES} nodes")
 
     @property
     def depth(self) -> int:
         return len(self.branching)
-
-    @property
-    def num_nodes(self) -> int:
-        return sum(math.prod(self.branching[: level + 1]) for level in range(self.depth))
 
     @property
     def settings(self) -> dict[str, int | list[int]]:
@@ -198,16 +153,24 @@ class StaticTree:
 
     def grow(self, logits_BW: Tensor, expand: Expand, sampling: Sampling, generators: Generators) -> list[TreeDraft]:
         """From the logits after each row's root. Under sampling a node has fewer children where q has too few tokens."""
-        families = [
-            Family(logits_1W, sampling, generator) for logits_1W, generator in zip(logits_BW.split(1), generators, strict=True)
-        ]
+        levels, logits = [], [*logits_BW.split(1)]  # of each row, after the nodes of its last level
         for level, width in enumerate(self.branching):
-            levels = [family.descend(width) for family in families]
+            levels.append([children(*row, width, sampling) for row in zip(logits, generators, strict=True)])
             if level + 1 < self.depth:
-                index_BT, rows_BT = (pad_sequence([*part], batch_first=True) for part in zip(*levels, strict=True))
-                for family, (index_T, _), logits_TW in zip(families, levels, expand(index_BT, rows_BT), strict=True):
-                    family.logits_TW = logits_TW[: len(index_T)]
-        return [family.draft for family in families]
+                index_BT, rows_BT = (pad_sequence([row[part] for row in levels[-1]], batch_first=True) for part in (0, 1))
+                after = zip(levels[-1], expand(index_BT, rows_BT), strict=True)
+                logits = [logits_TW[: len(index_T)] for (index_T, *_), logits_TW in after]
+        drafts: list[TreeDraft] = []
+        for of_row in zip(*levels, strict=True):
+            index, rows, probs = zip(*of_row, strict=True)
+            parents: list[int] = []
+            above: Sequence[int] = [ROOT]
+            for rows_T in rows:
+                first = len(parents)
+                parents += [above[place] for place in rows_T.tolist()]
+                above = range(first, len(parents))
+            drafts.append((torch.cat(index), Tree(tuple(parents)), None if sampling.is_greedy else torch.cat(probs)))
+        return drafts
 
 
 @dataclass(frozen=True)
@@ -265,22 +228,18 @@ class DynamicTree:
 TreeShape = StaticTree | DynamicTree
 
 
-def tree_shape(
-    *, budget: int | None = None, depth: int | None = None, top_k: int | None = None, branching: list[int] | None = None
-) -> TreeShape:
+def tree_shape(config: TreeConfig) -> TreeShape:
     """The tree that a recipe's `eval.tree` asks for: {budget, depth, top_k} is dynamic, {branching} static; UserError for neither."""
-    numbers = {"budget": budget, "depth": depth, "top_k": top_k}
-    given = [name for name, number in numbers.items() if number is not None]
-    if branching is not None and given:
-        got = f"a static tree with {', '.join(given)}"
-        raise UserError("eval.tree.branching", got=got, expected="branching, or budget, depth and top_k")
-    if branching is not None:
-        return StaticTree(tuple(branching))
-    if budget is None or depth is None or top_k is None:
-        missing = next(name for name in numbers if name not in given)
+    numbers = config.model_dump(exclude={"branching"})
+    if config.branching is not None:
+        if given := [name for name, number in numbers.items() if number is not None]:
+            got = f"a static tree with {', '.join(given)}"
+            raise UserError("eval.tree.branching", got=got, expected="branching, or budget, depth and top_k")
+        return StaticTree(tuple(config.branching))
+    if missing := next((name for name, number in numbers.items() if number is None), None):
         expected = "a number: a tree has budget, depth and top_k, or branching"
         raise UserError(f"eval.tree.{missing}", got="nothing", expected=expected)
-    return DynamicTree(budget, depth, top_k)
+    return DynamicTree(**numbers)
 
 
 def candidates_are_drawn(sampling: Sampling, tree: TreeShape | None) -> bool:
@@ -291,6 +250,21 @@ def candidates_are_drawn(sampling: Sampling, tree: TreeShape | None) -> bool:
 def at_nodes(x_BTH: Tensor, rows_BN: Tensor) -> Tensor:
     """[B, N, H]: of each row of a batch, at some of its T nodes."""
     return x_BTH.gather(1, rows_BN.unsqueeze(2).expand(-1, -1, x_BTH.shape[2]))
+
+
+def children(logits_TW: Tensor, generator: Random, width: int, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
+    """Up to `width` children of each of T nodes: their tokens, their parents' indices, and the distributions [W] they are drawn from, which
+    count under sampling alone.
+    """
+    if sampling.is_greedy:
+        probs_TW, chosen_TC = logits_TW, logits_TW.topk(min(width, logits_TW.shape[-1])).indices
+        drawn_TC = torch.ones_like(chosen_TC, dtype=torch.bool)
+    else:
+        probs_TW = sampling.probabilities(logits_TW)
+        uniforms_TC = torch.rand(len(probs_TW), width, generator=generator, dtype=torch.float64).to(probs_TW.device)
+        chosen_TC, drawn_TC = draw_distinct(probs_TW, uniforms_TC)
+    rows_T = drawn_TC.nonzero()[:, 0]
+    return chosen_TC[drawn_TC], rows_T, probs_TW[rows_T]
 
 
 def draw_distinct(probs_TW: Tensor, uniforms_TC: Tensor) -> tuple[Tensor, Tensor]:

@@ -115,11 +115,11 @@ def judge(
     return {**report, "gate": decide(rules, evidence, baseline, first_release=first_release)}
 
 
-def judge_again(report: Path, gates: str, *, baseline: str | None = None, output_dir: Path | None = None) -> dict[str, Any]:
+def judge_again(options: GateOptions) -> dict[str, Any]:
     """The report with the verdict of a gate, written into a folder of its own next to the one that is judged, or into `output_dir`."""
-    rules = load_gate(gates)
+    rules, report, baseline = load_gate(options.gates), Path(options.report), options.baseline
     judged = report if report.is_dir() else report.parent
-    folder = output_dir or judged / Path(gates).stem
+    folder = Path(options.output_dir or judged / Path(options.gates).stem)
     if folder.resolve() == judged.resolve():
         raise UserError("output_dir", got=f"{folder}, the report that is judged", expected="another folder")
     check_replaceable(folder, "output_dir")
@@ -305,9 +305,6 @@ def _change(metric: str, category: str, evidence: Evidence, baseline: Evidence) 
     rows = {"old": find_row(baseline.report, scope), "new": find_row(evidence.report, scope)}
     values = {name: row[metric] for name, row in rows.items() if row is not None and metric in row}
     change = {"metric": metric, "category": category, "better": METRICS[metric].better, **values}
-    if len(values) < 2:
-        lacking = "both" if not values else "the report" if "old" in values else "the baseline"
-        return {**change, "reason": f"not measured in {lacking}"}
     estimate = regression(Rule(metric, "max_regression", 0.0, scope), evidence, baseline)
     found = {"change": estimate.value, "ci95": estimate.interval and list(estimate.interval), "reason": estimate.reason}
     return change | {name: part for name, part in found.items() if part is not None}

@@ -50,6 +50,11 @@ class Settings:
         return Configuration(self.num_speculative_tokens, self.sampling.temperature, self.batch_size, tree, self.context_bucket)
 
     @property
+    def decoding(self) -> dict[str, Any]:
+        """Options of `Decoder.generate_all`."""
+        return {name: getattr(self, name) for name in ("max_new_tokens", "num_speculative_tokens", "tree", "sampling")}
+
+    @property
     def described(self) -> dict[str, Any]:
         """As a report's `settings` state them."""
         named = ("max_new_tokens", "batch_size", "seed", "warmup", "repeats")
@@ -60,7 +65,7 @@ class Settings:
     @classmethod
     def of(cls, section: Any) -> "Settings":
         """From a recipe's eval section, or from another command's options of the same names."""
-        tree = tree_shape(**vars(section.tree)) if section.tree else None
+        tree = tree_shape(section.tree) if section.tree else None
         alike = ("max_new_tokens", "repeats", "warmup", "seed", "batch_size", "compile")
         return cls(
             tree.depth if tree else section.num_speculative_tokens,
@@ -93,7 +98,7 @@ def plan_configurations(
 
     Other K are chains, also where the main configuration drafts trees. contexts: prompt length in tokens -> prompts cut to it.
     """
-    settings, trees = main.settings, [tree_shape(**vars(tree)) for tree in axes.tree]
+    settings, trees = main.settings, [tree_shape(tree) for tree in axes.tree]
     others = [
         *((replace(settings, num_speculative_tokens=k, tree=None), main.prompts) for k in axes.num_speculative_tokens),
         *((replace(settings, sampling=replace(settings.sampling, temperature=t)), main.prompts) for t in axes.temperature),

@@ -2,8 +2,9 @@
 each prompt with the draft and without.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,17 @@ import torch
 
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.proposer import Proposer
-from specdistill.decoding.tree import tree_shape
+from specdistill.decoding.sampling import GREEDY
 from specdistill.errors import UserError, logger
 from specdistill.measurement.configurations import MeasurementPlan, Settings, plan_configurations
 from specdistill.measurement.hardware import fit_threads, resources_used
 from specdistill.measurement.in_engine import measure_in_engine
 from specdistill.measurement.losslessness import greedy_check, sampling_test
-from specdistill.measurement.measure import calibrate, measure_together, prompt_records, round_costs
+from specdistill.measurement.measure import Journal, calibrate, measure_together, prompt_records, round_costs
 from specdistill.measurement.measured import (
     FinishedConfigurations,
     MeasuredConfiguration,
+    Measurement,
     draft_report,
     measurement_identity,
 )
@@ -33,7 +35,6 @@ from specdistill.processes import is_first, join, of_all, share
 from specdistill.recipe.sections import EvalConfig
 from specdistill.report.text import print_power_analysis
 from specdistill.statistics.records import ALL, PromptRecord
-from specdistill.statistics.theory import RoundCost
 from specdistill.suites.conversations import use_template
 from specdistill.suites.suite import Suite, SuiteRow, cut_prompts, load_suite, num_measured, tokenize
 from specdistill.targets.files import TargetFiles, combined
@@ -61,37 +62,14 @@ def measure(recipe: Recipe, folder: Path) -> tuple[dict[str, Any], list[PromptRe
         pair = load_pair(recipe)
         found = measure_pair(recipe, pair, suite, folder)
     target, proposer, draft = pair
-    result: tuple[dict[str, Any], list[PromptRecord]]
-    if not is_first():
-        result, *_ = of_all(None)
-        return result
-
-    described = describe_draft(draft, recipe.method)
-    options: dict[str, Any] = {"draft": described, "sampling_test": found.tested, "costs": found.costs, "took": found.took}
-    report = draft_report(target, proposer, suite, found.plans, found.measured, **options)
-    if found.weights:
-        report["target"]["weights"] = found.weights
-    records = [record for entry in found.measured for record in entry.records]
-    add_quality(report, records, suite, special_tokens=target.tokenizer.all_special_tokens, run_code=config.run_code)
-    if target.device.type == "cuda":
-        report["hardware"]["count"] = num_processes
-    result, *_ = of_all((report, records))
-    return result
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """All configurations, and of the main one the test of sampling, what rounds cost, and what all of it took (see `resources_used`).
-
-    weights: sha256 of several targets' weights. Processes but the first of a launch have no more than the plans and the configurations.
-    """
-
-    plans: list[MeasurementPlan]
-    measured: list[MeasuredConfiguration]
-    tested: dict[str, Any] | str = ""
-    costs: Sequence[RoundCost] = ()
-    took: Mapping[str, Any] = field(default_factory=dict)
-    weights: str | None = None
+    made = None
+    if is_first():
+        made = draft_report(target, proposer, suite, found, describe_draft(draft, recipe.method)), found.records
+        add_quality(*made, suite, special_tokens=target.tokenizer.all_special_tokens, run_code=config.run_code)
+        if target.device.type == "cuda":
+            made[0]["hardware"]["count"] = num_processes
+    of_first, *_ = of_all(made)
+    return of_first
 
 
 def measure_pair(recipe: Recipe, pair: Pair, suite: Suite, folder: Path) -> Measurement:
@@ -106,17 +84,17 @@ def measure_pair(recipe: Recipe, pair: Pair, suite: Suite, folder: Path) -> Meas
     identity = measurement_identity(target, proposer, suite, method=recipe.method, draft=draft)
     finished = FinishedConfigurations(folder / FINISHED, identity)
     own = [share_of(plan, rank, num_processes) for plan in plans]
-    measured = together(plans, of_all(list(measure_each(target, proposer, suite, own, finished))))
+    measured = together(plans, of_all(measure_each(target, proposer, suite, own, finished)))
+    prompts, settings = plans[0].prompts, plans[0].settings
     if not is_first():
-        return Measurement(plans, measured)
+        return Measurement(settings, measured)
 
     # Of the main configuration also: is sampling lossless, and what do rounds of fewer draft tokens cost?
-    prompts, settings = plans[0].prompts, plans[0].settings
     with resources_used(target.device) as took:
         calibrate(target, proposer, prompts, settings)
         tested = sampling_test(target, proposer, prompts, settings, num_draws=config.sampling_draws)
         costs = round_costs(target, proposer, prompts, settings)
-    return Measurement(plans, measured, tested, costs, summed([*(entry.took for entry in measured), took]))
+    return Measurement(settings, measured, tested, costs, summed([*(entry.took for entry in measured), took]))
 
 
 def summed(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -155,16 +133,14 @@ def across_adapters(recipe: Recipe, adapters: Sequence[str], suite: Suite, folde
         rows += own.rows
     assert pair is not None
     pair[0].name = f"{base.model} + {', '.join(adapters)}"
-    tests = [one.tested for one in found if isinstance(one.tested, dict)]
-    untested = next((one.tested for one in found if isinstance(one.tested, str)), None)
     measured = [
         MeasuredConfiguration([it for one in each for it in one.records], [it for one in each for it in one.compared], {})
         for each in zip(*(one.measured for one in found), strict=True)
     ]
     whole = Measurement(
-        found[0].plans,
+        found[0].settings,
         measured,
-        untested or min(tests, key=lambda test: float(test["p_value"])),
+        min((one.tested for one in found), key=lambda test: float("-inf" if isinstance(test, str) else test["p_value"])),
         found[-1].costs,
         summed([one.took for one in found]),
         combined(each.identity.weights for each in files[1:]),
@@ -234,27 +210,24 @@ def measure_each(
     suite: Suite,
     plans: Sequence[MeasurementPlan],
     finished: FinishedConfigurations,
-) -> Iterator[MeasuredConfiguration]:
-    """Each configuration: as an earlier run has finished it, or measured now and kept.
-
-    Measured is every prompt with and without the draft, and whether greedy decoding is lossless; for that, prompts of a main configuration
-    that samples are decoded greedily as well.
+) -> list[MeasuredConfiguration]:
+    """Every prompt of each configuration with and without the draft, and whether greedy decoding is lossless; for that, prompts of a main
+    configuration that samples are decoded greedily as well.
     """
-    for number, plan in enumerate(plans, start=1):
-        if (known := finished.read(plan)) is None:
-            if len(plans) > 1:
-                logger.info(f"Configuration {number} of {len(plans)}")
-            settings, journal = plan.settings, finished.journal(plan)
-            with resources_used(target.device) as took:
-                calibrate(target, proposer, plan.prompts, settings)
-                (runs,) = measure_together(target, [proposer], plan.prompts, settings, journal=journal)
-                checked = number == 1 or settings.sampling.is_greedy
-                compared = greedy_check(target, proposer, runs, settings) if checked else []
-                records = prompt_records(suite.name, settings.configuration, target, proposer, runs)
-            took["seconds"] += journal.seconds
-            known = MeasuredConfiguration(records, compared, took)
-            finished.write(plan, known)
-        yield known
+
+    def measured(number: int, plan: MeasurementPlan, journal: Journal) -> MeasuredConfiguration:
+        if len(plans) > 1:
+            logger.info(f"Configuration {number} of {len(plans)}")
+        settings = plan.settings
+        with resources_used(target.device) as took:
+            calibrate(target, proposer, plan.prompts, settings)
+            (runs,) = measure_together(target, [proposer], plan.prompts, settings, journal=journal)
+            checked = number == 1 or settings.sampling.is_greedy
+            compared = greedy_check(target, proposer, runs, settings) if checked else []
+            records = prompt_records(suite.name, settings.configuration, target, proposer, runs)
+        return MeasuredConfiguration(records, compared, took)
+
+    return [finished.measured(plan, partial(measured, number, plan)) for number, plan in enumerate(plans, start=1)]
 
 
 def draft_of(recipe: Recipe) -> str | None:
@@ -303,16 +276,13 @@ def decoded_acceptance_length(recipe: TrainedRecipe, target: FrozenTarget) -> Ca
     suite = load_suite(recipe.selection.suite, recipe.target.model)
     room = {"max_new_tokens": limit, "max_length": target.max_length, "vocab_size": target.vocab_size}
     prompts = tokenize(suite, target.tokenizer, num_prompts=recipe.selection.num_prompts, **room)
-    tree = tree_shape(**vars(recipe.eval.tree)) if recipe.eval.tree else None
+    settings = replace(Settings.of(recipe.eval), max_new_tokens=limit, sampling=GREEDY)
 
     def measure(folder: Path) -> float:
         proposer = load_proposer(recipe.method, str(folder), target, **recipe.proposer_options())
-        decoder, k = Decoder(target, proposer), recipe.eval.num_speculative_tokens
+        decoder = Decoder(target, proposer)
         with torch.compiler.set_stance("force_eager"):  # of a target that is compiled for training
-            runs = [
-                decoder.generate(prompt.token_ids, max_new_tokens=limit, num_speculative_tokens=k, tree=tree)
-                for prompt in prompts
-            ]
+            runs = [decoder.generate(prompt.token_ids, **settings.decoding) for prompt in prompts]
         accepted = [round.num_accepted for run in runs for round in run.rounds if round.drafted]
         if not accepted:
             raise UserError(

@@ -6,7 +6,7 @@ import os
 import platform
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,23 +30,20 @@ def fit_threads(target: FrozenTarget) -> None:
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
-    """device, name, count and memory_bytes of the accelerator, or of the processor when there is none; `cpu…` always."""
-    name, memory = cpu_name(), psutil.virtual_memory().total
-    found = {"device": device.type, "name": name, "count": 1, "memory_bytes": memory}
+    """device, name, count and memory_bytes of the accelerator, or of the processor when there is none; `cpu…` always.
+
+    A processor's name is its trade name where Linux tells it, else what Python knows.
+    """
+    lines: list[str] = []
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    name = names[0] if names else platform.processor() or platform.machine()
+    found = {"device": device.type, "name": name, "count": 1, "memory_bytes": psutil.virtual_memory().total}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         found |= {"name": properties.name, "memory_bytes": properties.total_memory}
     return {**found, "cpu": name, "cpu_cores": psutil.cpu_count(logical=False), "cpu_threads": torch.get_num_threads()}
-
-
-def cpu_name() -> str:
-    """The processor's trade name where Linux tells it, else what Python knows."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 @contextmanager

@@ -258,8 +258,9 @@ def _record(task: ServerTask, settings: Settings, entry: AnsweredPrompt) -> Prom
         first_token=None,
         first_token_text="",
         rounds=(),
-        speculative=_timing(drafted, settings.batch_size),
-        baseline=_timing(plain, settings.batch_size) if plain else None,
+        # Shares of the server's time: as many requests as the load are in flight, so that they add up to what passed (Little's law).
+        speculative=Timing(drafted.num_tokens, None, drafted.seconds / settings.batch_size),
+        baseline=Timing(plain.num_tokens, None, plain.seconds / settings.batch_size) if plain else None,
         baseline_text=_text(task.tokenizer, plain) if plain else None,
         counts=drafted.counts,
         cluster=prompt.cluster,
@@ -269,13 +270,6 @@ def _record(task: ServerTask, settings: Settings, entry: AnsweredPrompt) -> Prom
 def _median(completions: Sequence[Completion]) -> Completion:
     ordered = sorted(completions, key=lambda completion: completion.seconds / completion.num_tokens)
     return ordered[(len(ordered) - 1) // 2]
-
-
-def _timing(completion: Completion, load: int) -> Timing:
-    """Its share of the server's time: as many requests as the load are in flight, so that the shares of all add up to the time that passed
-    (Little's law).
-    """
-    return Timing(completion.num_tokens, None, completion.seconds / load)
 
 
 def _text(tokenizer: Any, completion: Completion) -> str:

@@ -145,7 +145,7 @@ def sampling_test(
         settings = replace(settings, sampling=Sampling(temperature=1.0))
     prompt_ids, prompt_id = most_telling_prompt(target, proposer, prompts, settings)
     probabilities = pair_probabilities(target, prompt_ids, settings.sampling, MIN_EXPECTED / num_draws)
-    tree = settings.tree.cut(1) if settings.tree else None
+    first = replace(settings, max_new_tokens=2, num_speculative_tokens=1, tree=settings.tree.cut(1) if settings.tree else None)
 
     found = []
     for arm, (what, rule) in enumerate((("Testing sampling", exact), ("Testing a wrong rule, as a control", wrong_residual))):
@@ -153,15 +153,7 @@ def sampling_test(
         generator, outcomes = torch.Generator().manual_seed(settings.seed * 2 + arm), []
         with progress(what, num_draws, "draws") as advance:
             for _ in range(num_draws):
-                generation = decoder.generate(
-                    prompt_ids,
-                    max_new_tokens=2,
-                    num_speculative_tokens=1,
-                    tree=tree,
-                    sampling=settings.sampling,
-                    generator=generator,
-                )
-                outcomes.append(generation.token_ids)
+                outcomes.append(decoder.generate(prompt_ids, generator=generator, **first.decoding).token_ids)
                 advance()
         found.append(chi_square(outcomes, probabilities))
     result, control = found

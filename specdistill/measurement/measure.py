@@ -17,7 +17,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +86,10 @@ class PromptRuns:
     """
 
     prompt: Prompt
-    batch: int | None = None
-    speculative: list[Generation] = field(default_factory=list)
-    baseline: list[Generation] = field(default_factory=list)
-    hf_generate: list[Generation] = field(default_factory=list)
+    batch: int | None
+    speculative: list[Generation]
+    baseline: list[Generation]
+    hf_generate: list[Generation]
 
 
 def measure_together(
@@ -112,24 +112,20 @@ def measure_together(
         *((Decoder(target, proposer, compiled=one.compile), one) for proposer, one in zip(proposers, own, strict=True)),
     ]
     batches = in_batches(prompts, settings.batch_size)
-    baselines = [
-        PromptRuns(prompt, settings.seed + batch.start if settings.batch_size > 1 else None)
-        for batch in batches
-        for prompt in batch.prompts
-    ]
-    runs = [[PromptRuns(run.prompt, run.batch, [], run.baseline, run.hf_generate) for run in baselines] for _ in proposers]
-    lists = [[run.baseline for run in baselines], *([run.speculative for run in one] for one in runs)]
-    lists.append([run.hf_generate for run in baselines])
+    kept: list[list[list[Generation]]] = [
+        [[] for _ in prompts] for _ in range(len(ways) + 1)
+    ]  # of each way and of `generate()`, prompt by prompt
+    plain, *drafted, hf = kept
     hf_batches = some(batches, math.ceil(NUM_HF_PROMPTS / settings.batch_size))
     warmup = some(batches, settings.warmup)
 
-    def remember(earlier: Sequence[PromptRuns]) -> None:
+    def remember(earlier: Sequence[Sequence[Generation]]) -> None:
         for proposer in proposers:
             if isinstance(proposer, Remembering):
-                proposer.remember([run.baseline[0].token_ids for run in earlier])
+                proposer.remember([repetitions[0].token_ids for repetitions in earlier])
 
     def decode_all_ways(batch: PromptBatch, first: int) -> Ways:
-        remember(baselines[: batch.start])
+        remember(plain[: batch.start])
         made: Ways = [[] for _ in ways]
         for way in [*range(first, len(ways)), *range(first)]:  # 0 is plain decoding
             made[way] = decode(ways[way][0], batch, ways[way][1])
@@ -138,15 +134,15 @@ def measure_together(
     def measure(batch: PromptBatch, first: int) -> None:
         again = bool(journal and journal.known)
         made = journal.decoded(lambda: decode_all_ways(batch, first)) if journal else decode_all_ways(batch, first)
-        for generations, kept in zip(made, lists, strict=False):
-            for index, generation in enumerate(generations, start=batch.start):
-                kept[index].append(generation)
+        for generations, of_way in zip(made, kept, strict=False):
+            for repetitions, generation in zip(of_way[batch.start : batch.end], generations, strict=True):
+                repetitions.append(generation)
         advance(0 if again else len(batch.prompts))
 
     def is_disturbed(batch: PromptBatch) -> bool:
         """Whether a prompt of the batch has fewer undisturbed repetitions than it should."""
-        repetitions = (generations for one in lists for generations in one[batch.start : batch.end] if generations)
-        return any(disturbed_rounds(generations).count(0) < settings.repeats for generations in repetitions)
+        decoded = (repetitions for of_way in kept for repetitions in of_way[batch.start : batch.end] if repetitions)
+        return any(disturbed_rounds(repetitions).count(0) < settings.repeats for repetitions in decoded)
 
     order = [(repeat, number) for repeat in range(settings.repeats) for number in range(len(batches))]
     num_known = len(journal.known) if journal else 0  # which take no time
@@ -154,8 +150,8 @@ def measure_together(
     title = f"Measuring {len(prompts)} prompts, {settings.repeats} times each"
     with progress(title, num_runs, "runs") as advance, frozen_garbage_collector():
         for batch in warmup:
-            plain, *_ = [decode(decoder, batch, chosen) for decoder, chosen in ways]
-            generate_as_long(target, batch, plain, settings)
+            untimed = [decode(decoder, batch, chosen) for decoder, chosen in ways]
+            generate_as_long(target, batch, untimed[0], settings)
         for repeat, number in order:
             measure(batches[number], first=(repeat + number) % len(ways))
         for again in range(MOST_AGAIN if settings.repeats > 1 else 0):  # one repetition has nothing to be compared with
@@ -164,7 +160,8 @@ def measure_together(
             for number, batch in enumerate(disturbed):
                 measure(batch, first=(again + number) % len(ways))
     remember([])
-    return runs
+    seeds = [settings.seed + batch.start if settings.batch_size > 1 else None for batch in batches for _ in batch.prompts]
+    return [[PromptRuns(*run) for run in zip(prompts, seeds, of_draft, plain, hf, strict=True)] for of_draft in drafted]
 
 
 def round_costs(target: FrozenTarget, proposer: Proposer, prompts: Sequence[Prompt], settings: Settings) -> list[RoundCost]:
@@ -259,12 +256,7 @@ def some(batches: Sequence[PromptBatch], count: int) -> list[PromptBatch]:
 def decode(decoder: Decoder, batch: PromptBatch, settings: Settings) -> list[Generation]:
     """Each prompt's generation; its seed is its own, whatever batch it is in."""
     generators = [torch.Generator().manual_seed(settings.seed + index) for index in range(batch.start, batch.end)]
-    options: dict[str, Any] = {
-        "max_new_tokens": settings.max_new_tokens,
-        "num_speculative_tokens": settings.num_speculative_tokens if decoder.proposer else 0,
-        "tree": settings.tree if decoder.proposer else None,
-        "sampling": settings.sampling,
-    }
+    options = settings.decoding | ({} if decoder.proposer else {"num_speculative_tokens": 0, "tree": None})
     return decoder.generate_all([prompt.token_ids for prompt in batch.prompts], generators=generators, **options)
 
 

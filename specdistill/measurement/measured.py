@@ -6,8 +6,8 @@ Each is a file, named by a hash of all that it depends on: another draft, target
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from specdistill import __version__
 from specdistill.decoding.proposer import Proposer
 from specdistill.errors import logger
-from specdistill.measurement.configurations import MeasurementPlan
+from specdistill.measurement.configurations import MeasurementPlan, Settings
 from specdistill.measurement.hardware import hardware, software
 from specdistill.measurement.losslessness import Divergences, summary
 from specdistill.measurement.measure import Journal
@@ -47,31 +47,49 @@ class MeasuredConfiguration:
 
 
 @dataclass(frozen=True)
+class Measurement:
+    """All configurations, the main one first, and of that its settings, the test of sampling or why there is none, what rounds cost at
+    every K' up to K; and what all of it took (see `resources_used`).
+
+    weights: sha256 of several targets' weights. Processes but the first of a launch have no more than the settings and configurations.
+    """
+
+    settings: Settings
+    measured: Sequence[MeasuredConfiguration]
+    tested: dict[str, Any] | str = ""
+    costs: Sequence[RoundCost] = ()
+    took: Mapping[str, Any] = field(default_factory=dict)
+    weights: str | None = None
+
+    @property
+    def records(self) -> list[PromptRecord]:
+        return [record for entry in self.measured for record in entry.records]
+
+
+@dataclass(frozen=True)
 class FinishedConfigurations:
     """The files of a folder. identity: what a measurement depends on in addition to its plan, as JSON."""
 
     folder: Path
     identity: Mapping[str, Any]
 
-    def read(self, plan: MeasurementPlan) -> MeasuredConfiguration | None:
-        path = self._path(plan)
-        return TypeAdapter(MeasuredConfiguration).validate_json(path.read_bytes()) if path.exists() else None
+    def measured(self, plan: MeasurementPlan, measure: Callable[[Journal], MeasuredConfiguration]) -> MeasuredConfiguration:
+        """As an earlier run has finished it, or measured now, with what that had decoded, and kept whole or not at all.
 
-    def write(self, plan: MeasurementPlan, measured: MeasuredConfiguration) -> None:
-        """Whole or not at all. Raises ResourceError when the disk fails."""
-        with staged(self.folder) as staging:
-            (staging / self._path(plan).name).write_text(json.dumps(asdict(measured)), encoding="utf-8")
-        self._path(plan).with_suffix(".jsonl").unlink(missing_ok=True)
-
-    def journal(self, plan: MeasurementPlan) -> Journal:
-        """What was decoded for a plan that is not finished."""
-        journal = Journal(self._path(plan).with_suffix(".jsonl"))
+        Raises ResourceError when the disk fails.
+        """
+        path = self.folder / f"{fingerprint(plan, self.identity)}.json"
+        if path.exists():
+            return TypeAdapter(MeasuredConfiguration).validate_json(path.read_bytes())
+        journal = Journal(path.with_suffix(".jsonl"))
         if journal.known:
             logger.info(f"Resuming: {len(journal.known)} batches were decoded before the measurement was interrupted")
-        return journal
-
-    def _path(self, plan: MeasurementPlan) -> Path:
-        return self.folder / f"{fingerprint(plan, self.identity)}.json"
+        made = measure(journal)
+        made.took["seconds"] += journal.seconds
+        with staged(self.folder) as staging:
+            (staging / path.name).write_text(json.dumps(asdict(made)), encoding="utf-8")
+        journal.path.unlink(missing_ok=True)
+        return made
 
 
 def discard_finished(folder: Path) -> None:
@@ -105,36 +123,20 @@ def fingerprint(plan: MeasurementPlan, identity: Mapping[str, Any]) -> str:
 
 
 def draft_report(
-    target: FrozenTarget,
-    proposer: Proposer,
-    suite: Suite,
-    plans: Sequence[MeasurementPlan],
-    measured: Sequence[MeasuredConfiguration],
-    *,
-    draft: Mapping[str, Any],
-    sampling_test: Mapping[str, Any] | str,
-    costs: Sequence[RoundCost],
-    took: Mapping[str, Any],
+    target: FrozenTarget, proposer: Proposer, suite: Suite, found: Measurement, draft: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The report of the first configuration, with rows for the others.
-
-    draft: its `model`, the folder or Hub id it was loaded from, with that id's commit as `revision`, and its `method`. sampling_test: its
-    result, or the reason why there is none. costs: of rounds at every K' up to K. took: see `resources_used`.
-    """
-    settings = plans[0].settings
-    rows = [
-        result_rows(entry.records, suite, plan.settings.configuration, seed=settings.seed)
-        for plan, entry in zip(plans, measured, strict=True)
-    ]
+    """The report of the main configuration, with rows for the others. draft: see `describe_draft`."""
+    settings, tested = found.settings, not isinstance(found.tested, str)
+    rows = [result_rows(entry.records, suite, entry.records[0].configuration, seed=settings.seed) for entry in found.measured]
     if "draft_length" in proposer.settings:
-        for entry, of_configuration in zip(measured, rows, strict=True):
+        for entry, of_configuration in zip(found.measured, rows, strict=True):
             for row in of_configuration:
                 lengths = [round.num_drafted for record in records_of(row, entry.records) for round in record.rounds]
                 row["num_rounds_per_length"] = [lengths.count(k) for k in range(row["num_speculative_tokens"] + 1)]
-    tested = not isinstance(sampling_test, str)
-    weights = {"weights": target.identity.weights} if target.files else {}
-    described = {"model": target.name, "revision": target.revision, "dtype": target.dtype, **weights}
-    described |= {"quantization": target.quantization} if target.quantization else {}
+    weights = found.weights or (target.identity.weights if target.files else None)
+    stated = {"weights": weights, "quantization": target.quantization}
+    described = {"model": target.name, "revision": target.revision, "dtype": target.dtype}
+    described |= {name: value for name, value in stated.items() if value}
     return build_report(
         target={**described, "parameters": target.num_parameters},
         draft={**draft, "parameters": proposer.num_parameters, "bytes": proposer.num_bytes},
@@ -148,14 +150,14 @@ def draft_report(
         },
         suite=suite,
         results=[row for of_configuration in rows for row in of_configuration],
-        context=context_rows(measured[0].records),
-        headline=headline(rows[0], measured[0].records),
-        theory=theory(rows[0][0], costs, proposer.passes, depends_on_width=proposer.depends_on_width),
+        context=context_rows(found.measured[0].records),
+        headline=headline(rows[0], found.measured[0].records),
+        theory=theory(rows[0][0], found.costs, proposer.passes, depends_on_width=proposer.depends_on_width),
         lossless={
-            **summary([found for entry in measured for found in entry.compared]),
-            **({"sampling_test": sampling_test} if tested else {}),
+            **summary([one for entry in found.measured for one in entry.compared]),
+            **({"sampling_test": found.tested} if tested else {}),
         },
-        not_measured={} if tested else {"lossless.sampling_test": str(sampling_test)},
-        measurement=dict(took),
+        not_measured={} if tested else {"lossless.sampling_test": str(found.tested)},
+        measurement=dict(found.took),
         git_revision=git_revision(),
     )

@@ -59,7 +59,8 @@ def connect(engine: str, address: str, key: str, target: Sequence[str], timeout:
     server, client = Server(address, key=key, timeout=timeout), ENGINES[engine].client
     assert client is not None, engine
     identity = client.identify(server)
-    if not any(_same_model(name, wanted) for name in identity.models for wanted in target):
+    folders = [os.path.realpath(name) for name in target if os.path.isdir(name)]
+    if not any(name in target or os.path.realpath(name) in folders for name in identity.models):
         got = f"{address}, which serves {identity.models[0]}"
         raise UserError(key, got=got, expected=f"a server of {target[-1]} (or {client.name_option} {target[0]})")
     return ConnectedServer(engine, client, server, identity, k)
@@ -89,10 +90,6 @@ def connect_pair(config: EvalConfig, target: Sequence[str]) -> tuple[ConnectedSe
     return speculative, baseline
 
 
-def _same_model(name: str, wanted: str) -> bool:
-    return name == wanted or (os.path.isdir(wanted) and os.path.isdir(name) and os.path.samefile(name, wanted))
-
-
 @dataclass(frozen=True)
 class ServerTask:
     """What is asked of servers: every K at every load. settings: of the main configuration, whose batch size is its load."""
@@ -115,11 +112,6 @@ class ServerTask:
             got = f"{max(loads)} for {len(prompts)} prompts"
             raise UserError("eval.concurrency", got=got, expected="at most as many as there are prompts")
         return cls(suite, prompts, tokenizer, replace(Settings.of(config), batch_size=config.concurrency), [*ks], [*loads])
-
-    @property
-    def longest(self) -> int:
-        """Tokens of a prompt and its completion, at most."""
-        return max(len(prompt.token_ids) for prompt in self.prompts) + self.settings.max_new_tokens
 
     @property
     def configurations(self) -> list[Settings]:
@@ -196,7 +188,8 @@ def measure_started(
 
     served: the recipe's draft, exported. logs: the folder of what the engine prints.
     """
-    key, commands = "eval.engine_command", {k: start_command(config, target, served, k, task.longest) for k in (0, *task.ks)}
+    longest = max(len(prompt.token_ids) for prompt in task.prompts) + config.max_new_tokens
+    key, commands = "eval.engine_command", {k: start_command(config, target, served, k, longest) for k in (0, *task.ks)}
     program = ENGINES[config.engine].program
     assert program is not None, config.engine
     variables = {k: program.variables(replace(served, num_tokens=k)) if k else {} for k in commands}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdistill.decoding.kv_cache import DraftKVCache, RaggedKVCache, kv_cache_of
+from specdistill.decoding.kv_cache import DraftKVCache
 from specdistill.decoding.proposer import DecodingState, Proposal, Proposer
 from specdistill.decoding.sampling import Generators, Sampling, draw, uniforms
 from specdistill.decoding.tree import Tree, candidates_are_drawn
@@ -29,7 +29,8 @@ class TokenProposer:
     """target_ids_W: the target's ids of the tokens that the draft has logits of, None where they are its own; target_vocab_size: V."""
 
     draws = staticmethod(candidates_are_drawn)
-    is_enough: Callable[[Tensor], bool] | None = None  # see `ConfidentProposer`
+    is_enough: Callable[[Tensor], bool] | None = None  # see `OnlineLengthProposer`
+    reader: Any = None
     target_ids_W: Tensor | None
     target_vocab_size: int
 
@@ -92,13 +93,12 @@ class FeatureProposer(TokenProposer):
         self.target_ids_W, self.target_vocab_size = draft.target_ids_W, draft.config.vocab_size
         self.vocabulary = frozenset(self.target_ids_W.tolist())
         self.rotary, self.device = partial(draft.rotary, shipped[0]), shipped[0].device
-        self.cache: DraftKVCache | RaggedKVCache
+        self.cache: DraftKVCache
 
     def begin(self, max_lengths: Sequence[int]) -> None:
-        self.cache = kv_cache_of(len(max_lengths), self.rotary, self.device, self.config.sliding_window)
+        self.cache = DraftKVCache(len(max_lengths), self.rotary, self.device, self.config.sliding_window)
 
     def keep(self, rows: Sequence[int]) -> None:
-        assert isinstance(self.cache, RaggedKVCache)
         self.cache.keep(rows)
 
     def committed(self, state: DecodingState) -> list[int]:

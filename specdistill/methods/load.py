@@ -15,7 +15,7 @@ from datasets import Dataset
 
 from specdistill.decoding.lookup_first import LookupFirstProposer
 from specdistill.decoding.online_length import OnlineLengthProposer
-from specdistill.decoding.proposer import CompiledProposer, Proposer
+from specdistill.decoding.proposer import Proposer
 from specdistill.decoding.transformers_models import check_reads_trees
 from specdistill.errors import UserError, refusing
 from specdistill.files.documents import read_json
@@ -83,7 +83,7 @@ def load_proposer(
         if (files := made_for or target.files) is not None:
             check_target(folder, files, key, **options)
     proposer = implementation(method).load_proposer(folder, target, key=key, **options)
-    if isinstance(proposer, CompiledProposer):
+    if hasattr(proposer, "compiled"):
         proposer.compiled = compile
     if draft_length == "online":
         proposer = OnlineLengthProposer(proposer)

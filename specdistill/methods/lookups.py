@@ -30,7 +30,7 @@ class Lookup(Protocol):
 class LookupProposer:
     """Draft tokens are certain (one-hot) at any temperature, so verification needs no distribution of theirs."""
 
-    vocabulary: None = None
+    vocabulary = reader = None
     depends_on_width = False
     aux_layers: tuple[int, ...] = ()
     num_parameters = num_bytes = 0

@@ -232,7 +232,7 @@ def trainable(recipe: Recipe) -> TrainedRecipe:
     from specdistill.losses.divergence import build_divergence
 
     if recipe.eval.tree:
-        tree_shape(**vars(recipe.eval.tree))
+        tree_shape(recipe.eval.tree)
     if divergence := getattr(getattr(recipe, "loss", None), "divergence", None):
         build_divergence(divergence)
     return recipe

@@ -15,8 +15,8 @@ import numpy as np
 from specdistill import __version__
 from specdistill.credentials import without_places
 from specdistill.engines import ENGINES
-from specdistill.statistics.intervals import estimates, macro_interval
-from specdistill.statistics.metrics import METRICS, acceptance, accepted_by_bucket, long_context_start, prompt_sums, value
+from specdistill.statistics.intervals import interval, macro_interval
+from specdistill.statistics.metrics import METRICS, PromptSums, acceptance, accepted_by_bucket, prompt_sums, value
 from specdistill.statistics.records import ALL, Configuration, PromptRecord
 from specdistill.statistics.theory import BETTER_K_GAIN, RoundCost, alpha_from_acceptance_length, best_point, speedup_curve
 from specdistill.suites.suite import Suite
@@ -163,11 +163,6 @@ def _numbers(
 ) -> dict[str, Any]:
     sums, drafts = prompt_sums(records), [draft for record in records for draft in record.drafts()]
     timed = sum(record.hf_generate is not None for record in records)
-    is_slow = (value(METRICS["baseline_over_hf_generate"], sums) or 1.0) < SLOW_BASELINE
-    # The speedup over transformers' generate() is given where the baseline is slower than that.
-    with_interval = [
-        name for name in METRICS if name not in WITHOUT_INTERVAL and (is_slow or name != "speedup_over_hf_generate")
-    ]
     row: dict[str, Any] = {
         "num_prompts": len(records),
         "num_batches": len(np.unique(sums["batch"])) if "batch" in sums else len(records),
@@ -176,15 +171,24 @@ def _numbers(
         **({"num_looping": sum(map(is_looping, records))} if all(record.token_ids for record in records) else {}),
         **({"hf_generate_num_prompts": timed} if timed else {}),
         "num_empty": int((sums["num_tokens"] <= 1).sum()),
-        "num_disturbed_rounds": sum(
-            timing.num_disturbed_rounds for record in records for timing in (record.speculative, record.baseline) if timing
-        ),
+        "num_disturbed_rounds": int(sum(np.nansum(sums[f"{side}num_disturbed_rounds"]) for side in ("", "baseline_"))),
         **acceptance(drafts, configuration.num_speculative_tokens),
-        **estimates(with_interval, sums, seed),
-        **{name: number for name in WITHOUT_INTERVAL if (number := value(METRICS[name], sums)) is not None},
+        **_estimates(sums, seed),
     }
-    absent = {**_reasons(row, records), **reasons}
+    absent = {**_reasons(row), **reasons}
     return {**row, "not_measured": {name: reason for name, reason in absent.items() if name not in row}}
+
+
+def _estimates(sums: PromptSums, seed: int) -> dict[str, Any]:
+    """Each metric that was measured, with its interval. The speedup over transformers' `generate()` is one where the baseline is slower."""
+    numbers: dict[str, Any] = {}
+    is_slow = (value(METRICS["baseline_over_hf_generate"], sums) or 1.0) < SLOW_BASELINE
+    for name, metric in METRICS.items():
+        if (is_slow or name != "speedup_over_hf_generate") and (point := value(metric, sums)) is not None:
+            numbers[name] = point
+            if name not in WITHOUT_INTERVAL and (bounds := interval(metric, sums, seed=seed)):
+                numbers[f"{name}_ci95"] = list(bounds)
+    return numbers
 
 
 def is_looping(record: PromptRecord) -> bool:
@@ -193,14 +197,12 @@ def is_looping(record: PromptRecord) -> bool:
     return len(tail) == 48 and any(tail[period:] == tail[:-period] for period in range(1, 17))
 
 
-def _reasons(row: Mapping[str, Any], records: Sequence[PromptRecord]) -> dict[str, str]:
+def _reasons(row: Mapping[str, Any]) -> dict[str, str]:
     """Why a row lacks each number that it may lack."""
-    hf, context = "none of these prompts was among those timed", "nothing was drafted"
-    if long_context_start(records) is None:
-        context = "too few drafts at a long or a short context"
+    hf = "none of these prompts was among those timed"
     fast = "the baseline is as fast as transformers' generate()" if "baseline_over_hf_generate" in row else hf
-    few = "fewer than two prompts" if len(records) < 2 else "its resamples are undefined: too few prompts"
-    one_batch = row["num_batches"] == 1 < len(records)
+    few = "fewer than two prompts" if row["num_prompts"] < 2 else "its resamples are undefined: too few prompts"
+    one_batch = row["num_batches"] == 1 < row["num_prompts"]
     timed = "its prompts share the times of one batch" if one_batch else few
     return {
         **dict.fromkeys(SPEEDS, "no time was measured"),
@@ -208,7 +210,7 @@ def _reasons(row: Mapping[str, Any], records: Sequence[PromptRecord]) -> dict[st
         **dict.fromkeys(NEED_ROUNDS, "every completion ended with its first token"),
         **dict.fromkeys(("hf_generate_tokens_per_second", "baseline_over_hf_generate"), hf),
         "speedup_over_hf_generate": fast,
-        "context_ratio": context,
+        "context_ratio": "too few drafts at a long or a short context",
         "vocabulary_coverage": "this method can propose any token",
         **{f"{name}_ci95": timed if METRICS[name].is_timed else few for name in WITH_INTERVAL if name in row},
     }

@@ -46,11 +46,12 @@ def acceptance_by_position(row: ResultRow) -> Markup | None:
     y = Scale(0, 1, height - BOTTOM - AXIS, TOP)
     slot = (WIDTH - LEFT - RIGHT) / len(rates)
     width = round(min(slot * 0.56, 56), 1)
-    drawn, titles = _y_axis(y, [(share, percent(share)) for share in (0, 0.25, 0.5, 0.75, 1)], WIDTH - RIGHT), []
+    drawn, titles = _y_axis(y, [(share, percent(share)) for share in (0, 0.25, 0.5, 0.75, 1)]), []
     for index, (rate, conditional) in enumerate(zip(rates, row["conditional_acceptance_rate"], strict=True)):
         centre, top, label = round(LEFT + slot * (index + 0.5), 1), y(rate), percent(rate)
         titles.append(f"position {index + 1}: {label} of drafts, {percent(conditional)} once reached")
-        drawn.append(_bar(centre - width / 2, top, width, y.start - top, "bar", titles[-1]))
+        place = {"x": round(centre - width / 2, 1), "y": top, "width": width, "height": round(y.start - top, 1)}
+        drawn.append(_tag("rect", _tag("title", titles[-1]), **place, fill="var(--bar)"))
         if width > 4 * LETTER and y.start - top > 20:
             drawn.append(_text(centre, y.start - 7, label, anchor="middle", kind="strong"))
         if conditional is not None:
@@ -84,7 +85,8 @@ def _lines(named: NamedRows, metric: str, formatted: Format, x: Scale, ticks: Ti
         return None
     step, top = 30 + ABOVE, 12
     bottom = top + step * len(named)
-    drawn = _x_axis(x, ticks, top, bottom)
+    drawn = [_line(x(value), top, x(value), bottom, "line") for value, _ in ticks]
+    drawn += [_text(x(value), bottom + 17, shown, anchor="middle") for value, shown in ticks]
     if metric == "speedup":
         drawn.append(_line(x(1.0), top, x(1.0), bottom, "muted", stroke_dasharray="3 4"))
     for index, (name, row) in enumerate(named):
@@ -118,7 +120,7 @@ def speedup_by_k(theory: Mapping[str, Any] | None, rows: Sequence[ResultRow]) ->
     x = Scale(0, longest, LEFT + 8, WIDTH - RIGHT - 14)
     ends = [1.0, *ceiling.values(), *(point["predicted_speedup"] for point in curve), *itertools.chain(*intervals)]
     y = Scale(*_round_bounds(ends), height - BOTTOM - AXIS, TOP)
-    drawn = _y_axis(y, [(value, f"{value:g}×") for value in _ticks(y.low, y.high)], WIDTH - RIGHT)
+    drawn = _y_axis(y, [(value, f"{value:g}×") for value in _ticks(y.low, y.high)])
     drawn += [_text(x(k), y.start + 17, k, anchor="middle") for k in range(0, longest + 1, 1 + longest // 13)]
     drawn.append(_line(LEFT, y(1.0), WIDTH - RIGHT, y(1.0), "muted", stroke_dasharray="3 4"))
     highest = [(x(k), y(length)) for k, length in sorted(ceiling.items())]
@@ -164,11 +166,6 @@ def _line(x1: float, y1: float, x2: float, y2: float, colour: str, **style: obje
     return _tag("line", x1=x1, y1=y1, x2=x2, y2=y2, stroke=f"var(--{colour})", **style)
 
 
-def _bar(x: float, y: float, width: float, height: float, colour: str, title: str) -> Markup:
-    place = {"x": round(x, 1), "y": y, "width": round(width, 1), "height": round(height, 1)}
-    return _tag("rect", _tag("title", title), **place, fill=f"var(--{colour})")
-
-
 def _path(points: Iterable[tuple[float, float]], colour: str, **style: object) -> Markup:
     written = " ".join(f"{along},{up}" for along, up in points)
     return _tag("polyline", points=written, fill="none", stroke=f"var(--{colour})", **style)
@@ -179,17 +176,9 @@ def _dot(x: float, y: float, radius: float, fill: str, stroke: str = "", title: 
     return _tag("circle", _tag("title", title) if title else "", cx=x, cy=y, r=radius, fill=f"var(--{fill})", **edge)
 
 
-def _x_axis(x: Scale, ticks: Ticks, top: float, bottom: float) -> list[Markup]:
-    """Lines from `top` to `bottom`, and labels below."""
-    marks = [(x(value), label) for value, label in ticks]
-    lines = [_line(place, top, place, bottom, "line") for place, _ in marks]
-    return lines + [_text(place, bottom + 17, label, anchor="middle") for place, label in marks]
-
-
-def _y_axis(y: Scale, ticks: Ticks, right: float) -> list[Markup]:
-    marks = [(y(value), label) for value, label in ticks]
-    lines = [_line(LEFT, place, right, place, "line") for place, _ in marks]
-    return lines + [_text(LEFT - 6, place + 4, label, anchor="end") for place, label in marks]
+def _y_axis(y: Scale, ticks: Ticks) -> list[Markup]:
+    lines = [_line(LEFT, y(value), WIDTH - RIGHT, y(value), "line") for value, _ in ticks]
+    return lines + [_text(LEFT - 6, y(value) + 4, label, anchor="end") for value, label in ticks]
 
 
 def _interval(row: ResultRow, metric: str) -> tuple[float, float]:

@@ -11,7 +11,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -57,16 +57,11 @@ def check_replaceable(folder: Path, key: str, names: Sequence[str] = FILES) -> N
     names: of the files; the first one, a report or a comparison, says whose they are.
     """
     check_writable(folder, key)
-    there = next((name for name in names if (folder / name).exists()), None)
-    if there is not None and not _is_own(folder / names[0]):
+    there, is_own = next((name for name in names if (folder / name).exists()), None), False
+    with suppress(OSError, ValueError, TypeError):
+        is_own = "specdistill_version" in read_json(folder / names[0])
+    if there is not None and not is_own:
         raise UserError(key, got=f"{folder}, which holds {there} and no {names[0]} of specdistill", expected="a new folder")
-
-
-def _is_own(path: Path) -> bool:
-    try:
-        return "specdistill_version" in read_json(path)
-    except (OSError, ValueError, TypeError):
-        return False
 
 
 @contextmanager
@@ -151,20 +146,16 @@ def _scalars(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield from _scalars(field, f"{prefix}{name}.")
 
 
+@cache
 def template(name: str) -> Template:
     """By its path in the package. All values are escaped; a missing value is an error."""
-    return _templates().get_template(name)
-
-
-@cache
-def _templates() -> Environment:
     loader = PackageLoader("specdistill", ".")
     templates = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     templates.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":")}
     templates.filters |= {name: getattr(phrases, name) for name in ("number", "times", "percent", "interval")}
     templates.filters["at_k"] = charts.at_k
     templates.globals |= {"phrases": phrases, "tables": tables, "charts": charts}
-    return templates
+    return templates.get_template(name)
 
 
 def to_html(report: Mapping[str, Any], records: Sequence[PromptRecord]) -> str:

@@ -353,8 +353,7 @@ def settings_line(report: Report) -> str:
     engine = "" if _is_specdistill(report) else f"{report['engine']['name']} {report['engine']['version']}"
     size, together = settings["batch_size"], "batches of {}" if _is_specdistill(report) else "{} requests in flight"
     batches = together.format(size) if size > 1 else ""
-    own = dict(settings.get("drafting", {}))
-    own.pop("lookup_first", None)
+    own = {name: value for name, value in settings.get("drafting", {}).items() if name != "lookup_first"}
     drafting = "; ".join(filter(None, (f"drafting: {_listed(own)}" if own else "", lookup_first(settings))))
     compiled = "compiled" if settings.get("compile") else ""
     return " · ".join(filter(None, (shared_settings(report), engine, tree(settings["tree"]), batches, compiled, drafting)))

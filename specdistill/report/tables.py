@@ -4,11 +4,12 @@ Times are told apart by what they go into: prefill, and in each round the draft,
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from specdistill.report import phrases
 from specdistill.report.phrases import Report, ResultRow, interval, number, percent, signed, times
+from specdistill.statistics.metrics import prompt_sums
 from specdistill.statistics.records import ALL, CONFIGURATION_KEYS, PromptRecord
 
 Cell = tuple[str, ...]
@@ -89,17 +90,15 @@ CHANGED = ("mean_acceptance_length", "acceptance_rate", "speedup", "tokens_per_s
 
 def changes(report: Report) -> Table:
     """Each number before and now, its change, and whether that is better, worse or open."""
-    rows = [_change(change) for change in report["baseline"]["changes"]]
+    rows: list[tuple[Cell, ...]] = []
+    for change in report["baseline"]["changes"]:
+        metric, reading = change["metric"], phrases.direction(change)
+        category = "" if change["category"] == ALL else f", {change['category'].replace('_', ' ')}"
+        note = " to ".join(map(signed, change["ci95"])) if "ci95" in change else change.get("reason", "")
+        relative = signed(change["change"]) if "change" in change else "–"
+        old, new = ("".join(phrases.in_unit(metric, change[side])) if side in change else "–" for side in ("old", "new"))
+        rows.append(((f"{phrases.METRICS[metric][0]}{category}",), (old,), (new,), cell(relative, note), (reading,)))
     return Table(("number", "before", "now", "change", "reading"), rows)
-
-
-def _change(change: Mapping[str, Any]) -> tuple[Cell, ...]:
-    metric = change["metric"]
-    category = "" if change["category"] == ALL else f", {change['category'].replace('_', ' ')}"
-    note = " to ".join(map(signed, change["ci95"])) if "ci95" in change else change.get("reason", "")
-    relative = signed(change["change"]) if "change" in change else "–"
-    old, new = ("".join(phrases.in_unit(metric, change[side])) if side in change else "–" for side in ("old", "new"))
-    return (f"{phrases.METRICS[metric][0]}{category}",), (old,), (new,), cell(relative, note), (phrases.direction(change),)
 
 
 def training(report: Report) -> Table:
@@ -113,50 +112,41 @@ def training(report: Report) -> Table:
 
 def quality(report: Report) -> Table:
     """The share of completions that succeed with the draft and without, a row for each metric."""
-    head = ("succeed by", "completions", "without draft", "with draft", "difference, points", "reading")
-    return Table(head, [_quality(name, scores) for name, scores in report.get("quality", {}).items()])
-
-
-def _quality(name: str, scores: Mapping[str, Any]) -> tuple[Cell, ...]:
-    ends = scores.get("difference_ci95", (0.0, 0.0))
-    reading = "equal within the interval" if ends[0] <= 0 <= ends[1] else "different"
-    only = scores["only_with_draft"]
-    points, *bounds = (signed(share)[:-1] for share in (scores["difference"], *scores.get("difference_ci95", ())))
-    return (
-        (name.replace("_", " "),),
-        (str(scores["num_prompts"]),),
-        (f"{scores['without_draft']:.1%}",),
-        (f"{scores['with_draft']:.1%}",),
-        (points, " to ".join(bounds) or "too few completions"),
-        (reading if bounds else "open", f"{only} only with it, {scores['only_without_draft']} only without it"),
-    )
+    rows: list[tuple[Cell, ...]] = []
+    for name, scores in report.get("quality", {}).items():
+        ends = scores.get("difference_ci95", ())
+        points, *bounds = (signed(share)[:-1] for share in (scores["difference"], *ends))
+        reading = "open" if not ends else "equal within the interval" if ends[0] <= 0 <= ends[1] else "different"
+        row = (
+            (name.replace("_", " "),),
+            (str(scores["num_prompts"]),),
+            (f"{scores['without_draft']:.1%}",),
+            (f"{scores['with_draft']:.1%}",),
+            (points, " to ".join(bounds) or "too few completions"),
+            (reading, f"{scores['only_with_draft']} only with it, {scores['only_without_draft']} only without it"),
+        )
+        rows.append(row)
+    return Table(("succeed by", "completions", "without draft", "with draft", "difference, points", "reading"), rows)
 
 
 def latency(records: Sequence[PromptRecord]) -> Table:
-    """Milliseconds, plain and with the draft: a prompt's prefill, the parts of a round, a token."""
-    sides = [_totals(records, side) for side in ("baseline", "speculative")]
-    units = {
-        "prefill of a prompt": ("prefill", "prompts"),
-        "drafting, per round": ("draft", "rounds"),
-        "target's step, per round": ("target", "rounds"),
-        "rest, per round": ("rest", "rounds"),
-        "per token, in all": ("seconds", "tokens"),
-    }
-    rows = {name: [1000 * side[kind] / (side[unit] or math.inf) for side in sides] for name, (kind, unit) in units.items()}
+    """Milliseconds, plain and with the draft: a prompt's prefill, the parts of a round, a token. Without records of a server, which does
+    not show what their time goes into.
+    """
+    sums = prompt_sums([record for record in records if record.counts is None and record.baseline])
+    rows: dict[str, list[float]] = {}
+    for side in ("baseline_", "") if sums else ():
+        total = {name.removeprefix(side): float(column.sum()) for name, column in sums.items() if name.startswith(side)}
+        # Plain decoding drafts nothing; what the clock saw there is the loop's.
+        draft = 0.0 if side else total["draft_seconds"]
+        prefill, target = total["prefill_seconds"], total["verify_seconds"]
+        for name, seconds, count in (
+            ("prefill of a prompt", prefill, sums["num_prompts"].sum()),
+            ("drafting, per round", draft, total["num_rounds"]),
+            ("target's step, per round", target, total["num_rounds"]),
+            ("rest, per round", max(total["seconds"] - prefill - draft - target, 0.0), total["num_rounds"]),
+            ("per token, in all", total["seconds"], total["num_tokens"]),
+        ):
+            rows.setdefault(name, []).append(1000 * seconds / (count or math.inf))
     shown = [((name,), *((number(time or None),) for time in times)) for name, times in rows.items() if any(times)]
     return Table(("milliseconds", "plain", "with draft"), shown)
-
-
-def _totals(records: Sequence[PromptRecord], side: str) -> dict[str, float]:
-    """Counts, and seconds of each kind. Without records of a server, which does not show what their time goes into."""
-    timings = [vars(getattr(record, side)) for record in records if record.counts is None and record.baseline]
-
-    def total(name: str) -> float:
-        return sum(timing[name] or 0.0 for timing in timings)
-
-    # Plain decoding drafts nothing; what the clock saw there is the loop's.
-    draft = total("draft_seconds") if side == "speculative" else 0.0
-    parts = {"prefill": total("prefill_seconds"), "draft": draft, "target": total("verify_seconds")}
-    rest = max(total("seconds") - sum(parts.values()), 0.0)
-    counts = {"prompts": len(timings), "rounds": total("num_rounds"), "tokens": total("num_tokens")}
-    return {**parts, "rest": rest, "seconds": total("seconds"), **counts}

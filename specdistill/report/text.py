@@ -47,7 +47,9 @@ def _sections(report: Mapping[str, Any]) -> Iterator[str]:
         yield cells(tables.changes(report))
     if rules:
         yield "## Gate"
-        yield table(("", "rule", "scope", "required", "measured", "note"), map(_rule, rules))
+        columns = phrases.outcome, phrases.metric_title, phrases.scope, phrases.requirement, phrases.measured, phrases.note
+        named = ("", "rule", "scope", "required", "measured", "note")
+        yield table(named, ([plain(column(rule)) for column in columns] for rule in rules))
     yield "## Results"
     yield cells(tables.by_category(report))
     yield _list(map(plain, [*phrases.averages(report), f"Accepted per position: {phrases.per_position(report['results'][0])}"]))
@@ -64,11 +66,6 @@ def _sections(report: Mapping[str, Any]) -> Iterator[str]:
     if report.get("quality"):
         yield "## Task quality"
         yield cells(tables.quality(report))
-
-
-def _rule(rule: Mapping[str, Any]) -> tuple[str, ...]:
-    named = phrases.outcome(rule), phrases.metric_title(rule), phrases.scope(rule), phrases.requirement(rule)
-    return tuple(map(plain, (*named, phrases.measured(rule), phrases.note(rule))))
 
 
 def _list(items: Iterable[str]) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from specdistill.statistics.metrics import METRICS, Metric, PromptSums, measured, units_of, value
+from specdistill.statistics.metrics import Metric, PromptSums, measured, units_of, value
 
 NUM_RESAMPLES = 4_000
 MIN_EXPECTED = 5.0  # the usual bound below which chi-square's approximation is poor
@@ -54,19 +54,6 @@ def interval(metric: Metric, sums: PromptSums, *, confidence: float = 0.95, seed
         return low, high
     # No spread at all has no bias to correct: the interval is the value. Anything else is not known.
     return (point, point) if np.allclose(result.bootstrap_distribution, point, rtol=1e-12) else None
-
-
-def estimates(names: Sequence[str], sums: PromptSums, seed: int = 0) -> dict[str, Any]:
-    """`name` and `name_ci95` of each metric that was measured; without the interval where it is undefined."""
-    numbers: dict[str, Any] = {}
-    for name in names:
-        point = value(METRICS[name], sums)
-        if point is None:
-            continue
-        numbers[name] = point
-        if bounds := interval(METRICS[name], sums, seed=seed):
-            numbers[f"{name}_ci95"] = list(bounds)
-    return numbers
 
 
 def standard_error(metric: Metric, sums: PromptSums) -> float | None:

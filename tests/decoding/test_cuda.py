@@ -7,7 +7,6 @@ import torch
 from datasets import Dataset
 
 from specdistill.decoding.decoder import Decoder
-from specdistill.decoding.proposer import CompiledProposer
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import tree_shape
 from specdistill.losses.divergence import forward_kl
@@ -16,6 +15,7 @@ from specdistill.methods.chains.unroll import TrainingTimeTest
 from specdistill.methods.eagle3.checkpoint import save_eagle3
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.models.proposer import DraftModelProposer
+from specdistill.recipe.sections import TreeConfig
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.arguments import training_arguments
 from specdistill.training.trainer import DraftTrainer
@@ -52,7 +52,7 @@ def test_batches_write_what_each_row_writes_alone(target: FrozenTarget) -> None:
 @pytest.mark.parametrize("name", ["eagle3", "eagle", "mtp", "draft_model"])
 def test_trees_write_the_plain_output(target: FrozenTarget, name: str) -> None:
     plain = Decoder(target).generate(PROMPT, max_new_tokens=40)
-    tree = tree_shape(budget=8, depth=3, top_k=3)
+    tree = tree_shape(TreeConfig(budget=8, depth=3, top_k=3))
     assert (
         Decoder(target, proposer_of(name, target)).generate(PROMPT, max_new_tokens=40, tree=tree).token_ids == plain.token_ids
     )
@@ -62,7 +62,7 @@ def test_trees_write_the_plain_output(target: FrozenTarget, name: str) -> None:
 def test_compiled_passes_write_the_plain_output(target: FrozenTarget, name: str | None) -> None:
     plain = Decoder(target).generate(PROMPT, max_new_tokens=40)
     proposer = name and proposer_of(name, target)
-    if isinstance(proposer, CompiledProposer):
+    if hasattr(proposer, "compiled"):
         proposer.compiled = True
     decoder = Decoder(target, proposer, compiled=True)
     k = 4 if name else 0

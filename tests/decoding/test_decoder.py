@@ -200,13 +200,12 @@ class Counted(list[int]):
 def test_a_round_reads_as_many_tokens_however_long_the_text_is(
     target: FrozenTarget, name: str, length: int, in_batches: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    proposer, begin_row, marks = proposer_of(name, target), Running.begin, []
+    proposer, begin_row, marks = proposer_of(name, target), Running.__init__, []
     begin_draft, commit = DraftModelProposer.begin, Running.commit
 
-    def counted_row(*arguments: Any) -> Running:
-        row = begin_row(*arguments)
+    def counted_row(row: Running, *arguments: Any) -> None:
+        begin_row(row, *arguments)
         row.token_ids = Counted(row.token_ids)
-        return row
 
     def counted_draft(draft: DraftModelProposer, max_lengths: Sequence[int]) -> None:
         begin_draft(draft, max_lengths)
@@ -217,7 +216,7 @@ def test_a_round_reads_as_many_tokens_however_long_the_text_is(
         marks.append(Counted.num_read)
         commit(row, *arguments)
 
-    monkeypatch.setattr(Running, "begin", counted_row)
+    monkeypatch.setattr(Running, "__init__", counted_row)
     monkeypatch.setattr(DraftModelProposer, "begin", counted_draft)
     monkeypatch.setattr(Running, "commit", marked)
     prompt = [5 + index * index % 97 for index in range(length)]

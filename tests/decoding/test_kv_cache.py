@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from specdistill.decoding.kv_cache import FIRST_SIZE, BatchKVCache, RaggedKVCache
+from specdistill.decoding.kv_cache import FIRST_SIZE, BatchKVCache, DraftKVCache
 from specdistill.decoding.transformers_models import masked_pass
 from specdistill.methods.models.layers import LlamaLayers
 from tests import mtp_targets
@@ -26,10 +26,10 @@ def padded(rows: list[list[int]]) -> Tensor:
     return torch.tensor([row + [77] * (width - len(row)) for row in rows])
 
 
-def step(model: PreTrainedModel, cache: BatchKVCache | RaggedKVCache, rows: list[list[int]]) -> Tensor:
+def step(model: PreTrainedModel, cache: BatchKVCache | DraftKVCache, rows: list[list[int]]) -> Tensor:
     counts = [len(row) for row in rows]
     with torch.inference_mode():
-        if isinstance(cache, RaggedKVCache):
+        if isinstance(cache, DraftKVCache):
             layers = LlamaLayers(model)
             layers.cache = cache
             return layers(padded(rows), counts)  # type: ignore[no-any-return]
@@ -50,8 +50,8 @@ def batch(model: PreTrainedModel, num_rows: int) -> BatchKVCache:
     return BatchKVCache(num_rows, torch.device("cpu"))
 
 
-def ragged(model: PreTrainedModel, num_rows: int) -> RaggedKVCache:
-    return RaggedKVCache(num_rows, partial(LlamaLayers(model).rotary, model.lm_head.weight), torch.device("cpu"))
+def ragged(model: PreTrainedModel, num_rows: int) -> DraftKVCache:
+    return DraftKVCache(num_rows, partial(LlamaLayers(model).rotary, model.lm_head.weight), torch.device("cpu"))
 
 
 CASES = {

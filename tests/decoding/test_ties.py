@@ -30,7 +30,7 @@ def test_greedy_text_is_what_float64_prefers_and_float32_does_not(target, monkey
     assert any(token < 130 for token in plain)
     after = target.model.state_dict()
     assert all(torch.equal(tensor, after[name]) and tensor.dtype == after[name].dtype for name, tensor in before.items())
-    monkeypatch.setattr(decoder, "break_ties", lambda target, token_ids, drafted, logits: logits)
+    monkeypatch.setattr(decoder, "NEAR_TIE", -1.0)
     assert Decoder(target).generate(PROMPT, max_new_tokens=NEW_TOKENS).token_ids != plain
 
 
@@ -42,10 +42,9 @@ def test_a_draft_changes_nothing_at_near_ties(target):
 
 
 def test_clear_choices_and_16_bit_logits_are_left_alone(target):
-    clear = torch.tensor([[[1.0, 2.0, 3.0]]])
-    assert decoder.break_ties(target, [PROMPT], [[]], clear) is clear
-    tied = torch.tensor([[[3.0, 3.0, 1.0]]], dtype=torch.bfloat16)
-    assert decoder.break_ties(target, [PROMPT], [[]], tied) is tied
+    logits = torch.tensor([[[1.0, 2.0, 3.0], [3.0, 3.0, 1.0]]])
+    assert decoder.near_ties(target, logits) == [[False, True]]
+    assert decoder.near_ties(target, logits.bfloat16()) == [[False, False]]
 
 
 def test_a_mixture_of_experts_breaks_ties_too():

@@ -16,6 +16,7 @@ from specdistill.decoding.tree import ROOT, DynamicTree, StaticTree, Step, Tree,
 from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.models.proposer import DraftModelProposer
+from specdistill.recipe.sections import TreeConfig
 from specdistill.targets.frozen import FrozenTarget
 from tests import mtp_targets
 from tests.draft_models import half_right
@@ -53,7 +54,6 @@ BLOCKS = ("dflash", "dspark", "dspark, rnn", "pard")
 
 
 def test_the_tree_of_the_diagram() -> None:
-    assert DIAGRAM.depths == (1, 1, 2, 2, 2)
     assert DIAGRAM.children == {ROOT: [0, 1], 0: [2, 3], 1: [4], 2: [], 3: [], 4: []}
     assert DIAGRAM.prolonged([]) == [0, 2] and DIAGRAM.prolonged([1]) == [1, 4] and DIAGRAM.prolonged([0, 3]) == [0, 3]
     step = Step.whole([DIAGRAM], [3], torch.device("cpu"))
@@ -115,7 +115,7 @@ def test_a_static_tree_has_the_distribution_that_each_node_was_drawn_from() -> N
     for node, parent in enumerate(tree.parents):
         assert probs_NW is not None and probs_NW[node].tolist() == pytest.approx(TABLE[paths[parent]], abs=1e-6)
         paths[node] = (*paths[parent], int(index_N[node]))
-    assert sorted(tree.depths) == [1, 1, 2, 2]
+    assert sorted(map(len, paths.values())) == [0, 1, 1, 2, 2]
 
 
 # --- The target
@@ -269,7 +269,7 @@ def test_greedy_output_is_the_plain_output(
         assert r.emitted[: r.num_accepted] == r.drafted[: r.num_accepted]
         assert len(r.emitted) in (r.num_accepted, r.num_accepted + 1)
         assert len(r.drafted) <= shape.depth
-        assert len(r.drafted) + r.num_off_path == (shape.budget if isinstance(shape, DynamicTree) else shape.num_nodes)
+        assert len(r.drafted) + r.num_off_path == (shape.budget if isinstance(shape, DynamicTree) else 3 + 6 + 6)
 
 
 @pytest.mark.parametrize("name", ["draft_model", "draft_model, other vocabulary", "eagle3, pruned", *BLOCKS])
@@ -335,14 +335,16 @@ def test_a_law_of_few_tokens_gives_few_children(target: FrozenTarget) -> None:
 )
 def test_forms_that_cannot_be_are_refused(options: dict[str, Any], key: str, got: object) -> None:
     with refused(f"eval.tree.{key}", got):
-        tree_shape(**options)
+        tree_shape(TreeConfig(**options))
 
 
 def test_forms_are_what_a_recipe_says() -> None:
-    assert tree_shape(budget=9, depth=4, top_k=3) == DYNAMIC and tree_shape(branching=[3, 2, 1]) == STATIC
+    assert (
+        tree_shape(TreeConfig(budget=9, depth=4, top_k=3)) == DYNAMIC and tree_shape(TreeConfig(branching=[3, 2, 1])) == STATIC
+    )
     for shape in (DYNAMIC, STATIC):
-        assert tree_shape(**shape.settings) == shape  # type: ignore[arg-type]
-    assert tree_shape(budget=14, depth=4, top_k=2).num_candidates(4) == 14  # 2, and three times 2 of 2
+        assert tree_shape(TreeConfig(**shape.settings)) == shape  # type: ignore[arg-type]
+    assert tree_shape(TreeConfig(budget=14, depth=4, top_k=2)).num_candidates(4) == 14  # 2, and three times 2 of 2
     assert DYNAMIC.cut(1) == replace(DYNAMIC, depth=1, budget=3) and STATIC.cut(2) == StaticTree((3, 2))
 
 

@@ -31,8 +31,8 @@ def drawn(draft: Distribution, text: tuple[int, ...], branching: tuple[int, ...]
     for level, width in enumerate(branching):
         grown: Candidates = []
         for tokens, tree, chance in found:
-            nodes = [node for node in range(ROOT, len(tokens)) if (tree.depths[node] if node >= 0 else 0) == level]
             texts = node_texts(text, tokens, tree)
+            nodes = [node for node in range(ROOT, len(tokens)) if len(texts[node + 1]) == len(text) + level]
             choices = []
             for node in nodes:
                 distribution = draft(texts[node + 1])

@@ -6,9 +6,9 @@ import re
 import pytest
 
 from specdistill.command import COMPARE, run
-from specdistill.comparison import measure
+from specdistill.comparison import candidates as module
 from specdistill.errors import ExitCode
-from specdistill.gate.decide import judge_again
+from specdistill.gate.decide import GateOptions, judge_again
 from specdistill.methods.lookups import LookupProposer
 from specdistill.report.files import validate
 from specdistill.targets.frozen import FrozenTarget
@@ -92,7 +92,9 @@ def test_a_comparison_leaves_its_pages_and_every_report(arguments, tmp_path, cap
     samples = [[json.loads(line)["id"] for line in (out / name / "samples.jsonl").read_text().splitlines()] for name in names]
     assert samples == [["a0", "a1", "b0", "b1"]] * 3
     (tmp_path / "any.yaml").write_text("- {metric: lossless.greedy_identical, equals: true}\n")
-    judge_again(out / "ngram", str(tmp_path / "any.yaml"))  # a comparison's report is judged as any other
+    judge_again(
+        GateOptions(report=str(out / "ngram"), gates=str(tmp_path / "any.yaml"))
+    )  # a comparison's report is judged as any other
     page = (out / "comparison.html").read_text()
     assert "7.5 s" in page
     printed = capsys.readouterr().out
@@ -196,13 +198,13 @@ def test_a_draft_of_another_family_is_compared(arguments, tmp_path, capsys):
 
 
 def test_a_draft_that_changes_the_text_is_exit_code_one(arguments, tmp_path, monkeypatch):
-    check = measure.greedy_check
+    check = module.greedy_check
 
     def only_ngram_is_lossless(target, proposer, *others):
         found = check(target, proposer, *others)
         return found if isinstance(proposer, LookupProposer) else [{"prompt_id": "p", "near_tie": False}, *found[1:]]
 
-    monkeypatch.setattr(measure, "greedy_check", only_ngram_is_lossless)
+    monkeypatch.setattr(module, "greedy_check", only_ngram_is_lossless)
     assert command(*arguments, "drafts=[small,ngram]", "num_prompts=2") == ExitCode.CHECK_FAILED
     ranking = json.loads((tmp_path / "out" / "comparison.json").read_text())["ranking"]
     assert [(entry["name"], entry["lossless"]) for entry in ranking] == [("ngram", True), ("small", False)]
@@ -266,7 +268,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(arguments, tmp_path, capsys, m
 def test_a_history_that_cannot_be_read_is_said_before_anything_is_measured(
     arguments, work, tmp_path, capsys, monkeypatch, written
 ):
-    monkeypatch.setattr(measure, "measure_together", None)
+    monkeypatch.setattr(module, "measure_together", None)
     path = work / "run" / "run" / "history.json"
     path.write_text(written)
     try:

@@ -53,11 +53,11 @@ def test_what_cannot_be_compared_says_why(evidence, slower):
     found = by_metric(section)
     assert "change" not in found["speedup"]
     assert "another" in found["speedup"]["reason"]
-    assert found["acceptance_rate"]["reason"] == "not measured in the baseline"
+    assert found["acceptance_rate"]["reason"] == "not measured in the baseline: it is absent"
     assert "old" not in found["acceptance_rate"]
     (cells,) = (row for row in tables.changes({"baseline": section}).rows if row[0] == ("acceptance rate",))
     assert cells[1] == ("–",) and cells[2] != ("–",)
-    assert cells[3] == ("–", "not measured in the baseline")
+    assert cells[3] == ("–", "not measured in the baseline: it is absent")
 
 
 def test_a_baseline_of_another_suite_is_named_and_not_compared(evidence, slower):

@@ -30,7 +30,7 @@ class CompiledSteps:
 
     def __init__(self, head: Head, cache: DraftKVCache, size: int) -> None:
         self.head, self.logits, self.cache = head, head.logits, cache
-        cache.reserve(size)
+        cache.allocate(size)
         allow_graphs()
         mode = "reduce-overhead" if head.target_ids_W.is_cuda else None
         self._graph = torch.compile(self._pass, fullgraph=True, dynamic=False, mode=mode)
@@ -43,9 +43,10 @@ class CompiledSteps:
         ids[:, :count], hidden[:, :count] = next_ids_1T, hidden_1TH
         for buffer in self.cache.buffers if device.type == "cuda" else ():
             torch._dynamo.mark_static_address(buffer)  # which a CUDA graph may write to
-        held, last = (torch.tensor(number, device=device) for number in (self.cache.length, count - 1))
+        (length,) = self.cache.lengths
+        held, last = (torch.tensor(number, device=device) for number in (length, count - 1))
         logits_1W, next_hidden_1H = self._graph(ids, hidden, held, last)
-        self.cache.length += count
+        self.cache.truncate([length + count])
         return logits_1W, next_hidden_1H
 
     def _pass(self, ids_1T: Tensor, hidden_1TH: Tensor, held: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,7 +63,7 @@ class HeadProposer(FeatureProposer):
 
     def __init__(self, head: Head) -> None:
         super().__init__(head)
-        self.compiled = False
+        self.compiled = False  # whether passes for one sequence are graphs
         self._graphs: dict[int, CompiledSteps] = {}  # by positions of the KV cache
         self._graph: CompiledSteps | None = None
 
@@ -76,7 +77,7 @@ class HeadProposer(FeatureProposer):
             return
         size = cache_size(*max_lengths)
         if size not in self._graphs:
-            cache = DraftKVCache(self.rotary, self.device, self.config.sliding_window)
+            cache = DraftKVCache(1, self.rotary, self.device, self.config.sliding_window)
             self._graphs[size] = CompiledSteps(self.draft, cache, size)
         self._graph = self._graphs[size]
         self.cache = self._graph.cache

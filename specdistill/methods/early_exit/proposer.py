@@ -19,7 +19,7 @@ from specdistill.targets.frozen import FrozenTarget
 
 
 class ExitProposer(TokenProposer):
-    """reader: reads the target in the decoder's place, and goes on where a draft has ended (see `SharesLayers`)."""
+    """reader: reads the target in the decoder's place, and goes on where a draft has ended (see `Proposer`)."""
 
     aux_layers: tuple[int, ...] = ()  # the reader has them
     vocabulary: None = None

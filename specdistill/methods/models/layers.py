@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specdistill.decoding.kv_cache import kv_cache_of
+from specdistill.decoding.kv_cache import DraftKVCache
 from specdistill.decoding.tree import Step
 from specdistill.methods.layers import PlainLayer
 
@@ -36,7 +36,7 @@ class LlamaLayers(nn.Module):
 
     def begin(self, num_rows: int) -> None:
         like = self.norm.weight
-        self.cache: Any = kv_cache_of(num_rows, partial(self.rotary, like), like.device)
+        self.cache = DraftKVCache(num_rows, partial(self.rotary, like), like.device)
 
     def truncate(self, lengths: Sequence[int]) -> None:
         self.cache.truncate(lengths)

@@ -97,6 +97,7 @@ class BlockProposer:
     draft: Block
     aux_layers: tuple[int, ...] = ()
     vocabulary: frozenset[int] | None = None
+    reader: None = None
     depends_on_width: bool = True
 
     def __post_init__(self) -> None:

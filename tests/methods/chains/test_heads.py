@@ -134,7 +134,7 @@ def test_cached_steps_equal_the_uncached_pass(variant: Variant) -> None:
     with torch.no_grad():
         hidden = head.fuse(target.features(ids, head.aux_layers))
         whole, _ = head(ids, hidden, head.rotary(hidden, torch.arange(12)[None]), kv_cache(head, ids))
-        cache = DraftKVCache(partial(head.rotary, hidden), ids.device, head.config.sliding_window)
+        cache = DraftKVCache(1, partial(head.rotary, hidden), ids.device, head.config.sliding_window)
         parts = []
         for start, end in ((0, 5), (5, 6), (6, 12)):
             rotary = cache.extend([end - start])

@@ -41,7 +41,7 @@ class Watched:
     def __call__(self, ids_1T: Tensor, counts: list[int]) -> Tensor:
         hidden = self.layers(ids_1T, counts)
         self.fed.append(ids_1T.shape[1])
-        self.held.append(self.layers.cache.length)
+        self.held.append(self.layers.cache.lengths[0])
         return hidden
 
     def __getattr__(self, name: str) -> Any:
