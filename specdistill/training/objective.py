@@ -53,11 +53,11 @@ class SoftTargets:
 
     @classmethod
     def of(
-        cls, head: LogitsHead, last_hidden_BTD: Tensor, loss_positions: Tensor, ids_W: Tensor, temperature: float
+        cls, head: LogitsHead, last_hidden_BTD: Tensor, loss_positions: Tensor, ids_W: Tensor | None, temperature: float
     ) -> "SoftTargets":
         """loss_positions: [R] or [R, K], of the tokens that are predicted."""
         hidden_RD = before(last_hidden_BTD, loss_positions, 1)
-        if len(ids_W) == head.linear.weight.shape[0]:
+        if ids_W is None or len(ids_W) == head.linear.weight.shape[0]:
             return cls(hidden_RD, head, None, head, temperature)
         return cls(hidden_RD, head, ids_W, pruned(head, ids_W), temperature)
 
@@ -102,22 +102,6 @@ def shift_left(x_BT: Tensor, by: int, fill: int) -> Tensor:
     return F.pad(x_BT[:, by:], (0, min(by, x_BT.shape[1])), value=fill)
 
 
-def with_metrics(
-    losses_r: Tensor, logits_rW: Tensor, soft: TargetDistributions, target_ids_W: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Nats [r] and the metrics of each row, loss, correct and accepted [3, r], or the loss alone [1, r] where nothing is measured.
-
-    target_ids_W: the target's id of each draft token; None where the draft has all of them.
-    """
-    if soft.mass_r is None or soft.top1_r is None:
-        return losses_r, losses_r.detach().unsqueeze(0)
-    with torch.no_grad():
-        best_r = logits_rW.argmax(-1)
-        correct_r = (best_r if target_ids_W is None else target_ids_W[best_r]) == soft.top1_r
-        accepted_r = acceptance(logits_rW.float().softmax(-1), soft.probs_rW * soft.mass_r.unsqueeze(-1))
-        return losses_r, torch.stack((losses_r, correct_r.float(), accepted_r))
-
-
 def checkpoint_mlps(layers: nn.ModuleList) -> None:
     """From now on backward computes the layers' MLPs again, whose wide states are most of what a layer keeps for it."""
     names = ("mlp", "feed_forward", "block_sparse_moe")
@@ -129,8 +113,9 @@ def checkpoint_mlps(layers: nn.ModuleList) -> None:
         mlp.forward = partial(checkpoint, mlp.forward, use_reentrant=False)
 
 
-class FeatureObjective(nn.Module):
-    """What the objectives of drafts have in common that read the target's features.
+class DraftObjective(nn.Module):
+    """What the objectives have in common. draft: a `Head` as far as `aux_layers` and `target_ids_W` go, or a module without them, which
+    reads no features and has the target's tokens.
 
     ahead: positions from the first that is read to the first that is predicted. step_weights: [K], of the drafted positions.
     """
@@ -173,9 +158,24 @@ class FeatureObjective(nn.Module):
         else:
             documents = Documents(inputs["cumulative_lengths"], inputs["longest"])
             rows = {"position_ids_BT": inputs["position_ids"], "documents": documents}
-            features = target.features(inputs["input_ids"], self.draft.aux_layers, **rows)
-        options = self.draft.target_ids_W, self.temperature
+            features = target.features(inputs["input_ids"], getattr(self.draft, "aux_layers", ()), **rows)
+        options = getattr(self.draft, "target_ids_W", None), self.temperature
         return {"features": features, "soft_targets": SoftTargets.of(target.logits, features.last_hidden, labels, *options)}
+
+    def row_losses(self, logits_rW: Tensor, soft: TargetDistributions, k: int) -> tuple[Tensor, Tensor]:
+        """Nats [r], and the metrics of each row [M, r]; see `head_loss`."""
+        logits_rW = logits_rW / self.temperature
+        return self.with_metrics(self.divergence(logits_rW, soft.probs_rW), logits_rW, soft)
+
+    def with_metrics(self, losses_r: Tensor, logits_rW: Tensor, soft: TargetDistributions | None) -> tuple[Tensor, Tensor]:
+        """Nats [r] and the metrics of each row, loss, correct and accepted [3, r], or the loss alone [1, r] where nothing is measured."""
+        if soft is None or soft.mass_r is None or soft.top1_r is None:
+            return losses_r, losses_r.detach().unsqueeze(0)
+        with torch.no_grad():
+            best_r, target_ids_W = logits_rW.argmax(-1), getattr(self.draft, "target_ids_W", None)
+            correct_r = (best_r if target_ids_W is None else target_ids_W[best_r]) == soft.top1_r
+            accepted_r = acceptance(logits_rW.float().softmax(-1), soft.probs_rW * soft.mass_r.unsqueeze(-1))
+            return losses_r, torch.stack((losses_r, correct_r.float(), accepted_r))
 
 
 @dataclass

@@ -7,6 +7,7 @@ from specdistill.methods.chains.head import parameter_counts
 from specdistill.methods.eagle import method as eagle
 from specdistill.methods.eagle.module import EagleConfig, EagleDraft
 from specdistill.methods.eagle3 import method as eagle3
+from specdistill.methods.eagle3.module import Eagle3Config, Eagle3Draft
 from specdistill.methods.mtp.method import mtp_head
 from specdistill.methods.sizes import ModelShape, ParameterCounts
 from specdistill.planning import estimates as costs
@@ -22,7 +23,10 @@ def eagle_head() -> ParameterCounts:
 
 
 def eagle3_head() -> ParameterCounts:
-    return eagle3.counted(LLAMA_8B, VOCABULARY, 32_000, 4096)
+    sizes = {"vocab_size": VOCABULARY, "draft_vocab_size": 32_000, "target_hidden_size": 4096}
+    with torch.device("meta"):
+        head = Eagle3Draft(Eagle3Config(**vars(LLAMA_8B), **sizes, aux_layers=(2, 16, 29), target_num_layers=32))
+    return parameter_counts(head, once_per_round={"fc.weight"})
 
 
 def shares_of(head: ParameterCounts) -> dict[str, float]:

@@ -52,7 +52,7 @@ def likely_causes(head: EagleDraft, target: FrozenTarget) -> Iterator[repairs.Re
 def planned(target: sizes.Described, given: sizes.Described | None, settings: dict[str, Any]) -> sizes.PlannedDraft:
     """The head that is given, or the one that a recipe with these keys of `draft:` would train."""
     target.tried(build_eagle)
-    shape, vocabulary = sizes.planned_shape(target, given, settings), target.text.vocab_size
+    shape = sizes.planned_shape(target, given, settings)
     keys = tuple(f"draft.{name}=null" for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads"))
     note = "reads the last hidden state, borrows the target's head"
 
@@ -62,9 +62,9 @@ def planned(target: sizes.Described, given: sizes.Described | None, settings: di
         return draft
 
     with torch.device("meta"):
-        parts = parameter_counts(EagleDraft(EagleConfig(vocab_size=vocabulary, **vars(shape))))
+        parts = parameter_counts(build(target.weightless))
     cache, counted_with = sizes.cache_of_head(shape, given), {"ttt_steps": 1}
-    return sizes.PlannedDraft(parts, shape, vocabulary, note, PUBLISHED, cache, keys, counted_with, build=build)
+    return sizes.PlannedDraft(parts, shape, target.text.vocab_size, note, PUBLISHED, cache, keys, counted_with, build=build)
 
 
 METHOD = Implementation(

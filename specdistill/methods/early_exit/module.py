@@ -15,7 +15,6 @@ is in h_t, by the target's own layers (self-speculation: arXiv 2309.08168, with 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -55,6 +54,7 @@ class ExitLayer(nn.Module):
 class ExitDraft(nn.Module):
     """The exit. Final norm and head are the target's own modules, and no part of its state."""
 
+    target_ids_W = None
     layers: Any
     norm: Any
     logits: Any
@@ -64,11 +64,6 @@ class ExitDraft(nn.Module):
         self.config, self.aux_layers = config, (config.exit_layer,)
         self.layers = nn.ModuleList([ExitLayer(config)])
         vars(self).update(norm=target.norm, logits=target.logits)  # past nn.Module's own, which would take the norm in
-
-    @property
-    def target_ids_W(self) -> Tensor:
-        """All: the head is the target's."""
-        return torch.arange(self.config.vocab_size, device=self.layers[0].exit_norm.weight.device)
 
     def forward(self, hidden_TH: Tensor) -> Tensor:
         """From states after layer E to what `logits` reads."""

@@ -54,7 +54,7 @@ def likely_causes(head: MtpDraft, target: FrozenTarget) -> Iterator[repairs.Repa
 def planned(target: sizes.Described, given: sizes.Described | None, settings: dict[str, Any]) -> sizes.PlannedDraft:
     """The layers that come with the target, or a fresh one of their kind."""
     target.tried(MtpDraft)
-    last = target.layers[-1]
+    last = target.weightless.layers[-1]
     key, num_layers = target.native_mtp or (None, 1)
     own = sum(parameter.numel() for parameter in last.parameters())
     read = sizes.parameters_read(last, target.text)
