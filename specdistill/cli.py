@@ -85,11 +85,11 @@ def train(arguments: list[str]) -> int:
     if HELP & set(arguments):
         return show_help("train", arguments)
     method = METHODS.get(str(values.get("method", DEFAULT_METHOD)))
-    if method and method.script is None:
-        trained = [name for name, row in METHODS.items() if row.script]
+    if method and not method.is_trained:
+        trained = [name for name, row in METHODS.items() if row.is_trained]
         raise UserError("method", got="one that needs no training", expected=" or ".join(trained))
     load_recipe(Recipe, keys)
-    return run_script((method and method.script) or "train/eagle.py", others, options)
+    return run_script("train/eagle.py", others, options)
 
 
 def eval(arguments: list[str]) -> int:
