@@ -57,10 +57,8 @@ def save(draft: BlockDraft, kind: Kind, folder: Path) -> None:
 
 
 def load(kind: Kind, folder: Path | str, target: FrozenTarget, *, key: str = "eval.draft") -> BlockDraft:
-    """Read a draft for a target. Raises UserError as `load_eagle3` does, for a mask or layers that the target does not have, and for what
-    block drafters do not have here.
-    """
-    draft: BlockDraft = checkpoint.load_reading(partial(check, kind), kind.draft, folder, target, key)
+    """Read a draft for a target. Raises UserError as `load_reading` does, and for a mask or layers that the target does not have."""
+    draft: BlockDraft = checkpoint.load_reading(partial(check, kind), kind.draft, folder, target, key=key)
     return draft
 
 
@@ -161,20 +159,12 @@ def config_from_json(kind: Kind, raw: Mapping[str, Any], target_num_layers: int 
     own: dict[str, Any] = {"block_size": 16}
     own |= {name: both[name] for name in kind.own_fields if both.get(name) is not None}
     own |= {"is_causal": shape["sliding_window"] is not None if causal is None else bool(causal)}
-    config = kind.config(
+    for name, least in (("block_size", 2), ("mask_token_id", 0), ("markov_rank", 1)):
+        stated(own, name, checkpoint.size_from(least), key)
+    return kind.config(
         **shape,
         draft_vocab_size=raw.get("draft_vocab_size") or shape["vocab_size"],
         aux_layers=tuple(layers),
         target_num_layers=num_layers,
         **own,
     )
-    check_numbers(config, key)
-    return config
-
-
-def check_numbers(config: BlockConfig, key: str) -> None:
-    """Raises UserError for numbers of a file that are none, or too small to be."""
-    for name, least in (("block_size", 2), ("mask_token_id", 0), ("draft_vocab_size", 1), ("markov_rank", 1)):
-        value = getattr(config, name, least)
-        if type(value) is not int or not least <= value <= checkpoint.LARGEST_SIZE:
-            raise UserError(key, got=f"{name} {value!r}"[:80], expected=f"a whole number from {least} on")

@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +13,10 @@ from specdistill.errors import UserError
 from specdistill.methods import sizes
 from specdistill.methods.chains import repairs
 from specdistill.methods.chains.head import create_or_load, drafts_chains, parameter_counts
-from specdistill.methods.chains.proposer import HeadProposer
-from specdistill.methods.chains.unroll import objective
-from specdistill.methods.contract import Implementation
+from specdistill.methods.chains.method import head_method
 from specdistill.methods.eagle3.checkpoint import check_eagle3, config_from_json, export, load_eagle3, save_eagle3
 from specdistill.methods.eagle3.config import Eagle3Recipe
 from specdistill.methods.eagle3.module import Eagle3Draft, build_eagle3, eagle3_config
-from specdistill.methods.feature_proposer import loaded_proposer
 from specdistill.statistics.theory import alpha_from_acceptance_length
 from specdistill.targets.frozen import FrozenTarget
 
@@ -124,17 +120,15 @@ def planned(target: sizes.Described, given: sizes.Described | None, settings: di
     return sizes.PlannedDraft(parts, shape, width, note, PUBLISHED, sizes.cache_of_head(shape, given), keys, build=build)
 
 
-METHOD = Implementation(
-    load_proposer=partial(loaded_proposer, load_eagle3, HeadProposer),
+METHOD = head_method(
+    load_eagle3,
+    likely_causes,
     has_tensors=lambda names: drafts_chains(names) and any(wanted <= names for wanted in TENSORS),
     is_named=is_named,
     create=create,
     save=lambda draft, target, folder: save_eagle3(draft, folder),
-    objective=objective,
     head_shape=lambda config, num_layers: config_from_json(config, num_layers, "draft"),
     check=lambda *files, **names: check_eagle3(*files, **names)[0],
-    simulated=repairs.simulated,
-    repaired=partial(repairs.on_copies, likely_causes),
     planned=planned,
     is_described=lambda draft, target: (
         "eagle3" in draft.calls_itself or bool({"draft_vocab_size", "eagle_config"} & draft.raw.keys())

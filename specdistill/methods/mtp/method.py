@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -10,10 +9,7 @@ from transformers import PreTrainedConfig
 from specdistill.engines.engine import Layout
 from specdistill.methods import sizes
 from specdistill.methods.chains import repairs
-from specdistill.methods.chains.proposer import HeadProposer
-from specdistill.methods.chains.unroll import objective
-from specdistill.methods.contract import Implementation
-from specdistill.methods.feature_proposer import loaded_proposer
+from specdistill.methods.chains.method import head_method
 from specdistill.methods.mtp import checkpoint
 from specdistill.methods.mtp.module import MtpDraft
 from specdistill.methods.mtp.tensor_names import NATIVE_KEYS, naming_of
@@ -85,16 +81,14 @@ def check_served(engine: str, layout: Layout, draft: MtpDraft, target: FrozenTar
         checkpoint.check_target(engine, target.files)
 
 
-METHOD = Implementation(
-    load_proposer=partial(loaded_proposer, checkpoint.load_mtp, HeadProposer),
+METHOD = head_method(
+    checkpoint.load_mtp,
+    likely_causes,
     is_named=lambda config, names: bool(names) and config.get("architectures") == [checkpoint.ARCHITECTURE],
     create=lambda recipe, target, rows: checkpoint.build_mtp(target, init=recipe.draft.init, seed=recipe.seed),
     save=lambda draft, target, folder: checkpoint.save_mtp(draft, folder),
-    objective=objective,
     check=checkpoint.check_mtp,
     check_native=checkpoint.check_native,
-    simulated=repairs.simulated,
-    repaired=partial(repairs.on_copies, likely_causes),
     planned=planned,
     is_described=lambda draft, target: "mtp" in draft.calls_itself,
     config_of=config_of,
