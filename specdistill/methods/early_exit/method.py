@@ -4,8 +4,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig
-
 from specdistill.losses.divergence import build_divergence, forward_kl
 from specdistill.methods import sizes
 from specdistill.methods.chains.head import create_or_load
@@ -65,5 +63,4 @@ METHOD = Implementation(
     simulated=lambda draft, num_tokens: ExitDistillation(draft, forward_kl, num_tokens),
     planned=planned,
     is_described=lambda draft, target: is_named(draft.raw),
-    config_of=lambda raw: PreTrainedConfig.from_dict(dict(raw)) if is_named(raw) else None,
 )

@@ -4,8 +4,6 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
 from typing import Any
 
-from transformers import PreTrainedConfig
-
 from specdistill.engines.engine import Layout
 from specdistill.methods import sizes
 from specdistill.methods.chains import repairs
@@ -25,11 +23,6 @@ PUBLISHED = sizes.PublishedFigures(
     "5k conversations tune it to a domain (vllm-project/speculators); it comes trained with the target",
 )
 FRESH = sizes.PublishedFigures(None, "none is published for a fresh layer on a frozen target", None, "none is published")
-
-
-def config_of(raw: Mapping[str, Any]) -> PreTrainedConfig | None:
-    """Of the target that one of this project's own layers is for."""
-    return PreTrainedConfig.from_dict(raw["text_config"]) if raw.get("architectures") == [checkpoint.ARCHITECTURE] else None
 
 
 def native_layers(raw: Mapping[str, Any], names: Set[str], text: Any) -> tuple[str, int] | None:
@@ -91,7 +84,6 @@ METHOD = head_method(
     check_native=checkpoint.check_native,
     planned=planned,
     is_described=lambda draft, target: "mtp" in draft.calls_itself,
-    config_of=config_of,
     native_layers=native_layers,
     check_served=check_served,
     export=checkpoint.export,
