@@ -50,9 +50,9 @@ def load_draft_model(
         raise UserError(key, got=name, expected=expected, nearest=nearest(name, others))
     place, revision = split_revision(name)
     model, tokenizer = read_causal_lm(resolve(place, key), key=key, revision=revision, dtype=dtype)
+    check_finite(model.state_dict(), name, key)
     examine(model, name, key=key)
     check_attention(model, key, name)
-    check_finite(model.state_dict(), name, key)
     return model.to(device).eval(), tokenizer
 
 
