@@ -101,7 +101,7 @@ class BlockObjective(DraftObjective):
         correction = None
         if draft.markov_head is not None:
             correction_NKE, embedded_NKE = draft.markov_head(rows_NKH, ids_S[labels_NK - 1])
-            correction = correction_NKE.flatten(0, 1).unsqueeze(0), draft.markov_head.weight
+            correction = correction_NKE.flatten(0, 1).unsqueeze(0), draft.markov_head.markov_w2.weight
         confident = draft.confidence_head is not None and self.confidence_weight > 0
         tokens_R, has_loss_R = ids_S[labels_NK].flatten(), has_loss.flatten()
 

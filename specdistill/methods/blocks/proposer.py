@@ -91,6 +91,6 @@ class _Slots:
             return logits_BTW, None
         assert self.state_BTE is not None
         correction_BTE, embedded_BTE, self.state_BTE = draft.markov_head.step(hidden_BTH, previous_BT, self.state_BTE)
-        logits_BTW = logits_BTW + correction_BTE @ draft.markov_head.weight.T
+        logits_BTW = logits_BTW + correction_BTE @ draft.markov_head.markov_w2.weight.T
         confidence = draft.confidence_head
         return logits_BTW, None if confidence is None else confidence(hidden_BTH, embedded_BTE).float().sigmoid()
