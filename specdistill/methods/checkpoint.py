@@ -222,6 +222,20 @@ def shape_to_json(shape: HeadShape, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
+def layers_of_speculators(raw: Mapping[str, Any], kind: str, key: str) -> dict[str, Any] | None:
+    """What the config.json of a folder of speculators says of a draft's layers; None in any other folder.
+
+    Raises UserError for a draft of another `speculators_model_type` than `kind`.
+    """
+    if (named := raw.get("speculators_model_type")) is None:
+        return None
+    layers: dict[str, Any] | None = raw.get("transformer_layer_config")
+    if named != kind or not layers:
+        got = f"speculators_model_type {named} with {'a' if layers else 'no'} transformer_layer_config"
+        raise UserError(key, got=got, expected=f"{kind}, with one")
+    return layers
+
+
 def shape_from_json(raw: Mapping[str, Any], key: str, *, what: str) -> dict[str, Any]:
     """The fields of `HeadShape`, with the defaults that engines assume for absent keys.
 

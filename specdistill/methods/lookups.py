@@ -36,12 +36,8 @@ class LookupProposer:
     num_parameters = num_bytes = 0
 
     def __init__(self, lookup: Lookup) -> None:
-        self.lookup = lookup
+        self.lookup, self.settings = lookup, lookup.settings
         self.rows: list[Lookup] = []
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        return self.lookup.settings
 
     def draws(self, sampling: Sampling, tree: TreeShape | None) -> bool:
         return False

@@ -244,7 +244,6 @@ class WeightlessTarget(FrozenTarget):
         vars(self).update(
             vars(own), model=model.eval().requires_grad_(False), config=model.config.get_text_config(decoder=True)
         )
-        self.device = model.device
         self.backbone, self.layers = (model.get_submodule(names[part]) for part in (own.backbone, own.layers))
         self.norm = None if own.norm is None else model.get_submodule(names[own.norm])
         self.lm_head = model.get_output_embeddings()

@@ -102,17 +102,6 @@ def shift_left(x_BT: Tensor, by: int, fill: int) -> Tensor:
     return F.pad(x_BT[:, by:], (0, min(by, x_BT.shape[1])), value=fill)
 
 
-def checkpoint_mlps(layers: nn.ModuleList) -> None:
-    """From now on backward computes the layers' MLPs again, whose wide states are most of what a layer keeps for it."""
-    names = ("mlp", "feed_forward", "block_sparse_moe")
-    mlps = [module for name, module in layers.named_modules() if name.rpartition(".")[2] in names]
-    if not mlps:
-        got, expected = f"true with layers of {type(layers[0]).__name__}", f"layers with {names[0]}"
-        raise UserError("train.activation_checkpointing", got=got, expected=expected)
-    for mlp in mlps:
-        mlp.forward = partial(checkpoint, mlp.forward, use_reentrant=False)
-
-
 class DraftObjective(nn.Module):
     """What the objectives have in common. draft: a `Head` as far as `aux_layers` and `target_ids_W` go, or a module without them, which
     reads no features and has the target's tokens.
@@ -134,10 +123,16 @@ class DraftObjective(nn.Module):
         return self.draft.layers
 
     def activation_checkpointing_enable(self, **options: Any) -> None:
-        """Called by transformers' Trainer for `train.activation_checkpointing`. Not the attention, which would enter its keys and values
-        into the cache a second time.
+        """Called by transformers' Trainer for `train.activation_checkpointing`: from now on backward computes the layers' MLPs again, whose
+        wide states are most of what a layer keeps for it. Not the attention, which would enter its keys and values into the cache twice.
         """
-        checkpoint_mlps(self.layers)
+        names = ("mlp", "feed_forward", "block_sparse_moe")
+        mlps: Any = [module for name, module in self.layers.named_modules() if name.rpartition(".")[2] in names]
+        if not mlps:
+            got, expected = f"true with layers of {type(self.layers[0]).__name__}", f"layers with {names[0]}"
+            raise UserError("train.activation_checkpointing", got=got, expected=expected)
+        for mlp in mlps:
+            mlp.forward = partial(checkpoint, mlp.forward, use_reentrant=False)
 
     def prepare(self, batch: dict[str, Any], number: int | None) -> dict[str, Any]:
         """The batch as it is."""

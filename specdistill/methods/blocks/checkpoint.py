@@ -138,11 +138,7 @@ def config_from_json(kind: Kind, raw: Mapping[str, Any], target_num_layers: int 
     """The inverse of `config_to_json` for every layout, with the defaults that engines assume for absent keys."""
     nested = dict(stated(raw, NESTED, dict[str, Any], key) or {})
     layers = [layer + 1 for layer in nested.get("target_layer_ids") or raw.get("target_layer_ids") or ()]
-    if (of_speculators := raw.get("speculators_model_type")) is not None:
-        inner = stated(raw, "transformer_layer_config", dict[str, Any], key)
-        if of_speculators != kind.name or not inner:
-            got = f"speculators_model_type {of_speculators} with {'a' if inner else 'no'} transformer_layer_config"
-            raise UserError(key, got=got, expected=f"{kind.name}, with one")
+    if inner := checkpoint.layers_of_speculators(raw, kind.name, key):
         layers = list(stated(raw, "aux_hidden_state_layer_ids", list[int], key) or ())
         windows = "sliding_attention" in (inner.get("layer_types") or ())
         raw = {"is_causal": windows and not raw.get("sliding_window_non_causal", False), **inner, **raw}

@@ -1,17 +1,16 @@
 """EAGLE-1 as a row of the table: how it is recognized, created, trained, examined, planned and exported."""
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
 
 from specdistill.methods import sizes
 from specdistill.methods.chains import repairs
-from specdistill.methods.chains.head import create_or_load, drafts_chains, parameter_counts
+from specdistill.methods.chains.head import create_or_load, drafts_chains, head_shape, parameter_counts
 from specdistill.methods.chains.method import head_method
 from specdistill.methods.eagle.checkpoint import check_eagle, config_from_json, export, load_eagle, save_eagle
-from specdistill.methods.eagle.module import EagleDraft, build_eagle
+from specdistill.methods.eagle.module import EagleConfig, EagleDraft, build_eagle
 from specdistill.statistics.theory import alpha_from_acceptance_length
 from specdistill.targets.frozen import FrozenTarget
 
@@ -52,7 +51,12 @@ def planned(target: sizes.Described, given: sizes.Described | None, settings: di
     shape = sizes.planned_shape(target, given, settings)
     keys = tuple(f"draft.{name}=null" for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads"))
     note = "reads the last hidden state, borrows the target's head"
-    build = partial(build_eagle, **vars(shape))
+
+    def build(full: FrozenTarget) -> EagleDraft:
+        draft = EagleDraft(EagleConfig(**head_shape(full, **vars(shape)), logit_scale=full.logits.scale))
+        draft.borrow(full)
+        return draft
+
     with torch.device("meta"):
         parts = parameter_counts(build(target.weightless))
     cache, counted_with = sizes.cache_of_head(shape, given), {"ttt_steps": 1}

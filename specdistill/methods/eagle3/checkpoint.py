@@ -136,7 +136,10 @@ def config_from_json(raw: Mapping[str, Any], target_num_layers: int | None, key:
 
     target_num_layers: of the target that is at hand, for files that do not say.
     """
-    raw = _flat(raw, key)
+    if layer := checkpoint.layers_of_speculators(raw, "eagle3", key):
+        raw = {"norm_before_residual": True, **layer, **raw}
+    else:
+        raw = raw.get("model") or raw  # where vLLM nests them
     nested = stated(raw, "eagle_config", dict[str, Any], key) or {}
     checkpoint.check_settings(nested, FIXED, key, what=WHAT)
     num_layers = raw.get("num_target_layers") or target_num_layers
@@ -159,19 +162,6 @@ def config_from_json(raw: Mapping[str, Any], target_num_layers: int | None, key:
     if config.fc_norm and config.norm_before_fc:
         raise UserError(key, got="fc_norm and norm_before_fc", expected=f"one of the two in {WHAT}")
     return config
-
-
-def _flat(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """The keys of a head side by side, where vLLM or speculators nests a Llama's."""
-    kind = raw.get("speculators_model_type")
-    if kind is None:
-        wrapped = raw.get("model")
-        return wrapped if isinstance(wrapped, dict) else raw
-    layer = raw.get("transformer_layer_config")
-    if kind != "eagle3" or not isinstance(layer, dict):
-        got = f"speculators_model_type {kind} with {'a' if isinstance(layer, dict) else 'no'} transformer_layer_config"
-        raise UserError(key, got=got, expected="eagle3, with one")
-    return {"norm_before_residual": True, **layer, **raw}
 
 
 def _aux_layers(raw: Mapping[str, Any], nested: Mapping[str, Any], num_layers: int, key: str) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from specdistill.methods.chains.head import create_or_load, drafts_chains, param
 from specdistill.methods.chains.method import head_method
 from specdistill.methods.eagle3.checkpoint import check_eagle3, config_from_json, export, load_eagle3, save_eagle3
 from specdistill.methods.eagle3.config import Eagle3Recipe
-from specdistill.methods.eagle3.module import Eagle3Draft, build_eagle3
+from specdistill.methods.eagle3.module import Eagle3Draft, build_eagle3, eagle3_config
 from specdistill.statistics.theory import alpha_from_acceptance_length
 from specdistill.targets.frozen import FrozenTarget
 
@@ -106,7 +106,7 @@ def planned(target: sizes.Described, given: sizes.Described | None, settings: di
         width, aux_layers = given.raw.get("draft_vocab_size") or vocabulary, range(given.raw.get("num_aux_hidden_states") or 3)
 
     def build(full: FrozenTarget) -> Eagle3Draft:
-        return build_eagle3(full, draft_vocabulary=torch.arange(width), aux_layers=aux_layers, **vars(shape))
+        return Eagle3Draft(eagle3_config(full, width, aux_layers=aux_layers, **vars(shape)))
 
     with torch.device("meta"):
         draft = build(target.weightless)

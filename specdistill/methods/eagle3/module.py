@@ -111,25 +111,22 @@ class Eagle3Draft(FeatureDraft):
         return normed, normed if self.config.norm_output else hidden
 
 
-def build_eagle3(
-    target: FrozenTarget,
-    *,
-    draft_vocabulary: Tensor | None = None,
-    aux_layers: Sequence[int] | None = None,
-    seed: int = 0,
-    **options: Any,
-) -> Eagle3Draft:
-    """A head before training. draft_vocabulary: sorted target ids [W], None for the whole vocabulary. options: keys of a recipe's `draft:`.
-
-    Raises UserError for a layer to read that does not exist, and as `head_shape`.
-    """
-    config = Eagle3Config(
+def eagle3_config(
+    target: FrozenTarget, draft_vocab_size: int, *, aux_layers: Sequence[int] | None = None, **options: Any
+) -> Eagle3Config:
+    """Of a head with these keys of a recipe. Raises UserError for a layer to read that does not exist, and as `head_shape`."""
+    return Eagle3Config(
         **head_shape(target, **options),
-        draft_vocab_size=target.vocab_size if draft_vocabulary is None else len(draft_vocabulary),
+        draft_vocab_size=draft_vocab_size,
         target_hidden_size=target.hidden_size,
         aux_layers=tuple(check_aux_layers(aux_layers, target.num_layers)),
         target_num_layers=target.num_layers,
     )
+
+
+def build_eagle3(target: FrozenTarget, *, draft_vocabulary: Tensor | None = None, seed: int = 0, **options: Any) -> Eagle3Draft:
+    """A head before training. `draft_vocabulary`: sorted target ids [W], None for the whole vocabulary; options: of `eagle3_config`."""
+    config = eagle3_config(target, target.vocab_size if draft_vocabulary is None else len(draft_vocabulary), **options)
     target.features(torch.zeros(1, 1, dtype=torch.long, device=target.device), config.aux_layers)  # which may refuse
     draft = initialized(lambda: Eagle3Draft(config), seed)
     draft.begin(target, draft_vocabulary, scale=target.logits.scale)

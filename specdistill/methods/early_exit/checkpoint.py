@@ -37,10 +37,8 @@ def check_exit(
     """An exit's config and tensors, checked against each other. The tensors need have no content. Raises UserError as `load_exit` does."""
     config = config_from_json(checkpoint.read_config(folder, key), key)
     if target is not None:
-        checkpoint.check_fit({"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}, target, name, key)
-        if config.num_target_layers != target.num_layers:
-            got = f"{name} for {config.num_target_layers} layers"
-            raise UserError(key, got=got, expected=f"{target.num_layers}, as {target.name} has")
+        sizes = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
+        checkpoint.check_fit(sizes | {"num_target_layers": config.num_target_layers}, target, name, key)
     with torch.device("meta"):
         expected = {f"layers.0.{each}": tensor for each, tensor in ExitLayer(config).state_dict().items()}
     checkpoint.check_tensors(expected, tensors, name, key, what=WHAT)

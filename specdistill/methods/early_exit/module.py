@@ -71,9 +71,8 @@ class ExitDraft(nn.Module):
         return normed
 
 
-def exit_config(target: Any, *, exit_layer: int | None = None, intermediate_size: int | None = None) -> ExitConfig:
-    """What a fresh exit of a target, or of its config, has. Raises UserError for layers that the target lacks."""
-    text = target.config if isinstance(target, FrozenTarget) else target
+def exit_config(text: Any, *, exit_layer: int | None = None, intermediate_size: int | None = None) -> ExitConfig:
+    """What a fresh exit has, of a target with this config. Raises UserError for layers that the target lacks."""
     depth, exit_layer = text.num_hidden_layers, exit_layer or max(1, text.num_hidden_layers // 8)
     if exit_layer >= depth:
         raise UserError("draft.exit_layer", got=exit_layer, expected=f"fewer than the target's {depth} layers")
@@ -88,7 +87,7 @@ def exit_config(target: Any, *, exit_layer: int | None = None, intermediate_size
 
 def build_exit(target: FrozenTarget, *, seed: int = 0, **options: Any) -> ExitDraft:
     """An exit before training. options: of `ExitDraftConfig.shape`. Raises UserError as `exit_config` and `SplitTarget` do."""
-    config = exit_config(target, **options)
+    config = exit_config(target.config, **options)
     SplitTarget(target, config.exit_layer)
     draft = initialized(lambda: ExitDraft(config, target), seed)
     nn.init.zeros_(draft.layers[0].mlp.down_proj.weight)

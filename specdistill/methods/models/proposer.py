@@ -192,7 +192,10 @@ class DraftModelProposer(TokenProposer):
         feeds, steps = [], []
         for row, token_ids in zip(self.rows, state.token_ids, strict=True):
             unchanged = row.read(token_ids)
-            steps.append(self._make_room(row, k) if row.ids else 0)
+            room = self.max_positions - len(row.ids) + 1  # the last draft token is never fed
+            if room < 1:  # the target's sequence fits, but takes more of the draft's tokens
+                self._refuse(len(row.ids))
+            steps.append(min(k, room) if row.ids else 0)
             feeds.append(row.uncached(unchanged) if row.ids else [])
         self.layers.truncate([len(row.cached) - len(feed) for row, feed in zip(self.rows, feeds, strict=True)])
         return feeds, steps
@@ -207,13 +210,6 @@ class DraftModelProposer(TokenProposer):
         last_B1 = torch.tensor([[max(len(feed) - 1, 0)] for feed in feeds], device=hidden_BTH.device)
         index_BK = (last_B1 + torch.arange(max(steps), device=last_B1.device)).clamp_max(hidden_BTH.shape[1] - 1)
         return self._logits(hidden_BTH.gather(1, index_BK.unsqueeze(2).expand(-1, -1, hidden_BTH.shape[2])))
-
-    def _make_room(self, row: DraftText, k: int) -> int:
-        """How many tokens can be drafted within the draft's context."""
-        room = self.max_positions - len(row.ids) + 1  # the last draft token is never fed
-        if room < 1:  # the target's sequence fits, but takes more of the draft's tokens
-            self._refuse(len(row.ids))
-        return min(k, room)
 
     def _logits(self, hidden_BH: Tensor) -> Tensor:
         """[B, W], or [B, K, W] of hidden states [B, K, H]."""

@@ -47,7 +47,9 @@ def planned(target: sizes.Described, given: sizes.Described | None, settings: di
     key, num_layers = target.native_mtp or (None, 1)
     own = sum(parameter.numel() for parameter in last.parameters())
     read = sizes.parameters_read(last, target.text)
-    parts = mtp_head(target.text.hidden_size, target.text.vocab_size, own, read, num_layers)
+    # Each layer is fc [H, 2H], three norms and a decoder layer; a step runs one of them, and embedding and head are the target's.
+    fuse, table = 2 * target.text.hidden_size**2 + 3 * target.text.hidden_size, target.text.vocab_size * target.text.hidden_size
+    parts = sizes.ParameterCounts(num_layers * (fuse + own), fuse + read + table, 1, copied=2 * table)
     note = f"the target's own ({key}: {num_layers})" if key else f"a fresh layer: the config has no {', no '.join(NATIVE_KEYS)}"
     shape, published = replace(sizes.shape_of(target.text), num_layers=1), PUBLISHED if key else FRESH
     keys = ("draft.init=null",) if key else ()
@@ -57,16 +59,6 @@ def planned(target: sizes.Described, given: sizes.Described | None, settings: di
     full = [layer for layer in target.cache.layers if layer.size and layer.window is None] if target.cache else []
     cache = CacheSize((full[-1],)) if full else None  # of one layer as the target's last that sees all tokens
     return sizes.PlannedDraft(parts, shape, target.text.vocab_size, note, published, cache, keys, warnings=warnings)
-
-
-def mtp_head(hidden_size: int, vocab_size: int, layer: int, layer_read: float, num_layers: int = 1) -> sizes.ParameterCounts:
-    """Multi-token prediction (arXiv 2412.19437): each layer is fc [H, 2H], three norms and a decoder layer of the target's own kind.
-
-    layer, layer_read: the decoder layer's parameters, and those that one token reads. A step runs one of `num_layers`; embedding and head
-    are the target's.
-    """
-    fuse, table = 2 * hidden_size**2 + 3 * hidden_size, vocab_size * hidden_size
-    return sizes.ParameterCounts(num_layers * (fuse + layer), fuse + layer_read + table, 1, copied=2 * table)
 
 
 def check_served(engine: str, layout: Layout, draft: MtpDraft, target: FrozenTarget) -> None:
