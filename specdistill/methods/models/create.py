@@ -161,10 +161,10 @@ def from_layers(target: PreTrainedModel, num_layers: int) -> PreTrainedModel:
     With all of them it is the target. Raises UserError for more layers than the target has.
     """
     check_decoder(target)
-    all_of_them = shape_of(target.config)
-    if num_layers > all_of_them.num_layers:
-        raise UserError("draft.num_layers", got=num_layers, expected=f"1 to {all_of_them.num_layers}, the target's")
-    number = {str(old): str(new) for new, old in enumerate(evenly_spaced(all_of_them.num_layers, num_layers))}
+    own_shape = shape_of(target.config)
+    if num_layers > own_shape.num_layers:
+        raise UserError("draft.num_layers", got=num_layers, expected=f"1 to {own_shape.num_layers}, the target's")
+    number = {str(old): str(new) for new, old in enumerate(evenly_spaced(own_shape.num_layers, num_layers))}
     weights = {}
     for name, tensor in target.state_dict().items():
         before, found, after = name.partition("layers.")
@@ -173,7 +173,7 @@ def from_layers(target: PreTrainedModel, num_layers: int) -> PreTrainedModel:
             weights[name] = whole(tensor)  # also of a target that processes share
         elif old in number:
             weights[f"{before}layers.{number[old]}.{rest}"] = whole(tensor)
-    return resized(target, replace(all_of_them, num_layers=num_layers), weights)
+    return resized(target, replace(own_shape, num_layers=num_layers), weights)
 
 
 def check_decoder(target: PreTrainedModel) -> None:
