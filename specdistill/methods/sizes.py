@@ -285,7 +285,7 @@ class PlannedDraft:
 
 def planned_shape(target: Described, given: Described | None, settings: Mapping[str, Any]) -> ModelShape:
     """Of the head that is given, or of the one that a recipe with these keys of `draft:` would train."""
-    sizes = {name: settings[name] for name in ModelShape.__annotations__ if name in settings}
+    sizes = {name: size for name in ModelShape.__annotations__ if (size := settings.get(name)) is not None}
     return shape_of(given.text) if given else replace(shape_of(target.text), **{"num_layers": 1, **sizes})
 
 

@@ -56,10 +56,9 @@ def save(draft: BlockDraft, kind: Kind, folder: Path) -> None:
     checkpoint.write_draft(folder, config_to_json(draft.config, kind, draft.fc.weight.dtype), kept)
 
 
-def load(kind: Kind, folder: Path | str, target: FrozenTarget, *, key: str = "eval.draft") -> BlockDraft:
+def load(kind: Kind, folder: Path | str, target: FrozenTarget, *, key: str = "eval.draft") -> Any:
     """Read a draft for a target. Raises UserError as `load_reading` does, and for a mask or layers that the target does not have."""
-    draft: BlockDraft = checkpoint.load_reading(partial(check, kind), kind.draft, folder, target, key=key)
-    return draft
+    return checkpoint.load_reading(partial(check, kind), kind.draft, folder, target, key=key)
 
 
 def check(

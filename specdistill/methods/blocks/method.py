@@ -1,7 +1,6 @@
 """What a method of block drafting is as a row of the table: how it is recognized, created, trained, examined, planned and exported."""
 
 from collections.abc import Iterator, Set
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -68,9 +67,7 @@ def planned(
     asked = defaults | {name: value for name, value in settings.items() if name in defaults} | {"mask_token_id": 0}
     aux_layers = asked.pop("aux_layers")
     target.tried(lambda tiny: build(kind, tiny, **asked))
-    shape = sizes.planned_shape(target, given, settings)
-    if not given:
-        shape = replace(shape, num_layers=asked["num_layers"])
+    shape = sizes.planned_shape(target, given, asked)
     width = (given.raw.get("draft_vocab_size") if given else settings.get("vocab_size")) or target.text.vocab_size
     sizes_of_draft = {**asked, **vars(shape)}
 
