@@ -42,15 +42,14 @@ from specdistill.methods import METHODS
 from specdistill.methods.chains.unroll import objective
 from specdistill.methods.eagle3 import method as eagle3
 from specdistill.methods.eagle3.module import check_aux_layers
-from specdistill.methods.models.objective import PackedModel
-from specdistill.methods.sizes import PlannedDraft
-from specdistill.planning.accounting import UNWRITTEN, Ledger, WeightlessTarget, training_step
+from specdistill.methods.sizes import PlannedDraft, WeightlessTarget
+from specdistill.planning.accounting import UNWRITTEN, Ledger, training_step
 from specdistill.recipe.fields import Section, option
 from specdistill.recipe.load import validate
 from specdistill.rows.packing import collate
 from specdistill.targets import packed_attention
 from specdistill.targets.frozen import FrozenTarget, compile_layers
-from specdistill.targets.packed_rows import Documents, by_lengths, sdpa_configs
+from specdistill.targets.packed_rows import Documents, attending, by_lengths, lengths_of, sdpa_configs
 
 aten = torch.ops.aten
 
@@ -300,9 +299,9 @@ def unroll(step: Any, target: FrozenTarget, batch: dict[str, Any]) -> None:
 
 
 def draft_model(draft: Any, batch: dict[str, Any]) -> None:
-    packed = PackedModel(SimpleNamespace(backbone=draft.model), sdpa_configs(draft))  # type: ignore[arg-type]
-    with autocast():
-        packed.hidden_states(batch["input_ids"], batch["position_ids"], documents_of(batch))
+    packed = lengths_of(batch["input_ids"], documents_of(batch))
+    with autocast(), attending(sdpa_configs(draft)):
+        draft.model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False, **packed)
 
 
 class Decoding:

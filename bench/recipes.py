@@ -113,7 +113,7 @@ def need(name: str) -> dict[str, Any]:
     number, parts = of["num_processes"], draft.parts
     held, rate = _step(of, target, draft)
     tokens = of["rows"] * of["max_length"] * of["gradient_accumulation_steps"] * number
-    features = METHODS[of["method"]].cost.features * target.text.hidden_size * 2 if of["is_stored"] else 0
+    features = METHODS[of["method"]].features * target.text.hidden_size * 2 if of["is_stored"] else 0
     disk = CHECKPOINTS * CHECKPOINT_BYTES * parts.parameters + (PREPARED_BYTES + features) * of["num_tokens"]
     return {
         "of": of,

@@ -175,8 +175,8 @@ def ngram_proposer(*arguments: Any, **options: Any) -> LookupProposer:
     return LookupProposer(NgramLookup(*arguments, **options))
 
 
-def suffix_proposer(*arguments: Any, **options: Any) -> LookupProposer:
-    return LookupProposer(SuffixLookup(*arguments, **options))
+def suffix_proposer(**keys: Any) -> LookupProposer:
+    return LookupProposer(SuffixLookup(**keys))
 
 
 def behind_lookup(draft: Proposer, **keys: Any) -> LookupFirstProposer:

@@ -1,7 +1,7 @@
 """The methods, named as vLLM names them: one row for each. A row imports nothing heavy; its folder is loaded when it is used."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
@@ -15,40 +15,31 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class MethodCost:
-    """What a method costs whatever the target.
-
-    Args:
-        passes: of the draft per round of K draft tokens: "K" for one per token, "1" for one in all, "0" for none.
-        features: tensors as wide as the target's hidden state that training reads for each token.
-        positions: drafted positions that training computes for each token.
-    """
-
-    passes: Literal["K", "1", "0"]
-    features: int = 0
-    positions: int = 0
-
-
-@dataclass(frozen=True)
 class Method:
     """A row of the table.
 
     Args:
         summary: what drafts, in a line.
-        cost: of drafting and of training.
-        package: where its code is: `config` (`RECIPE`, no torch), `method` (see specdistill.methods.contract), and `serving` (engines
-            that take its drafts, no torch) where there are any.
+        passes: of the draft per round of K draft tokens: "K" for one per token, "1" for one in all, "0" for none, of what is not trained.
+        features: tensors as wide as the target's hidden state that training reads for each token.
+        positions: drafted positions that training computes for each token.
         standalone: a draft is a whole language model, with its own tokenizer.
         in_target: engines load the draft from the target's checkpoint.
-        is_trained: drafts have weights.
+        package: where its code is: `config` (`RECIPE`, no torch), `method` (see specdistill.methods.contract), and `serving` (engines
+            that take its drafts, no torch) where there are any.
     """
 
     summary: str
-    cost: MethodCost
-    package: str
+    passes: Literal["K", "1", "0"]
+    features: int = 0
+    positions: int = 0
     standalone: bool = False
     in_target: bool = False
-    is_trained: bool = True
+    package: str = ""
+
+    @property
+    def is_trained(self) -> bool:
+        return self.passes != "0"
 
     def recipe(self) -> "type[Recipe]":
         """The schema of its recipes."""
@@ -66,63 +57,45 @@ class Method:
 
 
 # A draft is recognized by the first that claims it, so heads stand before whole models.
-METHODS = {
-    "eagle3": Method(
-        "a head that reads three of the target's layers (arXiv 2503.01840)",
-        MethodCost("K", features=4, positions=5),
-        "specdistill.methods.eagle3",
-    ),
+ROWS = {
+    "eagle3": Method("a head that reads three of the target's layers (arXiv 2503.01840)", passes="K", features=4, positions=5),
     "eagle": Method(
-        "a head that continues the target's last hidden states (arXiv 2401.15077)",
-        MethodCost("K", features=1, positions=1),
-        "specdistill.methods.eagle",
+        "a head that continues the target's last hidden states (arXiv 2401.15077)", passes="K", features=1, positions=1
     ),
     "mtp": Method(
         "a layer of the target's own kind that predicts on from its last hidden state (arXiv 2412.19437)",
-        MethodCost("K", features=1, positions=3),
-        "specdistill.methods.mtp",
+        passes="K",
+        features=1,
+        positions=3,
         in_target=True,
     ),
     "early_exit": Method(
         "the target's first layers and an exit; verification runs the others alone (arXiv 2309.08168)",
-        MethodCost("K", features=2, positions=1),
-        "specdistill.methods.early_exit",
+        passes="K",
+        features=2,
+        positions=1,
     ),
     "dflash": Method(
         "a block of masks that reads the target's layers and is filled in one pass (arXiv 2602.06036)",
-        MethodCost("1", features=6, positions=2),
-        "specdistill.methods.dflash",
+        passes="1",
+        features=6,
+        positions=2,
     ),
     "dspark": Method(
-        "a block whose tokens are corrected by those before them (arXiv 2607.05147)",
-        MethodCost("1", features=6, positions=2),
-        "specdistill.methods.dspark",
+        "a block whose tokens are corrected by those before them (arXiv 2607.05147)", passes="1", features=6, positions=2
     ),
     "pard": Method(
-        "a smaller language model that fills masks in one pass (arXiv 2504.18583)",
-        MethodCost("1", positions=3),
-        "specdistill.methods.pard",
-        standalone=True,
+        "a smaller language model that fills masks in one pass (arXiv 2504.18583)", passes="1", positions=3, standalone=True
     ),
     "draft_model": Method(
-        "a smaller language model that drafts for the target (arXiv 2211.17192)",
-        MethodCost("K", positions=1),
-        "specdistill.methods.draft_model",
-        standalone=True,
+        "a smaller language model that drafts for the target (arXiv 2211.17192)", passes="K", positions=1, standalone=True
     ),
-    "ngram": Method(
-        "proposes what followed the last tokens when they occurred before (arXiv 2304.04487)",
-        MethodCost("0"),
-        "specdistill.methods.ngram",
-        is_trained=False,
-    ),
+    "ngram": Method("proposes what followed the last tokens when they occurred before (arXiv 2304.04487)", passes="0"),
     "suffix": Method(
-        "proposes what most often followed the last tokens, in earlier outputs too (arXiv 2411.04975)",
-        MethodCost("0"),
-        "specdistill.methods.suffix",
-        is_trained=False,
+        "proposes what most often followed the last tokens, in earlier outputs too (arXiv 2411.04975)", passes="0"
     ),
 }
+METHODS = {name: replace(row, package=f"{__name__}.{name}") for name, row in ROWS.items()}
 
 
 def method_named(name: str) -> Method:

@@ -9,12 +9,13 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -22,7 +23,7 @@ from specdistill.engines.engine import HeadExport, Layout
 from specdistill.errors import UserError, refusing
 from specdistill.methods.layers import HeadShape, Rotary
 from specdistill.targets import files
-from specdistill.targets.files import EMBEDDING, HEAD, INDEX, SINGLE, Shards, TargetFiles, needed
+from specdistill.targets.files import EMBEDDING, HEAD, INDEX, SINGLE, Shards, TargetFiles, needed, stated
 from specdistill.targets.frozen import FrozenTarget
 
 AnyTarget = FrozenTarget | TargetFiles
@@ -36,7 +37,6 @@ OPTIONAL_SIZES = (
     "num_key_value_heads", "head_dim", "num_hidden_layers", "max_position_embeddings", "draft_vocab_size", "target_hidden_size",
     "num_target_layers",
 )  # fmt: skip
-LARGEST_SIZE = 2**31 - 1  # so that the product of two is a size that torch can hold
 # What would change a head's arithmetic without a trace in its tensors' names, and the value that heads have here.
 FIXED = {
     "hidden_act": "silu",
@@ -145,29 +145,29 @@ def _kind(tensor: Tensor) -> str:
     return "integers" if tensor.dtype in (torch.int64, torch.int32) else str(tensor.dtype)
 
 
-def fill(module: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Give a module its tensors, which were checked, in a dtype."""
-    for parameter in module.parameters():
-        nn.init.constant_(parameter, torch.nan)
-    module.to(dtype).load_state_dict(tensors, strict=False)
-
-
 def load_reading(
-    check: Callable[..., tuple[Any, dict[str, Tensor]]],
+    check: Callable[..., tuple[Any, Mapping[str, Tensor]]],
     make: Callable[[Any], nn.Module],
     folder: Path | str,
     target: FrozenTarget,
-    key: str,
+    *,
+    key: str = "eval.draft",
 ) -> Any:
-    """A draft that reads the target's features; the target has what its files omit. check: a method's. Raises UserError as that does."""
+    """A draft that reads the target's features; the target has what its files omit. check: a method's. key: that the folder came from.
+
+    Raises UserError when files are missing or broken, when a tensor is missing, unknown or of another shape or kind, when the config asks
+    for what such drafts do not have here, or when the draft is for another hidden size, vocabulary or depth than the target's.
+    """
     config, tensors = check(Path(folder), read_tensors(Path(folder), key), target, key=key, name=folder)
-    dtype = stored_dtype(tensors.values())
     draft = make(config)
-    fill(draft, {EMBEDDING: target.tensor(EMBEDDING), HEAD: target.tensor(HEAD), **tensors}, dtype)
+    for parameter in draft.parameters():
+        nn.init.constant_(parameter, torch.nan)
+    own = {EMBEDDING: target.tensor(EMBEDDING), HEAD: target.tensor(HEAD), **tensors}
+    draft.to(stored_dtype(tensors.values())).load_state_dict(own, strict=False)
     return draft
 
 
-def stored_dtype(tensors: Collection[Tensor]) -> torch.dtype:
+def stored_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
     """The smallest dtype that holds all weights exactly: their own, where they have but one."""
     return functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors if tensor.is_floating_point()])
 
@@ -221,6 +221,20 @@ def shape_to_json(shape: HeadShape, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
+def layers_of_speculators(raw: Mapping[str, Any], kind: str, key: str) -> dict[str, Any] | None:
+    """What the config.json of a folder of speculators says of a draft's layers; None in any other folder.
+
+    Raises UserError for a draft of another `speculators_model_type` than `kind`.
+    """
+    if (named := raw.get("speculators_model_type")) is None:
+        return None
+    layers: dict[str, Any] | None = raw.get("transformer_layer_config")
+    if named != kind or not layers:
+        got = f"speculators_model_type {named} with {'a' if layers else 'no'} transformer_layer_config"
+        raise UserError(key, got=got, expected=f"{kind}, with one")
+    return layers
+
+
 def shape_from_json(raw: Mapping[str, Any], key: str, *, what: str) -> dict[str, Any]:
     """The fields of `HeadShape`, with the defaults that engines assume for absent keys.
 
@@ -240,12 +254,8 @@ def shape_from_json(raw: Mapping[str, Any], key: str, *, what: str) -> dict[str,
     kinds = set(raw.get("layer_types") or ["full_attention"])
     if len(kinds) > 1 or not kinds <= {"full_attention", "sliding_attention"}:
         raise UserError(key, got=f"layer_types {raw['layer_types']}", expected=f"one kind of layer in {what}")
-    for name in (*SIZES, *OPTIONAL_SIZES):
-        size = raw.get(name)
-        if size is None and name in SIZES:
-            raise UserError(key, got=f"a config.json without {name}", expected=f"the keys of {what}")
-        if size is not None and (type(size) is not int or not 0 < size <= LARGEST_SIZE):
-            raise UserError(key, got=f"{name} {size!r}"[:80], expected=f"a whole number from 1 to {LARGEST_SIZE:,}")
+    stated_sizes(raw, SIZES, key, what=what)
+    stated_sizes(raw, filter(raw.__contains__, OPTIONAL_SIZES), key, what=what)
     shape = {field.name: raw[field.name] for field in dataclasses.fields(HeadShape) if field.name in raw} | {
         "num_key_value_heads": raw.get("num_key_value_heads") or raw["num_attention_heads"],
         "head_dim": raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
@@ -258,6 +268,20 @@ def shape_from_json(raw: Mapping[str, Any], key: str, *, what: str) -> dict[str,
     with refusing((KeyError, ValueError, TypeError), key, f"rotary frequencies {rope}", "those of a Llama in transformers"):
         Rotary(HeadShape(**shape))
     return shape
+
+
+def stated_sizes(raw: Mapping[str, Any], names: Iterable[str], key: str, *, what: str) -> dict[str, int]:
+    """The sizes of these names in a config.json. Raises UserError for one that is missing, and for what is no size."""
+    sizes = {name: stated(raw, name, size_from(1), key) for name in names}
+    if missing := next((name for name, size in sizes.items() if size is None), None):
+        raise UserError(key, got=f"a config.json without {missing}", expected=f"the keys of {what}")
+    return sizes
+
+
+@functools.cache
+def size_from(least: int) -> Any:
+    """pydantic's kind of a size, so that the product of two is a size that torch can hold."""
+    return Annotated[int, Field(ge=least, lt=2**31)]
 
 
 def check_settings(raw: Mapping[str, Any], fixed: Mapping[str, Any], key: str, *, what: str) -> None:

@@ -53,7 +53,6 @@ class Implementation:
         check_served: (engine, its layout, draft, target). Raises UserError for what the engine cannot express, the layout's `limits` apart.
         export: (folder, engine, its layout, output, target or None, K): write the draft for an engine (see `Serving`).
         is_described: (draft, target) as their config.json describes them (see specdistill.methods.sizes) -> whether it is this method's.
-        config_of: config.json -> the config of a draft whose layout transformers does not know; None for any other.
         native_layers: (config.json, names of tensors as far as they are at hand, text config) of a target -> the key that says how many
             such layers it comes with, and how many; None for none.
     """
@@ -75,5 +74,4 @@ class Implementation:
     check_served: Callable[[str, Layout, Draft, FrozenTarget], None] = lambda engine, layout, draft, target: None
     export: Callable[..., None] = inapplicable
     is_described: Callable[[Any, Any], bool] = lambda draft, target: False
-    config_of: Callable[[Mapping[str, Any]], Any] = lambda config: None
     native_layers: Callable[[Mapping[str, Any], Set[str], Any], tuple[str, int] | None] = lambda config, names, text: None

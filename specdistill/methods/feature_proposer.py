@@ -3,7 +3,7 @@
 Shapes: B rows, K draft tokens, N nodes of a tree, V target vocabulary, W draft vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,31 @@ def loaded_proposer(
 
 
 class TokenProposer:
-    """target_ids_W: the target's ids of the tokens that the draft has logits of, None where they are its own; target_vocab_size: V."""
+    """A draft that takes a pass for each token.
 
+    target_ids_W: the target's ids of the tokens that the draft has logits of, None where they are its own; target_vocab_size: V. shared:
+    names of parameters that are the target's.
+    """
+
+    aux_layers: tuple[int, ...] = ()
+    depends_on_width = False
     draws = staticmethod(candidates_are_drawn)
     is_enough: Callable[[Tensor], bool] | None = None  # see `OnlineLengthProposer`
     reader: Any = None
-    target_ids_W: Tensor | None
-    target_vocab_size: int
+
+    def __init__(
+        self, draft: Any, target_ids_W: Tensor | None = None, target_vocab_size: int = 0, shared: Set[str] = frozenset()
+    ) -> None:
+        self.draft = draft.eval()
+        self.settings: dict[str, Any] = {}
+        shipped = [parameter for name, parameter in draft.named_parameters() if name not in shared]
+        self.num_parameters = sum(parameter.numel() for parameter in shipped)
+        self.num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in shipped)
+        self.target_ids_W, self.target_vocab_size = target_ids_W, target_vocab_size
+        self.vocabulary = None if target_ids_W is None else frozenset(target_ids_W.tolist())
+
+    def passes(self, k: int) -> int:
+        return k
 
     def chains(
         self,
@@ -70,30 +88,25 @@ class TokenProposer:
 
     def proposal(self, index_N: Tensor, probs_NW: Tensor | None, tree: Tree | None = None) -> Proposal:
         """In the target's ids."""
-        if self.target_ids_W is None:
-            return Proposal(index_N.tolist(), probs_NW, tree)
-        if probs_NW is not None:
+        if self.target_ids_W is not None and probs_NW is not None:
             probs_NV = probs_NW.new_zeros(len(probs_NW), self.target_vocab_size)
             probs_NW = probs_NV.index_copy_(1, self.target_ids_W, probs_NW)
-        return Proposal(self.target_ids_W[index_N].tolist(), probs_NW, tree)
+        return Proposal(self.in_target(index_N).tolist(), probs_NW, tree)
+
+    def in_target(self, index: Tensor) -> Tensor:
+        """The target's ids of tokens among the W."""
+        return index if self.target_ids_W is None else self.target_ids_W[index]
 
 
 class FeatureProposer(TokenProposer):
-    """draft: a module with `config`, `aux_layers`, `shared`, `target_ids_W` and `rotary`, as a `Head` has them."""
+    """draft: a module with `config`, `aux_layers`, `shared`, `target_ids_W`, `rotary` and `fc`, as a `Head` has them."""
 
-    target_ids_W: Tensor
+    cache: DraftKVCache
 
     def __init__(self, draft: Any) -> None:
-        self.draft = draft.eval()
+        super().__init__(draft, draft.target_ids_W, draft.config.vocab_size, draft.shared)
         self.config, self.aux_layers = draft.config, draft.aux_layers
-        self.settings: dict[str, Any] = {}
-        shipped = [parameter for name, parameter in draft.named_parameters() if name not in draft.shared]
-        self.num_parameters = sum(parameter.numel() for parameter in shipped)
-        self.num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in shipped)
-        self.target_ids_W, self.target_vocab_size = draft.target_ids_W, draft.config.vocab_size
-        self.vocabulary = frozenset(self.target_ids_W.tolist())
-        self.rotary, self.device = partial(draft.rotary, shipped[0]), shipped[0].device
-        self.cache: DraftKVCache
+        self.rotary, self.device = partial(draft.rotary, draft.fc.weight), draft.fc.weight.device
 
     def begin(self, max_lengths: Sequence[int]) -> None:
         self.cache = DraftKVCache(len(max_lengths), self.rotary, self.device, self.config.sliding_window)

@@ -78,23 +78,27 @@ class KVCache(Protocol):
 
 
 class Attention(nn.Module):
-    """q_norm, k_norm: of each query and key head; only block drafters have them."""
+    """head_norms: of each query and key head; only block drafters have them."""
 
-    def __init__(self, config: HeadShape, input_size: int) -> None:
+    def __init__(self, config: HeadShape, input_size: int, *, head_norms: bool = False) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         self.q_proj = nn.Linear(input_size, config.num_attention_heads * config.head_dim, bias=False)
         self.k_proj = nn.Linear(input_size, config.num_key_value_heads * config.head_dim, bias=False)
         self.v_proj = nn.Linear(input_size, config.num_key_value_heads * config.head_dim, bias=False)
         self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=False)
-        self.q_norm: nn.Module | None = None
-        self.k_norm: nn.Module | None = None
+        self.q_norm, self.k_norm = (RMSNorm(config.head_dim, config.rms_norm_eps) if head_norms else None for _ in range(2))
 
     def forward(self, x_BTI: Tensor, rotary: tuple[Tensor, Tensor], layer: int, kv_cache: KVCache) -> Tensor:
         query, key = self.heads(self.q_proj, self.q_norm, x_BTI), self.heads(self.k_proj, self.k_norm, x_BTI)
         query, key = apply_rotary_pos_emb(query, key, *rotary)
         context_BNTd = kv_cache.attend(layer, query, key, self.heads(self.v_proj, None, x_BTI))
         return self.o_proj(context_BNTd.transpose(1, 2).flatten(2))
+
+    def remember(self, context_BTI: Tensor, rotary: tuple[Tensor, Tensor], layer: int, kv_cache: KVCache) -> None:
+        """Make keys and values of a context that nothing is asked of."""
+        key = self.heads(self.k_proj, self.k_norm, context_BTI)
+        kv_cache.append(layer, apply_rotary_pos_emb(key, key, *rotary)[0], self.heads(self.v_proj, None, context_BTI))
 
     def heads(self, project: nn.Linear, norm: nn.Module | None, x_BTI: Tensor) -> Tensor:
         """[B, N or G, T, d]."""
@@ -106,13 +110,11 @@ class Attention(nn.Module):
 class PlainLayer(nn.Module):
     """An ordinary Llama layer: what every layer after a head's first one is. Without `input_norm`, the first of an EAGLE-1 head."""
 
-    def __init__(
-        self, config: HeadShape, index: int, *, input_norm: bool = True, attention: type[Attention] = Attention
-    ) -> None:
+    def __init__(self, config: HeadShape, index: int, *, input_norm: bool = True, head_norms: bool = False) -> None:
         super().__init__()
         self.index = index
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps) if input_norm else nn.Identity()
-        self.self_attn = attention(config, config.hidden_size)
+        self.self_attn = Attention(config, config.hidden_size, head_norms=head_norms)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
 

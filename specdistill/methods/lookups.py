@@ -36,12 +36,8 @@ class LookupProposer:
     num_parameters = num_bytes = 0
 
     def __init__(self, lookup: Lookup) -> None:
-        self.lookup = lookup
+        self.lookup, self.settings = lookup, lookup.settings
         self.rows: list[Lookup] = []
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        return self.lookup.settings
 
     def draws(self, sampling: Sampling, tree: TreeShape | None) -> bool:
         return False
@@ -68,7 +64,7 @@ class LookupProposer:
 def lookup_method(
     method: str, lookup: Callable[..., Lookup], *, note: str, published: sizes.PublishedFigures
 ) -> Implementation:
-    """A row of the table. lookup: takes the keys of the method's section of `eval:`, the first two of which are the fewest and the most
+    """A row of the table. lookup: takes the keys of the method's section of `eval:`, `min` and `max` among them, the fewest and the most
     tokens that agree. note, published: of `PlannedDraft`. There are no weights, and nothing to train.
     """
 
@@ -78,4 +74,4 @@ def lookup_method(
     def planned(target: sizes.Described, given: sizes.Described | None, settings: dict[str, Any]) -> sizes.PlannedDraft:
         return sizes.PlannedDraft(sizes.ParameterCounts(0, 0, 0), None, target.text.vocab_size, note, published)
 
-    return Implementation(load_proposer, planned, lambda fewest, most: LookupProposer(lookup(fewest, most)))
+    return Implementation(load_proposer, planned, lambda fewest, most: LookupProposer(lookup(min=fewest, max=most)))

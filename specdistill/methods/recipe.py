@@ -79,6 +79,18 @@ class Recipe(Section):
         return self
 
 
+class DraftSection(Section):
+    """What a recipe says of its draft. NOT_OF_SHAPE: keys that say no more of a fresh one."""
+
+    NOT_OF_SHAPE: ClassVar[frozenset[str]] = frozenset({"init"})
+
+    init: str | None = option(None, "initialization: the folder or Hub id of a trained draft; null: new weights")
+
+    def shape(self) -> dict[str, Any]:
+        """What a fresh draft is built from."""
+        return self.model_dump(exclude=set(self.NOT_OF_SHAPE))
+
+
 class TrainedRecipe(Recipe):
     """The recipe of a method that is trained: its data, its draft and its loss as well.
 
@@ -156,7 +168,7 @@ class TrainedRecipe(Recipe):
         return ["acceptance_length", "acceptance_length_sampled", "loss", *measured, DECODED]
 
 
-class LayerSizes(Section):
+class LayerSizes(DraftSection):
     """Sizes of a fresh draft's decoder layers; null takes the target's."""
 
     num_layers: int = option(1, "decoder layers of the draft", ge=1)

@@ -5,21 +5,21 @@ none of it. A chain's acceptance length AL at K is turned into alpha, the rate t
 (arXiv 2211.17192).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specdistill.errors import UserError, refusing
 from specdistill.targets.anatomy import CLASS_ERRORS, auto_class, reads_images
 from specdistill.targets.cache_size import CacheSize, cache_size, of_attention
-from specdistill.targets.frozen import FrozenTarget, tiny_random_target
+from specdistill.targets.frozen import Features, FrozenTarget, tiny_random_target
 
 TOKENS_PER_SAMPLE = 950  # DeepSpec's cache: about 38 TB of 30 KB a token for 1.3M conversations
 DRAFT_VOCABULARY = 32_000
@@ -226,12 +226,33 @@ class Described:
         build(self.tiny_random)
         return self.tiny_random
 
-    @property
-    def layers(self) -> Any:
-        """The decoder layers of `model`, by the name under which the tiny random target has them."""
-        own = self.tried(lambda target: None)
-        (name,) = (name for name, module in own.model.named_modules() if module is own.layers)
-        return self.model.get_submodule(name)
+    @cached_property
+    def weightless(self) -> "WeightlessTarget":
+        """On the meta device."""
+        with torch.device("meta"):
+            return WeightlessTarget(self)
+
+
+class WeightlessTarget(FrozenTarget):
+    """A target at its full size whose tensors have no content: the parts of a tiny random one, by the names that they have there."""
+
+    def __init__(self, target: Described) -> None:
+        own, dtype = target.tried(lambda tiny_random: None), target.dtype or ASSUMED_DTYPE
+        model = auto_class(target.config).from_config(target.config, dtype=dtype, trust_remote_code=target.trust_remote_code)
+        names = {part: name for name, part in own.model.named_modules()}
+        vars(self).update(
+            vars(own), model=model.eval().requires_grad_(False), config=model.config.get_text_config(decoder=True)
+        )
+        self.backbone, self.layers = (model.get_submodule(names[part]) for part in (own.backbone, own.layers))
+        self.norm = None if own.norm is None else model.get_submodule(names[own.norm])
+        self.lm_head = model.get_output_embeddings()
+        self.logits = replace(own.logits, linear=self.lm_head)
+        self.hidden_size, self.vocab_size = int(self.config.hidden_size), int(self.config.vocab_size)
+
+    def features(self, input_ids_BT: Tensor, aux_layers: Sequence[int], **options: Any) -> Features:
+        shape, dtype = (*input_ids_BT.shape, self.hidden_size), self.lm_head.weight.dtype
+        *aux, last = (torch.empty(shape, dtype=dtype) for _ in range(len(aux_layers) + 1))
+        return Features(tuple(aux), last)
 
 
 @dataclass(frozen=True)
@@ -263,7 +284,7 @@ class PlannedDraft:
 
 def planned_shape(target: Described, given: Described | None, settings: Mapping[str, Any]) -> ModelShape:
     """Of the head that is given, or of the one that a recipe with these keys of `draft:` would train."""
-    sizes = {name: settings[name] for name in ModelShape.__annotations__ if name in settings}
+    sizes = {name: size for name in ModelShape.__annotations__ if (size := settings.get(name)) is not None}
     return shape_of(given.text) if given else replace(shape_of(target.text), **{"num_layers": 1, **sizes})
 
 

@@ -10,8 +10,8 @@ operations here (norms) and has less traffic; its allocator rounds and fragments
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,11 +22,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from specdistill.methods import METHODS
-from specdistill.methods.sizes import ASSUMED_DTYPE, Described
+from specdistill.methods.sizes import Described, WeightlessTarget
 from specdistill.recipe.load import validate
 from specdistill.rows.packing import collate
-from specdistill.targets.anatomy import auto_class
-from specdistill.targets.frozen import Features, FrozenTarget
+from specdistill.targets.frozen import FrozenTarget
 
 aten = torch.ops.aten
 UNWRITTEN = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
@@ -107,27 +106,6 @@ def _tensors(tree: Any) -> list[Tensor]:
 def _size(tensor: Tensor) -> int:
     """In bytes; no more than there are where a tensor repeats its elements."""
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
-
-
-class WeightlessTarget(FrozenTarget):
-    """A target at its full size whose tensors have no content: the parts of a tiny random one, by the names that they have there."""
-
-    def __init__(self, target: Described) -> None:
-        own, dtype = target.tried(lambda tiny_random: None), target.dtype or ASSUMED_DTYPE
-        model = auto_class(target.config).from_config(target.config, dtype=dtype, trust_remote_code=target.trust_remote_code)
-        names = {part: name for name, part in own.model.named_modules()}
-        vars(self).update(vars(own))
-        self.model, self.config = model.eval().requires_grad_(False), model.config.get_text_config(decoder=True)
-        self.backbone, self.layers = (model.get_submodule(names[part]) for part in (own.backbone, own.layers))
-        self.norm = None if own.norm is None else model.get_submodule(names[own.norm])
-        self.lm_head = model.get_output_embeddings()
-        self.logits = replace(own.logits, linear=self.lm_head)
-        self.hidden_size, self.vocab_size = int(self.config.hidden_size), int(self.config.vocab_size)
-
-    def features(self, input_ids_BT: Tensor, aux_layers: Sequence[int], **options: Any) -> Features:
-        shape, dtype = (*input_ids_BT.shape, self.hidden_size), self.lm_head.weight.dtype
-        *aux, last = (torch.empty(shape, dtype=dtype) for _ in range(len(aux_layers) + 1))
-        return Features(tuple(aux), last)
 
 
 def training_step(

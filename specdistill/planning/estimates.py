@@ -14,7 +14,7 @@ from typing import Any
 from specdistill.errors import UserError
 from specdistill.files.documents import read_yaml
 from specdistill.losses.chunked import BLOCK
-from specdistill.methods import METHODS, MethodCost, sizes
+from specdistill.methods import METHODS, sizes
 from specdistill.methods.sizes import Described, PlannedDraft, weights_read
 from specdistill.planning.accounting import H100, MATRIX_SHARE, TRAFFIC_SHARE, training_step
 from specdistill.planning.budget import ENGINE_BYTES, PASS_TOKENS, USABLE, Budget, budget, kv_itemsize, torch_dtype
@@ -184,7 +184,7 @@ def row_of(method: str, given: Described | None, scenario: Scenario) -> PlanRow:
         return PlanRow(method, False, str(error), recipe)
     generated = settings.get("data", {}).get("regenerate", {}).get("num_tokens")
     size, read = _bytes(method, planned, given, scenario)
-    speed = _speed(planned, METHODS[method].cost, scenario, read)
+    speed = _speed(planned, METHODS[method].passes, scenario, read)
     tokens = generated or planned.published.training_tokens
     return PlanRow(
         method=method,
@@ -218,15 +218,15 @@ def _bytes(method: str, planned: PlannedDraft, given: Described | None, scenario
     return parts.parameters * target.converted_itemsize, read
 
 
-def _speed(planned: PlannedDraft, cost: MethodCost, scenario: Scenario, read: float) -> dict[str, Any]:
+def _speed(planned: PlannedDraft, passes: str, scenario: Scenario, read: float) -> dict[str, Any]:
     """What a step costs and a round promises, as fields of a row. read: bytes of weights that a step reads."""
     parts, num_layers, alphas = planned.parts, scenario.target.text.num_hidden_layers, planned.published.alphas
     step = scenario.pass_bytes(read, planned.cache, parts.read, 1) if parts.read else 0.0
     shares = {"weights": step / scenario.plain, "layers": parts.num_layers / num_layers}
     low = high = None
     if alphas:
-        best, verify = (scenario.verified(MAX_K[cost.passes], spread=spread) for spread in (False, True))
-        low, high = speedup_range(alphas, verify, shares, num_layers, cost.passes, verify_at_best=best)
+        best, verify = (scenario.verified(MAX_K[passes], spread=spread) for spread in (False, True))
+        low, high = speedup_range(alphas, verify, shares, num_layers, passes, verify_at_best=best)
     return {"step_ratio": max(shares.values()), "step_shares": shares, "alphas": alphas, "low": low, "high": high}
 
 
@@ -246,12 +246,12 @@ def _training(
     if planned.shape is None:
         nothing = None if tokens is None else 0
         return {"disk_bytes": nothing, "training_memory": {}, "training_hours": nothing}
-    target, parts, cost, itemsize = scenario.target, planned.parts, METHODS[method].cost, scenario.target.itemsize()
+    target, parts, row, itemsize = scenario.target, planned.parts, METHODS[method], scenario.target.itemsize()
     train, draft = recipe.get("train", {}), {key: value for key, value in recipe.get("draft", {}).items() if key == "ttt_steps"}
     rows = scenario.batch_size or train.get("per_device_train_batch_size", BATCH_SIZE)
     length = scenario.max_length or recipe.get("data", {}).get("max_length", MAX_LENGTH)
     length = min(length, getattr(target.text, "max_position_embeddings", None) or length)
-    read, positions = weights_read(target.model), draft.get("ttt_steps", cost.positions)
+    read, positions = weights_read(target.model), draft.get("ttt_steps", row.positions)
     memory = training_memory(parts, target.parameters * itemsize, planned.shape, planned.vocabulary, positions, rows * length)
     rate = TRAINING_FLOPS / (2 * read + 6 * parts.read * positions)
     if build := planned.build if scenario.computed else None:
@@ -263,7 +263,7 @@ def _training(
         launch = _launched(target, memory, *launch_of(str(name)), is_sharded=recipe["target"].get("shard") == "layers")
         trained = train["max_steps"] * train.get("gradient_accumulation_steps", 1) * rows * length * launch.num_processes
     return {
-        "disk_bytes": None if tokens is None else cost.features * target.text.hidden_size * itemsize * tokens,
+        "disk_bytes": None if tokens is None else row.features * target.text.hidden_size * itemsize * tokens,
         "micro_batch": (rows, length),
         "trained_tokens": trained,
         "training_memory": memory,

@@ -138,7 +138,7 @@ def _order(target: Mapping[str, Any], row: PlanRow) -> tuple[bool, bool, bool, f
     """Drafts that are there and recipes of the target's own come first, then what can be trained, then what promises more. What fills a
     block in one pass learns slowly: with what recipes of small targets train on, others are ahead (docs/methods.md).
     """
-    is_slow = target["parameters"] <= SMALL and METHODS[row.method].cost.passes == "1"
+    is_slow = target["parameters"] <= SMALL and METHODS[row.method].passes == "1"
     return not (row.draft or _is_own(row, target)), not (row.draft or row.training_launch), is_slow, -row.middle
 
 
@@ -217,7 +217,7 @@ def _sizes(row: PlanRow, target: Mapping[str, Any], whole: Budget | None) -> dic
         return keys | {"data.max_length": length if recipe["data"]["max_length"] > length else None}
     tokens = row.training_tokens or recipe["data"]["regenerate"]["num_tokens"]
     steps = max(1, round(tokens / (rows * length * launch.num_processes)))
-    every, positions = max(1, min(1000, steps // EVALUATIONS)), METHODS[row.method].cost.positions
+    every, positions = max(1, min(1000, steps // EVALUATIONS)), METHODS[row.method].positions
     room = (whole.room or 0) // length if whole and launch.num_processes == 1 else MOST_GENERATED
     at_a_time, adamw = max(1, min(MOST_GENERATED, room)), "adamw" if launch.configuration.startswith("zero") else None
     return keys | {

@@ -52,10 +52,11 @@ def read(name: str, *, key: str, revision: str | None = None, trust_remote_code:
     raw, methods = read_config(folder, key), [row.implementation() for row in METHODS.values()]
     nested = raw.get("transformer_layer_config") or raw.get("model")  # as speculators and vLLM wrap a head's
     with refusing((OSError, *CLASS_ERRORS), key, name, CAUSAL_LM):
-        config = next(filter(None, (method.config_of(raw) for method in methods)), None)
-        if config is None and isinstance(nested, dict):
+        if str(raw.get("model_type")).startswith("specdistill_"):  # a draft in a layout of this project's own
+            config = PreTrainedConfig.from_dict(raw.get("text_config") or raw)
+        elif isinstance(nested, dict):
             config = AutoConfig.for_model(**nested)
-        elif config is None:
+        else:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         if not isinstance(config.get_text_config(), PreTrainedConfig):
             raise TypeError("text_config without a config")

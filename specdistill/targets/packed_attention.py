@@ -121,7 +121,7 @@ def cached_attention(
             seen_TS = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_queries)
             seen_TS = seen_TS if window is None else seen_TS.triu(num_keys - num_queries - window + 1)
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        options = {"is_causal": is_all, "scale": scale, "enable_gqa": True}
+        options: dict[str, Any] = {"is_causal": is_all, "scale": scale, "enable_gqa": True}
         output = F.scaled_dot_product_attention(query, key, value, seen_TS, **options).transpose(1, 2)
     return output[..., : value_1GSe.shape[-1]]
 

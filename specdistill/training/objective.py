@@ -53,11 +53,11 @@ class SoftTargets:
 
     @classmethod
     def of(
-        cls, head: LogitsHead, last_hidden_BTD: Tensor, loss_positions: Tensor, ids_W: Tensor, temperature: float
+        cls, head: LogitsHead, last_hidden_BTD: Tensor, loss_positions: Tensor, ids_W: Tensor | None, temperature: float
     ) -> "SoftTargets":
         """loss_positions: [R] or [R, K], of the tokens that are predicted."""
         hidden_RD = before(last_hidden_BTD, loss_positions, 1)
-        if len(ids_W) == head.linear.weight.shape[0]:
+        if ids_W is None or len(ids_W) == head.linear.weight.shape[0]:
             return cls(hidden_RD, head, None, head, temperature)
         return cls(hidden_RD, head, ids_W, pruned(head, ids_W), temperature)
 
@@ -102,43 +102,24 @@ def shift_left(x_BT: Tensor, by: int, fill: int) -> Tensor:
     return F.pad(x_BT[:, by:], (0, min(by, x_BT.shape[1])), value=fill)
 
 
-def with_metrics(
-    losses_r: Tensor, logits_rW: Tensor, soft: TargetDistributions, target_ids_W: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Nats [r] and the metrics of each row, loss, correct and accepted [3, r], or the loss alone [1, r] where nothing is measured.
-
-    target_ids_W: the target's id of each draft token; None where the draft has all of them.
-    """
-    if soft.mass_r is None or soft.top1_r is None:
-        return losses_r, losses_r.detach().unsqueeze(0)
-    with torch.no_grad():
-        best_r = logits_rW.argmax(-1)
-        correct_r = (best_r if target_ids_W is None else target_ids_W[best_r]) == soft.top1_r
-        accepted_r = acceptance(logits_rW.float().softmax(-1), soft.probs_rW * soft.mass_r.unsqueeze(-1))
-        return losses_r, torch.stack((losses_r, correct_r.float(), accepted_r))
-
-
-def checkpoint_mlps(layers: nn.ModuleList) -> None:
-    """From now on backward computes the layers' MLPs again, whose wide states are most of what a layer keeps for it."""
-    names = ("mlp", "feed_forward", "block_sparse_moe")
-    mlps = [module for name, module in layers.named_modules() if name.rpartition(".")[2] in names]
-    if not mlps:
-        got, expected = f"true with layers of {type(layers[0]).__name__}", f"layers with {names[0]}"
-        raise UserError("train.activation_checkpointing", got=got, expected=expected)
-    for mlp in mlps:
-        mlp.forward = partial(checkpoint, mlp.forward, use_reentrant=False)
-
-
 class Objective(nn.Module):
-    """A draft with its loss, as the trainer has it.
+    """A draft with its loss, as the trainer has it. draft: a `Head` as far as `aux_layers` and `target_ids_W` go, or a module without them,
+    which reads no features and has the target's tokens.
 
     Its `forward(**batch, **target_outputs, measure)` returns the loss, summed over the loss tokens, and StepSums. The sum is a scalar, or
     [P], one for each drafted position, which then has a denominator of its own.
 
-    ahead: positions from the first that is read to the first that is predicted.
+    ahead: positions from the first that is read to the first that is predicted. step_weights: [K], of the drafted positions.
     """
 
     ahead = 1
+    step_weights: Tensor
+
+    def __init__(self, draft: Any, divergence: Divergence, temperature: float, step_weights: Tensor) -> None:
+        super().__init__()
+        self.draft: Any = draft
+        self.divergence, self.temperature = divergence, temperature
+        self.register_buffer("step_weights", step_weights, persistent=False)
 
     def prepare(self, batch: dict[str, Any], number: int | None) -> dict[str, Any]:
         """The batch as it is trained on: as it is, with its anchors, or with rows that the draft generated in its place. Its shapes do not
@@ -151,35 +132,26 @@ class Objective(nn.Module):
         """What the loss of a prepared batch is divided by, a scalar, or [P]: the loss tokens of the first drafted position."""
         return loss_rows(batch["position_ids"], batch["loss_positions"], ahead=self.ahead).sum()
 
-    def read_target(self, target: FrozenTarget, inputs: dict[str, Any]) -> dict[str, Any]:
-        """What forward needs from the frozen target; called without gradients. `inputs` has `features` [B, A + 1, T, D], in place of which
-        forward is given those returned, where a store has them.
-        """
-        raise NotImplementedError
-
-
-class FeatureObjective(Objective):
-    """What the objectives of drafts have in common that read the target's features. step_weights: [K], of the drafted positions."""
-
-    step_weights: Tensor
-
-    def __init__(self, draft: Any, divergence: Divergence, temperature: float, step_weights: Tensor) -> None:
-        super().__init__()
-        self.draft: Any = draft
-        self.divergence, self.temperature = divergence, temperature
-        self.register_buffer("step_weights", step_weights, persistent=False)
-
     @property
     def layers(self) -> nn.ModuleList:
         return self.draft.layers
 
     def activation_checkpointing_enable(self, **options: Any) -> None:
-        """Called by transformers' Trainer for `train.activation_checkpointing`. Not the attention, which would enter its keys and values
-        into the cache a second time.
+        """Called by transformers' Trainer for `train.activation_checkpointing`: from now on backward computes the layers' MLPs again, whose
+        wide states are most of what a layer keeps for it. Not the attention, which would enter its keys and values into the cache twice.
         """
-        checkpoint_mlps(self.layers)
+        names = ("mlp", "feed_forward", "block_sparse_moe")
+        mlps: Any = [module for name, module in self.layers.named_modules() if name.rpartition(".")[2] in names]
+        if not mlps:
+            got, expected = f"true with layers of {type(self.layers[0]).__name__}", f"layers with {names[0]}"
+            raise UserError("train.activation_checkpointing", got=got, expected=expected)
+        for mlp in mlps:
+            mlp.forward = partial(checkpoint, mlp.forward, use_reentrant=False)
 
     def read_target(self, target: FrozenTarget, inputs: dict[str, Any]) -> dict[str, Any]:
+        """What forward needs from the frozen target; called without gradients. `inputs` has `features` [B, A + 1, T, D], in place of which
+        forward is given those returned, where a store has them.
+        """
         return self.of_target(target, inputs, inputs["loss_positions"])
 
     def of_target(self, target: FrozenTarget, inputs: dict[str, Any], labels: Tensor) -> dict[str, Any]:
@@ -189,9 +161,24 @@ class FeatureObjective(Objective):
         else:
             documents = Documents(inputs["cumulative_lengths"], inputs["longest"])
             rows = {"position_ids_BT": inputs["position_ids"], "documents": documents}
-            features = target.features(inputs["input_ids"], self.draft.aux_layers, **rows)
-        options = self.draft.target_ids_W, self.temperature
+            features = target.features(inputs["input_ids"], getattr(self.draft, "aux_layers", ()), **rows)
+        options = getattr(self.draft, "target_ids_W", None), self.temperature
         return {"features": features, "soft_targets": SoftTargets.of(target.logits, features.last_hidden, labels, *options)}
+
+    def row_losses(self, logits_rW: Tensor, soft: TargetDistributions, k: int) -> tuple[Tensor, Tensor]:
+        """Nats [r], and the metrics of each row [M, r]; see `head_loss`."""
+        logits_rW = logits_rW / self.temperature
+        return self.with_metrics(self.divergence(logits_rW, soft.probs_rW), logits_rW, soft)
+
+    def with_metrics(self, losses_r: Tensor, logits_rW: Tensor, soft: TargetDistributions | None) -> tuple[Tensor, Tensor]:
+        """Nats [r] and the metrics of each row, loss, correct and accepted [3, r], or the loss alone [1, r] where nothing is measured."""
+        if soft is None or soft.mass_r is None or soft.top1_r is None:
+            return losses_r, losses_r.detach().unsqueeze(0)
+        with torch.no_grad():
+            best_r, target_ids_W = logits_rW.argmax(-1), getattr(self.draft, "target_ids_W", None)
+            correct_r = (best_r if target_ids_W is None else target_ids_W[best_r]) == soft.top1_r
+            accepted_r = acceptance(logits_rW.float().softmax(-1), soft.probs_rW * soft.mass_r.unsqueeze(-1))
+            return losses_r, torch.stack((losses_r, correct_r.float(), accepted_r))
 
 
 @dataclass

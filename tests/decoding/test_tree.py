@@ -216,7 +216,7 @@ def test_a_level_is_drafted_as_each_of_its_branches_is_alone(
         for node, children in tree.children.items():
             if children:
                 best = forced_logits(fresh, target, text, paths[node]).topk(len(children)).indices
-                ids = fresh.target_ids_W[best] if isinstance(fresh, HeadProposer) else best
+                ids = fresh.in_target(best) if isinstance(fresh, HeadProposer) else best
                 assert [proposal.tokens[child] for child in children] == ids.tolist(), paths[node]
 
 
@@ -249,7 +249,7 @@ def test_a_head_gets_the_features_of_the_accepted_path(target: FrozenTarget, nam
     fresh: Any = proposer_of(name, target)
     for text, proposal in zip(guided.texts, guided.proposals, strict=True):
         with torch.inference_mode():
-            best = fresh.target_ids_W[forced_logits(fresh, target, text, []).topk(2).indices]
+            best = fresh.in_target(forced_logits(fresh, target, text, []).topk(2).indices)
         assert proposal.tokens[:2] == best.tolist()
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from specdistill.methods import METHODS, Method, MethodCost
+from specdistill.methods import METHODS, Method
 from tests.refusals import refused_key
 from tests.scripts import specdistill
 from tests.tiny import tiny_target_model, tiny_tokenizer
@@ -23,7 +23,7 @@ TEXTS = [
 @pytest.fixture(scope="module")
 def table():
     """The one line that a new method adds to the library."""
-    row = Method("drafts a block in one pass", MethodCost("1"), "tests.methods.block")
+    row = Method("drafts a block in one pass", passes="1", package="tests.methods.block")
     METHODS["block"] = row
     yield METHODS
     del METHODS["block"]

@@ -2,13 +2,15 @@
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from specdistill.methods.chains.head import parameter_counts
 from specdistill.methods.eagle import method as eagle
 from specdistill.methods.eagle.module import EagleConfig, EagleDraft
 from specdistill.methods.eagle3 import method as eagle3
-from specdistill.methods.mtp.method import mtp_head
-from specdistill.methods.sizes import ModelShape, ParameterCounts
+from specdistill.methods.eagle3.module import Eagle3Config, Eagle3Draft
+from specdistill.methods.mtp import method as mtp
+from specdistill.methods.sizes import Described, ModelShape, ParameterCounts
 from specdistill.planning import estimates as costs
 from specdistill.statistics.theory import alpha_from_acceptance_length
 
@@ -22,7 +24,10 @@ def eagle_head() -> ParameterCounts:
 
 
 def eagle3_head() -> ParameterCounts:
-    return eagle3.counted(LLAMA_8B, VOCABULARY, 32_000, 4096)
+    sizes = {"vocab_size": VOCABULARY, "draft_vocab_size": 32_000, "target_hidden_size": 4096}
+    with torch.device("meta"):
+        head = Eagle3Draft(Eagle3Config(**vars(LLAMA_8B), **sizes, aux_layers=(2, 16, 29), target_num_layers=32))
+    return parameter_counts(head, once_per_round={"fc.weight"})
 
 
 def shares_of(head: ParameterCounts) -> dict[str, float]:
@@ -46,9 +51,17 @@ def test_an_eagle_head_borrows_the_target_s_head():
 
 
 def test_native_layers_are_all_kept_and_read_one_at_a_time():
-    one, three = (mtp_head(8, 100, layer=1000, layer_read=300, num_layers=n) for n in (1, 3))
-    assert one.parameters == 2 * 64 + 24 + 1000 and three.parameters == 3 * one.parameters
-    assert one.read == three.read == 2 * 64 + 24 + 300 + 800
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 260}
+    config = LlamaConfig(**sizes)
+    one, three = (
+        mtp.planned(
+            Described("tiny", "target.model", None, None, config.to_dict(), config, ("num_mtp_layers", n)), None, {}
+        ).parts
+        for n in (1, 3)
+    )
+    layer = 4 * 64**2 + 3 * 64 * 96 + 2 * 64
+    assert one.parameters == 2 * 64**2 + 3 * 64 + layer and three.parameters == 3 * one.parameters
+    assert one.read == three.read == one.parameters + 260 * 64
 
 
 def test_the_best_k():

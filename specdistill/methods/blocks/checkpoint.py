@@ -56,12 +56,9 @@ def save(draft: BlockDraft, kind: Kind, folder: Path) -> None:
     checkpoint.write_draft(folder, config_to_json(draft.config, kind, draft.fc.weight.dtype), kept)
 
 
-def load(kind: Kind, folder: Path | str, target: FrozenTarget, *, key: str = "eval.draft") -> BlockDraft:
-    """Read a draft for a target. Raises UserError as `load_eagle3` does, for a mask or layers that the target does not have, and for what
-    block drafters do not have here.
-    """
-    draft: BlockDraft = checkpoint.load_reading(partial(check, kind), kind.draft, folder, target, key)
-    return draft
+def load(kind: Kind, folder: Path | str, target: FrozenTarget, *, key: str = "eval.draft") -> Any:
+    """Read a draft for a target. Raises UserError as `load_reading` does, and for a mask or layers that the target does not have."""
+    return checkpoint.load_reading(partial(check, kind), kind.draft, folder, target, key=key)
 
 
 def check(
@@ -140,11 +137,7 @@ def config_from_json(kind: Kind, raw: Mapping[str, Any], target_num_layers: int 
     """The inverse of `config_to_json` for every layout, with the defaults that engines assume for absent keys."""
     nested = dict(stated(raw, NESTED, dict[str, Any], key) or {})
     layers = [layer + 1 for layer in nested.get("target_layer_ids") or raw.get("target_layer_ids") or ()]
-    if (of_speculators := raw.get("speculators_model_type")) is not None:
-        inner = stated(raw, "transformer_layer_config", dict[str, Any], key)
-        if of_speculators != kind.name or not inner:
-            got = f"speculators_model_type {of_speculators} with {'a' if inner else 'no'} transformer_layer_config"
-            raise UserError(key, got=got, expected=f"{kind.name}, with one")
+    if inner := checkpoint.layers_of_speculators(raw, kind.name, key):
         layers = list(stated(raw, "aux_hidden_state_layer_ids", list[int], key) or ())
         windows = "sliding_attention" in (inner.get("layer_types") or ())
         raw = {"is_causal": windows and not raw.get("sliding_window_non_causal", False), **inner, **raw}
@@ -161,20 +154,12 @@ def config_from_json(kind: Kind, raw: Mapping[str, Any], target_num_layers: int 
     own: dict[str, Any] = {"block_size": 16}
     own |= {name: both[name] for name in kind.own_fields if both.get(name) is not None}
     own |= {"is_causal": shape["sliding_window"] is not None if causal is None else bool(causal)}
-    config = kind.config(
+    for name, least in (("block_size", 2), ("mask_token_id", 0), ("markov_rank", 1)):
+        stated(own, name, checkpoint.size_from(least), key)
+    return kind.config(
         **shape,
         draft_vocab_size=raw.get("draft_vocab_size") or shape["vocab_size"],
         aux_layers=tuple(layers),
         target_num_layers=num_layers,
         **own,
     )
-    check_numbers(config, key)
-    return config
-
-
-def check_numbers(config: BlockConfig, key: str) -> None:
-    """Raises UserError for numbers of a file that are none, or too small to be."""
-    for name, least in (("block_size", 2), ("mask_token_id", 0), ("draft_vocab_size", 1), ("markov_rank", 1)):
-        value = getattr(config, name, least)
-        if type(value) is not int or not least <= value <= checkpoint.LARGEST_SIZE:
-            raise UserError(key, got=f"{name} {value!r}"[:80], expected=f"a whole number from {least} on")

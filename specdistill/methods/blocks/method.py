@@ -1,7 +1,6 @@
 """What a method of block drafting is as a row of the table: how it is recognized, created, trained, examined, planned and exported."""
 
 from collections.abc import Iterator, Set
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -68,22 +67,17 @@ def planned(
     asked = defaults | {name: value for name, value in settings.items() if name in defaults} | {"mask_token_id": 0}
     aux_layers = asked.pop("aux_layers")
     target.tried(lambda tiny: build(kind, tiny, **asked))
-    shape = sizes.planned_shape(target, given, settings)
-    if not given:
-        shape = replace(shape, num_layers=asked["num_layers"])
-    vocabulary = target.text.vocab_size
-    width = (given.raw.get("draft_vocab_size") if given else settings.get("vocab_size")) or vocabulary
+    shape = sizes.planned_shape(target, given, asked)
+    width = (given.raw.get("draft_vocab_size") if given else settings.get("vocab_size")) or target.text.vocab_size
     sizes_of_draft = {**asked, **vars(shape)}
 
     def whole(full: FrozenTarget) -> BlockDraft:
         return kind.draft(kind.config(**block_config(full, width, aux_layers=aux_layers, **sizes_of_draft)))
 
-    num_read = len(aux_layers or ()) or 5
-    fields: dict[str, Any] = {**sizes_of_draft, "vocab_size": vocabulary, "draft_vocab_size": width}
-    config = kind.config(**fields, aux_layers=tuple(range(1, num_read + 1)), target_num_layers=num_read)
     with torch.device("meta"):
-        parts = parameter_counts(kind.draft(config), once_per_round={"fc.weight"})
-    note = f"blocks of {config.block_size}, reads {num_read} of the target's layers, borrows its head"
+        draft = whole(target.weightless)
+    parts = parameter_counts(draft, once_per_round={"fc.weight"})
+    note = f"blocks of {draft.config.block_size}, reads {len(draft.aux_layers)} of the target's layers, borrows its head"
     keys = tuple(f"draft.{name}={asked[name]}" for name in ("num_layers", "block_size", "markov_rank") if name in asked)
     return sizes.PlannedDraft(parts, shape, width, note, published, sizes.cache_of_head(shape, given), keys, build=whole)
 

@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from specdistill.errors import UserError
 from specdistill.methods.chains.head import head_shape
-from specdistill.methods.layers import Attention, FeatureDraft, FeatureShape, HeadShape, KVCache, PlainLayer, RMSNorm
+from specdistill.methods.layers import FeatureDraft, FeatureShape, KVCache, PlainLayer, RMSNorm
 from specdistill.methods.mask_token import mask_token
 from specdistill.targets.frozen import Features, FrozenTarget
 
@@ -50,28 +49,16 @@ class BlockConfig(FeatureShape):
         return self.block_size - self.first_slot
 
 
-class BlockAttention(Attention):
-    def __init__(self, config: HeadShape, input_size: int) -> None:
-        super().__init__(config, input_size)
-        self.q_norm, self.k_norm = (RMSNorm(config.head_dim, config.rms_norm_eps) for _ in range(2))
-
-    def remember(self, context_BTH: Tensor, rotary: Rotation, layer: int, kv_cache: KVCache) -> None:
-        """Make keys and values of the context."""
-        key = self.heads(self.k_proj, self.k_norm, context_BTH)
-        kv_cache.append(layer, apply_rotary_pos_emb(key, key, *rotary)[0], self.heads(self.v_proj, None, context_BTH))
-
-
 class BlockLayer(PlainLayer):
     def __init__(self, config: BlockConfig, index: int) -> None:
-        super().__init__(config, index, attention=BlockAttention)
+        super().__init__(config, index, head_norms=True)
 
     def forward(
         self, hidden_NPH: Tensor, rotary: Rotation, kv_cache: KVCache, context: tuple[Tensor, Rotation] | None = None
     ) -> Tensor:
         """context: [B, T, H] and its rotary tables, where it is not remembered yet: forward alone has a sharded layer's whole weights."""
         if context is not None:
-            attention: Any = self.self_attn
-            attention.remember(*context, self.index, kv_cache)
+            self.self_attn.remember(*context, self.index, kv_cache)
         return super().forward(hidden_NPH, rotary, kv_cache)
 
 

@@ -23,16 +23,15 @@ from specdistill.methods.blocks.module import BlockDraft
 from specdistill.methods.blocks.recipe import BlockRecipe
 from specdistill.targets.frozen import Features, FrozenTarget
 from specdistill.training.objective import (
-    FeatureObjective,
+    Objective,
     SoftTargets,
     StepSums,
     TargetDistributions,
     chain_products,
-    with_metrics,
 )
 
 
-class BlockObjective(FeatureObjective):
+class BlockObjective(Objective):
     """A block drafter as the trainer sees it: target features in, loss sums of each drafted position out.
 
     Args:
@@ -102,7 +101,7 @@ class BlockObjective(FeatureObjective):
         correction = None
         if draft.markov_head is not None:
             correction_NKE, embedded_NKE = draft.markov_head(rows_NKH, ids_S[labels_NK - 1])
-            correction = correction_NKE.flatten(0, 1).unsqueeze(0), draft.markov_head.weight
+            correction = correction_NKE.flatten(0, 1).unsqueeze(0), draft.markov_head.markov_w2.weight
         confident = draft.confidence_head is not None and self.confidence_weight > 0
         tokens_R, has_loss_R = ids_S[labels_NK].flatten(), has_loss.flatten()
 
@@ -132,18 +131,15 @@ class BlockObjective(FeatureObjective):
             sums.chain_uncorrected = chain_products((uncorrected_M1R[1, 0].unflatten(0, has_loss.shape) * has_loss).T)
         return total, sums
 
-    def row_losses(
-        self, logits_rW: Tensor, targets: tuple[TargetDistributions, Tensor, Tensor], k: int
-    ) -> tuple[Tensor, Tensor]:
-        """Nats [r], and the metrics of each row [M, r]; see `head_loss`. r: of whole blocks."""
+    def row_losses(self, logits_rW: Tensor, targets: Any, k: int) -> tuple[Tensor, Tensor]:
+        """As all objectives', of whole blocks. targets: distributions, the text's tokens [r], and whether they have a loss [r]."""
         soft, token_r, has_loss_r = targets
-        logits_rW = logits_rW / self.temperature
-        losses_r, metrics_Mr = with_metrics(self.divergence(logits_rW, soft.probs_rW), logits_rW, soft, self.draft.target_ids_W)
+        losses_r, metrics_Mr = super().row_losses(logits_rW, soft, k)
         if self.alpha is None:
             return losses_r, metrics_Mr
         with torch.no_grad():
             # The chance of the text's token; a token that the draft does not have is never right.
-            ids_W = self.draft.target_ids_W
+            logits_rW, ids_W = logits_rW / self.temperature, self.draft.target_ids_W
             index_r = torch.searchsorted(ids_W, token_r).clamp_max(len(ids_W) - 1)
             log_q_r = logits_rW.float().gather(1, index_r.unsqueeze(1)).squeeze(1) - logits_rW.float().logsumexp(1)
             chance_r = log_q_r.exp() * (ids_W[index_r] == token_r)

@@ -25,7 +25,7 @@ class BlockProposer(FeatureProposer):
 
     def __init__(self, draft: BlockDraft) -> None:
         super().__init__(draft)
-        self.draft, self.depends_on_width = draft, not draft.config.is_causal
+        self.depends_on_width = not draft.config.is_causal
         self.settings = {"block_size": draft.config.block_size}
 
     def passes(self, k: int) -> int:
@@ -35,7 +35,7 @@ class BlockProposer(FeatureProposer):
         slots = self._block(state, k, key="eval.num_speculative_tokens")
 
         def next_logits(step: int, index_B: Tensor | None) -> tuple[Tensor, Tensor | None]:
-            logits_B1W, confidence_B1 = slots.next(step, None if index_B is None else self.target_ids_W[index_B].unsqueeze(1))
+            logits_B1W, confidence_B1 = slots.next(step, None if index_B is None else self.in_target(index_B).unsqueeze(1))
             return logits_B1W[:, 0], None if confidence_B1 is None else confidence_B1[:, 0]
 
         return self.chains(k, sampling, generators, next_logits)
@@ -48,7 +48,7 @@ class BlockProposer(FeatureProposer):
 
         def expand(index_BT: Tensor, rows_BT: Tensor) -> Tensor:
             slots.follow(rows_BT)
-            return slots.next(next(levels), self.target_ids_W[index_BT])[0]
+            return slots.next(next(levels), self.in_target(index_BT))[0]
 
         logits_B1W, _ = slots.next(0, None)
         drafts = shape.grow(logits_B1W[:, 0], expand, sampling, generators)
@@ -91,6 +91,6 @@ class _Slots:
             return logits_BTW, None
         assert self.state_BTE is not None
         correction_BTE, embedded_BTE, self.state_BTE = draft.markov_head.step(hidden_BTH, previous_BT, self.state_BTE)
-        logits_BTW = logits_BTW + correction_BTE @ draft.markov_head.weight.T
+        logits_BTW = logits_BTW + correction_BTE @ draft.markov_head.markov_w2.weight.T
         confidence = draft.confidence_head
         return logits_BTW, None if confidence is None else confidence(hidden_BTH, embedded_BTE).float().sigmoid()

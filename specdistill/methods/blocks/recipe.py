@@ -1,7 +1,5 @@
 """The recipe of a block drafter: its sizes, its blocks, its loss, and where the target's features come from."""
 
-from typing import Any
-
 from pydantic import model_validator
 
 from specdistill.errors import UserError
@@ -12,7 +10,8 @@ from specdistill.recipe.fields import option, section
 class BlockDraftConfig(LayerSizes):
     """Sizes of a fresh block drafter, and the blocks that it is trained on."""
 
-    init: str | None = option(None, "initialization: the folder or Hub id of a trained draft; null: new weights")
+    NOT_OF_SHAPE = frozenset({"init", "vocab_size", "num_anchors"})
+
     num_layers: int = option(5, "decoder layers", ge=1)
     block_size: int = option(8, "slots of a block: the anchor and the masks after it", ge=2, le=64)
     num_anchors: int = option(256, "blocks in each row of data.max_length tokens, at most one for each token with loss", ge=1)
@@ -26,10 +25,6 @@ class BlockDraftConfig(LayerSizes):
         ge=0,
     )
     is_causal: bool = option(False, "a slot sees the slots up to itself; false: all slots of its block")
-
-    def shape(self) -> dict[str, Any]:
-        """What a fresh draft is built from."""
-        return self.model_dump(exclude={"vocab_size", "init", "num_anchors"})
 
 
 class BlockLossConfig(SoftLossConfig):

@@ -40,14 +40,14 @@ class Head(Protocol):
     aux_layers: the target's layers it reads in addition to the last.
     shared: names of tensors that are the target's own: neither trained nor saved.
     logits: [..., H] -> [..., W], over the draft vocabulary; the target's own head scales and caps them as the target does.
-    target_ids_W: the target's id of each draft token, ascending.
+    target_ids_W: the target's id of each draft token, ascending; None where a draft token is the target's.
     """
 
     config: Any
     aux_layers: tuple[int, ...]
     shared: frozenset[str]
     logits: LogitsHead
-    target_ids_W: Tensor
+    target_ids_W: Tensor | None
 
     def fuse(self, features: Features) -> Tensor:
         """The target's features -> the hidden state [B, T, H] of the first step."""

@@ -32,7 +32,7 @@ class CompiledSteps:
         self.head, self.logits, self.cache = head, head.logits, cache
         cache.allocate(size)
         allow_graphs()
-        mode = "reduce-overhead" if head.target_ids_W.is_cuda else None
+        mode = "reduce-overhead" if self.logits.linear.weight.is_cuda else None
         self._graph = torch.compile(self._pass, fullgraph=True, dynamic=False, mode=mode)
 
     def read(self, next_ids_1T: Tensor, hidden_1TH: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -59,16 +59,11 @@ class CompiledSteps:
 class HeadProposer(FeatureProposer):
     """Chains or trees: true features for committed positions, the head's own hidden state for the drafted ones."""
 
-    depends_on_width = False
-
     def __init__(self, head: Head) -> None:
         super().__init__(head)
         self.compiled = False  # whether passes for one sequence are graphs
         self._graphs: dict[int, CompiledSteps] = {}  # by positions of the KV cache
         self._graph: CompiledSteps | None = None
-
-    def passes(self, k: int) -> int:
-        return k
 
     def begin(self, max_lengths: Sequence[int]) -> None:
         self._graph = None
@@ -91,7 +86,7 @@ class HeadProposer(FeatureProposer):
         def next_logits(step: int, index_B: Tensor | None) -> tuple[Tensor, None]:
             nonlocal next_ids, hidden, counts
             if index_B is not None:
-                next_ids, counts = self.target_ids_W[index_B].unsqueeze(1), [1] * len(counts)
+                next_ids, counts = self.in_target(index_B).unsqueeze(1), [1] * len(counts)
             logits_BW, hidden_BH = self._step(next_ids, hidden, counts, 1 + k)
             hidden = hidden_BH.unsqueeze(1)
             return logits_BW, None
@@ -112,7 +107,7 @@ class HeadProposer(FeatureProposer):
             nonlocal hidden_BTH, step
             step = step.descend(rows_BT)
             rotary, above_BTH = self.cache.level(step), at_nodes(hidden_BTH, rows_BT)
-            normed, hidden_BTH = self.draft(self.target_ids_W[index_BT], above_BTH, rotary, self.cache)
+            normed, hidden_BTH = self.draft(self.in_target(index_BT), above_BTH, rotary, self.cache)
             return self.draft.logits(normed)
 
         drafts = shape.grow(logits_BW, expand, sampling, generators)

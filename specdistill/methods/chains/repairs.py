@@ -12,17 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specdistill.losses.divergence import forward_kl
-from specdistill.methods.chains.unroll import TrainingTimeTest
 from specdistill.methods.layers import Rotary
 from specdistill.targets.frozen import FrozenTarget
 
 Repair = tuple[Any, ...]  # a cause, and what reverts it: a function of a head, and its other arguments
-
-
-def simulated(head: Any, num_tokens: int) -> TrainingTimeTest:
-    """The training-time test with plain KL, for as many steps as tokens are drafted."""
-    return TrainingTimeTest(head, forward_kl, num_tokens)
 
 
 def on_copies(

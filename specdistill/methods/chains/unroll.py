@@ -1,6 +1,6 @@
 """The training-time test (EAGLE-3, arXiv 2503.01840, section 3.2; HASS, arXiv 2408.15766): training on its own states, K steps deep.
 
-Shapes: B rows, T positions, H draft hidden, R loss tokens (padded), r of a chunk of them, W draft vocabulary, N query heads, G key/value
+Shapes: B rows, T positions, H draft hidden, R loss tokens (padded), N query heads, G key/value
 heads, S = B T chains.
 
 Every position t of a packed row is the root of a chain. With g_t the target's features, y_t its distribution after x_t:
@@ -31,18 +31,16 @@ from specdistill.methods.chains.head import Head
 from specdistill.methods.chains.recipe import HeadRecipe
 from specdistill.targets.frozen import Features, FrozenTarget
 from specdistill.training.objective import (
-    FeatureObjective,
+    Objective,
     SoftTargets,
     StepSums,
-    TargetDistributions,
     before,
     loss_rows,
     shift_left,
-    with_metrics,
 )
 
 
-class TrainingTimeTest(FeatureObjective):
+class TrainingTimeTest(Objective):
     """A head as the trainer sees it: target features in, per-step loss sums out.
 
     Args:
@@ -110,7 +108,7 @@ class TrainingTimeTest(FeatureObjective):
             has_loss_KR * self.step_weights.unsqueeze(1),
             self.draft.logits,
             partial(soft_targets.at, measure=measure),
-            partial(self.row_losses, self.draft.target_ids_W),
+            self.row_losses,
         )
 
         def by_chain(values_KR: Tensor) -> Tensor:
@@ -120,11 +118,6 @@ class TrainingTimeTest(FeatureObjective):
 
         sums = StepSums.of(has_loss_KR, *(metrics_MKR * has_loss_KR), by_chain=by_chain)
         return total + self.feature_weight * errors, sums
-
-    def row_losses(self, target_ids_W: Tensor, logits_rW: Tensor, soft: TargetDistributions, k: int) -> tuple[Tensor, Tensor]:
-        """Of step k's logits: nats [r], and the metrics of each row [M, r]; see `head_loss`."""
-        logits_rW = logits_rW / self.temperature
-        return with_metrics(self.divergence(logits_rW, soft.probs_rW), logits_rW, soft, target_ids_W)
 
 
 def objective(draft: Head, recipe: HeadRecipe, target: FrozenTarget) -> TrainingTimeTest:

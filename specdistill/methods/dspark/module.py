@@ -31,7 +31,7 @@ class DSparkConfig(BlockConfig):
 
 
 class MarkovHead(nn.Module):
-    """The correction, of rank E. weight: [W, E], whose products with what `step` and the call return are added to the logits."""
+    """The correction, of rank E: the products of markov_w2 [W, E] with what `step` and the call return are added to the logits."""
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
@@ -42,10 +42,6 @@ class MarkovHead(nn.Module):
             self.gate_proj = nn.Linear(config.hidden_size + rank, rank)
         elif self.kind == "rnn":
             self.joint_proj = nn.Linear(2 * rank + config.hidden_size, 3 * rank)
-
-    @property
-    def weight(self) -> Tensor:
-        return self.markov_w2.weight
 
     @torch.no_grad()
     def begin(self, embedding_VH: Tensor, head_WH: Tensor) -> None:

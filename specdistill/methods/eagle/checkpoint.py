@@ -31,12 +31,10 @@ def save_eagle(draft: EagleDraft, folder: Path) -> None:
 
 
 def load_eagle(folder: Path | str, target: FrozenTarget, *, key: str = "eval.draft") -> EagleDraft:
-    """Read a head for a target. `key` is the recipe key the folder came from, which errors name.
-
-    Raises UserError when files are missing or broken, when a tensor is missing, unknown or of another shape or kind, when the head is for
-    another hidden size, vocabulary or scale of logits than the target's, or brings an embedding or a head that is not the target's.
+    """Read a head for a target. Raises UserError as `load_reading` does, and for a head with another scale of logits than the target's, or
+    with an embedding or an output layer that is not the target's.
     """
-    draft: EagleDraft = checkpoint.load_reading(check_eagle, EagleDraft, folder, target, key)
+    draft: EagleDraft = checkpoint.load_reading(check_eagle, EagleDraft, folder, target, key=key)
     if draft.config.logit_scale != 1 and not math.isclose(draft.config.logit_scale, target.logits.scale, rel_tol=1e-4):
         got = f"{folder} with logit_scale {draft.config.logit_scale:g}"
         raise UserError(key, got=got, expected=f"{target.logits.scale:g}, as {target.name} has")

@@ -1,7 +1,6 @@
 """EAGLE-1 as a row of the table: how it is recognized, created, trained, examined, planned and exported."""
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -9,12 +8,9 @@ import torch
 from specdistill.methods import sizes
 from specdistill.methods.chains import repairs
 from specdistill.methods.chains.head import create_or_load, drafts_chains, head_shape, parameter_counts
-from specdistill.methods.chains.proposer import HeadProposer
-from specdistill.methods.chains.unroll import objective
-from specdistill.methods.contract import Implementation
+from specdistill.methods.chains.method import head_method
 from specdistill.methods.eagle.checkpoint import check_eagle, config_from_json, export, load_eagle, save_eagle
 from specdistill.methods.eagle.module import EagleConfig, EagleDraft, build_eagle
-from specdistill.methods.feature_proposer import loaded_proposer
 from specdistill.statistics.theory import alpha_from_acceptance_length
 from specdistill.targets.frozen import FrozenTarget
 
@@ -52,7 +48,7 @@ def likely_causes(head: EagleDraft, target: FrozenTarget) -> Iterator[repairs.Re
 def planned(target: sizes.Described, given: sizes.Described | None, settings: dict[str, Any]) -> sizes.PlannedDraft:
     """The head that is given, or the one that a recipe with these keys of `draft:` would train."""
     target.tried(build_eagle)
-    shape, vocabulary = sizes.planned_shape(target, given, settings), target.text.vocab_size
+    shape = sizes.planned_shape(target, given, settings)
     keys = tuple(f"draft.{name}=null" for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads"))
     note = "reads the last hidden state, borrows the target's head"
 
@@ -62,22 +58,20 @@ def planned(target: sizes.Described, given: sizes.Described | None, settings: di
         return draft
 
     with torch.device("meta"):
-        parts = parameter_counts(EagleDraft(EagleConfig(vocab_size=vocabulary, **vars(shape))))
+        parts = parameter_counts(build(target.weightless))
     cache, counted_with = sizes.cache_of_head(shape, given), {"ttt_steps": 1}
-    return sizes.PlannedDraft(parts, shape, vocabulary, note, PUBLISHED, cache, keys, counted_with, build=build)
+    return sizes.PlannedDraft(parts, shape, target.text.vocab_size, note, PUBLISHED, cache, keys, counted_with, build=build)
 
 
-METHOD = Implementation(
-    load_proposer=partial(loaded_proposer, load_eagle, HeadProposer),
+METHOD = head_method(
+    load_eagle,
+    likely_causes,
     has_tensors=lambda names: drafts_chains(names) and names >= TENSORS and "layers.0.hidden_norm.weight" not in names,
     is_named=is_named,
     create=lambda recipe, target, rows: create_or_load(recipe, target, build_eagle, load_eagle, "ttt_steps"),
     save=lambda draft, target, folder: save_eagle(draft, folder),
-    objective=objective,
     head_shape=lambda config, num_layers: config_from_json(config, "draft"),
     check=lambda *files, **names: check_eagle(*files, **names)[0],
-    simulated=repairs.simulated,
-    repaired=partial(repairs.on_copies, likely_causes),
     planned=planned,
     is_described=is_described,
     export=export,

@@ -35,6 +35,7 @@ class EagleDraft(nn.Module):
     """The head (a `Head`, see specdistill.methods.chains.head). Embedding and lm_head are frozen copies of the target's (`borrow`)."""
 
     aux_layers = ()
+    target_ids_W = None
     shared = frozenset({"embed_tokens.weight", "lm_head.weight"})
 
     def __init__(self, config: EagleConfig) -> None:
@@ -50,11 +51,6 @@ class EagleDraft(nn.Module):
         """Take the target's embedding and head."""
         self.load_state_dict({name: target.tensor(name) for name in self.shared}, strict=False)
         self.logits = replace(target.logits, linear=self.lm_head)
-
-    @property
-    def target_ids_W(self) -> Tensor:
-        """All of the target's tokens."""
-        return torch.arange(self.config.vocab_size, device=self.fc.weight.device)
 
     def fuse(self, features: Features) -> Tensor:
         """The target's last hidden state [B, T, H], as it is."""

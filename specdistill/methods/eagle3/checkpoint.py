@@ -11,6 +11,7 @@ What goes over the edge here and nowhere else:
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from specdistill.engines.loader import AUX_LAYERS, engine_aux_layers
 from specdistill.errors import UserError
 from specdistill.methods import checkpoint
 from specdistill.methods.eagle3.module import Eagle3Config, Eagle3Draft
+from specdistill.methods.eagle3.serving import NORMS, head_config, in_eagle_config
 from specdistill.targets.files import EMBEDDING, HEAD, TargetFiles, needed, stated
-from specdistill.targets.frozen import FrozenTarget
 
 WHAT = "an EAGLE-3 head"
 # Parts of tensors' names in files -> here.
@@ -57,16 +58,6 @@ def save_eagle3(draft: Eagle3Draft, folder: Path) -> None:
     checkpoint.write_draft(folder, config_to_json(draft.config, draft.fc.weight.dtype), tensors)
 
 
-def load_eagle3(folder: Path | str, target: FrozenTarget, *, key: str = "eval.draft") -> Eagle3Draft:
-    """Read a head for a target, from any of the layouts above.
-
-    `key` is the recipe key the folder came from, which errors name. Raises UserError when files are missing or broken, when a tensor is
-    missing, unknown or of another shape or kind, when the config asks for what heads do not have here, or when the head is for another
-    hidden size, vocabulary or depth than the target's.
-    """
-    return checkpoint.load_reading(check_eagle3, Eagle3Draft, folder, target, key)
-
-
 def check_eagle3(
     folder: Path, tensors: Mapping[str, Tensor], target: checkpoint.AnyTarget | None, *, key: str, name: Path | str
 ) -> tuple[Eagle3Config, dict[str, Tensor]]:
@@ -75,7 +66,7 @@ def check_eagle3(
 
     An embedding that is a copy of the target's, perhaps in another dtype, is dropped; the config says when it is the head's own. Of
     tensors without content neither is known, nor what `d2t` says. The target is needed where the config does not say how deep it is.
-    Raises UserError as `load_eagle3` does.
+    Raises UserError as `load_reading` does.
     """
     config = config_from_json(checkpoint.read_config(folder, key), None if target is None else target.num_layers, key)
     if target is not None:
@@ -112,6 +103,9 @@ def check_eagle3(
     return config, result
 
 
+load_eagle3 = partial(checkpoint.load_reading, check_eagle3, Eagle3Draft)  # from any of the layouts above
+
+
 def export(
     draft: Path, engine: str, layout: Layout, output: Path, target: TargetFiles | None, num_speculative_tokens: int
 ) -> None:
@@ -132,18 +126,9 @@ def export(
 
 def config_to_json(config: Eagle3Config, dtype: torch.dtype) -> dict[str, Any]:
     """The config.json of `LlamaForCausalLMEagle3`, and how many layers the target has."""
-    eagle: dict[str, Any] = {"use_aux_hidden_state": True}
-    if list(config.aux_layers) != engine_aux_layers(config.target_num_layers):
-        eagle[AUX_LAYERS] = [layer - 1 for layer in config.aux_layers]
-    own = ("draft_vocab_size", "target_hidden_size", "fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
-    return {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        **checkpoint.shape_to_json(config, dtype),
-        **{name: getattr(config, name) for name in own},
-        "num_target_layers": config.target_num_layers,
-        "num_aux_hidden_states": len(config.aux_layers),
-        "eagle_config": eagle,
-    }
+    head = HeadExport(checkpoint.shape_to_json(config, dtype), config, target=None, num_speculative_tokens=0)
+    keys = head_config(head, *NORMS, "norm_before_residual", aux_layers=in_eagle_config)
+    return {"eagle_config": {"use_aux_hidden_state": True}, **keys, "num_target_layers": config.target_num_layers}
 
 
 def config_from_json(raw: Mapping[str, Any], target_num_layers: int | None, key: str) -> Eagle3Config:
@@ -151,7 +136,10 @@ def config_from_json(raw: Mapping[str, Any], target_num_layers: int | None, key:
 
     target_num_layers: of the target that is at hand, for files that do not say.
     """
-    raw = _flat(raw, key)
+    if layer := checkpoint.layers_of_speculators(raw, "eagle3", key):
+        raw = {"norm_before_residual": True, **layer, **raw}
+    else:
+        raw = raw.get("model") or raw  # where vLLM nests them
     nested = stated(raw, "eagle_config", dict[str, Any], key) or {}
     checkpoint.check_settings(nested, FIXED, key, what=WHAT)
     num_layers = raw.get("num_target_layers") or target_num_layers
@@ -174,19 +162,6 @@ def config_from_json(raw: Mapping[str, Any], target_num_layers: int | None, key:
     if config.fc_norm and config.norm_before_fc:
         raise UserError(key, got="fc_norm and norm_before_fc", expected=f"one of the two in {WHAT}")
     return config
-
-
-def _flat(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """The keys of a head side by side, where vLLM or speculators nests a Llama's."""
-    kind = raw.get("speculators_model_type")
-    if kind is None:
-        wrapped = raw.get("model")
-        return wrapped if isinstance(wrapped, dict) else raw
-    layer = raw.get("transformer_layer_config")
-    if kind != "eagle3" or not isinstance(layer, dict):
-        got = f"speculators_model_type {kind} with {'a' if isinstance(layer, dict) else 'no'} transformer_layer_config"
-        raise UserError(key, got=got, expected="eagle3, with one")
-    return {"norm_before_residual": True, **layer, **raw}
 
 
 def _aux_layers(raw: Mapping[str, Any], nested: Mapping[str, Any], num_layers: int, key: str) -> tuple[int, ...]:

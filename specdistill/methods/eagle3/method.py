@@ -1,9 +1,8 @@
 """EAGLE-3 as a row of the table: how it is recognized, created, trained, examined, planned and exported."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +13,10 @@ from specdistill.errors import UserError
 from specdistill.methods import sizes
 from specdistill.methods.chains import repairs
 from specdistill.methods.chains.head import create_or_load, drafts_chains, parameter_counts
-from specdistill.methods.chains.proposer import HeadProposer
-from specdistill.methods.chains.unroll import objective
-from specdistill.methods.contract import Implementation
+from specdistill.methods.chains.method import head_method
 from specdistill.methods.eagle3.checkpoint import check_eagle3, config_from_json, export, load_eagle3, save_eagle3
 from specdistill.methods.eagle3.config import Eagle3Recipe
-from specdistill.methods.eagle3.module import Eagle3Config, Eagle3Draft, build_eagle3, eagle3_config
-from specdistill.methods.feature_proposer import loaded_proposer
+from specdistill.methods.eagle3.module import Eagle3Draft, build_eagle3, eagle3_config
 from specdistill.statistics.theory import alpha_from_acceptance_length
 from specdistill.targets.frozen import FrozenTarget
 
@@ -103,51 +99,36 @@ def planned(target: sizes.Described, given: sizes.Described | None, settings: di
     """The head that is given, or the one that a recipe with these keys of `draft:` would train."""
     target.tried(build_eagle3)
     vocabulary, hidden_size = target.text.vocab_size, target.text.hidden_size
-    shape, num_aux = sizes.planned_shape(target, given, settings), 3
+    shape = sizes.planned_shape(target, given, settings)
+    aux_layers: Sequence[int] | None = None
     width = settings.get("vocab_size") or (vocabulary if settings else min(vocabulary, sizes.DRAFT_VOCABULARY))
     if given:
-        width, num_aux = given.raw.get("draft_vocab_size") or vocabulary, given.raw.get("num_aux_hidden_states") or 3
-    parts = counted(shape, vocabulary, width, hidden_size, num_aux)
+        width, aux_layers = given.raw.get("draft_vocab_size") or vocabulary, range(given.raw.get("num_aux_hidden_states") or 3)
+
+    def build(full: FrozenTarget) -> Eagle3Draft:
+        return Eagle3Draft(eagle3_config(full, width, aux_layers=aux_layers, **vars(shape)))
+
+    with torch.device("meta"):
+        draft = build(target.weightless)
+    parts = parameter_counts(draft, once_per_round={"fc.weight"})
     borrows_head = given is not None and not given.raw.get("draft_vocab_size") and shape.hidden_size == hidden_size
     if borrows_head:  # as ModelOpt writes heads for the whole vocabulary
         parts = replace(parts, parameters=parts.parameters - width * hidden_size)
     keys = (f"draft.vocab_size={sizes.DRAFT_VOCABULARY}",) if vocabulary > sizes.DRAFT_VOCABULARY else ()
     head = "the target's head" if borrows_head else "its own head"
-    note = f"reads {num_aux} of the target's layers, {head} of {width:,} tokens"
-
-    def build(full: FrozenTarget) -> Eagle3Draft:
-        return Eagle3Draft(eagle3_config(full, width, **vars(shape)))
-
+    note = f"reads {len(draft.aux_layers)} of the target's layers, {head} of {width:,} tokens"
     return sizes.PlannedDraft(parts, shape, width, note, PUBLISHED, sizes.cache_of_head(shape, given), keys, build=build)
 
 
-def counted(
-    shape: sizes.ModelShape, vocab_size: int, draft_vocab_size: int, target_hidden_size: int, num_aux: int = 3
-) -> sizes.ParameterCounts:
-    """The parameters of a head without norms before fc, which runs once per round."""
-    config = Eagle3Config(
-        **vars(shape),
-        vocab_size=vocab_size,
-        draft_vocab_size=draft_vocab_size,
-        target_hidden_size=target_hidden_size,
-        aux_layers=tuple(range(num_aux)),
-        target_num_layers=num_aux,
-    )
-    with torch.device("meta"):
-        return parameter_counts(Eagle3Draft(config), once_per_round={"fc.weight"})
-
-
-METHOD = Implementation(
-    load_proposer=partial(loaded_proposer, load_eagle3, HeadProposer),
+METHOD = head_method(
+    load_eagle3,
+    likely_causes,
     has_tensors=lambda names: drafts_chains(names) and any(wanted <= names for wanted in TENSORS),
     is_named=is_named,
     create=create,
     save=lambda draft, target, folder: save_eagle3(draft, folder),
-    objective=objective,
     head_shape=lambda config, num_layers: config_from_json(config, num_layers, "draft"),
     check=lambda *files, **names: check_eagle3(*files, **names)[0],
-    simulated=repairs.simulated,
-    repaired=partial(repairs.on_copies, likely_causes),
     planned=planned,
     is_described=lambda draft, target: (
         "eagle3" in draft.calls_itself or bool({"draft_vocab_size", "eagle_config"} & draft.raw.keys())

@@ -112,7 +112,7 @@ class Eagle3Draft(FeatureDraft):
 
 
 def eagle3_config(
-    target: FrozenTarget, draft_vocab_size: int, *, aux_layers: list[int] | None = None, **options: Any
+    target: FrozenTarget, draft_vocab_size: int, *, aux_layers: Sequence[int] | None = None, **options: Any
 ) -> Eagle3Config:
     """Of a head with these keys of a recipe. Raises UserError for a layer to read that does not exist, and as `head_shape`."""
     return Eagle3Config(

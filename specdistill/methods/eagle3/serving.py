@@ -50,7 +50,7 @@ def of_speculators(export: HeadExport) -> dict[str, Any]:
     }
 
 
-def aux_layers(layers: list[int]) -> dict[str, Any]:
+def in_eagle_config(layers: list[int]) -> dict[str, Any]:
     return {"eagle_config": {"use_aux_hidden_state": True, AUX_LAYERS: [layer - 1 for layer in layers]}}
 
 
@@ -172,7 +172,7 @@ SERVING = {
     "sglang": Serving(
         "EAGLE3",
         Layout(
-            lambda export: head_config(export, *NORMS, aux_layers=aux_layers),
+            lambda export: head_config(export, *NORMS, aux_layers=in_eagle_config),
             limits=(
                 limits.NORM_BEFORE_RESIDUAL,
                 limits.SEVERAL_LAYERS,

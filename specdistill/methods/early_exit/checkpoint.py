@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,42 +26,29 @@ def save_exit(draft: ExitDraft, folder: Path) -> None:
 
 
 def load_exit(folder: Path | str, target: FrozenTarget, *, key: str = "eval.draft") -> ExitDraft:
-    """Read an exit for a target. `key` is the recipe key the folder came from, which errors name.
-
-    Raises UserError when files are missing or broken, when a tensor is missing, unknown or of another shape or kind, or for an exit of
-    another vocabulary, width or depth than the target's.
-    """
-    folder = Path(folder)
-    tensors = checkpoint.read_tensors(folder, key)
-    draft = ExitDraft(check_exit(folder, tensors, target, key=key, name=folder), target)
-    checkpoint.fill(draft, tensors, checkpoint.stored_dtype(tensors.values()))
+    """Read an exit for a target. Raises UserError as `load_reading` does."""
+    draft: ExitDraft = checkpoint.load_reading(check_exit, partial(ExitDraft, target=target), folder, target, key=key)
     return draft.to(target.device)
 
 
 def check_exit(
     folder: Path, tensors: Mapping[str, Tensor], target: checkpoint.AnyTarget | None, *, key: str, name: Path | str
-) -> ExitConfig:
-    """An exit's config, checked against its tensors, which need have no content. Raises UserError as `load_exit` does."""
+) -> tuple[ExitConfig, Mapping[str, Tensor]]:
+    """An exit's config and tensors, checked against each other. The tensors need have no content. Raises UserError as `load_exit` does."""
     config = config_from_json(checkpoint.read_config(folder, key), key)
     if target is not None:
-        checkpoint.check_fit({"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}, target, name, key)
-        if config.num_target_layers != target.num_layers:
-            got = f"{name} for {config.num_target_layers} layers"
-            raise UserError(key, got=got, expected=f"{target.num_layers}, as {target.name} has")
+        sizes = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
+        checkpoint.check_fit(sizes | {"num_target_layers": config.num_target_layers}, target, name, key)
     with torch.device("meta"):
         expected = {f"layers.0.{each}": tensor for each, tensor in ExitLayer(config).state_dict().items()}
     checkpoint.check_tensors(expected, tensors, name, key, what=WHAT)
-    return config
+    return config, tensors
 
 
 def config_from_json(raw: Mapping[str, Any], key: str) -> ExitConfig:
     """Raises UserError for a size that is not there or no number, and for layers that the target cannot have."""
-    sizes: dict[str, Any] = {field.name: raw.get(field.name) for field in dataclasses.fields(ExitConfig)}
-    for name, size in sizes.items():
-        if type(size) is not int or not 0 < size <= checkpoint.LARGEST_SIZE:
-            got, expected = f"{name} {size!r}"[:80], f"a whole number from 1 to {checkpoint.LARGEST_SIZE:,}"
-            raise UserError(key, got=got, expected=expected)
-    config = ExitConfig(**sizes)
+    names = [field.name for field in dataclasses.fields(ExitConfig)]
+    config = ExitConfig(**checkpoint.stated_sizes(raw, names, key, what=WHAT))
     if config.exit_layer >= config.num_target_layers:
         got = f"exit_layer {config.exit_layer}"
         raise UserError(key, got=got, expected=f"fewer than the target's {config.num_target_layers} layers")

@@ -1,20 +1,13 @@
 """The recipe of early exits."""
 
-from typing import Any
-
-from specdistill.methods.recipe import DivergenceConfig, FeatureRecipe
-from specdistill.recipe.fields import Section, option, section
+from specdistill.methods.recipe import DivergenceConfig, DraftSection, FeatureRecipe
+from specdistill.recipe.fields import option, section
 from specdistill.recipe.sections import EvalConfig
 
 
-class ExitDraftConfig(Section):
+class ExitDraftConfig(DraftSection):
     exit_layer: int | None = option(None, "layers of the target that draft, its first; null: an eighth of them", ge=1)
     intermediate_size: int | None = option(None, "width of the exit's MLP; null: twice the target's hidden size", ge=1)
-    init: str | None = option(None, "initialization: the folder or Hub id of a trained draft; null: new weights")
-
-    def shape(self) -> dict[str, Any]:
-        """What a fresh exit is built from."""
-        return self.model_dump(exclude={"init"})
 
 
 class ExitEvalConfig(EvalConfig):

@@ -4,8 +4,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig
-
 from specdistill.losses.divergence import build_divergence, forward_kl
 from specdistill.methods import sizes
 from specdistill.methods.chains.head import create_or_load
@@ -44,7 +42,7 @@ def planned(target: sizes.Described, given: sizes.Described | None, settings: di
     config = config_from_json(given.raw, "draft") if given else exit_config(target.text, **own)
     target.tried(lambda tiny: build_exit(tiny, exit_layer=config.exit_layer))
     exit_size = 3 * config.hidden_size * config.intermediate_size + config.hidden_size
-    layers = sum(sizes.parameters_read(layer, target.text) for layer in target.layers[: config.exit_layer])
+    layers = sum(sizes.parameters_read(layer, target.text) for layer in target.weightless.layers[: config.exit_layer])
     read = exit_size + layers + config.vocab_size * config.hidden_size
     parts = sizes.ParameterCounts(exit_size, read, config.exit_layer)
     shape = sizes.ModelShape(1, config.hidden_size, config.intermediate_size, 0, 0, 0)  # no attention
@@ -65,5 +63,4 @@ METHOD = Implementation(
     simulated=lambda draft, num_tokens: ExitDistillation(draft, forward_kl, num_tokens),
     planned=planned,
     is_described=lambda draft, target: is_named(draft.raw),
-    config_of=lambda raw: PreTrainedConfig.from_dict(dict(raw)) if is_named(raw) else None,
 )

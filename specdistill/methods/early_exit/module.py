@@ -15,7 +15,6 @@ is in h_t, by the target's own layers (self-speculation: arXiv 2309.08168, with 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -55,6 +54,7 @@ class ExitLayer(nn.Module):
 class ExitDraft(nn.Module):
     """The exit. Final norm and head are the target's own modules, and no part of its state."""
 
+    target_ids_W = None
     layers: Any
     norm: Any
     logits: Any
@@ -65,20 +65,14 @@ class ExitDraft(nn.Module):
         self.layers = nn.ModuleList([ExitLayer(config)])
         vars(self).update(norm=target.norm, logits=target.logits)  # past nn.Module's own, which would take the norm in
 
-    @property
-    def target_ids_W(self) -> Tensor:
-        """All: the head is the target's."""
-        return torch.arange(self.config.vocab_size, device=self.layers[0].exit_norm.weight.device)
-
     def forward(self, hidden_TH: Tensor) -> Tensor:
         """From states after layer E to what `logits` reads."""
         normed: Tensor = self.norm(self.layers[0](hidden_TH.to(self.layers[0].exit_norm.weight.dtype)))
         return normed
 
 
-def exit_config(target: Any, *, exit_layer: int | None = None, intermediate_size: int | None = None) -> ExitConfig:
-    """What a fresh exit of a target, or of its config, has. Raises UserError for layers that the target lacks."""
-    text = target.config if isinstance(target, FrozenTarget) else target
+def exit_config(text: Any, *, exit_layer: int | None = None, intermediate_size: int | None = None) -> ExitConfig:
+    """What a fresh exit has, of a target with this config. Raises UserError for layers that the target lacks."""
     depth, exit_layer = text.num_hidden_layers, exit_layer or max(1, text.num_hidden_layers // 8)
     if exit_layer >= depth:
         raise UserError("draft.exit_layer", got=exit_layer, expected=f"fewer than the target's {depth} layers")
@@ -93,7 +87,7 @@ def exit_config(target: Any, *, exit_layer: int | None = None, intermediate_size
 
 def build_exit(target: FrozenTarget, *, seed: int = 0, **options: Any) -> ExitDraft:
     """An exit before training. options: of `ExitDraftConfig.shape`. Raises UserError as `exit_config` and `SplitTarget` do."""
-    config = exit_config(target, **options)
+    config = exit_config(target.config, **options)
     SplitTarget(target, config.exit_layer)
     draft = initialized(lambda: ExitDraft(config, target), seed)
     nn.init.zeros_(draft.layers[0].mlp.down_proj.weight)

@@ -1,6 +1,6 @@
 """What an early exit learns: at every token, the target's distribution of the next one.
 
-Shapes: B rows, T positions, R loss tokens (padded), r of a chunk of them, V vocabulary, K draft tokens of a simulated round.
+Shapes: B rows, T positions, R loss tokens (padded), K draft tokens of a simulated round.
 
 Drafted positions need no unroll: the state after layer E at a draft token is the target's own, the same that it has in a completion.
 """
@@ -16,18 +16,16 @@ from specdistill.losses.divergence import Divergence
 from specdistill.methods.early_exit.module import ExitDraft
 from specdistill.targets.frozen import Features
 from specdistill.training.objective import (
-    FeatureObjective,
+    Objective,
     SoftTargets,
     StepSums,
-    TargetDistributions,
     before,
     in_a_row,
     loss_rows,
-    with_metrics,
 )
 
 
-class ExitDistillation(FeatureObjective):
+class ExitDistillation(Objective):
     """The exit as the trainer sees it: target features in, loss sums out.
 
     Args:
@@ -56,8 +54,3 @@ class ExitDistillation(FeatureObjective):
         )
         by_chain = partial(in_a_row, loss_positions, input_ids.shape, self.num_positions)
         return total, StepSums.of(weights_1R, *(metrics_M1R * weights_1R), by_chain=by_chain)
-
-    def row_losses(self, logits_rV: Tensor, soft: TargetDistributions, k: int) -> tuple[Tensor, Tensor]:
-        """Nats [r], and the metrics of each row [M, r]; see `head_loss`."""
-        logits_rV = logits_rV / self.temperature
-        return with_metrics(self.divergence(logits_rV, soft.probs_rW), logits_rV, soft, None)

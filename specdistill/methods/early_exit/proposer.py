@@ -4,7 +4,6 @@ Shapes: K draft tokens, V target vocabulary.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,19 +20,10 @@ from specdistill.targets.frozen import FrozenTarget
 class ExitProposer(TokenProposer):
     """reader: reads the target in the decoder's place, and goes on where a draft has ended (see `Proposer`)."""
 
-    aux_layers: tuple[int, ...] = ()  # the reader has them
-    vocabulary: None = None
-    depends_on_width = False
-    target_ids_W = None
-
     def __init__(self, draft: ExitDraft, target: FrozenTarget) -> None:
-        self.draft, self.reader = draft.eval(), SplitTarget(target, draft.config.exit_layer)
-        self.settings: dict[str, Any] = {"exit_layer": draft.config.exit_layer}
-        self.num_parameters = sum(parameter.numel() for parameter in draft.parameters())
-        self.num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in draft.parameters())
-
-    def passes(self, k: int) -> int:
-        return k
+        super().__init__(draft)
+        self.reader = SplitTarget(target, draft.config.exit_layer)
+        self.settings = {"exit_layer": draft.config.exit_layer}
 
     def begin(self, max_lengths: Sequence[int]) -> None:
         if len(max_lengths) > 1:

@@ -61,7 +61,15 @@ def create_draft_model(
         if target.model.config is not target.config:
             got = f"{init} of {target.name}, a {type(target.model).__name__}, which is more than a language model"
             raise UserError("draft.init", got=got, expected="a trained smaller model")
-        draft = _from_target(target, init, given, seed)
+        shape = replace(shape_of(target.config), num_layers=max(target.num_layers // 4, min(SHALLOWEST, target.num_layers)))
+        if init == "layers":
+            if wrong := next((name for name in given if name != "num_layers"), None):
+                raise UserError(f"draft.{wrong}", got=given[wrong], expected="null: layers are copied whole")
+            draft = from_layers(target.model, given.get("num_layers", shape.num_layers))
+        elif not given:
+            raise UserError("draft.init", got=f"{init} without a size", expected="sizes such as draft.hidden_size")
+        else:
+            draft = resized(target.model, replace(shape, **given), seed=seed)
     _say_size(draft, target)
     return draft
 
@@ -89,17 +97,6 @@ def step_ratio(target: PreTrainedModel, draft: PreTrainedModel) -> float:
     weights = weights_read(draft) / weights_read(target)
     layers: float = draft.config.get_text_config().num_hidden_layers / target.config.get_text_config().num_hidden_layers
     return max(weights, layers)
-
-
-def _from_target(target: FrozenTarget, init: str, given: dict[str, int], seed: int) -> PreTrainedModel:
-    shape = replace(shape_of(target.config), num_layers=max(target.num_layers // 4, min(SHALLOWEST, target.num_layers)))
-    if init == "layers":
-        if wrong := next((name for name in given if name != "num_layers"), None):
-            raise UserError(f"draft.{wrong}", got=given[wrong], expected="null: layers are copied whole")
-        return from_layers(target.model, given.get("num_layers", shape.num_layers))
-    if not given:
-        raise UserError("draft.init", got=f"{init} without a size", expected="sizes such as draft.hidden_size")
-    return resized(target.model, replace(shape, **given), seed=seed)
 
 
 def _say_size(draft: PreTrainedModel, target: FrozenTarget) -> None:
@@ -164,12 +161,19 @@ def from_layers(target: PreTrainedModel, num_layers: int) -> PreTrainedModel:
     With all of them it is the target. Raises UserError for more layers than the target has.
     """
     check_decoder(target)
-    whole = shape_of(target.config)
-    if num_layers > whole.num_layers:
-        raise UserError("draft.num_layers", got=num_layers, expected=f"1 to {whole.num_layers}, the target's")
-    return resized(
-        target, replace(whole, num_layers=num_layers), _layers_of(target, evenly_spaced(whole.num_layers, num_layers))
-    )
+    own_shape = shape_of(target.config)
+    if num_layers > own_shape.num_layers:
+        raise UserError("draft.num_layers", got=num_layers, expected=f"1 to {own_shape.num_layers}, the target's")
+    number = {str(old): str(new) for new, old in enumerate(evenly_spaced(own_shape.num_layers, num_layers))}
+    weights = {}
+    for name, tensor in target.state_dict().items():
+        before, found, after = name.partition("layers.")
+        old, _, rest = after.partition(".")
+        if not found:
+            weights[name] = whole(tensor)  # also of a target that processes share
+        elif old in number:
+            weights[f"{before}layers.{number[old]}.{rest}"] = whole(tensor)
+    return resized(target, replace(own_shape, num_layers=num_layers), weights)
 
 
 def check_decoder(target: PreTrainedModel) -> None:
@@ -178,17 +182,3 @@ def check_decoder(target: PreTrainedModel) -> None:
     if unknown:
         got = f"a {target.config.model_type} target with {', '.join(unknown[:3])}"
         raise UserError("draft.init", got=got, expected="a decoder built like Llama's or Qwen's, or a trained smaller model")
-
-
-def _layers_of(target: PreTrainedModel, kept: list[int]) -> dict[str, Tensor]:
-    """The target's tensors with just the kept layers, renumbered; whole ones, also of a target that processes share."""
-    number = {str(old): str(new) for new, old in enumerate(kept)}
-    weights = {}
-    for name, tensor in target.state_dict().items():
-        before, found, after = name.partition("layers.")
-        old, _, rest = after.partition(".")
-        if not found:
-            weights[name] = whole(tensor)
-        elif old in number:
-            weights[f"{before}layers.{number[old]}.{rest}"] = whole(tensor)
-    return weights

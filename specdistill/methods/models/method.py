@@ -29,8 +29,6 @@ from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.loading import read_tokenizer, read_without_weights
 
-TRANSLATION = ("heterogeneous_vocab", "token_replacements")  # keys of `eval:` that say what the draft may propose
-
 
 def create(recipe: Any, target: FrozenTarget, rows: Dataset) -> Any:
     return with_lora(create_draft_model(target, seed=recipe.seed, **recipe.draft.shape()), **vars(recipe.draft.lora))
@@ -76,8 +74,7 @@ def check(
         model, tokenizer = load_draft_model(folder, key=key)
     if target is not None:
         of_target, *_ = read_tokenizer(target)
-        translation = {option: value for option, value in options.items() if option in TRANSLATION}
-        match_vocabularies(of_target, target.vocab_size, tokenizer, _width(model), key=key, **translation)
+        match_vocabularies(of_target, target.vocab_size, tokenizer, _width(model), key=key, **options)
 
 
 def _width(model: Any) -> int:

@@ -27,7 +27,7 @@ from specdistill.errors import UserError
 from specdistill.losses.chunked import head_loss
 from specdistill.losses.divergence import Divergence
 from specdistill.rows.packing import indexed
-from specdistill.targets.anatomy import Anatomy, examine
+from specdistill.targets.anatomy import examine
 from specdistill.targets.batch_generate import generate, generation_mode
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.packed_rows import Documents, attending, configs_with_lengths, lengths_of
@@ -40,7 +40,6 @@ from specdistill.training.objective import (
     before,
     in_a_row,
     loss_rows,
-    with_metrics,
 )
 
 
@@ -64,20 +63,18 @@ class Distillation(Objective):
         num_positions: int = 4,
         on_policy: "OnPolicyGeneration | None" = None,
     ) -> None:
-        super().__init__()
-        self.draft = draft
-        self.divergence = divergence
-        self.temperature = temperature
+        super().__init__(draft, divergence, temperature, torch.ones(1))
         self.labels = labels
         self.num_positions = num_positions
         self.on_policy = on_policy
-        self._draft = PackedModel(examine(draft, "the draft", key="draft.init"), configs_with_lengths(draft))
+        self.anatomy = examine(draft, "the draft", key="draft.init")
+        self.packed_configs = configs_with_lengths(draft)  # of a draft that reads documents by their lengths
         # transformers' Trainer reads this name: what is the same tensor under another name is saved once.
         self._keys_to_ignore_on_save = repeated_names(self)
 
     @property
     def layers(self) -> nn.ModuleList:
-        return self._draft.anatomy.layers
+        return self.anatomy.layers
 
     def tie_weights(self) -> None:
         """Called by transformers' Trainer after it has loaded a checkpoint without the repeated names."""
@@ -87,7 +84,7 @@ class Distillation(Objective):
         self, activation_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
     ) -> None:
         """Called by transformers' Trainer for `train.activation_checkpointing`. Layers attend as at first when they are computed again."""
-        own = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), attending(self._draft.configs))}
+        own = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), attending(self.packed_configs))}
         self.draft.activation_checkpointing_enable({**(activation_checkpointing_kwargs or {}), **own}, **options)
 
     def prepare(self, batch: dict[str, Any], number: int | None) -> dict[str, Any]:
@@ -95,14 +92,9 @@ class Distillation(Objective):
         return batch if self.on_policy is None or number is None else self.on_policy(batch, number)
 
     def read_target(self, target: FrozenTarget, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Soft targets at temperature 1; none where hard labels are all that the loss needs."""
-        if self.training and self.labels == "hard":
-            return {"soft_targets": None}
-        rows = inputs["input_ids"], inputs["position_ids"]
-        documents = Documents(inputs["cumulative_lengths"], inputs["longest"])
-        last_hidden = target.features(rows[0], (), position_ids_BT=rows[1], documents=documents).last_hidden
-        all_ids = torch.arange(target.vocab_size, device=target.device)
-        return {"soft_targets": SoftTargets.of(target.logits, last_hidden, inputs["loss_positions"], all_ids, 1.0)}
+        """Soft targets; none where hard labels are all that the loss needs."""
+        needs_none = self.training and self.labels == "hard"
+        return {"soft_targets": None if needs_none else super().read_target(target, inputs)["soft_targets"]}
 
     def forward(
         self,
@@ -116,8 +108,10 @@ class Distillation(Objective):
         **unread: Any,  # the batch's other columns
     ) -> tuple[Tensor, StepSums]:
         """The loss summed over the loss tokens of packed rows [B, T] (see specdistill.rows.packing), and the sums of the metrics."""
-        documents = Documents(cumulative_lengths, longest)
-        rows_RH = before(self._draft.hidden_states(input_ids, position_ids, documents), loss_positions, 1)
+        packed = lengths_of(input_ids, Documents(cumulative_lengths, longest)) if self.packed_configs else {}
+        with attending(self.packed_configs):
+            output = self.anatomy.backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False, **packed)
+        rows_RH = before(output.last_hidden_state, loss_positions, 1)
         weights_R = loss_rows(position_ids, loss_positions, ahead=1).float()
         next_R = input_ids.flatten()[loss_positions]
         total, metrics_MR = self.losses(rows_RH, weights_R, next_R, soft_targets, measure)
@@ -135,29 +129,18 @@ class Distillation(Objective):
         total, metrics_MKR = head_loss(
             rows_RH.unsqueeze(0),
             weights_R.unsqueeze(0),
-            self._draft.anatomy.head,
+            self.anatomy.head,
             targets_of,
-            partial(self.row_losses, measure),
+            self.row_losses,
         )
         return total, metrics_MKR.squeeze(1) * weights_R
 
-    def row_losses(
-        self, measure: bool, logits_rV: Tensor, targets: tuple[Tensor, TargetDistributions | None], k: int
-    ) -> tuple[Tensor, Tensor]:
-        """Nats [r], and the metrics of each row [M, r]; see `head_loss`."""
+    def row_losses(self, logits_rV: Tensor, targets: Any, k: int) -> tuple[Tensor, Tensor]:
+        """As all objectives'. targets: the sequences' own tokens [r], and the distributions."""
         next_r, soft = targets
-        if self.labels == "hard":
-            losses_r = F.cross_entropy(logits_rV.float(), next_r, reduction="none")
-        else:
-            assert soft is not None
-            probs_rV = soft.probs_rW
-            if self.temperature != 1.0:
-                probs_rV = probs_rV.clamp_min(torch.finfo(torch.float32).tiny).log().div(self.temperature).softmax(-1)
-            losses_r = self.divergence(logits_rV / self.temperature, probs_rV)
-        if not measure:
-            return losses_r, losses_r.detach().unsqueeze(0)
-        assert soft is not None
-        return with_metrics(losses_r, logits_rV, soft, None)
+        if self.labels == "soft":
+            return super().row_losses(logits_rV, soft, k)
+        return self.with_metrics(F.cross_entropy(logits_rV.float(), next_r, reduction="none"), logits_rV, soft)
 
 
 def repeated_names(module: nn.Module) -> list[str]:
@@ -168,21 +151,6 @@ def repeated_names(module: nn.Module) -> list[str]:
         for name, tensor in module.state_dict().items()
         if first.setdefault((tensor.data_ptr(), tensor.shape), name) != name
     ]
-
-
-@dataclass(frozen=True)
-class PackedModel:
-    """A causal language model that reads packed rows: by their documents' lengths, or else by position ids and a mask."""
-
-    anatomy: Anatomy
-    configs: list[Any]  # for `attending`
-
-    def hidden_states(self, input_ids: Tensor, position_ids: Tensor, documents: Documents) -> Tensor:
-        """What the head reads, [B, T, H]."""
-        packed = lengths_of(input_ids, documents) if self.configs else {}
-        with attending(self.configs):
-            output = self.anatomy.backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False, **packed)
-        return output.last_hidden_state
 
 
 @dataclass(frozen=True)

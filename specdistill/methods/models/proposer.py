@@ -88,10 +88,6 @@ class DraftModelProposer(TokenProposer):
     key: that the draft came from, which errors name.
     """
 
-    aux_layers: tuple[int, ...] = ()
-    vocabulary: frozenset[int] | None = None
-    depends_on_width = False
-
     def __init__(
         self,
         draft: Any,
@@ -101,7 +97,8 @@ class DraftModelProposer(TokenProposer):
         target_max_length: int = sys.maxsize,
         key: str = "eval.draft",
     ) -> None:
-        self.draft = draft.eval()
+        of_target = () if vocabulary is None else (vocabulary.target_ids_W.to(draft.device), vocabulary.target_vocab_size)
+        super().__init__(draft, *of_target)
         self.key = key
         self.head = examine(draft, "the draft", key=key).head
         self.layers: Any = LlamaLayers(draft) if is_plain_llama(draft) else TransformersLayers(draft)
@@ -110,17 +107,11 @@ class DraftModelProposer(TokenProposer):
         stated = getattr(draft.config.get_text_config(), "max_position_embeddings", None)
         self.max_positions: int = sys.maxsize if stated is None else stated
         self.target_max_length = target_max_length
-        self.num_parameters = sum(parameter.numel() for parameter in draft.parameters())
-        self.num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in draft.parameters())
-        self.target_ids_W = None
-        self.settings: dict[str, Any] = {}
         if vocabulary:
             self.settings["heterogeneous_vocab"] = True
             if vocabulary.replacements:
                 self.settings["token_replacements"] = dict(vocabulary.replacements)
-            self.target_ids_W, self.target_vocab_size = vocabulary.target_ids_W.to(draft.device), vocabulary.target_vocab_size
             self._draft_ids_W = vocabulary.draft_ids_W.to(draft.device)
-            self.vocabulary = frozenset(vocabulary.target_ids_W.tolist())
         self.rows: list[DraftText] = []
         self._is_batchable = isinstance(self.layers, LlamaLayers)
 
@@ -201,7 +192,10 @@ class DraftModelProposer(TokenProposer):
         feeds, steps = [], []
         for row, token_ids in zip(self.rows, state.token_ids, strict=True):
             unchanged = row.read(token_ids)
-            steps.append(self._make_room(row, k) if row.ids else 0)
+            room = self.max_positions - len(row.ids) + 1  # the last draft token is never fed
+            if room < 1:  # the target's sequence fits, but takes more of the draft's tokens
+                self._refuse(len(row.ids))
+            steps.append(min(k, room) if row.ids else 0)
             feeds.append(row.uncached(unchanged) if row.ids else [])
         self.layers.truncate([len(row.cached) - len(feed) for row, feed in zip(self.rows, feeds, strict=True)])
         return feeds, steps
@@ -216,13 +210,6 @@ class DraftModelProposer(TokenProposer):
         last_B1 = torch.tensor([[max(len(feed) - 1, 0)] for feed in feeds], device=hidden_BTH.device)
         index_BK = (last_B1 + torch.arange(max(steps), device=last_B1.device)).clamp_max(hidden_BTH.shape[1] - 1)
         return self._logits(hidden_BTH.gather(1, index_BK.unsqueeze(2).expand(-1, -1, hidden_BTH.shape[2])))
-
-    def _make_room(self, row: DraftText, k: int) -> int:
-        """How many tokens can be drafted within the draft's context."""
-        room = self.max_positions - len(row.ids) + 1  # the last draft token is never fed
-        if room < 1:  # the target's sequence fits, but takes more of the draft's tokens
-            self._refuse(len(row.ids))
-        return min(k, room)
 
     def _logits(self, hidden_BH: Tensor) -> Tensor:
         """[B, W], or [B, K, W] of hidden states [B, K, H]."""

@@ -5,7 +5,7 @@ from typing import Any, Literal
 from pydantic import model_validator
 
 from specdistill.errors import UserError
-from specdistill.methods.recipe import DIVERGENCE, TrainedRecipe
+from specdistill.methods.recipe import DIVERGENCE, DraftSection, TrainedRecipe
 from specdistill.recipe.fields import ReadWhen, Section, option, section
 from specdistill.recipe.sections import IN_PROCESS, EvalConfig
 
@@ -24,7 +24,9 @@ class LoraConfig(Section):
     )
 
 
-class DraftModelDraftConfig(Section):
+class DraftModelDraftConfig(DraftSection):
+    NOT_OF_SHAPE = frozenset({"lora"})
+
     init: str | None = option(
         None,
         "initialization: layers of the target (the default), scratch, or a trained model: a folder or a Hub id",
@@ -36,10 +38,6 @@ class DraftModelDraftConfig(Section):
     num_key_value_heads: int | None = option(None, "null: the target's", ge=1)
     head_dim: int | None = option(None, "null: the target's", ge=2, multiple_of=2)
     lora: LoraConfig = section(LoraConfig)
-
-    def shape(self) -> dict[str, Any]:
-        """Initialization and sizes."""
-        return self.model_dump(exclude={"lora"})
 
 
 class ModelLossConfig(Section):

@@ -2,18 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
-from functools import partial
 from typing import Any
-
-from transformers import PreTrainedConfig
 
 from specdistill.engines.engine import Layout
 from specdistill.methods import sizes
 from specdistill.methods.chains import repairs
-from specdistill.methods.chains.proposer import HeadProposer
-from specdistill.methods.chains.unroll import objective
-from specdistill.methods.contract import Implementation
-from specdistill.methods.feature_proposer import loaded_proposer
+from specdistill.methods.chains.method import head_method
 from specdistill.methods.mtp import checkpoint
 from specdistill.methods.mtp.module import MtpDraft
 from specdistill.methods.mtp.tensor_names import NATIVE_KEYS, naming_of
@@ -29,11 +23,6 @@ PUBLISHED = sizes.PublishedFigures(
     "5k conversations tune it to a domain (vllm-project/speculators); it comes trained with the target",
 )
 FRESH = sizes.PublishedFigures(None, "none is published for a fresh layer on a frozen target", None, "none is published")
-
-
-def config_of(raw: Mapping[str, Any]) -> PreTrainedConfig | None:
-    """Of the target that one of this project's own layers is for."""
-    return PreTrainedConfig.from_dict(raw["text_config"]) if raw.get("architectures") == [checkpoint.ARCHITECTURE] else None
 
 
 def native_layers(raw: Mapping[str, Any], names: Set[str], text: Any) -> tuple[str, int] | None:
@@ -54,11 +43,13 @@ def likely_causes(head: MtpDraft, target: FrozenTarget) -> Iterator[repairs.Repa
 def planned(target: sizes.Described, given: sizes.Described | None, settings: dict[str, Any]) -> sizes.PlannedDraft:
     """The layers that come with the target, or a fresh one of their kind."""
     target.tried(MtpDraft)
-    last = target.layers[-1]
+    last = target.weightless.layers[-1]
     key, num_layers = target.native_mtp or (None, 1)
     own = sum(parameter.numel() for parameter in last.parameters())
     read = sizes.parameters_read(last, target.text)
-    parts = mtp_head(target.text.hidden_size, target.text.vocab_size, own, read, num_layers)
+    # Each layer is fc [H, 2H], three norms and a decoder layer; a step runs one of them, and embedding and head are the target's.
+    fuse, table = 2 * target.text.hidden_size**2 + 3 * target.text.hidden_size, target.text.vocab_size * target.text.hidden_size
+    parts = sizes.ParameterCounts(num_layers * (fuse + own), fuse + read + table, 1, copied=2 * table)
     note = f"the target's own ({key}: {num_layers})" if key else f"a fresh layer: the config has no {', no '.join(NATIVE_KEYS)}"
     shape, published = replace(sizes.shape_of(target.text), num_layers=1), PUBLISHED if key else FRESH
     keys = ("draft.init=null",) if key else ()
@@ -70,34 +61,21 @@ def planned(target: sizes.Described, given: sizes.Described | None, settings: di
     return sizes.PlannedDraft(parts, shape, target.text.vocab_size, note, published, cache, keys, warnings=warnings)
 
 
-def mtp_head(hidden_size: int, vocab_size: int, layer: int, layer_read: float, num_layers: int = 1) -> sizes.ParameterCounts:
-    """Multi-token prediction (arXiv 2412.19437): each layer is fc [H, 2H], three norms and a decoder layer of the target's own kind.
-
-    layer, layer_read: the decoder layer's parameters, and those that one token reads. A step runs one of `num_layers`; embedding and head
-    are the target's.
-    """
-    fuse, table = 2 * hidden_size**2 + 3 * hidden_size, vocab_size * hidden_size
-    return sizes.ParameterCounts(num_layers * (fuse + layer), fuse + layer_read + table, 1, copied=2 * table)
-
-
 def check_served(engine: str, layout: Layout, draft: MtpDraft, target: FrozenTarget) -> None:
     if target.files:
         checkpoint.check_target(engine, target.files)
 
 
-METHOD = Implementation(
-    load_proposer=partial(loaded_proposer, checkpoint.load_mtp, HeadProposer),
+METHOD = head_method(
+    checkpoint.load_mtp,
+    likely_causes,
     is_named=lambda config, names: bool(names) and config.get("architectures") == [checkpoint.ARCHITECTURE],
     create=lambda recipe, target, rows: checkpoint.build_mtp(target, init=recipe.draft.init, seed=recipe.seed),
     save=lambda draft, target, folder: checkpoint.save_mtp(draft, folder),
-    objective=objective,
     check=checkpoint.check_mtp,
     check_native=checkpoint.check_native,
-    simulated=repairs.simulated,
-    repaired=partial(repairs.on_copies, likely_causes),
     planned=planned,
     is_described=lambda draft, target: "mtp" in draft.calls_itself,
-    config_of=config_of,
     native_layers=native_layers,
     check_served=check_served,
     export=checkpoint.export,

@@ -54,6 +54,7 @@ class MtpDraft(nn.Module):
     """
 
     aux_layers = ()
+    target_ids_W = None
     shared: frozenset[str] = frozenset()
     embed_tokens: nn.Module
     logits: Any
@@ -86,11 +87,6 @@ class MtpDraft(nn.Module):
         self._float32 = tuple(target.model._keep_in_fp32_modules_strict or ())
         self.to(target.device)
         self._check_route()
-
-    @property
-    def target_ids_W(self) -> Tensor:
-        """The target's id of each draft token: the whole vocabulary, in order."""
-        return torch.arange(self.config.vocab_size, device=self.fc.weight.device)
 
     def fuse(self, features: Features) -> Tensor:
         """The first hidden state [B, T, H]: the target's last one, after its final norm."""

@@ -1,13 +1,13 @@
 """The recipe of draft models that draft in one pass."""
 
-from typing import Any
-
 from specdistill.methods.models.recipe import DraftModelDraftConfig, DraftModelEvalConfig, ModelLossConfig
 from specdistill.methods.recipe import TrainedRecipe
 from specdistill.recipe.fields import option, section
 
 
 class PardDraftConfig(DraftModelDraftConfig):
+    NOT_OF_SHAPE = frozenset({"lora", "parallel_tokens", "retention", "min_retention", "mask_token_id"})
+
     parallel_tokens: int = option(8, "tokens predicted in one pass in training: by a token and the masks after it", ge=1, le=64)
     retention: float = option(
         0.7, "mask i follows this share to the power i of the tokens (conditional drop); 1: all", gt=0, le=1
@@ -18,9 +18,6 @@ class PardDraftConfig(DraftModelDraftConfig):
         "token in the place of what is not drafted yet; null: that of draft.init, the tokenizer's mask, or a token that is never generated",
         ge=0,
     )
-
-    def shape(self) -> dict[str, Any]:
-        return {name: value for name, value in super().shape().items() if name in DraftModelDraftConfig.model_fields}
 
 
 class PardRecipe(TrainedRecipe):

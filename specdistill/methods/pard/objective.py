@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from specdistill.decoding.transformers_models import masks, unmaskable
 from specdistill.errors import UserError
 from specdistill.losses.divergence import Divergence, build_divergence
-from specdistill.methods.models.objective import Distillation, PackedModel
+from specdistill.methods.models.objective import Distillation
 from specdistill.methods.pard.config import PardRecipe
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.objective import SoftTargets, StepSums, before, loss_rows
@@ -86,7 +86,7 @@ class ParallelDistillation(Distillation):
         super().__init__(draft, divergence, num_positions=num_positions, **options)
         if reason := unmaskable(draft):
             raise UserError("draft.init", got=f"a model with {reason}", expected="a model that respects mask and position ids")
-        self._draft = PackedModel(self._draft.anatomy, [])  # no attention by documents' lengths
+        self.packed_configs = []  # no attention by documents' lengths
         self.drop, self.seed = (num_positions, retention, min_retention), seed
 
     def prepare(self, batch: dict[str, Any], number: int | None) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class ParallelDistillation(Distillation):
 
     def hidden_states(self, input_ids: Tensor, position_ids: Tensor, columns_BM: Tensor, numbers_BM: Tensor) -> Tensor:
         """What the head reads, [B, N, H]."""
-        config, backbone = self.draft.config, self._draft.anatomy.backbone
+        config, backbone = self.draft.config, self.anatomy.backbone
         column_BN = torch.cat((torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids), columns_BM), 1)
         number_BN = torch.cat((torch.zeros_like(input_ids), numbers_BM), 1)
         last_BN = torch.cat((position_ids, position_ids.gather(1, columns_BM)), 1)  # positions of the last token that slots see

@@ -12,7 +12,6 @@ Past outputs are those that `remember` is given; the proposer adds nothing by it
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from specdistill.methods import sizes
@@ -20,37 +19,27 @@ from specdistill.methods.lookups import lookup_method
 from specdistill.methods.suffix.config import SuffixConfig
 from specdistill.methods.suffix.trie import SuffixTrie
 
-DEFAULTS = SuffixConfig()
 PUBLISHED = sizes.PublishedFigures(None, "none published for a suite and K alone", 0, "nothing to train")
 
 
-@dataclass
 class SuffixLookup:
-    """The request's trie and that of past outputs, which copies share. The fields are the keys of `eval.suffix`."""
+    """The request's trie and that of past outputs, which copies share. keys: of `eval.suffix`."""
 
-    min: int = DEFAULTS.min
-    max: int = DEFAULTS.max
-    max_cached_requests: int = DEFAULTS.max_cached_requests
-    max_spec_factor: float = DEFAULTS.max_spec_factor
-    min_token_prob: float = DEFAULTS.min_token_prob
-    _outputs: list[Sequence[int]] = field(default_factory=list)  # of earlier requests, which `_past` counts
-
-    def __post_init__(self) -> None:
-        self._request, self._past = SuffixTrie(self.max), SuffixTrie(self.max)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in SuffixConfig.model_fields}
+    def __init__(self, **keys: Any) -> None:
+        self.config = SuffixConfig(**keys)
+        self.settings = self.config.model_dump()
+        self._request, self._past = SuffixTrie(self.config.max), SuffixTrie(self.config.max)
+        self._outputs: list[Sequence[int]] = []  # of earlier requests, which `_past` counts
 
     def restart(self) -> None:
         """Forget the request."""
-        self._request = SuffixTrie(self.max)
+        self._request = SuffixTrie(self.config.max)
 
     def remember(self, outputs: Sequence[Sequence[int]]) -> None:
         """See `specdistill.decoding.proposer.Remembering`. Counts them all again unless some were only added."""
-        kept = list(outputs[-self.max_cached_requests :]) if self.max_cached_requests else []
+        kept = list(outputs[-self.config.max_cached_requests :]) if self.config.max_cached_requests else []
         if kept[: len(self._outputs)] != self._outputs:
-            self._outputs, self._past = [], SuffixTrie(self.max)
+            self._outputs, self._past = [], SuffixTrie(self.config.max)
         for output in kept[len(self._outputs) :]:
             self._past.extend(output)
             self._past.end()
@@ -59,19 +48,19 @@ class SuffixLookup:
     def find(self, text: list[int], k: int) -> list[int]:
         """Up to k draft tokens for a request that begins with the text before."""
         self._request.extend(text[len(self._request.tokens) :])
-        tokens, text, probability = list[int](), text[-self.max :], 1.0
-        token, share, length = self._next(text, self.max)
-        most = min(k, int(self.max_spec_factor * length))
-        while len(tokens) < most and length and (probability := probability * share) >= self.min_token_prob:
+        tokens, text, probability = list[int](), text[-self.config.max :], 1.0
+        token, share, length = self._next(text, self.config.max)
+        most = min(k, int(self.config.max_spec_factor * length))
+        while len(tokens) < most and length and (probability := probability * share) >= self.config.min_token_prob:
             tokens.append(token)
-            text = [*text, token][-self.max :]
+            text = [*text, token][-self.config.max :]
             token, share, length = self._next(text, length + 1)
         return tokens
 
     def _next(self, text: list[int], longest: int) -> tuple[int, float, int]:
         """The likeliest token after the longest suffix of up to `longest` tokens that something followed, its share, and how long that
         suffix is; 0 for none."""
-        for length in range(min(longest, len(text)), self.min - 1, -1):
+        for length in range(min(longest, len(text)), self.config.min - 1, -1):
             for trie in (self._request, self._past):
                 if found := trie.next_token(text[-length:]):
                     return *found, length

@@ -37,7 +37,7 @@ def test_a_fresh_correction_corrects_nothing(target: FrozenTarget, kind: str, ra
     draft = build(KIND, target, markov_rank=rank, markov_head_type=kind, block_size=4, mask_token_id=2)
     assert isinstance(draft, DSparkDraft)
     corrections, _ = draft.markov_head(torch.randn(2, 4, target.hidden_size), torch.tensor([[5, 6, 7, 8]] * 2))
-    assert not (corrections @ draft.markov_head.weight.T).any()
+    assert not (corrections @ draft.markov_head.markov_w2.weight.T).any()
 
 
 def test_confidence_learns_how_likely_each_slot_is_accepted(target: FrozenTarget) -> None:

@@ -81,7 +81,7 @@ def test_a_saved_exit_is_the_same_and_fits_its_target_alone(tmp_path: Path) -> N
     save_exit(draft, tmp_path)
     loaded, hidden = load_exit(tmp_path, target), torch.randn(1, 3, 64)
     assert torch.equal(loaded(hidden), draft(hidden)) and loaded.config == draft.config
-    with refused("eval.draft", holds="2 layers"):
+    with refused("eval.draft", holds="num_target_layers 2"):
         load_exit(tmp_path, deeper)
 
 

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -41,11 +40,11 @@ def followers(text: Sequence[int], suffix: Sequence[int]) -> list[int]:
     return [text[end] for end in range(size, len(text)) if text[end - size : end] == suffix]
 
 
-def by_counting(lookup: Any, text: list[int], past: list[list[int]], k: int) -> list[int]:
+def by_counting(config: SuffixConfig, text: list[int], past: list[list[int]], k: int) -> list[int]:
     """The same draft from all occurrences, which are sought for each token and length."""
     grown, probability, most = list(text), 1.0, k
     for index in range(k):
-        for length in range(min(lookup.max, len(grown)), lookup.min - 1, -1):
+        for length in range(min(config.max, len(grown)), config.min - 1, -1):
             suffix = grown[-length:]
             in_past = [token for output in past for token in followers(output, suffix)]
             if found := followers(text, suffix) or in_past:
@@ -53,11 +52,11 @@ def by_counting(lookup: Any, text: list[int], past: list[list[int]], k: int) -> 
         else:
             break
         if index == 0:
-            most = min(k, int(length * lookup.max_spec_factor))
+            most = min(k, int(length * config.max_spec_factor))
         latest_first = found[::-1]
         token = max(latest_first, key=found.count)
         probability *= found.count(token) / len(found)
-        if index >= most or probability < lookup.min_token_prob:
+        if index >= most or probability < config.min_token_prob:
             break
         grown.append(token)
     return grown[len(text) :]
@@ -78,7 +77,8 @@ def test_the_most_frequent_continuation_of_the_longest_match_is_drafted() -> Non
 @pytest.mark.parametrize(("factor", "probability"), [(1.0, 0.1), (2.5, 0.4), (0.5, 0.0)])
 def test_the_trie_counts_what_a_scan_counts(least: int, most: int, factor: float, probability: float) -> None:
     rng, lengths = random.Random(0), set()
-    proposer = suffix_proposer(least, most, 3, factor, probability)
+    config = SuffixConfig(min=least, max=most, max_cached_requests=3, max_spec_factor=factor, min_token_prob=probability)
+    proposer = suffix_proposer(**vars(config))
     for alphabet in (1, 2, 3, 5) * 2:
         outputs: list[list[int]] = []
         for _ in range(5):
@@ -88,7 +88,7 @@ def test_the_trie_counts_what_a_scan_counts(least: int, most: int, factor: float
             for _ in range(5):
                 k = rng.randint(1, 6)
                 draft = propose(proposer, text, k)
-                assert draft == by_counting(proposer.lookup, text, outputs[-3:], k)
+                assert draft == by_counting(config, text, outputs[-3:], k)
                 lengths.add(len(draft))
                 text += rng.choices(range(alphabet), k=rng.randint(1, 5))
             outputs.append(text)
