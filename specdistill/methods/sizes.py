@@ -228,7 +228,8 @@ class Described:
 
     @cached_property
     def weightless(self) -> "WeightlessTarget":
-        """On the meta device."""
+        """On the meta device. The tiny random one, which has to decode, is made before."""
+        _ = self.tiny_random
         with torch.device("meta"):
             return WeightlessTarget(self)
 

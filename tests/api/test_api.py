@@ -230,7 +230,7 @@ def test_mistakes_are_refused_by_the_key(run: Path, folder: Path, tmp_path: Path
         generate(target, PROMPT, top_p=0.5)
     with refused("run"):
         publish(tmp_path, repo="org/name")
-    with refused("method", "nope"):
+    with refused("method", "'nope'"):
         acquire("nope", "pico")
 
 
