@@ -250,21 +250,20 @@ class Decoder:
     def verify(
         self, rows: Sequence[Running], proposals: Sequence[Proposal], logits_BTV: Tensor, sampling: Sampling
     ) -> list[Verdict]:
-        """Of each row. The logits follow the sequence and each draft token. Sampled rows with chains of equally many draft tokens, all of
-        them drawn or all certain, are verified together."""
+        """Of each row. The logits follow the sequence and each draft token. Of several sampled rows those with chains of equally many draft
+        tokens, all of them drawn or all certain, are verified together."""
         if sampling.is_greedy:
             return [
                 *map(self._follow_best, rows, proposals, logits_BTV.argmax(-1).tolist(), near_ties(self.target, logits_BTV))
             ]
-        if len(rows) == 1 or any(proposal.tree for proposal in proposals):
-            return [
-                self.rule(proposal, sampling.probabilities(logits_TV[: len(proposal.tokens) + 1]), row.generator)
-                for row, proposal, logits_TV in zip(rows, proposals, logits_BTV, strict=True)
-            ]
         verdicts: dict[int, Verdict] = {}
         alike: dict[tuple[int, bool], list[int]] = {}
-        for index, proposal in enumerate(proposals):
-            alike.setdefault((len(proposal.tokens), proposal.probabilities is None), []).append(index)
+        for index, (row, proposal) in enumerate(zip(rows, proposals, strict=True)):
+            if len(rows) == 1 or proposal.tree:
+                probs_NV = sampling.probabilities(logits_BTV[index, : len(proposal.tokens) + 1])
+                verdicts[index] = self.rule(proposal, probs_NV, row.generator)
+            else:
+                alike.setdefault((len(proposal.tokens), proposal.probabilities is None), []).append(index)
         for (width, _), chosen in alike.items():
             logits_BKV = logits_BTV[:, : width + 1]
             distributions = [given for index in chosen if (given := proposals[index].probabilities) is not None]

@@ -162,8 +162,11 @@ class DraftKVCache(BatchKVCache):
         (start,), (count,), device = self.lengths, counts, self._slot_BT.device
         self._advance(counts)
         self._first, self._mask = 0 if self._window is None else max(0, start - self._window + 1), None
-        if count > 1 and not is_causal:  # query i is at position start + i
+        # Once for all layers, but where there is a kernel without one, and where nothing is cached: of a prompt it would be [T, T].
+        if count > 1 and not (is_causal and (device.type == "cuda" or start == 0)):  # query i is at position start + i
             mask_TS = torch.ones(count, self._end - self._first, dtype=torch.bool, device=device)
+            if is_causal:
+                mask_TS = mask_TS.tril(start - self._first)
             self._mask = mask_TS if self._window is None else mask_TS.triu(start - self._first - self._window + 1)
         return self._cos[:, start : self._end], self._sin[:, start : self._end]
 

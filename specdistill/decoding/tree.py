@@ -157,7 +157,7 @@ class StaticTree:
         for level, width in enumerate(self.branching):
             levels.append([children(*row, width, sampling) for row in zip(logits, generators, strict=True)])
             if level + 1 < self.depth:
-                index_BT, rows_BT = (pad_sequence([row[part] for row in levels[-1]], batch_first=True) for part in (0, 1))
+                index_BT, rows_BT = (pad_sequence(parts, batch_first=True) for parts in list(zip(*levels[-1], strict=True))[:2])
                 after = zip(levels[-1], expand(index_BT, rows_BT), strict=True)
                 logits = [logits_TW[: len(index_T)] for (index_T, *_), logits_TW in after]
         drafts: list[TreeDraft] = []
@@ -252,9 +252,9 @@ def at_nodes(x_BTH: Tensor, rows_BN: Tensor) -> Tensor:
     return x_BTH.gather(1, rows_BN.unsqueeze(2).expand(-1, -1, x_BTH.shape[2]))
 
 
-def children(logits_TW: Tensor, generator: Random, width: int, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
-    """Up to `width` children of each of T nodes: their tokens, their parents' indices, and the distributions [W] they are drawn from, which
-    count under sampling alone.
+def children(logits_TW: Tensor, generator: Random, width: int, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Up to `width` children of each of T nodes: their tokens, their parents' indices, and under sampling the distributions [W] they are
+    drawn from.
     """
     if sampling.is_greedy:
         probs_TW, chosen_TC = logits_TW, logits_TW.topk(min(width, logits_TW.shape[-1])).indices
@@ -264,7 +264,7 @@ def children(logits_TW: Tensor, generator: Random, width: int, sampling: Samplin
         uniforms_TC = torch.rand(len(probs_TW), width, generator=generator, dtype=torch.float64).to(probs_TW.device)
         chosen_TC, drawn_TC = draw_distinct(probs_TW, uniforms_TC)
     rows_T = drawn_TC.nonzero()[:, 0]
-    return chosen_TC[drawn_TC], rows_T, probs_TW[rows_T]
+    return chosen_TC[drawn_TC], rows_T, None if sampling.is_greedy else probs_TW[rows_T]
 
 
 def draw_distinct(probs_TW: Tensor, uniforms_TC: Tensor) -> tuple[Tensor, Tensor]:

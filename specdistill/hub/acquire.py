@@ -129,7 +129,9 @@ class ModelFiles:
         Raises UserError for files that cannot be read, or are not those that the index names.
         """
         if not self.missing(self.weights()):
-            return Shards.open(self.folder, self.key).without_content()
+            shards = Shards.open(self.folder, self.key)
+            shards.check()
+            return shards.without_content()
         assert self.repository is not None
         what = f"{self.name}, whose weights cannot be read"
         with refusing(OTHER_HEADERS, self.key, what, "whole safetensors files"):

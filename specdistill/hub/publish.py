@@ -194,7 +194,7 @@ def stage(of: CardContents, target: TargetFiles, exports: Sequence[str], output:
     fails.
     """
     release, draft = of.release, of.release.run / DRAFT
-    Shards.open(draft, "run")  # whole
+    Shards.open(draft, "run").check()
     refuse_links([path for part in (DRAFT, "run", REPORT) for path in (release.run / part).iterdir()], release.run)
     check_exports(exports, release.method, "exports")
     with new_folder(output, replaces=replaces) as folder:

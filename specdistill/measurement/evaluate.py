@@ -77,7 +77,7 @@ def measure_pair(recipe: Recipe, pair: Pair, suite: Suite, folder: Path) -> Meas
     config, (target, proposer, draft), (rank, num_processes) = recipe.eval, pair, share()
     plans = plan_all(config, suite, target)
     if is_first():
-        print_power_analysis(len({it.cluster or it.id for it in plans[0].prompts}))
+        print_power_analysis([it.cluster or it.id for it in plans[0].prompts])
     if any(plan.settings.batch_size > 1 for plan in plans):
         Decoder(target, proposer).check_batches()  # before anything is measured
 

@@ -105,7 +105,7 @@ def measure_in_engine(recipe: Recipe, suite: Suite, folder: Path) -> tuple[dict[
             use_recorded_template([locate(draft)], tokenizer, "eval.draft")
     use_template(tokenizer, recipe)
     task = ServerTask.of(config, suite, tokenizer, max_length)
-    print_power_analysis(len({it.cluster or it.id for it in task.prompts}))
+    print_power_analysis([it.cluster or it.id for it in task.prompts])
 
     # Measure
     named = f"{target.model} + {target.adapter}" if target.adapter else target.model

@@ -93,7 +93,8 @@ def add_quality(
             )["outcomes"]
             for side in ("text", "baseline_text")
         )
-        entry = report["quality"][name] = paired(with_draft, without_draft, seed=seed)
+        clusters = [record.cluster or record.id for _, record, _ in chosen]
+        entry = report["quality"][name] = paired(with_draft, without_draft, clusters, seed=seed)
         low, high = entry.get("difference_ci95", (0.0, 0.0))
         if low > 0 or high < 0:
             scores = f"{entry['with_draft']:.1%} with the draft and {entry['without_draft']:.1%} without"
@@ -101,14 +102,15 @@ def add_quality(
             report["findings"].append({"name": "quality", "message": message})
 
 
-def paired(with_draft: Sequence[bool], without_draft: Sequence[bool], *, seed: int) -> dict[str, Any]:
-    """Share of prompts that succeed on each side, and their difference with its interval (bootstrap over prompts).
+def paired(with_draft: Sequence[bool], without_draft: Sequence[bool], clusters: Sequence[str], *, seed: int) -> dict[str, Any]:
+    """Share of prompts that succeed on each side, and their difference with its interval (bootstrap over clusters).
 
-    p_value: McNemar's exact test on the prompts that succeed on one side only; 1 when there are none.
+    p_value: McNemar's exact test on the prompts that succeed on one side only, as if drawn one by one; 1 when there are none.
     """
     ours, theirs = np.array(with_draft, dtype=np.float64), np.array(without_draft, dtype=np.float64)
     only_ours, only_theirs = int((ours > theirs).sum()), int((ours < theirs).sum())
     columns = {"with_draft": ours, "without_draft": theirs, "num_prompts": np.ones(len(ours))}
+    columns["cluster"] = np.unique(clusters, return_inverse=True)[1].astype(np.float64)
     ends = interval(DIFFERENCE, columns, seed=seed)
     return {
         "num_prompts": len(ours),

@@ -77,6 +77,7 @@ def read_tensors(folder: Path, key: str) -> dict[str, Tensor]:
     """
     if (folder / INDEX).is_file() or (folder / SINGLE).is_file():
         shards = Shards.open(folder, key)
+        shards.check()
         tensors = shards.load(shards.file_of)
     elif (folder / PICKLED).is_file():
         tensors = unpickled(folder / PICKLED, key)

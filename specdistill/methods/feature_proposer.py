@@ -26,7 +26,7 @@ def loaded_proposer(
 
 
 class TokenProposer:
-    """A draft that takes a pass for each token.
+    """A draft that takes a pass for each token, unless `passes` says otherwise.
 
     target_ids_W: the target's ids of the tokens that the draft has logits of, None where they are its own; target_vocab_size: V. shared:
     names of parameters that are the target's.

@@ -55,6 +55,7 @@ def open_rows(job: Job) -> tuple[Dataset, Dataset]:
     if job.config.shard is not None:
         expected = "null: `specdistill data make` alone makes a shard of the rows"
         raise UserError("data.shard", got=job.config.shard, expected=expected)
+    check(job.config, job.target)
     if job.config.rows is None and not all(of_all(is_whole(job.folder))):
         job.check()
         index, count = _shares(cache_folder(job.config.cache_dir))
@@ -66,8 +67,6 @@ def open_rows(job: Job) -> tuple[Dataset, Dataset]:
         if index == 0:
             merge(job)
         of_all(None)
-    else:
-        check(job.config, job.target)
     train, validation, manifest = read_rows(job.folder, Fit.of(job.config, job.target))
     hashes = {shard.name: shard.hash[:SHOWN] for shard in manifest.shards}
     agree(hashes, otherwise=": make the rows on one machine, and copy the folder (data.rows)")

@@ -97,7 +97,9 @@ def chat_prompts(plan: BlockPlan, rows: Iterable[dict[str, Any]], filtered: Coun
             continue
         tools = row.get("tools")
         check_expressed(plan.tokenizer, [it for it in row["messages"] if not is_unanswered(it)], tools, **template)
-        for messages in before_turns(row["messages"]):
+        turns = [*before_turns(row["messages"])]
+        filtered.update(["not_learned"] * (not turns))  # all of weight 0
+        for messages in turns:
             ids = prompt_ids(plan.tokenizer, messages, tools, **template)
             if len(ids) <= config.max_length // 2:
                 yield GenerationPrompt(ids, row_hash(row, config.seed), tuple(messages), tools)

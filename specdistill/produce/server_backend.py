@@ -125,7 +125,8 @@ class ServerBackend:
                 return turns
             except UnavailableError as error:
                 if not server.failed(error):
-                    self._given_up[server] = str(error)
+                    with self._changed:
+                        self._given_up[server] = str(error)
             finally:
                 with self._changed:
                     self._in_flight[server] -= 1

@@ -201,7 +201,9 @@ def _reasons(row: Mapping[str, Any]) -> dict[str, str]:
     """Why a row lacks each number that it may lack."""
     hf = "none of these prompts was among those timed"
     fast = "the baseline is as fast as transformers' generate()" if "baseline_over_hf_generate" in row else hf
-    few = "fewer than two prompts" if row["num_prompts"] < 2 else "its resamples are undefined: too few prompts"
+    few = (
+        "fewer than two prompts" if row["num_prompts"] < 2 else "its resamples are undefined: too few prompts or conversations"
+    )
     one_batch = row["num_batches"] == 1 < row["num_prompts"]
     timed = "its prompts share the times of one batch" if one_batch else few
     return {
@@ -210,7 +212,7 @@ def _reasons(row: Mapping[str, Any]) -> dict[str, str]:
         **dict.fromkeys(NEED_ROUNDS, "every completion ended with its first token"),
         **dict.fromkeys(("hf_generate_tokens_per_second", "baseline_over_hf_generate"), hf),
         "speedup_over_hf_generate": fast,
-        "context_ratio": "too few drafts at a long or a short context",
+        "context_ratio": "too few drafts at a long or a short context" if row["num_drafts"] else "nothing was drafted",
         "vocabulary_coverage": "this method can propose any token",
         **{f"{name}_ci95": timed if METRICS[name].is_timed else few for name in WITH_INTERVAL if name in row},
     }

@@ -110,10 +110,16 @@ def print_report(report: Mapping[str, Any], folder: Path) -> None:
     console.print(Text(f"report: {folder / 'report.html'}", style="bold"), soft_wrap=True)
 
 
-def print_power_analysis(num_prompts: int) -> None:
-    """The change that a run of so many prompts can detect, before it runs."""
+def print_power_analysis(clusters: Sequence[str]) -> None:
+    """The change that a run can detect, before it runs. clusters: of each prompt."""
+    num_prompts = len(set(clusters))
+    of = (
+        f"{len(clusters)} prompts, of them {num_prompts} drawn alone,"
+        if num_prompts < len(clusters)
+        else f"{num_prompts} prompts"
+    )
     sentence = (
-        f"{num_prompts} prompts can detect a change of {minimum_detectable_change(num_prompts):.1%} of the acceptance length: power "
+        f"{of} can detect a change of {minimum_detectable_change(num_prompts):.1%} of the acceptance length: power "
         f"{POWER:.0%}, two-sided {SIGNIFICANCE:.0%}, by an assumed spread of {ASSUMED_SPREAD:.0%} a prompt."
     )
     Console(stderr=True).print(Text(sentence, style="dim"), soft_wrap=True)

@@ -28,7 +28,7 @@ from specdistill.files.documents import parse_json
 from specdistill.recipe.sections import DataConfig
 
 SHOWN = 12  # digits of a hash that a person compares
-VERSION = 3  # of the code that prepares rows: raise it when equal inputs give other rows
+VERSION = 4  # of the code that prepares rows: raise it when equal inputs give other rows
 BATCH = 100  # rows that a function is given at a time
 MOST_PROCESSES, ROWS_EACH = 16, 2000  # rows that a process is worth starting for
 FREE_SPACE = "free disk space, or set data.cache_dir to a folder that can be written; what is there is kept"

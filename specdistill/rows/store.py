@@ -120,13 +120,16 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Shard:
-    """A file that was opened. rows: its tokens; starts: int64 [R + 1], tokens before each row, and of all; checksums: int64 [R]."""
+    """A file that was opened. rows: its tokens; starts: int64 [R + 1], tokens before each row, and of all; checksums: int64 [R]; begin:
+    bytes before its features.
+    """
 
     path: Path
     origin: Origin
     rows: list[Tokens]
     starts: NDArray[np.int64]
     checksums: NDArray[np.int64]
+    begin: int
 
     @classmethod
     def open(cls, path: Path, origin: Origin) -> "Shard":
@@ -138,6 +141,9 @@ class Shard:
                     file.get_tensor, ("input_ids", "document_lengths", "num_documents", "checksums")
                 )
                 shape = file.get_slice("features").get_shape()
+            with path.open("rb") as file:  # the library does not say where tensors are
+                size = int.from_bytes(file.read(8), "little")
+                begin = 8 + size + parse_json(file.read(size))["features"]["data_offsets"][0]
         except FileNotFoundError as error:
             raise unfit(path, "is missing") from error
         except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
@@ -148,7 +154,16 @@ class Shard:
         by_row = np.split(lengths, counts.cumsum()[:-1])
         starts = np.cumsum([0, *(part.sum() for part in by_row)])
         rows = [Tokens(*row) for row in zip(np.split(ids, starts[1:-1]), by_row, strict=True)]
-        return cls(path, origin, rows, starts, checksums)
+        return cls(path, origin, rows, starts, checksums, begin)
+
+    def expect(self, index: int) -> None:
+        """Have the system fetch a row that is about to be read, along with others."""
+        size, start = self.origin.token_bytes, int(self.starts[index])
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, self.begin + size * start, size * len(self.rows[index]), os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(descriptor)
 
     def read(self, index: int, into_ATD: Tensor) -> None:
         """The features of a row, into the first L positions of a tensor [A + 1, T, D] of `origin.row_dtype`, and 0 into the others.
@@ -248,6 +263,8 @@ class FeatureStore:
         features = torch.empty(shape, dtype=self.origin.row_dtype)
         features[[place is None for place in places]] = 0
         found = [(*place, into_ATD) for place, into_ATD in zip(places, features, strict=True) if place]
+        for shard, index, _ in found:
+            shard.expect(index)
         with ThreadPoolExecutor(len(rows)) as pool:  # waiting for the disk, summing and copying are not Python's
             list(pool.map(lambda row: row[0].read(*row[1:]), found))
         return {**batch, "features": features}

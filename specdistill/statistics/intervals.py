@@ -26,7 +26,7 @@ Interval = tuple[float, float]
 
 
 def interval(metric: Metric, sums: PromptSums, *, confidence: float = 0.95, seed: int = 0) -> Interval | None:
-    """The metric's bias-corrected (BCa) interval; None with fewer than two prompts or when resamples are undefined."""
+    """The metric's bias-corrected (BCa) interval; None with fewer than two prompts, or units of them, or when resamples are undefined."""
     data = measured(metric, sums)
     if data[0].size < 2:
         return None
@@ -72,16 +72,20 @@ def macro_interval(metric: Metric, sums: PromptSums, categories: Sequence[str], 
 
     Categories are fixed and their prompts are drawn within them, so their jackknife variances add up; Student's t, with Welch's and
     Satterthwaite's degrees of freedom. Where clusters or batches hold prompts of several categories, the jackknife is over these. None
-    where a category has fewer than two prompts or no number.
+    where a category has fewer than two prompts, or conversations, or no number.
     """
-    category_P = np.array(categories)
+    is_measured = ~np.isnan([sums[name] for name in metric.sums]).any(axis=0)
+    sums = {name: column[is_measured] for name, column in sums.items()}
+    category_P = np.array(categories)[is_measured]
+    if len(set(category_P)) < len(set(categories)):
+        return None
     units = units_of(metric, sums)
-    if units is not None and len(set(zip(units, categories, strict=True))) > len(set(units)):
+    if units is not None and len(set(zip(units, category_P, strict=True))) > len(set(units)):
         return _crossed_interval(metric, sums, category_P, units, confidence)
     groups = _by_category(sums, category_P)
     values = [point for group in groups if (point := value(metric, group)) is not None]
     variances = [error**2 for group in groups if (error := standard_error(metric, group)) is not None]
-    if not groups or not len(values) == len(variances) == len(groups):
+    if not len(values) == len(variances) == len(groups) > 0:
         return None
     variance, sizes = sum(variances), [measured(metric, group)[0].size for group in groups]
     parts = sum(part**2 / (size - 1) for part, size in zip(variances, sizes, strict=True))

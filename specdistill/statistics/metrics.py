@@ -2,7 +2,7 @@
 
 Definitions are vLLM's, so that numbers compare: the acceptance length counts the bonus token, rates per position are unconditional, and
 every ratio is a micro-average, a ratio of sums over all drafts of a row. The same formula gives the value and, on resampled prompts, its
-interval: the bootstrap resamples prompts, so nothing is summed across them before.
+interval: the bootstrap resamples prompts, or what was drawn together, so nothing else is summed before.
 
 Context buckets are powers of two: bucket b holds the rounds that began with b to 2b - 1 tokens before them.
 """
@@ -186,8 +186,12 @@ def measured(metric: Metric, sums: PromptSums) -> list[NDArray[np.float64]]:
 
 
 def units_of(metric: Metric, sums: PromptSums) -> NDArray[np.float64] | None:
-    """[P], the number of the batch or cluster that resamples of the metric draw a prompt with; None where each is drawn alone."""
-    return sums["batch"] if metric.is_timed and "batch" in sums else sums.get("cluster")
+    """[P], the number of the batch or cluster that resamples of the metric draw a prompt with; None where each is drawn alone.
+
+    Where times have both, these are the fewer ones: to join batches that share a cluster would join nearly all.
+    """
+    names = ("batch", "cluster") if metric.is_timed else ("cluster",)
+    return min((sums[name] for name in names if name in sums), key=lambda units: len(np.unique(units)), default=None)
 
 
 def value(metric: Metric, sums: PromptSums) -> float | None:

@@ -60,10 +60,7 @@ class Shards:
 
     @classmethod
     def open(cls, folder: Path, key: str, *, complete: bool = True) -> "Shards":
-        """Raises UserError for a missing or broken file, and unless every tensor is in the file that the index names, and in no other.
-
-        Not `complete`: by the index alone, whose files may be missing.
-        """
+        """Raises UserError for a missing or broken file. Files that the index names may be missing if not `complete`."""
         if not (folder / INDEX).is_file():
             if not (folder / SINGLE).is_file():
                 got = f"{folder}, which has no {SINGLE} and no index"
@@ -77,11 +74,15 @@ class Shards:
                 raise UserError(key, got=f"{folder / INDEX} with {file}", expected="files in the same folder")
             if complete and not (folder / file).is_file():
                 raise UserError(key, got=f"{folder} without {file}", expected="every file that its index names")
-            listed = {name for name, place in file_of.items() if place == file}
-            if complete and (wrong := sorted(listed.symmetric_difference(_names(folder / file, key)))):
-                got = f"{folder}, whose files and index differ about {', '.join(wrong[:3])}"
-                raise UserError(key, got=got, expected="every tensor in the one file that the index names")
         return cls(folder, file_of, key)
+
+    def check(self) -> None:
+        """Raises UserError unless every tensor is in the file that the index names, and in no other. transformers is not as strict."""
+        for file in self.files:
+            listed = {name for name, place in self.file_of.items() if place == file}
+            if wrong := sorted(listed.symmetric_difference(_names(self.folder / file, self.key))):
+                got = f"{self.folder}, whose files and index differ about {', '.join(wrong[:3])}"
+                raise UserError(self.key, got=got, expected="every tensor in the one file that the index names")
 
     @property
     def files(self) -> list[str]:

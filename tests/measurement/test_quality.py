@@ -193,7 +193,7 @@ def test_the_metrics_load_by_path_and_say_each_outcome(name, predictions, refere
 
 def test_a_paired_difference_and_its_test():
     ours, theirs = [True] * 30 + [False] * 10 + [True] * 8, [True] * 30 + [True] * 10 + [False] * 8
-    found = paired(ours, theirs, seed=0)
+    found = paired(ours, theirs, [str(number) for number in range(len(ours))], seed=0)
     assert (found["with_draft"], found["without_draft"]) == (38 / 48, 40 / 48)
     assert found["difference"] == pytest.approx(-2 / 48)
     assert (found["only_with_draft"], found["only_without_draft"]) == (8, 10)
@@ -201,9 +201,11 @@ def test_a_paired_difference_and_its_test():
     # The normal interval of a mean of 18 signs and 30 zeros.
     half = 1.96 * np.std([1] * 8 + [-1] * 10 + [0] * 30) / np.sqrt(48)
     assert found["difference_ci95"] == pytest.approx([-2 / 48 - half, -2 / 48 + half], abs=0.03)
-    same = paired([True, False, True], [True, False, True], seed=0)
+    turns = paired(ours * 4, theirs * 4, [str(number) for number in range(len(ours))] * 4, seed=0)  # of conversations
+    assert turns["difference_ci95"] == pytest.approx(found["difference_ci95"], abs=0.02)
+    same = paired([True, False, True], [True, False, True], ["a", "b", "c"], seed=0)
     assert (same["difference"], same["difference_ci95"], same["p_value"]) == (0.0, [0.0, 0.0], 1.0)
-    assert "difference_ci95" not in paired([True], [True], seed=0)
+    assert "difference_ci95" not in paired([True], [True], ["a"], seed=0)
 
 
 @pytest.fixture

@@ -99,6 +99,9 @@ def test_every_turn_is_asked_for_from_what_was_recorded_and_questions_alone_one_
         asked = [rows[:1] if rows is questions else rows[:end] for end in expected]
         assert said(made) == [TOKENIZER.apply_chat_template(it, tokenize=False, add_generation_prompt=True) for it in asked]
         assert filtered == ({"follow_up": 2} if rows is questions and not served else {})
+    nothing = [{"text": None, "messages": weighted[:2]}]
+    assert not [*chat_prompts(BlockPlan(Block(0, 1, 1), config, [], TOKENIZER, ()), nothing, filtered)]
+    assert filtered == {"not_learned": 1}
 
 
 def test_every_prompt_is_continued_at_every_temperature_and_then_sampled_again() -> None:

@@ -164,7 +164,7 @@ def test_the_smallest_change_that_is_detected_by_hand():
 
 
 def test_the_sentence_says_what_it_stands_on(capsys: pytest.CaptureFixture[str]):
-    print_power_analysis(80)
+    print_power_analysis([str(number) for number in range(80)])
     said = capsys.readouterr().err
     for fact in ("80 prompts", "5.0% of the acceptance length", "power 80%", "two-sided 5%", "assumed spread of 16%"):
         assert fact in said

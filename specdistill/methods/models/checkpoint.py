@@ -41,7 +41,8 @@ def load_draft_model(
 ) -> tuple[PreTrainedModel, Any]:
     """A draft model and its tokenizer from a folder or a Hub id (`org/name@revision` too); `key` is the recipe key that errors name.
 
-    Raises UserError when there are no weights or no tokenizer, or when the weights are cut short, incomplete or not finite.
+    Raises UserError when there are no weights or no tokenizer, when the weights are cut short, incomplete or not finite, and
+    for what is no causal language model.
     """
     name = str(path)
     if "/" not in name and not Path(name).is_dir() and name != "pico":
@@ -51,9 +52,10 @@ def load_draft_model(
     place, revision = split_revision(name)
     model, tokenizer = read_causal_lm(resolve(place, key), key=key, revision=revision, dtype=dtype)
     check_finite(model.state_dict(), name, key)
+    model = model.to(device).eval()
     examine(model, name, key=key)
     check_attention(model, key, name)
-    return model.to(device).eval(), tokenizer
+    return model, tokenizer
 
 
 def check_outline(model: PreTrainedModel, tensors: Mapping[str, Tensor], *, key: str, name: str) -> None:

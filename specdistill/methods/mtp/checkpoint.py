@@ -214,6 +214,7 @@ def merge_mtp_weights(draft: Path, target: Path, output: Path) -> None:
     already has, or the checkpoint disagrees with its index.
     """
     checkpoint = Shards.open(target, "target.model")
+    checkpoint.check()
     config, draft_config = read_config(checkpoint.folder, checkpoint.key), read_config(draft, "draft")
     merged = _tensors(draft, draft_config, checkpoint, config)
     text, depth = config.get("text_config") or config, depth_key(draft_config["text_config"]["model_type"])
