@@ -24,6 +24,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -157,7 +158,7 @@ class StaticTree:
         for level, width in enumerate(self.branching):
             levels.append([children(*row, width, sampling) for row in zip(logits, generators, strict=True)])
             if level + 1 < self.depth:
-                index_BT, rows_BT = (pad_sequence(parts, batch_first=True) for parts in list(zip(*levels[-1], strict=True))[:2])
+                index_BT, rows_BT = (pad_sequence([row[part] for row in levels[-1]], batch_first=True) for part in (0, 1))
                 after = zip(levels[-1], expand(index_BT, rows_BT), strict=True)
                 logits = [logits_TW[: len(index_T)] for (index_T, *_), logits_TW in after]
         drafts: list[TreeDraft] = []
@@ -252,7 +253,7 @@ def at_nodes(x_BTH: Tensor, rows_BN: Tensor) -> Tensor:
     return x_BTH.gather(1, rows_BN.unsqueeze(2).expand(-1, -1, x_BTH.shape[2]))
 
 
-def children(logits_TW: Tensor, generator: Random, width: int, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor | None]:
+def children(logits_TW: Tensor, generator: Random, width: int, sampling: Sampling) -> tuple[Tensor, Tensor, Any]:
     """Up to `width` children of each of T nodes: their tokens, their parents' indices, and under sampling the distributions [W] they are
     drawn from.
     """
