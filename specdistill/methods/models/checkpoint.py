@@ -19,7 +19,6 @@ from specdistill.engines.engine import Layout
 from specdistill.errors import UserError, nearest
 from specdistill.methods.checkpoint import check_finite, check_fit, check_tensors, link, read_config, read_tensors
 from specdistill.repositories import resolve, split_revision
-from specdistill.targets.anatomy import examine
 from specdistill.targets.cache import is_recurrent
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.loading import read_causal_lm
@@ -41,8 +40,7 @@ def load_draft_model(
 ) -> tuple[PreTrainedModel, Any]:
     """A draft model and its tokenizer from a folder or a Hub id (`org/name@revision` too); `key` is the recipe key that errors name.
 
-    Raises UserError when there are no weights or no tokenizer, when the weights are cut short, incomplete or not finite, and
-    for what is no causal language model.
+    Raises UserError when there are no weights or no tokenizer, or when the weights are cut short, incomplete or not finite.
     """
     name = str(path)
     if "/" not in name and not Path(name).is_dir() and name != "pico":
@@ -51,11 +49,9 @@ def load_draft_model(
         raise UserError(key, got=name, expected=expected, nearest=nearest(name, others))
     place, revision = split_revision(name)
     model, tokenizer = read_causal_lm(resolve(place, key), key=key, revision=revision, dtype=dtype)
-    check_finite(model.state_dict(), name, key)
-    model = model.to(device).eval()
-    examine(model, name, key=key)
     check_attention(model, key, name)
-    return model, tokenizer
+    check_finite(model.state_dict(), name, key)
+    return model.to(device).eval(), tokenizer
 
 
 def check_outline(model: PreTrainedModel, tensors: Mapping[str, Tensor], *, key: str, name: str) -> None:
@@ -75,7 +71,12 @@ def check_outline(model: PreTrainedModel, tensors: Mapping[str, Tensor], *, key:
 
 
 def check_attention(model: PreTrainedModel, key: str, name: str) -> None:
-    """Raises UserError, naming `key`, for a draft that could not take rejected tokens back."""
+    """Raises UserError, naming `key`, for a draft that could not take rejected tokens back, or whose logits depend on later tokens."""
+    pairs = torch.tensor([[0, 1], [0, 2]], device=model.device)
+    with torch.no_grad():
+        first, other = (model(input_ids=pair.unsqueeze(0)).logits[0, 0].float() for pair in pairs)
+    if (first - other).abs().max() > 1e-4 * first.abs().max():
+        raise UserError(key, got=f"{name}, an encoder: its tokens see later ones", expected="a causal language model")
     if is_recurrent(model.config.get_text_config()):
         got = f"{name}, whose layers carry a state from token to token"
         raise UserError(key, got=got, expected="a draft whose layers are all attention")
