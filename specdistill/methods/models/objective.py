@@ -13,7 +13,7 @@ first tokens and the draft generates the rest.
 
 import random
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -92,9 +92,10 @@ class Distillation(Objective):
         return batch if self.on_policy is None or number is None else self.on_policy(batch, number)
 
     def read_target(self, target: FrozenTarget, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Soft targets; none where hard labels are all that the loss needs."""
-        needs_none = self.training and self.labels == "hard"
-        return {"soft_targets": None if needs_none else super().read_target(target, inputs)["soft_targets"]}
+        """Soft targets at temperature 1, by which acceptance is measured; none where hard labels are all that the loss needs."""
+        if self.training and self.labels == "hard":
+            return {"soft_targets": None}
+        return {"soft_targets": replace(super().read_target(target, inputs)["soft_targets"], temperature=1.0)}
 
     def forward(
         self,
@@ -136,11 +137,16 @@ class Distillation(Objective):
         return total, metrics_MKR.squeeze(1) * weights_R
 
     def row_losses(self, logits_rV: Tensor, targets: Any, k: int) -> tuple[Tensor, Tensor]:
-        """As all objectives'. targets: the sequences' own tokens [r], and the distributions."""
+        """Nats [r], and the metrics of each row [M, r]; see `head_loss`. targets: the sequences' own tokens [r], and the distributions."""
         next_r, soft = targets
-        if self.labels == "soft":
-            return super().row_losses(logits_rV, soft, k)
-        return self.with_metrics(F.cross_entropy(logits_rV.float(), next_r, reduction="none"), logits_rV, soft)
+        if self.labels == "hard":
+            losses_r = F.cross_entropy(logits_rV.float(), next_r, reduction="none")
+        else:
+            probs_rV = soft.probs_rW
+            if self.temperature != 1.0:
+                probs_rV = probs_rV.clamp_min(torch.finfo(torch.float32).tiny).log().div(self.temperature).softmax(-1)
+            losses_r = self.divergence(logits_rV / self.temperature, probs_rV)
+        return self.with_metrics(losses_r, logits_rV, soft)
 
 
 def repeated_names(module: nn.Module) -> list[str]:
