@@ -24,7 +24,9 @@ class Counts:
     @property
     def mean_acceptance_length(self) -> float:
         """Tokens per round, the target's own included; NaN when nothing was drafted."""
-        return 1 + sum(self.accepted_per_position) / self.num_drafts if self.num_drafts else math.nan
+        return (
+            1 + sum(self.accepted_per_position) / self.num_drafts if self.num_drafts else math.nan
+        )
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,9 @@ class Completion:
 def total(completions: Sequence[Completion]) -> Counts:
     """The counts of all completions together."""
     counts = [completion.counts for completion in completions]
-    rows = [(count.num_drafts, count.num_draft_tokens, *count.accepted_per_position) for count in counts]
+    rows = [
+        (count.num_drafts, count.num_draft_tokens, *count.accepted_per_position) for count in counts
+    ]
     num_drafts, num_draft_tokens, *accepted = map(sum, zip(*rows, strict=True))
     return Counts(num_drafts, num_draft_tokens, tuple(accepted))
 
@@ -66,8 +70,12 @@ def generate_here(
     decoder, completions = Decoder(target, proposer), []
     for prompt_ids in prompts:
         k = num_speculative_tokens
-        generation = decoder.generate(prompt_ids, max_new_tokens=max_new_tokens + k, num_speculative_tokens=k)
-        stops = (place for place, token in enumerate(generation.token_ids, start=1) if token in stop_ids)
+        generation = decoder.generate(
+            prompt_ids, max_new_tokens=max_new_tokens + k, num_speculative_tokens=k
+        )
+        stops = (
+            place for place, token in enumerate(generation.token_ids, start=1) if token in stop_ids
+        )
         end = min(max_new_tokens, next(stops, max_new_tokens))
         length, drafts = 1, []  # the first token is the prefill's
         for entry in generation.rounds:
@@ -75,7 +83,9 @@ def generate_here(
                 break
             length += len(entry.emitted)
             drafts += [entry] if entry.drafted else []
-        accepted = [sum(entry.num_accepted > k for entry in drafts) for k in range(num_speculative_tokens)]
+        accepted = [
+            sum(entry.num_accepted > k for entry in drafts) for k in range(num_speculative_tokens)
+        ]
         counts = Counts(len(drafts), sum(len(entry.drafted) for entry in drafts), tuple(accepted))
         completions.append(Completion(generation.token_ids[:end], counts))
     return completions

@@ -26,7 +26,11 @@ from torch._dynamo import callback
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -49,23 +53,32 @@ from specdistill.recipe.load import validate
 from specdistill.rows.packing import collate
 from specdistill.targets import packed_attention
 from specdistill.targets.frozen import FrozenTarget, compile_layers
-from specdistill.targets.packed_rows import Documents, attending, by_lengths, lengths_of, sdpa_configs
+from specdistill.targets.packed_rows import (
+    Documents,
+    attending,
+    by_lengths,
+    lengths_of,
+    sdpa_configs,
+)
 
 aten = torch.ops.aten
 
 # What an H200 reaches: operations of matrix products, and bytes, a second. Assumed: bench/gpu.py measures them where there is one.
 PRODUCTS, BANDWIDTH = 650e12, 3.65e12
 FP8_BYTES = 3  # of an activation that is read and rounded, in a compiled layer
-ADAMW_BYTES = (
-    32  # of a parameter in a step: it, its gradient and moments are read, all but the gradient written, and the norm taken
-)
+ADAMW_BYTES = 32  # of a parameter in a step: it, its gradient and moments are read, all but the gradient written, and the norm taken
 
 RECORD = Path(__file__).with_name("results") / "cuda_check.json"
 ALLOWED = 1.05  # of what is recorded
 DEVICE, ROWS, LENGTH, VOCABULARY = "cuda:0", 4, 2048, 32_000
 PROMPT = 2048  # tokens of the sequence that a round continues
 TREE = Tree(tuple((node - 1) // 2 if node else -1 for node in range(60)))
-RECIPE = {"method": "eagle3", "target": {"model": "x"}, "data": {"source": "x"}, "train": {"output_dir": "x"}}
+RECIPE = {
+    "method": "eagle3",
+    "target": {"model": "x"},
+    "data": {"source": "x"},
+    "train": {"output_dir": "x"},
+}
 # A draft model of about a billion parameters, as Llama-3.2-1B
 DRAFT_MODEL = {
     "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -77,7 +90,9 @@ WAITS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.unique
 
 packed_attention.capability = lambda device: (9, 0)  # type: ignore[assignment]  # an H100's: there is no driver to ask
 # torch's own formula takes heads to come before positions.
-flop_registry[aten._flash_attention_forward] = lambda query, key, *_, **__: 4 * query.numel() * key.shape[1]
+flop_registry[aten._flash_attention_forward] = lambda query, key, *_, **__: (
+    4 * query.numel() * key.shape[1]
+)
 
 
 class Options(Section):
@@ -112,7 +127,9 @@ class Launches(Ledger):
             self.copies += 1
             result = super().__torch_dispatch__(func, types, (args[0], whole(args[1])), kwargs)
         operation, made = func.overloadpacket, tensors(result)
-        writes = func._schema.is_mutable or any(tensor.untyped_storage()._cdata not in held for tensor in made)
+        writes = func._schema.is_mutable or any(
+            tensor.untyped_storage()._cdata not in held for tensor in made
+        )
         on_device = any(tensor.device.type == self.device for tensor in (*given, *made))
         self.kernels += writes and on_device and operation not in UNWRITTEN and not self.in_graph
         between = {tensor.device.type for tensor in (*given, *made)} == {"cpu", "cuda"}
@@ -137,8 +154,14 @@ class Launches(Ledger):
             with V.set_graph_handler(lowered), V.set_real_inputs(inputs):
                 lowered.run(*inputs)
                 lowered._update_scheduler()
-                kernels = [node for node in lowered.scheduler.nodes if not isinstance(node, NopKernelSchedulerNode)]
-                fused = [node for node in kernels if not isinstance(node, ExternKernelSchedulerNode)]
+                kernels = [
+                    node
+                    for node in lowered.scheduler.nodes
+                    if not isinstance(node, NopKernelSchedulerNode)
+                ]
+                fused = [
+                    node for node in kernels if not isinstance(node, ExternKernelSchedulerNode)
+                ]
                 traffic = sum(node.get_read_write_buffers_sizes() for node in fused)
 
         def call(*given: Tensor) -> Any:
@@ -156,7 +179,10 @@ class Launches(Ledger):
         """As `train.torch_compile=true` does."""
         from torch._inductor.decomposition import select_decomp_table
 
-        partition = {"decompositions": select_decomp_table, "partition_fn": min_cut_rematerialization_partition}
+        partition = {
+            "decompositions": select_decomp_table,
+            "partition_fn": min_cut_rematerialization_partition,
+        }
         backend = aot_autograd(fw_compiler=self.graph, bw_compiler=self.graph, **partition)
         compile_layers({"torch_compile": True, "torch_compile_backend": backend}, target, objective)
 
@@ -190,7 +216,9 @@ def autocast() -> Iterator[None]:
 def main(options: Options) -> ExitCode:
     head = eagle3.planned(TARGET, None, {"vocab_size": VOCABULARY})
     row = {"input_ids": [0], "loss_mask": [1], "document_ids": [0]}
-    packed = {name: value * LENGTH for name, value in row.items()} | {"position_ids": list(range(LENGTH))}
+    packed = {name: value * LENGTH for name, value in row.items()} | {
+        "position_ids": list(range(LENGTH))
+    }
     batch = collate([packed] * ROWS)
     found = {}
     with FakeTensorMode() as mode, torch.device(DEVICE):
@@ -201,38 +229,68 @@ def main(options: Options) -> ExitCode:
         ledger = Launches("cpu")
         step: dict[str, Any] = {"rows": ROWS, "length": LENGTH, "ledger": ledger}
         if compiled:
-            step["prepare"] = partial(ledger.compile, SimpleNamespace(compile=lambda **options: None))
+            step["prepare"] = partial(
+                ledger.compile, SimpleNamespace(compile=lambda **options: None)
+            )
         training_step("eagle3", head.build, {"ttt_steps": NUM_STEPS}, TARGET, **step)
-        found["training: unroll and loss with gradients" + ", compiled" * compiled] = counted(ledger)
+        found["training: unroll and loss with gradients" + ", compiled" * compiled] = counted(
+            ledger
+        )
     found["training: target layers, compiled"] = compiled_target(batch)
     for name, counts in found.items():
         print(json.dumps({"part": name, **counts}), flush=True)
-    print(json.dumps({"part": "compiled step on an H200, computed", **tokens_per_second(found, head)}), flush=True)
+    print(
+        json.dumps(
+            {"part": "compiled step on an H200, computed", **tokens_per_second(found, head)}
+        ),
+        flush=True,
+    )
     if options.record:
         RECORD.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     recorded = json.loads(RECORD.read_text(encoding="utf-8"))
-    worse = [f"{name} waits for the host" for name in found if name.startswith("training") and found[name]["waits"]]
+    worse = [
+        f"{name} waits for the host"
+        for name in found
+        if name.startswith("training") and found[name]["waits"]
+    ]
     for name, counts in found.items():
         known = recorded.get(name, dict.fromkeys(counts, 0))
-        worse += [f"{name}: {key} {counts[key]}, recorded {known[key]}" for key in counts if counts[key] > ALLOWED * known[key]]
+        worse += [
+            f"{name}: {key} {counts[key]}, recorded {known[key]}"
+            for key in counts
+            if counts[key] > ALLOWED * known[key]
+        ]
     print(*worse, sep="\n", file=sys.stderr, end="\n" * bool(worse))
     return ExitCode.CHECK_FAILED if worse else ExitCode.DONE
 
 
 def tokens_per_second(found: dict[str, dict[str, float]], head: PlannedDraft) -> dict[str, int]:
     """Of a compiled step with AdamW; and with a target in FP8, whose layers' products take half of the time."""
-    target, draft = (found[f"training: {part}, compiled"] for part in ("target layers", "unroll and loss with gradients"))
-    traffic = 1e9 * (target["traffic_gb"] + draft["traffic_gb"]) + ADAMW_BYTES * head.parts.parameters
+    target, draft = (
+        found[f"training: {part}, compiled"]
+        for part in ("target layers", "unroll and loss with gradients")
+    )
+    traffic = (
+        1e9 * (target["traffic_gb"] + draft["traffic_gb"]) + ADAMW_BYTES * head.parts.parameters
+    )
     seconds = 1e12 * (target["tflop"] + draft["tflop"]) / PRODUCTS + traffic / BANDWIDTH
     config, tokens = TARGET.text, ROWS * LENGTH
-    rounded = FP8_BYTES * tokens * config.num_hidden_layers * (3 * config.hidden_size + config.intermediate_size)
+    rounded = (
+        FP8_BYTES
+        * tokens
+        * config.num_hidden_layers
+        * (3 * config.hidden_size + config.intermediate_size)
+    )
     in_fp8 = seconds - 0.5e12 * target["tflop"] / PRODUCTS + rounded / BANDWIDTH
     return {"bfloat16": round(tokens / seconds), "target in FP8": round(tokens / in_fp8)}
 
 
 def compiled_target(batch: dict[str, Any]) -> dict[str, float]:
     with FakeTensorMode() as mode:
-        batch = {name: mode.from_tensor(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
+        batch = {
+            name: mode.from_tensor(value) if isinstance(value, Tensor) else value
+            for name, value in batch.items()
+        }
         target = WeightlessTarget(TARGET)
         vars(target).update(_packing=by_lengths)
         ledger = Launches("cpu")
@@ -257,8 +315,13 @@ def counted(ledger: Launches) -> dict[str, float]:
     }
 
 
-def parts_of(planned: PlannedDraft, batch: dict[str, Any], mode: FakeTensorMode) -> dict[str, Callable[[], Any]]:
-    batch = {name: mode.from_tensor(value).to(DEVICE) if isinstance(value, Tensor) else value for name, value in batch.items()}
+def parts_of(
+    planned: PlannedDraft, batch: dict[str, Any], mode: FakeTensorMode
+) -> dict[str, Callable[[], Any]]:
+    batch = {
+        name: mode.from_tensor(value).to(DEVICE) if isinstance(value, Tensor) else value
+        for name, value in batch.items()
+    }
     target = WeightlessTarget(TARGET)
     vars(target).update(_packing=by_lengths, _maskless=sdpa_configs(target.model))
     assert planned.build is not None
@@ -301,7 +364,12 @@ def unroll(step: Any, target: FrozenTarget, batch: dict[str, Any]) -> None:
 def draft_model(draft: Any, batch: dict[str, Any]) -> None:
     packed = lengths_of(batch["input_ids"], documents_of(batch))
     with autocast(), attending(sdpa_configs(draft)):
-        draft.model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False, **packed)
+        draft.model(
+            input_ids=batch["input_ids"],
+            position_ids=batch["position_ids"],
+            use_cache=False,
+            **packed,
+        )
 
 
 class Decoding:
@@ -315,17 +383,24 @@ class Decoding:
     @torch.no_grad()
     def prompt(self) -> None:
         _, features = self.reader.begin([range(PROMPT)])
-        self.cache = DraftKVCache(1, partial(self.head.rotary, self.head.fc.weight), torch.device(DEVICE))
+        self.cache = DraftKVCache(
+            1, partial(self.head.rotary, self.head.fc.weight), torch.device(DEVICE)
+        )
         self._step(torch.zeros(1, PROMPT, dtype=torch.long), self.head.fuse(features))
 
     @torch.no_grad()
     def draft(self) -> None:
-        ids, hidden = torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, 1, self.head.config.hidden_size, dtype=torch.bfloat16)
+        ids, hidden = (
+            torch.zeros(1, 1, dtype=torch.long),
+            torch.zeros(1, 1, self.head.config.hidden_size, dtype=torch.bfloat16),
+        )
         for _ in range(NUM_STEPS):
             ids, hidden = self._step(ids, hidden)
 
     def _step(self, ids_1T: Tensor, hidden_1TH: Tensor) -> tuple[Tensor, Tensor]:
-        normed, hidden = self.head(ids_1T, hidden_1TH, self.cache.extend([ids_1T.shape[1]]), self.cache)
+        normed, hidden = self.head(
+            ids_1T, hidden_1TH, self.cache.extend([ids_1T.shape[1]]), self.cache
+        )
         return self.head.target_ids_W[self.head.logits(normed[:, -1:]).argmax(-1)], hidden[:, -1:]
 
     @torch.no_grad()

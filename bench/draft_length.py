@@ -57,46 +57,83 @@ def main(options: Options) -> ExitCode:
     suites = {name: tokenize(load_suite(name), target.tokenizer, **room) for name in SUITES}
     suites[MIXTURE] = [prompt for prompts in suites.values() for prompt in prompts]
     method = method_of(Path(options.draft))
-    fixed, chosen = (load_proposer(method, options.draft, target, draft_length=how) for how in ("fixed", "online"))
+    fixed, chosen = (
+        load_proposer(method, options.draft, target, draft_length=how)
+        for how in ("fixed", "online")
+    )
     assert isinstance(chosen, OnlineLengthProposer)
     k, sampling = options.num_speculative_tokens, Sampling(options.temperature)
     seconds = prices(target, chosen, suites[MIXTURE], k)
-    online, *others = (Settings(each, options.max_new_tokens, sampling, options.repeats) for each in (k, *options.fixed))
-    known: dict[tuple[tuple[int, ...], int], list[Round]] = {}  # of (prompt, K): none is decoded twice with a fixed length
+    online, *others = (
+        Settings(each, options.max_new_tokens, sampling, options.repeats)
+        for each in (k, *options.fixed)
+    )
+    known: dict[
+        tuple[tuple[int, ...], int], list[Round]
+    ] = {}  # of (prompt, K): none is decoded twice with a fixed length
 
     rows = []
     for name, prompts in suites.items():
         calibrate(target, chosen, prompts, online)
         if options.timed:
-            runs = measure_together(target, [chosen, *[fixed] * len(others)], prompts, online, *others)
+            runs = measure_together(
+                target, [chosen, *[fixed] * len(others)], prompts, online, *others
+            )
             plain = speed([run.baseline for run in runs[0]])
             speeds = [speed([run.speculative for run in of_one]) / plain for of_one in runs]
             rounds = [entry for run in runs[0] for entry in run.speculative[0].rounds]
         else:
-            rounds = [entry for prompt in prompts for entry in decoded(Decoder(target, chosen), prompt, online)]
+            rounds = [
+                entry
+                for prompt in prompts
+                for entry in decoded(Decoder(target, chosen), prompt, online)
+            ]
             for prompt, each in product(prompts, others):
                 if (key := (prompt.token_ids, each.num_speculative_tokens)) not in known:
                     known[key] = decoded(Decoder(target, fixed), prompt, each)
-            of_each = ([entry for prompt in prompts for entry in known[prompt.token_ids, each]] for each in options.fixed)
+            of_each = (
+                [entry for prompt in prompts for entry in known[prompt.token_ids, each]]
+                for each in options.fixed
+            )
             speeds = [priced(own, seconds) for own in (rounds, *of_each)]
         best, lengths = max(speeds[1:]), [len(entry.drafted) for entry in rounds]
         cells = [f"**{s:.2f}**" if s == best else f"{s:.2f}" for s in speeds[1:]]
         share = lengths.count(0) / len(lengths)
-        rows.append([name, *cells, f"{speeds[0]:.2f}", f"{speeds[0] / best:.3f}", f"{mean(lengths):.1f}", f"{share:.1%}"])
+        rows.append(
+            [
+                name,
+                *cells,
+                f"{speeds[0]:.2f}",
+                f"{speeds[0] / best:.3f}",
+                f"{mean(lengths):.1f}",
+                f"{share:.1%}",
+            ]
+        )
         print(*rows[-1], flush=True)
-    head = ("suite", *(f"K = {k}" for k in options.fixed), "online", "over the best", "mean K", "plain rounds")
+    head = (
+        "suite",
+        *(f"K = {k}" for k in options.fixed),
+        "online",
+        "over the best",
+        "mean K",
+        "plain rounds",
+    )
     shown = f"{caption(method, options, seconds)}\n\n{table(head, rows)}"
     print(shown)
     write_between(PAGE, f"draft-length-{method}{'-timed' if options.timed else ''}", shown)
     return ExitCode.DONE
 
 
-def prices(target: FrozenTarget, draft: OnlineLengthProposer, prompts: Sequence[Prompt], k: int) -> list[float]:
+def prices(
+    target: FrozenTarget, draft: OnlineLengthProposer, prompts: Sequence[Prompt], k: int
+) -> list[float]:
     """Seconds of a round with 0, 1, … k draft tokens: medians over rounds whose lengths follow each other."""
     draft.rule.calibrate()
     rounds: list[list[Round]] = [[] for _ in range(k + 1)]
     for prompt in prompts[::2]:
-        generation = Decoder(target, draft).generate(prompt.token_ids, max_new_tokens=64, num_speculative_tokens=k)
+        generation = Decoder(target, draft).generate(
+            prompt.token_ids, max_new_tokens=64, num_speculative_tokens=k
+        )
         for entry in generation.rounds:
             rounds[len(entry.drafted)].append(entry)
     return [median(entry.draft_seconds + entry.verify_seconds for entry in same) for same in rounds]
@@ -104,7 +141,11 @@ def prices(target: FrozenTarget, draft: OnlineLengthProposer, prompts: Sequence[
 
 def decoded(decoder: Decoder, prompt: Prompt, settings: Settings) -> list[Round]:
     k, generator = settings.num_speculative_tokens, torch.Generator().manual_seed(settings.seed)
-    options = {"max_new_tokens": settings.max_new_tokens, "sampling": settings.sampling, "generator": generator}
+    options = {
+        "max_new_tokens": settings.max_new_tokens,
+        "sampling": settings.sampling,
+        "generator": generator,
+    }
     return [*decoder.generate(prompt.token_ids, num_speculative_tokens=k, **options).rounds]
 
 
@@ -121,7 +162,10 @@ def speed(prompts: Sequence[Sequence[Generation]]) -> float:
 
 
 def caption(method: str, options: Options, seconds: Sequence[float]) -> str:
-    machine, steps = hardware(torch.device("cpu")), [round(price / seconds[0], 2) for price in seconds]
+    machine, steps = (
+        hardware(torch.device("cpu")),
+        [round(price / seconds[0], 2) for price in seconds],
+    )
     sampling = f"T = {options.temperature:g}" if options.temperature else "greedy"
     how = (
         f"speed over plain decoding, lower medians of {options.repeats} repetitions, interleaved, {machine['cpu_threads']} threads"

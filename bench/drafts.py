@@ -28,13 +28,23 @@ from specdistill.report.phrases import (
 from specdistill.report.text import table
 
 TRAINING = "Training is the time of its steps, without the generation of its data."
-HEAD = ("method", "acceptance length", "accepted at position 1, 2, …", "speedup", "lossless", "draft", "training")
+HEAD = (
+    "method",
+    "acceptance length",
+    "accepted at position 1, 2, …",
+    "speedup",
+    "lossless",
+    "draft",
+    "training",
+)
 
 
 def specdistill(verb: str, *arguments: str, failing: bool = False) -> int:
     """Run a command of the package; this process ends with its exit code when that is not 0, or of a gate where one may be `failing`."""
     print(f"$ specdistill {verb} {' '.join(arguments)}", flush=True)
-    code = subprocess.run([sys.executable, "-m", "specdistill", verb, *arguments], check=False).returncode
+    code = subprocess.run(
+        [sys.executable, "-m", "specdistill", verb, *arguments], check=False
+    ).returncode
     if code and not (failing and code in (ExitCode.CHECK_FAILED, ExitCode.INCONCLUSIVE)):
         sys.exit(code)
     return code
@@ -51,7 +61,9 @@ def train(folder: Path, *keys: str, launch: str | None = None) -> None:
     if record.is_file() and _training(record.read_text(encoding="utf-8")) != _training(recipe):
         got = f"{folder}, where another recipe, or the same with other keys, was trained"
         raise UserError(
-            "train.output_dir", got=got, expected="the recipe and the keys of then, or no such folder: move it away"
+            "train.output_dir",
+            got=got,
+            expected="the recipe and the keys of then, or no such folder: move it away",
         )
     if not (folder / "draft").is_dir():
         specdistill("train", *keys, *([f"launch={launch}"] if launch else []))
@@ -59,12 +71,20 @@ def train(folder: Path, *keys: str, launch: str | None = None) -> None:
 
 def _training(recipe: str) -> dict[str, Any]:
     """A recipe without what is done with the draft once it is trained."""
-    return {name: section for name, section in yaml.safe_load(recipe).items() if name not in ("eval", "gate", "publish")}
+    return {
+        name: section
+        for name, section in yaml.safe_load(recipe).items()
+        if name not in ("eval", "gate", "publish")
+    }
 
 
 def caption(report: Mapping[str, Any], measured_for: str, settings: str | None = None) -> str:
     """How a table was measured, in a sentence. settings: of all its lines; None: those of the report."""
-    row, threads, repeats = report["results"][0], report["hardware"]["cpu_threads"], report["settings"]["repeats"]
+    row, threads, repeats = (
+        report["results"][0],
+        report["hardware"]["cpu_threads"],
+        report["settings"]["repeats"],
+    )
     repetitions = f"{repeats} repetitions" if repeats > 1 else "one repetition"
     return (
         f"Measured for {measured_for}: {settings or settings_line(report)}, {counted(threads, 'thread')}; {row['num_prompts']} prompts, "
@@ -75,7 +95,9 @@ def caption(report: Mapping[str, Any], measured_for: str, settings: str | None =
 def methods_table(candidates: Sequence[Mapping[str, Any]]) -> str:
     """One line for each candidate, methods in the order of the project's own table."""
     order = list(METHODS)
-    ordered = sorted(candidates, key=lambda candidate: order.index(candidate["report"]["draft"]["method"]))
+    ordered = sorted(
+        candidates, key=lambda candidate: order.index(candidate["report"]["draft"]["method"])
+    )
     return table(HEAD, map(_line, ordered))
 
 
@@ -85,7 +107,13 @@ def _line(candidate: Mapping[str, Any]) -> list[str]:
     return [
         f"`{drafts_by(report)}`",
         ", ".join(
-            filter(None, [f"{number(row['mean_acceptance_length'])}{between(row, 'mean_acceptance_length')}", per_round(row)])
+            filter(
+                None,
+                [
+                    f"{number(row['mean_acceptance_length'])}{between(row, 'mean_acceptance_length')}",
+                    per_round(row),
+                ],
+            )
         ),
         " ".join(percent(rate) for rate in row["acceptance_rate_per_position"]),
         f"{times(row['speedup'])}{between(row, 'speedup')}",
@@ -115,4 +143,8 @@ def drafts_what(report: dict[str, Any]) -> str:
             f"`{method}` looks up {settings['num_speculative_tokens']} tokens where the last {lookup['min']} or more occurred before; "
             f"elsewhere its draft drafts a {behind}."
         )
-    return f"`{method}` drafts a {tree(settings['tree'])}, whose depth is its K." if settings["tree"] else ""
+    return (
+        f"`{method}` drafts a {tree(settings['tree'])}, whose depth is its K."
+        if settings["tree"]
+        else ""
+    )

@@ -45,17 +45,24 @@ PAGE, PICTURE = ROOT / "docs" / "gate.md", ROOT / "docs" / "images" / "gate.svg"
 GATE = "release"
 NUM_PROMPTS = {"mean_acceptance_length": (48, 128, 192, 384), "speedup": (48, 128, 192, 384)}
 CHANGES = (-0.06, -0.05, -0.04, -0.03, -0.02, -0.01, 0.0, 0.01)
-NUM_TRIALS, NUM_TRIALS_IN_TABLE = 20, 150  # simulated releases for a point of a curve, and for a number of the table
+NUM_TRIALS, NUM_TRIALS_IN_TABLE = (
+    20,
+    150,
+)  # simulated releases for a point of a curve, and for a number of the table
 TIMED = ("num_tokens", "seconds", "baseline_num_tokens", "baseline_seconds")
 
 Counts = NDArray[np.int64]
 Table = NDArray[np.float64]
 Chances = dict[Verdict, float]
-Curve = dict[int, dict[float, Chances]]  # number of prompts -> true change -> chance of each verdict
+Curve = dict[
+    int, dict[float, Chances]
+]  # number of prompts -> true change -> chance of each verdict
 
 
 class Options(Section):
-    comparisons: list[str] = option([], "folders that specdistill compare left; none: what bench/gate.json holds")
+    comparisons: list[str] = option(
+        [], "folders that specdistill compare left; none: what bench/gate.json holds"
+    )
     before: str = option("", "the draft that is compared with, by its name in those folders")
     after: list[str] = option([], "the drafts that are compared with it")
     again: list[str] = option([], "two report folders of one draft on the same prompts")
@@ -70,11 +77,15 @@ class Drafts:
     after_PA: Counts
     metric: str = "mean_acceptance_length"
 
-    def release(self, change: float, num_prompts: int, generator: np.random.Generator) -> tuple[PromptSums, PromptSums]:
+    def release(
+        self, change: float, num_prompts: int, generator: np.random.Generator
+    ) -> tuple[PromptSums, PromptSums]:
         """Prompt sums of (after, before) on prompts drawn with replacement; the true acceptance length changes by `change`."""
         wanted = (1 + change) * (1 + _mean(self.before_PA)) - (1 + _mean(self.after_PA))
         drawn = generator.integers(len(self.before_PA), size=num_prompts)
-        return _accepted(shifted(self.after_PA, wanted, drawn, generator)), _accepted(self.before_PA[drawn])
+        return _accepted(shifted(self.after_PA, wanted, drawn, generator)), _accepted(
+            self.before_PA[drawn]
+        )
 
 
 @dataclass(frozen=True)
@@ -86,7 +97,9 @@ class Timings:
     again_PT: Table
     metric: str = "speedup"
 
-    def release(self, change: float, num_prompts: int, generator: np.random.Generator) -> tuple[PromptSums, PromptSums]:
+    def release(
+        self, change: float, num_prompts: int, generator: np.random.Generator
+    ) -> tuple[PromptSums, PromptSums]:
         """Prompt sums of (again, first) on prompts drawn with replacement; the second times are scaled to a true change of `change`."""
         drift = _speedup(self.again_PT) / _speedup(self.first_PT)
         drawn = generator.integers(len(self.first_PT), size=num_prompts)
@@ -104,7 +117,9 @@ def main(options: Options) -> ExitCode:
         curves = [curve(population, rules[population.metric], pool) for population in populations]
     draw(populations, curves, rules)
     each = zip(populations, curves, strict=True)
-    shown = "\n\n".join(table_of(population, curve, rules[population.metric]) for population, curve in each)
+    shown = "\n\n".join(
+        table_of(population, curve, rules[population.metric]) for population, curve in each
+    )
     write_between(PAGE, "chances", shown)
     print(shown)
     return ExitCode.DONE
@@ -112,20 +127,36 @@ def main(options: Options) -> ExitCode:
 
 def load(path: Path) -> list[Drafts | Timings]:
     measured = json.loads(path.read_text(encoding="utf-8"))
-    drafts = [Drafts(pair["name"], np.array(pair["before"]), np.array(pair["after"])) for pair in measured["drafts"]]
-    timings = [Timings(pair["name"], np.array(pair["first"]), np.array(pair["again"])) for pair in measured["timings"]]
+    drafts = [
+        Drafts(pair["name"], np.array(pair["before"]), np.array(pair["after"]))
+        for pair in measured["drafts"]
+    ]
+    timings = [
+        Timings(pair["name"], np.array(pair["first"]), np.array(pair["again"]))
+        for pair in measured["timings"]
+    ]
     return [*drafts, *timings]
 
 
 def chances(
-    population: Drafts | Timings, rule: Rule, change: float, num_prompts: int, *, trials: int, seed: int = 0
+    population: Drafts | Timings,
+    rule: Rule,
+    change: float,
+    num_prompts: int,
+    *,
+    trials: int,
+    seed: int = 0,
 ) -> Chances:
     """The share of simulated releases that pass the rule, fail it, and leave it undecided."""
     generator = np.random.default_rng([seed, num_prompts])
     counts: Counter[Verdict] = Counter()
     for trial in range(trials):
         after, before = population.release(change, num_prompts, generator)
-        estimate = Estimate(*relative_change(METRICS[rule.metric], after, before, confidence=rule.confidence, seed=trial))
+        estimate = Estimate(
+            *relative_change(
+                METRICS[rule.metric], after, before, confidence=rule.confidence, seed=trial
+            )
+        )
         counts[holds(rule, estimate)[0]] += 1
     return {verdict: counts[verdict] / trials for verdict in get_args(Verdict)}
 
@@ -133,15 +164,23 @@ def chances(
 def curve(population: Drafts | Timings, rule: Rule, pool: Executor) -> Curve:
     """The chances for each number of prompts and each true change."""
     points = list(itertools.product(NUM_PROMPTS[population.metric], CHANGES))
-    trials = {change: NUM_TRIALS_IN_TABLE if change in (0.0, -float(rule.threshold)) else NUM_TRIALS for change in CHANGES}
-    futures = [pool.submit(chances, population, rule, change, number, trials=trials[change]) for number, change in points]
+    trials = {
+        change: NUM_TRIALS_IN_TABLE if change in (0.0, -float(rule.threshold)) else NUM_TRIALS
+        for change in CHANGES
+    }
+    futures = [
+        pool.submit(chances, population, rule, change, number, trials=trials[change])
+        for number, change in points
+    ]
     found: Curve = {}
     for (number, change), chance in zip(points, futures, strict=True):
         found.setdefault(number, {})[change] = chance.result()
     return found
 
 
-def shifted(rounds_PA: Counts, wanted: float, drawn: NDArray[np.int64], generator: np.random.Generator) -> Counts:
+def shifted(
+    rounds_PA: Counts, wanted: float, drawn: NDArray[np.int64], generator: np.random.Generator
+) -> Counts:
     """The drawn prompts' rounds, each that can accept one token more (less, for a negative `wanted`) doing so with the probability
     that moves the mean over all of `rounds_PA` by `wanted`.
     """
@@ -155,15 +194,29 @@ def shifted(rounds_PA: Counts, wanted: float, drawn: NDArray[np.int64], generato
     return result
 
 
-def draw(populations: Sequence[Drafts | Timings], curves: Sequence[Curve], rules: dict[str, Rule]) -> None:
+def draw(
+    populations: Sequence[Drafts | Timings], curves: Sequence[Curve], rules: dict[str, Rule]
+) -> None:
     """A panel for each population, a curve for each number of prompts."""
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "gate", "font.family": "sans-serif", "font.size": 9})
+    matplotlib.rcParams.update(
+        {
+            "svg.fonttype": "none",
+            "svg.hashsalt": "gate",
+            "font.family": "sans-serif",
+            "font.size": 9,
+        }
+    )
     figure = Figure(figsize=(3.6 * len(populations), 3.2), layout="constrained")
     panels = figure.subplots(1, len(populations), sharey=True, squeeze=False)[0]
     for panel, population, curve in zip(panels, populations, curves, strict=True):
         for shade, (num_prompts, found) in zip((0.25, 0.5, 0.75, 1.0), curve.items(), strict=True):
-            percents, shares = [100 * change for change in found], [each["passed"] for each in found.values()]
-            panel.plot(percents, shares, color=(0.1, 0.35, 0.6, shade), label=f"{num_prompts} prompts")
+            percents, shares = (
+                [100 * change for change in found],
+                [each["passed"] for each in found.values()],
+            )
+            panel.plot(
+                percents, shares, color=(0.1, 0.35, 0.6, shade), label=f"{num_prompts} prompts"
+            )
         for stated in (0.0, -100 * float(rules[population.metric].threshold)):
             panel.axvline(stated, color="0.6", linewidth=0.8, linestyle=":")
         panel.set_title(f"{population.metric.replace('_', ' ')}:\n{population.name}", fontsize=9)
@@ -178,37 +231,71 @@ def table_of(population: Drafts | Timings, curve: Curve, rule: Rule) -> str:
     """The rule and the population, and a table with a line for each number of prompts."""
     threshold = float(rule.threshold)
     rows = [
-        (str(number), *(f"{found[change][verdict]:.1%}" for change in (0.0, -threshold) for verdict in get_args(Verdict)))
+        (
+            str(number),
+            *(
+                f"{found[change][verdict]:.1%}"
+                for change in (0.0, -threshold)
+                for verdict in get_args(Verdict)
+            ),
+        )
         for number, found in curve.items()
     ]
     states = ("no change", f"a true drop of {threshold:.0%}")
-    head = ("prompts", *(f"{state}: {verdict}" for state in states for verdict in get_args(Verdict)))
+    head = (
+        "prompts",
+        *(f"{state}: {verdict}" for state in states for verdict in get_args(Verdict)),
+    )
     return f"`{rule.metric}`, `max_regression: {threshold:g}`, {population.name}:\n\n{table(head, rows)}"
 
 
 def read(options: Options) -> dict[str, Any]:
     """The content of bench/gate.json, from the folders of comparisons and reports."""
     if not options.before or not options.after or len(options.again) != 2:
-        raise UserError("comparisons", got="folders alone", expected="also before, after, and two folders in again")
+        raise UserError(
+            "comparisons",
+            got="folders alone",
+            expected="also before, after, and two folders in again",
+        )
     before = _rounds(options.comparisons, options.before)
     drafts = [
-        {"name": f"{options.before} to {name}", "before": before, "after": _rounds(options.comparisons, name)}
+        {
+            "name": f"{options.before} to {name}",
+            "before": before,
+            "after": _rounds(options.comparisons, name),
+        }
         for name in options.after
     ]
     first, again = (read_report(Path(folder), "again")[1] for folder in options.again)
     if [record.id for record in first] != [record.id for record in again]:
-        raise UserError("again", got="reports of different prompts", expected="one draft on the same prompts, twice")
+        raise UserError(
+            "again",
+            got="reports of different prompts",
+            expected="one draft on the same prompts, twice",
+        )
     timings = [
-        {"name": "one draft, timed twice", "first": [_timed(one) for one in first], "again": [_timed(one) for one in again]}
+        {
+            "name": "one draft, timed twice",
+            "first": [_timed(one) for one in first],
+            "again": [_timed(one) for one in again],
+        }
     ]
     return {"drafts": drafts, "timings": timings}
 
 
 def _rounds(folders: Sequence[str], name: str) -> list[list[int]]:
-    records = [record for folder in folders for record in read_report(Path(folder) / name, "comparisons")[1]]
+    records = [
+        record
+        for folder in folders
+        for record in read_report(Path(folder) / name, "comparisons")[1]
+    ]
     k = max(len(entry.drafted) for record in records for entry in record.rounds)
     return [
-        [sum(len(entry.accepted) == a for entry in record.rounds if entry.drafted) for a in range(k + 1)] for record in records
+        [
+            sum(len(entry.accepted) == a for entry in record.rounds if entry.drafted)
+            for a in range(k + 1)
+        ]
+        for record in records
     ]
 
 
@@ -223,7 +310,10 @@ def _mean(rounds_PA: Counts) -> float:
 
 def _accepted(rounds_PA: Counts) -> PromptSums:
     accepted = rounds_PA @ np.arange(rounds_PA.shape[1])
-    return {"num_accepted_tokens": accepted.astype(np.float64), "num_drafts": rounds_PA.sum(axis=1).astype(np.float64)}
+    return {
+        "num_accepted_tokens": accepted.astype(np.float64),
+        "num_drafts": rounds_PA.sum(axis=1).astype(np.float64),
+    }
 
 
 def _speedup(times_PT: Table) -> float:

@@ -102,18 +102,24 @@ TINY = LlamaConfig(
     hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, vocab_size=512,
     max_position_embeddings=1024, tie_word_embeddings=False,
 )  # fmt: skip
-SMALL = Shape(small=True, rows=2, length=64, draft_vocab_size=128, steps=2, prompts=(16,), batch=2, matrix=64)
+SMALL = Shape(
+    small=True, rows=2, length=64, draft_vocab_size=128, steps=2, prompts=(16,), batch=2, matrix=64
+)
 
 
 class Options(Section):
     parts: list[str] = option([], "names of PARTS, in their order; none: all of them")
-    small: bool = option(False, "tiny shapes, for a machine without a GPU; the numbers mean nothing")
+    small: bool = option(
+        False, "tiny shapes, for a machine without a GPU; the numbers mean nothing"
+    )
     output_dir: str = option(str(RESULTS), "where the JSON is written")
 
 
 def main(options: Options) -> ExitCode:
     shape = SMALL if options.small else Shape()
-    os.environ["CUDA_VISIBLE_DEVICES"] = VISIBLE.split(",")[0] if VISIBLE else "0"  # one, but for `launches`
+    os.environ["CUDA_VISIBLE_DEVICES"] = (
+        VISIBLE.split(",")[0] if VISIBLE else "0"
+    )  # one, but for `launches`
     device = shape.device
     path = Path(options.output_dir) / f"{hardware(device)['name'].lower().replace(' ', '-')}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -125,7 +131,10 @@ def main(options: Options) -> ExitCode:
             results[name] = PARTS[name](shape)
         except Exception as error:  # what a part says is worth more than what its failure would keep from the others
             traceback.print_exc()
-            results[name], failed = {"failed": one_line(f"{type(error).__name__}: {error}")[:400]}, True
+            results[name], failed = (
+                {"failed": one_line(f"{type(error).__name__}: {error}")[:400]},
+                True,
+            )
         results[name] |= {"created": created, "seconds": round(time.monotonic() - start, 1)}
         print(json.dumps({name: results[name]}), flush=True)
         path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
@@ -154,7 +163,10 @@ def ceilings(shape: Shape) -> dict[str, Any]:
     product = seconds_of(device, lambda: one @ two)
     large = torch.empty(size, size, 4, dtype=torch.float32, device=device)
     copy = seconds_of(device, lambda: large.clone())
-    reached = {"tflops": round(2 * size**3 / product / 1e12, 1), "copy_gb_per_second": round(2 * large.nbytes / copy / 1e9)}
+    reached = {
+        "tflops": round(2 * size**3 / product / 1e12, 1),
+        "copy_gb_per_second": round(2 * large.nbytes / copy / 1e9),
+    }
     return {"hardware": hardware(device), "software": software(), **reached}
 
 
@@ -164,11 +176,25 @@ def seconds_of(device: torch.device, work: Callable[[], object]) -> float:
 
 def tests(shape: Shape) -> dict[str, Any]:
     """The tests that need a GPU."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", str(ROOT / "tests")]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "gpu",
+        "-p",
+        "no:cacheprovider",
+        str(ROOT / "tests"),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     lines = done.stdout.splitlines()
     failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    return {"exit_code": done.returncode, "summary": lines[-1] if lines else done.stderr[-400:], "failures": failures}
+    return {
+        "exit_code": done.returncode,
+        "summary": lines[-1] if lines else done.stderr[-400:],
+        "failures": failures,
+    }
 
 
 # Training
@@ -179,11 +205,15 @@ def train(shape: Shape) -> dict[str, Any]:
     with trainer_of(shape) as trainer:
         found = trained(trainer)
         found |= {"computed": computed(shape), "parts_ms": parts_of_a_step(trainer, shape)}
-        batch, *_ = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 1, trainer.args.device)
+        batch, *_ = trainer.get_batch_samples(
+            iter(trainer.get_train_dataloader()), 1, trainer.args.device
+        )
         trainer.num_tokens = torch.tensor(0)
         count = torch.tensor(shape.rows * shape.length, device=trainer.args.device)
         found["waits"] = waits(lambda: trainer.training_step(trainer.model, dict(batch[0]), count))
-        found["kernels"] = kernels(lambda: trainer.training_step(trainer.model, dict(batch[0]), count))
+        found["kernels"] = kernels(
+            lambda: trainer.training_step(trainer.model, dict(batch[0]), count)
+        )
     return found
 
 
@@ -193,12 +223,30 @@ def trainer_of(shape: Shape, **draft: Any) -> Iterator[DraftTrainer]:
     device = shape.device
     target = shape.target
     vocabulary = torch.arange(shape.draft_vocab_size, device=device)
-    head = build_eagle3(target, draft_vocabulary=vocabulary if shape.draft_vocab_size < target.vocab_size else None)
-    row = {"loss_mask": [1] * shape.length, "document_ids": [0] * shape.length, "position_ids": list(range(shape.length))}
-    ids = torch.randint(target.vocab_size, (shape.rows, shape.length), generator=torch.Generator().manual_seed(0)).tolist()
+    head = build_eagle3(
+        target, draft_vocabulary=vocabulary if shape.draft_vocab_size < target.vocab_size else None
+    )
+    row = {
+        "loss_mask": [1] * shape.length,
+        "document_ids": [0] * shape.length,
+        "position_ids": list(range(shape.length)),
+    }
+    ids = torch.randint(
+        target.vocab_size, (shape.rows, shape.length), generator=torch.Generator().manual_seed(0)
+    ).tolist()
     data = Dataset.from_list([{"input_ids": row_ids, **row} for row_ids in ids])
-    keys = {"learning_rate": 1e-4, "bf16": True, "max_steps": shape.steps, "logging_steps": max(1, shape.steps // 3)}
-    keys |= {"per_device_train_batch_size": shape.rows, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+    keys = {
+        "learning_rate": 1e-4,
+        "bf16": True,
+        "max_steps": shape.steps,
+        "logging_steps": max(1, shape.steps // 3),
+    }
+    keys |= {
+        "per_device_train_batch_size": shape.rows,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
     objective = TrainingTimeTest(head, forward_kl, NUM_STEPS)
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -206,7 +254,11 @@ def trainer_of(shape: Shape, **draft: Any) -> Iterator[DraftTrainer]:
     with tempfile.TemporaryDirectory() as folder:
         arguments = training_arguments({**keys, **shape.keys, "output_dir": folder})
         compile_layers(shape.keys, target, objective)
-        options = {"save": save_eagle3, **draft, **({"optimizer": draft["optimizer"](head)} if "optimizer" in draft else {})}
+        options = {
+            "save": save_eagle3,
+            **draft,
+            **({"optimizer": draft["optimizer"](head)} if "optimizer" in draft else {}),
+        }
         try:
             yield DraftTrainer(objective, target, arguments, data, data, **options)
         finally:
@@ -226,15 +278,29 @@ def computed(shape: Shape) -> dict[str, Any]:
     if shape.small:
         return {}
     draft = eagle3.planned(TARGET, None, {"vocab_size": shape.draft_vocab_size})
-    ledger = training_step("eagle3", draft.build, {"ttt_steps": NUM_STEPS}, TARGET, rows=shape.rows, length=shape.length)
+    ledger = training_step(
+        "eagle3",
+        draft.build,
+        {"ttt_steps": NUM_STEPS},
+        TARGET,
+        rows=shape.rows,
+        length=shape.length,
+    )
     gigabytes = round(ledger.traffic / 1e9, 1)
-    return {"peak_gib": round(ledger.peak / 2**30, 2), "tflop": round(ledger.flops / 1e12, 1), "traffic_gb": gigabytes}
+    return {
+        "peak_gib": round(ledger.peak / 2**30, 2),
+        "tflop": round(ledger.flops / 1e12, 1),
+        "traffic_gb": gigabytes,
+    }
 
 
 def parts_of_a_step(trainer: DraftTrainer, shape: Shape) -> dict[str, float]:
     """Milliseconds: the median of five steps."""
     target, objective, device = trainer.target, trainer.objective, trainer.args.device
-    batch = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch_of(trainer).items()}
+    batch = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in batch_of(trainer).items()
+    }
     names = ("target", "unroll and loss", "backward", "optimizer")
     times: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(5):
@@ -271,19 +337,26 @@ def waits(step: Callable[[], object]) -> dict[str, Any]:
             step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    places = [f"{Path(entry.filename).name}:{entry.lineno}" for entry in caught if "synchroniz" in str(entry.message)]
+    places = [
+        f"{Path(entry.filename).name}:{entry.lineno}"
+        for entry in caught
+        if "synchroniz" in str(entry.message)
+    ]
     return {place: places.count(place) for place in dict.fromkeys(places)}
 
 
 def kernels(step: Callable[[], object]) -> list[dict[str, Any]]:
     """The forty that take longest in one step."""
     on_gpu = torch.cuda.is_available()
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiled:
+    with profile(
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    ) as profiled:
         step()
     name = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     events = sorted(profiled.key_averages(), key=lambda event: getattr(event, name), reverse=True)
     return [
-        {"name": event.key[:100], "ms": round(getattr(event, name) / 1000, 2), "calls": event.count} for event in events[:40]
+        {"name": event.key[:100], "ms": round(getattr(event, name) / 1000, 2), "calls": event.count}
+        for event in events[:40]
     ]
 
 
@@ -339,7 +412,9 @@ def decoding(shape: Shape) -> dict[str, Any]:
     compiled.compiled = True
     found: dict[str, Any] = {}
     for length in shape.prompts:
-        prompt = torch.randint(target.vocab_size, (length,), generator=torch.Generator().manual_seed(1)).tolist()
+        prompt = torch.randint(
+            target.vocab_size, (length,), generator=torch.Generator().manual_seed(1)
+        ).tolist()
         given = {"prompt_ids": prompt, "max_new_tokens": 48}
         found[f"{length} tokens"] = {
             "plain": rounds_of(Decoder(target), **given),
@@ -349,22 +424,34 @@ def decoding(shape: Shape) -> dict[str, Any]:
         if shape.device.type == "cuda":
             found[f"{length} tokens"] |= {
                 "plain, compiled": rounds_of(Decoder(target, compiled=True), **given),
-                "chain, compiled": rounds_of(Decoder(target, compiled, compiled=True), **given, num_speculative_tokens=K),
+                "chain, compiled": rounds_of(
+                    Decoder(target, compiled, compiled=True), **given, num_speculative_tokens=K
+                ),
             }
     prompts = [prompt[: shape.prompts[0]]] * shape.batch
     for name, proposer, k in (("plain", None, 0), ("chain", head, K)):
         decoder = Decoder(target, proposer)
-        generations = [decoder.generate_all(prompts, max_new_tokens=48, num_speculative_tokens=k) for _ in range(2)][-1]
+        generations = [
+            decoder.generate_all(prompts, max_new_tokens=48, num_speculative_tokens=k)
+            for _ in range(2)
+        ][-1]
         seconds = sum(each.seconds - each.prefill_seconds for each in generations)
-        found[f"batch of {shape.batch}, {name}"] = {"tokens_per_second": round(48 * shape.batch / seconds, 1)}
+        found[f"batch of {shape.batch}, {name}"] = {
+            "tokens_per_second": round(48 * shape.batch / seconds, 1)
+        }
     return found
 
 
 def rounds_of(decoder: Decoder, prompt_ids: list[int], **options: Any) -> dict[str, float]:
     """Medians over the rounds of the second of two generations."""
     rounds = [decoder.generate(prompt_ids, **options).rounds for _ in range(2)][-1]
-    draft, verify = ([getattr(each, part) for each in rounds] for part in ("draft_seconds", "verify_seconds"))
-    return {"draft_ms": round(1000 * statistics.median(draft), 3), "verify_ms": round(1000 * statistics.median(verify), 3)}
+    draft, verify = (
+        [getattr(each, part) for each in rounds] for part in ("draft_seconds", "verify_seconds")
+    )
+    return {
+        "draft_ms": round(1000 * statistics.median(draft), 3),
+        "verify_ms": round(1000 * statistics.median(verify), 3),
+    }
 
 
 def generation(shape: Shape) -> dict[str, Any]:
@@ -374,7 +461,9 @@ def generation(shape: Shape) -> dict[str, Any]:
         for batch in (shape.batch, 8 * shape.batch):
             prompts = [list(range(10, 42))] * batch
             asked = {"max_new_tokens": 64, "end_ids": (), "seed": 0}
-            seconds = median_seconds(target, lambda: generate(model, prompts, [0.8] * batch, **asked), repeats=1)  # noqa: B023
+            seconds = median_seconds(
+                target, lambda: generate(model, prompts, [0.8] * batch, **asked), repeats=1
+            )  # noqa: B023
             found[f"{batch} rows"] = {"tokens_per_second": round(64 * batch / seconds, 1)}
     return found
 
@@ -397,17 +486,30 @@ def pico(shape: Shape) -> dict[str, Any]:
         measuring = command("eval", f"recipe={folder}/run/run/recipe.yaml", *small, failing=True)
         report = json.loads((Path(folder) / "run/report/report.json").read_text(encoding="utf-8"))
     first = report["results"][0]
-    numbers = {name: round(first[name], 3) for name in ("mean_acceptance_length", "speedup") if first.get(name)}
-    return {"train_seconds": seconds, "eval_seconds": measuring, "verdict": report["gate"]["verdict"], **numbers}
+    numbers = {
+        name: round(first[name], 3)
+        for name in ("mean_acceptance_length", "speedup")
+        if first.get(name)
+    }
+    return {
+        "train_seconds": seconds,
+        "eval_seconds": measuring,
+        "verdict": report["gate"]["verdict"],
+        **numbers,
+    }
 
 
 def command(verb: str, *arguments: str, failing: bool = False, **environment: str) -> float:
     """Seconds of a command of the package. Raises CalledProcessError; not for a gate that fails, where one may."""
     start = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", "specdistill", verb, *arguments], env={**os.environ, **environment}, check=False
+        [sys.executable, "-m", "specdistill", verb, *arguments],
+        env={**os.environ, **environment},
+        check=False,
     )
-    if done.returncode and not (failing and done.returncode in (ExitCode.CHECK_FAILED, ExitCode.INCONCLUSIVE)):
+    if done.returncode and not (
+        failing and done.returncode in (ExitCode.CHECK_FAILED, ExitCode.INCONCLUSIVE)
+    ):
         raise subprocess.CalledProcessError(done.returncode, done.args)
     return round(time.monotonic() - start, 1)
 
@@ -416,7 +518,11 @@ def store(shape: Shape) -> dict[str, Any]:
     """Features of pico written once and read in each step."""
     with tempfile.TemporaryDirectory() as folder:
         stored = [f"hidden_states.path={folder}/features", "hidden_states.mode=hybrid"]
-        few = ["data.regenerate.num_tokens=600", "train.max_steps=4"] if shape.small else ["train.max_steps=60"]
+        few = (
+            ["data.regenerate.num_tokens=600", "train.max_steps=4"]
+            if shape.small
+            else ["train.max_steps=60"]
+        )
         command("train", "recipe=pico/eagle3", f"train.output_dir={folder}/run", *few, *stored)
         return last_log(Path(folder) / "run")
 
@@ -439,18 +545,34 @@ def smollm2(shape: Shape) -> dict[str, Any]:
 def launches(shape: Shape) -> dict[str, Any]:
     """Steps of several GPUs; one that fails is named, and the next ones run."""
     seen = {} if VISIBLE is None else {"CUDA_VISIBLE_DEVICES": VISIBLE}
-    environment = {**{name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}, **seen}
+    environment = {
+        **{name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"},
+        **seen,
+    }
     asked = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
-    count = int(subprocess.run(asked, env=environment, capture_output=True, text=True, check=True).stdout)
+    count = int(
+        subprocess.run(asked, env=environment, capture_output=True, text=True, check=True).stdout
+    )
     if count < 2:
         return {"skipped": f"{count} GPU"}
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in LAUNCHES:
             run_folder = Path(folder) / name
-            keys = ["optimizer=adamw", "train.max_steps=60", f"train.output_dir={run_folder}", f"launch={name}"]
+            keys = [
+                "optimizer=adamw",
+                "train.max_steps=60",
+                f"train.output_dir={run_folder}",
+                f"launch={name}",
+            ]
             try:
-                command("train", "recipe=pico/eagle3", *keys, f"num_processes={count}", environment=environment)
+                command(
+                    "train",
+                    "recipe=pico/eagle3",
+                    *keys,
+                    f"num_processes={count}",
+                    environment=environment,
+                )
                 found[name] = last_log(run_folder)
             except subprocess.CalledProcessError as error:
                 found[name] = {"failed": f"exit code {error.returncode}"}
@@ -459,7 +581,19 @@ def launches(shape: Shape) -> dict[str, Any]:
 
 PARTS: dict[str, Callable[[Shape], dict[str, Any]]] = {
     part.__name__: part
-    for part in (ceilings, tests, train, shapes, variants, decoding, pico, store, generation, smollm2, launches)
+    for part in (
+        ceilings,
+        tests,
+        train,
+        shapes,
+        variants,
+        decoding,
+        pico,
+        store,
+        generation,
+        smollm2,
+        launches,
+    )
 }
 
 
@@ -468,8 +602,14 @@ PARTS: dict[str, Callable[[Shape], dict[str, Any]]] = {
 
 def page(paths: list[Path]) -> str:
     """The tables of docs/performance.md: a row for each number of each device."""
-    rows = list(chain.from_iterable(rows_of(path.stem, json.loads(path.read_text(encoding="utf-8"))) for path in paths))
-    return table(("device", "part", "measure", "value"), rows) if rows else "Nothing was measured yet."
+    rows = list(
+        chain.from_iterable(
+            rows_of(path.stem, json.loads(path.read_text(encoding="utf-8"))) for path in paths
+        )
+    )
+    return (
+        table(("device", "part", "measure", "value"), rows) if rows else "Nothing was measured yet."
+    )
 
 
 def rows_of(device: str, results: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:

@@ -31,15 +31,25 @@ CONFIG = LlamaConfig(
     vocab_size=128256, max_position_embeddings=131072, rope_parameters={"rope_type": "default", "rope_theta": 5e5},
     tie_word_embeddings=False, dtype="bfloat16",
 )  # fmt: skip
-TARGET = Described(NAME, "target.model", None, None, {"architectures": ["LlamaForCausalLM"]}, CONFIG, None)
+TARGET = Described(
+    NAME, "target.model", None, None, {"architectures": ["LlamaForCausalLM"]}, CONFIG, None
+)
 DRAFTS: dict[str, dict[str, Any]] = {  # keys of `draft:`
     "eagle3": {"ttt_steps": NUM_STEPS},
     "dflash": {"block_size": 16, "num_anchors": 128, "num_layers": 5},
 }
 LAYOUTS = (("eagle3", 4, 2048), ("eagle3", 1, 8192), ("dflash", 4, 2048))
 SHAPES: list[dict[str, Any]] = [
-    {"method": method, "rows": rows, "length": length, "draft_vocab_size": vocabulary, "gradient_checkpointing": recomputed}
-    for (method, rows, length), vocabulary, recomputed in itertools.product(LAYOUTS, (32_000, 128_256), (False, True))
+    {
+        "method": method,
+        "rows": rows,
+        "length": length,
+        "draft_vocab_size": vocabulary,
+        "gradient_checkpointing": recomputed,
+    }
+    for (method, rows, length), vocabulary, recomputed in itertools.product(
+        LAYOUTS, (32_000, 128_256), (False, True)
+    )
 ]
 
 
@@ -54,7 +64,11 @@ def main(options: Options) -> ExitCode:
         print(json.dumps(needs[-1]), flush=True)
     if options.record:
         RECORD.write_text(json.dumps(needs, indent=1) + "\n", encoding="utf-8")
-    grown = [line for found, recorded in zip(needs, load_record(), strict=True) for line in growth(found, recorded)]
+    grown = [
+        line
+        for found, recorded in zip(needs, load_record(), strict=True)
+        for line in growth(found, recorded)
+    ]
     print(*grown, sep="\n", file=sys.stderr, end="\n" * bool(grown))
     return ExitCode.CHECK_FAILED if grown else ExitCode.DONE
 
@@ -74,9 +88,15 @@ def growth(found: dict[str, Any], recorded: dict[str, Any]) -> list[str]:
     ]
 
 
-def need(method: str, rows: int, length: int, draft_vocab_size: int, gradient_checkpointing: bool) -> dict[str, Any]:
+def need(
+    method: str, rows: int, length: int, draft_vocab_size: int, gradient_checkpointing: bool
+) -> dict[str, Any]:
     """A shape, and what its step needs."""
-    draft = METHODS[method].implementation().planned(TARGET, None, {**DRAFTS[method], "vocab_size": draft_vocab_size})
+    draft = (
+        METHODS[method]
+        .implementation()
+        .planned(TARGET, None, {**DRAFTS[method], "vocab_size": draft_vocab_size})
+    )
     assert draft.build is not None
     options: dict[str, Any] = {"rows": rows, "length": length}
     if gradient_checkpointing:

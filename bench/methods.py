@@ -18,14 +18,25 @@ from specdistill.planning.estimates import recipe_for
 from specdistill.project import ROOT
 
 FOLDER = Path("runs/methods")
-RECIPES = {method: name for method in METHODS if (name := recipe_for(method, "pico")[0] or "").startswith("pico/")}
+RECIPES = {
+    method: name
+    for method in METHODS
+    if (name := recipe_for(method, "pico")[0] or "").startswith("pico/")
+}
 
 
 def main() -> int:
     for name, recipe in RECIPES.items():
         train(FOLDER / name, f"recipe={recipe}")
     drafts = ",".join([*(str(FOLDER / name / "draft") for name in RECIPES), "ngram"])
-    specdistill("compare", "target=pico", f"drafts=[{drafts}]", "suite=pico", f"output_dir={FOLDER}", *sys.argv[1:])
+    specdistill(
+        "compare",
+        "target=pico",
+        f"drafts=[{drafts}]",
+        "suite=pico",
+        f"output_dir={FOLDER}",
+        *sys.argv[1:],
+    )
     comparison = json.loads((FOLDER / "comparison.json").read_text(encoding="utf-8"))
     candidates = comparison["candidates"]
     measured = caption(candidates[0]["report"], "pico by `make methods`")

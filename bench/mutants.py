@@ -29,7 +29,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "tests" / "mutants.json"
-LIBRARIES = ("torch", "transformers", "datasets", "accelerate", "peft", "matplotlib.pyplot", "huggingface_hub", "scipy.stats")
+LIBRARIES = (
+    "torch",
+    "transformers",
+    "datasets",
+    "accelerate",
+    "peft",
+    "matplotlib.pyplot",
+    "huggingface_hub",
+    "scipy.stats",
+)
 MOST_SECONDS = 120  # of a test that takes two on a quiet machine
 
 
@@ -50,7 +59,11 @@ class Outcome(NamedTuple):
     exit_code: int = 0
 
     def __str__(self) -> str:
-        died = f"NOT TRIED, its process ended with exit code {self.exit_code}" if self.exit_code else "SURVIVES"
+        died = (
+            f"NOT TRIED, its process ended with exit code {self.exit_code}"
+            if self.exit_code
+            else "SURVIVES"
+        )
         return f"{self.mutant.id}: {f'caught by {self.caught_by}' if self.caught_by else died} ({self.seconds:.0f} s)"
 
 
@@ -94,7 +107,16 @@ def first_failure(folder: Path, tests: Sequence[str]) -> str | None:
     sys.path.insert(0, str(folder))
     failure, log = FirstFailure(), StringIO()
     # Of the libraries that are loaded, one brings a plugin. A mutation may loop for ever.
-    options = ["-W", "ignore::pytest.PytestAssertRewriteWarning", "-p", "no:cacheprovider", "-n0", "-x", "-m", "not long"]
+    options = [
+        "-W",
+        "ignore::pytest.PytestAssertRewriteWarning",
+        "-p",
+        "no:cacheprovider",
+        "-n0",
+        "-x",
+        "-m",
+        "not long",
+    ]
     options += [f"--timeout={MOST_SECONDS}"]
     with redirect_stdout(log):
         code = pytest.main([*options, *tests], plugins=[failure])
@@ -106,7 +128,9 @@ def first_failure_under(tree: Path, mutant: Mutant) -> str | None:
     with copy_of(tree) as folder:
         path = folder / mutant.file
         text = path.read_text(encoding="utf-8")
-        assert text.count(mutant.old) == 1, f"{mutant.id}: {mutant.file} holds its old text {text.count(mutant.old)} times"
+        assert text.count(mutant.old) == 1, (
+            f"{mutant.id}: {mutant.file} holds its old text {text.count(mutant.old)} times"
+        )
         path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
         return first_failure(folder, mutant.tests)
 
@@ -140,7 +164,9 @@ def main(arguments: Sequence[str]) -> int:
     path = Path(arguments[0]) if arguments and arguments[0].endswith(".json") else LIST
     names = {name for name in arguments if not name.endswith(".json")}
     mutants = [mutant for mutant in read_mutants(path) if not names or mutant.id in names]
-    assert names <= {mutant.id for mutant in mutants}, f"{path} has no {names - {mutant.id for mutant in mutants}}"
+    assert names <= {mutant.id for mutant in mutants}, (
+        f"{path} has no {names - {mutant.id for mutant in mutants}}"
+    )
     os.environ.setdefault("SPECDISTILL_TEST_DATA", str(ROOT.parent / "shared" / "data"))
     survivors = []
     with tempfile.TemporaryDirectory(prefix="specdistill-mutants-") as cache:
@@ -151,10 +177,15 @@ def main(arguments: Sequence[str]) -> int:
         for outcome in outcomes(ROOT, mutants, num_workers=os.cpu_count() or 1):
             print(outcome, flush=True)
             survivors += [] if outcome.caught_by else [outcome.mutant.id]
-    print(f"{len(survivors)} of {len(mutants)} mutations survive" + "".join(f"\n  {name}" for name in survivors))
+    print(
+        f"{len(survivors)} of {len(mutants)} mutations survive"
+        + "".join(f"\n  {name}" for name in survivors)
+    )
     return int(bool(survivors))
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this folder, whose recipes.py a test would import in place of the folder recipes
+    sys.path.pop(
+        0
+    )  # this folder, whose recipes.py a test would import in place of the folder recipes
     sys.exit(main(sys.argv[1:]))

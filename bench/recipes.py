@@ -36,18 +36,31 @@ COMPUTED = re.compile(r"^# Computed: .*$", re.MULTILINE)
 TRAINED = {"ddp": lambda n: 16.0, "zero2": lambda n: 4 + 12 / n, "zero3": lambda n: 16 / n + 4}
 CHECKPOINT_BYTES = 12  # of a parameter: weight and two moments
 CHECKPOINTS = 2  # the best and the last one
-HEAD = ("recipe", "target", "draft", "launch", "tokens a step × steps", "GB on each GPU", "hours", "GB of disk")
+HEAD = (
+    "recipe",
+    "target",
+    "draft",
+    "launch",
+    "tokens a step × steps",
+    "GB on each GPU",
+    "hours",
+    "GB of disk",
+)
 
 
 class Options(Section):
     only: str | None = option(None, "compute this one alone; null: all")
-    record: bool = option(False, "write bench/results/recipes.json, the recipes' headers and docs/recipes.md")
+    record: bool = option(
+        False, "write bench/results/recipes.json, the recipes' headers and docs/recipes.md"
+    )
 
 
 def main(options: Options) -> ExitCode:
     names = [options.only] if options.only else published()
     recorded = load_record() if RECORD.exists() else {}
-    found = {name: recorded.get(name) for name in published()} | {name: need(name) for name in names}
+    found = {name: recorded.get(name) for name in published()} | {
+        name: need(name) for name in names
+    }
     for name in names:
         print(name, json.dumps(found[name]), flush=True)
     if options.record:
@@ -55,7 +68,9 @@ def main(options: Options) -> ExitCode:
         write_between(PAGE, "recipes", shown(found))
         for name in names:
             path = RECIPES / f"{name}.yaml"
-            path.write_text(COMPUTED.sub(line(found[name]), path.read_text(encoding="utf-8")), encoding="utf-8")
+            path.write_text(
+                COMPUTED.sub(line(found[name]), path.read_text(encoding="utf-8")), encoding="utf-8"
+            )
     others = [name for name in names if found[name] != recorded.get(name)]
     return ExitCode.CHECK_FAILED if others and not options.record else ExitCode.DONE
 
@@ -67,7 +82,11 @@ def load_record() -> dict[str, Any]:
 
 def published() -> list[str]:
     """Recipes whose header has a line of figures."""
-    paths = (path for path in sorted(RECIPES.glob("*/*.yaml")) if COMPUTED.search(path.read_text(encoding="utf-8")))
+    paths = (
+        path
+        for path in sorted(RECIPES.glob("*/*.yaml"))
+        if COMPUTED.search(path.read_text(encoding="utf-8"))
+    )
     return [path.relative_to(RECIPES).with_suffix("").as_posix() for path in paths]
 
 
@@ -76,7 +95,9 @@ def settings(name: str) -> dict[str, Any]:
     text = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8")
     values = merged([f"recipe={name}"])
     model = values["target"]["model"]
-    recipe: Any = load_recipe(Recipe, [f"recipe={name}", *([f"target.model={name}"] if model == REQUIRED else [])])
+    recipe: Any = load_recipe(
+        Recipe, [f"recipe={name}", *([f"target.model={name}"] if model == REQUIRED else [])]
+    )
     launch = LAUNCH.search(text)
     memory = re.search(r"GPUs of (\d+) GB", text)
     assert launch and memory, name
@@ -106,21 +127,31 @@ def need(name: str) -> dict[str, Any]:
     folder = (RECIPES / name).parent
     target = replace(read(str(folder), key="target.model"), name=of["target"])
     given = (
-        read(str(folder / "draft"), key="draft.init") if (folder / "draft").is_dir() and of["method"] == "draft_model" else None
+        read(str(folder / "draft"), key="draft.init")
+        if (folder / "draft").is_dir() and of["method"] == "draft_model"
+        else None
     )
     plan = METHODS[of["method"]].implementation().planned
     draft: PlannedDraft = plan(target, given, of["draft"])
     number, parts = of["num_processes"], draft.parts
     held, rate = _step(of, target, draft)
     tokens = of["rows"] * of["max_length"] * of["gradient_accumulation_steps"] * number
-    features = METHODS[of["method"]].features * target.text.hidden_size * 2 if of["is_stored"] else 0
-    disk = CHECKPOINTS * CHECKPOINT_BYTES * parts.parameters + (PREPARED_BYTES + features) * of["num_tokens"]
+    features = (
+        METHODS[of["method"]].features * target.text.hidden_size * 2 if of["is_stored"] else 0
+    )
+    disk = (
+        CHECKPOINTS * CHECKPOINT_BYTES * parts.parameters
+        + (PREPARED_BYTES + features) * of["num_tokens"]
+    )
     return {
         "of": of,
         "target_parameters": target.parameters,
         "draft_parameters": parts.parameters,
         "tokens_a_step": tokens,
-        "gpu_gb": round((_target_bytes(of, target) + TRAINED[of["launch"]](number) * parts.parameters + held) / 1e9),
+        "gpu_gb": round(
+            (_target_bytes(of, target) + TRAINED[of["launch"]](number) * parts.parameters + held)
+            / 1e9
+        ),
         "hours": float(f"{of['max_steps'] * tokens / (rate * number) / 3600:.2g}"),
         "target_gb": round(2 * target.parameters / 1e9),
         "disk_gb": round(disk / 1e9),
@@ -129,15 +160,26 @@ def need(name: str) -> dict[str, Any]:
 
 def _step(of: dict[str, Any], target: Described, draft: PlannedDraft) -> tuple[float, float]:
     """Bytes of activations and frozen tables; tokens that one GPU trains on in a second."""
-    num_tokens, read_of_target = of["rows"] * of["max_length"], 0 if of["is_stored"] else weights_read(target.model)
+    num_tokens, read_of_target = (
+        of["rows"] * of["max_length"],
+        0 if of["is_stored"] else weights_read(target.model),
+    )
     assert draft.shape is not None
-    rough = training_memory(draft.parts, 0, draft.shape, draft.vocabulary, of["ttt_steps"], num_tokens)
+    rough = training_memory(
+        draft.parts, 0, draft.shape, draft.vocabulary, of["ttt_steps"], num_tokens
+    )
     tables = BYTES_PER_COPIED * draft.parts.copied
     if draft.build is None:
-        return tables + rough["activations"], TRAINING_FLOPS / (2 * read_of_target + 6 * draft.parts.read * of["ttt_steps"])
+        return tables + rough["activations"], TRAINING_FLOPS / (
+            2 * read_of_target + 6 * draft.parts.read * of["ttt_steps"]
+        )
     steps = {"ttt_steps": of["ttt_steps"]}
-    ledger = training_step(of["method"], draft.build, steps, target, rows=of["rows"], length=of["max_length"])
-    rate = device_of(of["gpu_gb"]).tokens_per_second(ledger, num_tokens, 2 * read_of_target * num_tokens)
+    ledger = training_step(
+        of["method"], draft.build, steps, target, rows=of["rows"], length=of["max_length"]
+    )
+    rate = device_of(of["gpu_gb"]).tokens_per_second(
+        ledger, num_tokens, 2 * read_of_target * num_tokens
+    )
     return tables + ledger.peak, rate
 
 
@@ -148,7 +190,9 @@ def device_of(gpu_gb: int) -> Device:
 
 def _target_bytes(of: dict[str, Any], target: Described) -> float:
     """In 16 bits, on each GPU: all of it; a part of its layers, with one that is gathered; or embedding, norm and head."""
-    layers = 2 * sum(size.numel() for name, size in target.model.named_parameters() if ".layers." in name)
+    layers = 2 * sum(
+        size.numel() for name, size in target.model.named_parameters() if ".layers." in name
+    )
     rest = 2 * target.parameters - layers
     if of["is_stored"]:
         return rest
@@ -173,7 +217,9 @@ def _row(name: str, need: dict[str, Any]) -> tuple[str, ...]:
     of = need["of"]
     most = "" if of["is_packed"] else "≤ "
     shard = " `target.shard=layers`" if of["shard"] == "layers" else ""
-    target = f"{name.partition('/')[0]} in bfloat16" if of["target"] == REQUIRED else f"`{of['target']}`"
+    target = (
+        f"{name.partition('/')[0]} in bfloat16" if of["target"] == REQUIRED else f"`{of['target']}`"
+    )
     return (
         f"[`{name}`](../recipes/{name}.yaml)",
         f"{target}, {_billions(need['target_parameters'])}",

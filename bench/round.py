@@ -66,7 +66,9 @@ class TimedDecoder(Decoder):
 
     def _reader(self, *arguments: Any) -> Any:
         reader = super()._reader(*arguments)
-        return SimpleNamespace(begin=reader.begin, read=self._timed("read", reader.read), keep=reader.keep)
+        return SimpleNamespace(
+            begin=reader.begin, read=self._timed("read", reader.read), keep=reader.keep
+        )
 
     def _round(self, *arguments: Any) -> Any:
         self.spent = {}
@@ -80,16 +82,25 @@ class TimedDecoder(Decoder):
 def main(options: Options) -> ExitCode:
     target = FrozenTarget.load("pico")
     proposer = load_proposer("eagle3", options.draft, target)
-    prompts = tokenize(load_suite("pico"), target.tokenizer, max_new_tokens=NEW_TOKENS, max_length=target.max_length)
+    prompts = tokenize(
+        load_suite("pico"),
+        target.tokenizer,
+        max_new_tokens=NEW_TOKENS,
+        max_length=target.max_length,
+    )
     prompts = evenly(prompts, [prompt.category for prompt in prompts], NUM_PROMPTS)
     drafted, plain = TimedDecoder(target, proposer), TimedDecoder(target)
-    compiled = TimedDecoder(target, load_proposer("eagle3", options.draft, target, compile=True), compiled=True)
+    compiled = TimedDecoder(
+        target, load_proposer("eagle3", options.draft, target, compile=True), compiled=True
+    )
     decoders = {"with the draft": drafted, "without": plain, "compiled, with the draft": compiled}
     for repeat in range(3):
         for prompt in prompts:
             for decoder in decoders.values():
                 k = K if decoder.proposer else 0
-                decoder.generate(prompt.token_ids, max_new_tokens=NEW_TOKENS, num_speculative_tokens=k)
+                decoder.generate(
+                    prompt.token_ids, max_new_tokens=NEW_TOKENS, num_speculative_tokens=k
+                )
         if not repeat:  # the first pass warms up
             for decoder in decoders.values():
                 decoder.rounds.clear()
@@ -122,21 +133,32 @@ def parts(by_decoder: dict[str, Rounds]) -> str:
     for part, name in PARTS.items():
         own = milliseconds(by_decoder[first], part)
         rows.append(
-            (name, f"{own:.2f}", f"{own / whole:.0%}", *(f"{milliseconds(by_decoder[other], part):.2f}" for other in others))
+            (
+                name,
+                f"{own:.2f}",
+                f"{own / whole:.0%}",
+                *(f"{milliseconds(by_decoder[other], part):.2f}" for other in others),
+            )
         )
     return table(("ms of a round", first, "share", *others), rows)
 
 
 def by_length(decoder: TimedDecoder, token_ids: list[int]) -> str:
     """Milliseconds of each part of a round with the draft, after that many tokens."""
-    decoder.target.config.max_position_embeddings = 2 * max(LENGTHS)  # pico's rotary angles have no end
+    decoder.target.config.max_position_embeddings = 2 * max(
+        LENGTHS
+    )  # pico's rotary angles have no end
     rows = []
     for length in LENGTHS:
         decoder.rounds.clear()
         prompt = list(islice(cycle(token_ids), length))
         decoder.generate(prompt, max_new_tokens=NEW_TOKENS, num_speculative_tokens=K)
-        rows.append((f"{length:,}", *(f"{milliseconds(decoder.rounds, part):.2f}" for part in PARTS)))
-    return table(("tokens before the round", *(name.partition(":")[0] for name in PARTS.values())), rows)
+        rows.append(
+            (f"{length:,}", *(f"{milliseconds(decoder.rounds, part):.2f}" for part in PARTS))
+        )
+    return table(
+        ("tokens before the round", *(name.partition(":")[0] for name in PARTS.values())), rows
+    )
 
 
 if __name__ == "__main__":

@@ -58,7 +58,10 @@ def decoding(target: FrozenTarget, new_tokens: int = 96) -> dict[str, float]:
     model: Any = target.model
     plain = Decoder(target)
     ours = median_seconds(target, lambda: plain.generate(prompt, max_new_tokens=new_tokens))
-    theirs = median_seconds(target, lambda: model.generate(ids, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0))
+    theirs = median_seconds(
+        target,
+        lambda: model.generate(ids, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0),
+    )
     steps = plain.generate(prompt, max_new_tokens=new_tokens).rounds
     chain = Decoder(target, HeadProposer(build_eagle3(target)))
     rounds = chain.generate(prompt, max_new_tokens=new_tokens, num_speculative_tokens=4).rounds
@@ -76,7 +79,9 @@ def training_step(target: FrozenTarget, rows: int = 16, length: int = 256) -> di
     """Optimizer steps of the pico recipe's shape: tokens that pass through target and draft per second."""
     generator = torch.Generator().manual_seed(0)
     columns = {
-        "input_ids": torch.randint(4, target.vocab_size, (rows, length), generator=generator).tolist(),
+        "input_ids": torch.randint(
+            4, target.vocab_size, (rows, length), generator=generator
+        ).tolist(),
         "loss_mask": [[1] * length] * rows,
         "document_ids": [[0] * length] * rows,
         "position_ids": [list(range(length))] * rows,
@@ -98,7 +103,9 @@ def training_step(target: FrozenTarget, rows: int = 16, length: int = 256) -> di
         data = Dataset.from_dict(columns)
         objective = TrainingTimeTest(draft, forward_kl, 5)
         optimizer = MuonAdamW(draft, 1e-4)
-        trainer = DraftTrainer(objective, target, arguments, data, data, save=save_eagle3, optimizer=optimizer)
+        trainer = DraftTrainer(
+            objective, target, arguments, data, data, save=save_eagle3, optimizer=optimizer
+        )
         trainer.train()
         seconds = median_seconds(target, trainer.train, repeats=1) / 6
     return {"step_seconds": seconds, "tokens_per_second": rows * length / seconds}
@@ -109,7 +116,11 @@ def regeneration(target: FrozenTarget, rows: int = 256, new_tokens: int = 96) ->
     prompts = [list(range(10, 42))] * rows
     with generation_mode(target.model, fast_dtype(target.device)) as model:  # type: ignore[arg-type]
         seconds = median_seconds(
-            target, lambda: generate(model, prompts, [0.8] * rows, max_new_tokens=new_tokens, end_ids=(), seed=0), repeats=2
+            target,
+            lambda: generate(
+                model, prompts, [0.8] * rows, max_new_tokens=new_tokens, end_ids=(), seed=0
+            ),
+            repeats=2,
         )
     return {"tokens_per_second": rows * new_tokens / seconds}
 
@@ -121,23 +132,32 @@ def main() -> None:
     results |= {"hardware": hardware(target.device), "software": software()}
     for measure in (decoding, training_step, regeneration):
         print(f"{measure.__name__} …", file=sys.stderr)
-        results[measure.__name__] = {name: round(value, 4) for name, value in measure(target).items()}
+        results[measure.__name__] = {
+            name: round(value, 4) for name, value in measure(target).items()
+        }
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{target.device.type}.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    (RESULTS / f"{target.device.type}.json").write_text(
+        json.dumps(results, indent=2) + "\n", encoding="utf-8"
+    )
     paths = [path for device in DEVICES if (path := RESULTS / f"{device}.json").exists()]
-    write_between(PAGE, "bench", page([json.loads(path.read_text(encoding="utf-8")) for path in paths]))
+    write_between(
+        PAGE, "bench", page([json.loads(path.read_text(encoding="utf-8")) for path in paths])
+    )
     print(json.dumps(results, indent=2))
 
 
 def page(all_results: list[dict[str, Any]]) -> str:
     """The results for people: one table for each piece of hardware."""
     return "\n\n".join(
-        f"{heading(results)}\n\n{table(('what', 'measure', 'value'), measures(results))}" for results in all_results
+        f"{heading(results)}\n\n{table(('what', 'measure', 'value'), measures(results))}"
+        for results in all_results
     )
 
 
 def heading(results: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {results['software'][name]}" for name in ("torch", "transformers", "python"))
+    versions = ", ".join(
+        f"{name} {results['software'][name]}" for name in ("torch", "transformers", "python")
+    )
     title = f"### {results['hardware']['name']}, {results['hardware']['cpu_threads']} CPU threads"
     return f"{title}\n\n{results['created']}; {versions}."
 

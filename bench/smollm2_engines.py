@@ -44,7 +44,9 @@ from specdistill.targets.frozen import FrozenTarget
 TARGET, SUITE, OUTPUT = FOLDER / "target", FOLDER / "suites" / "smollm2.yaml", FOLDER / "engines"
 # With our plugin, and Intel's OpenMP, which vLLM asks for in its log when it drafts on an x86 CPU.
 OPENMP, PROGRAM = environment("vllm") / "lib" / "libiomp5.so", environment("vllm") / "bin" / "vllm"
-COMPARED = 3  # tokens that llama.cpp's lookup compares, neither more nor fewer; as many have to follow
+COMPARED = (
+    3  # tokens that llama.cpp's lookup compares, neither more nor fewer; as many have to follow
+)
 HEAD = (
     "draft",
     "engine, target",
@@ -58,12 +60,20 @@ HEAD = (
 
 
 class Options(Section):
-    drafts: list[str] | None = option(None, "folders of drafts; null: what runs/smollm2/comparison.json compares")
-    num_speculative_tokens: list[int] | None = option(None, "K of each; null: as they were compared")
+    drafts: list[str] | None = option(
+        None, "folders of drafts; null: what runs/smollm2/comparison.json compares"
+    )
+    num_speculative_tokens: list[int] | None = option(
+        None, "K of each; null: as they were compared"
+    )
     num_prompts: int = option(24, "prompts, spread evenly over the suites", ge=3)
     max_new_tokens: int = option(64, "tokens of a completion at most", ge=8)
-    gguf: str = option(str(FOLDER / "download" / GGUF), "the target for llama.cpp, named as NAME.TYPE.gguf")
-    vllm_options: str = option("--block-size 32", "more options of `vllm serve`; block sizes are multiples of 32 on CPUs")
+    gguf: str = option(
+        str(FOLDER / "download" / GGUF), "the target for llama.cpp, named as NAME.TYPE.gguf"
+    )
+    vllm_options: str = option(
+        "--block-size 32", "more options of `vllm serve`; block sizes are multiples of 32 on CPUs"
+    )
     small: bool = option(False, "3 prompts of 8 tokens; docs/smollm2.md stays as it is")
 
 
@@ -88,25 +98,37 @@ class Draft:
     @property
     def of_llama_cpp(self) -> "Draft":
         """With the lookup that its server has."""
-        return replace(self, lookup=self.lookup and self.lookup.model_copy(update={"min": COMPARED, "max": COMPARED}))
+        return replace(
+            self,
+            lookup=self.lookup
+            and self.lookup.model_copy(update={"min": COMPARED, "max": COMPARED}),
+        )
 
 
 def main(options: Options) -> None:
-    num_prompts, max_new_tokens = (3, 8) if options.small else (options.num_prompts, options.max_new_tokens)
+    num_prompts, max_new_tokens = (
+        (3, 8) if options.small else (options.num_prompts, options.max_new_tokens)
+    )
     drafts = chosen(options)
     os.environ.update(QUIET_VLLM)
-    vllm = (
-        f"env LD_PRELOAD={OPENMP} PYTHONPATH={with_plugin((OUTPUT / 'site').absolute())} {PROGRAM} serve {options.vllm_options}"
-    )
+    vllm = f"env LD_PRELOAD={OPENMP} PYTHONPATH={with_plugin((OUTPUT / 'site').absolute())} {PROGRAM} serve {options.vllm_options}"
     target, unstopped = (FrozenTarget.load(str(TARGET), dtype="bfloat16") for _ in range(2))
     ignore_stop_tokens(unstopped)
-    room = {"max_new_tokens": max_new_tokens + 4 * max(draft.k for draft in drafts), "max_length": target.max_length}
+    room = {
+        "max_new_tokens": max_new_tokens + 4 * max(draft.k for draft in drafts),
+        "max_length": target.max_length,
+    }
     prompts = tokenize(load_suite(str(SUITE)), target.tokenizer, num_prompts=num_prompts, **room)
 
     rows = []
     for draft in drafts:
         row = measured(draft, "vllm", num_prompts, max_new_tokens, [f"eval.engine_command={vllm}"])
-        rows.append({**row, "here": as_vllm(draft, unstopped, prompts, max_new_tokens, target.eos_token_ids)})
+        rows.append(
+            {
+                **row,
+                "here": as_vllm(draft, unstopped, prompts, max_new_tokens, target.eos_token_ids),
+            }
+        )
         there = draft.of_llama_cpp
         try:
             file = as_gguf(there, OUTPUT / draft.folder.parent.name / "gguf")
@@ -117,7 +139,10 @@ def main(options: Options) -> None:
             continue
         own = [f"eval.engine_command={SERVER}", f"eval.llama_cpp.model={options.gguf}"]
         own += [f"eval.llama_cpp.model_draft={file}"]
-        own += [f"eval.llama_cpp.{name}={torch.get_num_threads()}" for name in ("threads", "spec_draft_threads")]
+        own += [
+            f"eval.llama_cpp.{name}={torch.get_num_threads()}"
+            for name in ("threads", "spec_draft_threads")
+        ]
         row = measured(there, "llama.cpp", num_prompts, max_new_tokens, own)
         rows.append({**row, "here": as_llama_cpp(there, target, prompts, max_new_tokens)})
     (OUTPUT.with_suffix(".json")).write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
@@ -140,19 +165,32 @@ def chosen(options: Options) -> list[Draft]:
         compared = list(reports(json.loads(path.read_text(encoding="utf-8"))).values())
         fronts = [each["settings"].get("drafting", {}).get("lookup_first") for each in compared]
         shown = [
-            (each["draft"]["model"], each["settings"]["num_speculative_tokens"], front and LookupFirstConfig(**front))
+            (
+                each["draft"]["model"],
+                each["settings"]["num_speculative_tokens"],
+                front and LookupFirstConfig(**front),
+            )
             for each, front in zip(compared, fronts, strict=True)
             if each["draft"]["model"] and not (front and front.get("draft_tree"))
         ]
     else:
         ks = options.num_speculative_tokens or []
         if len(options.drafts) != len(ks):
-            raise UserError("num_speculative_tokens", got=f"{ks} for {len(options.drafts)} drafts", expected="K of each")
+            raise UserError(
+                "num_speculative_tokens",
+                got=f"{ks} for {len(options.drafts)} drafts",
+                expected="K of each",
+            )
         shown = [(folder, k, None) for folder, k in zip(options.drafts, ks, strict=True)]
-    return [Draft(Path(folder), method_of(Path(folder), key="drafts"), k, front) for folder, k, front in shown]
+    return [
+        Draft(Path(folder), method_of(Path(folder), key="drafts"), k, front)
+        for folder, k, front in shown
+    ]
 
 
-def measured(draft: Draft, engine: str, num_prompts: int, max_new_tokens: int, own: Sequence[str]) -> dict[str, Any]:
+def measured(
+    draft: Draft, engine: str, num_prompts: int, max_new_tokens: int, own: Sequence[str]
+) -> dict[str, Any]:
     """The row of the report that `specdistill eval` writes of an engine, and its name and target. own: the engine's keys."""
     folder = OUTPUT / draft.folder.parent.name / f"{engine}{'-lookup' if draft.lookup else ''}"
     lookup = [f"eval.lookup_first={json.dumps(draft.lookup.described)}"] if draft.lookup else []
@@ -180,22 +218,44 @@ def measured(draft: Draft, engine: str, num_prompts: int, max_new_tokens: int, o
 
 
 def as_vllm(
-    draft: Draft, target: FrozenTarget, prompts: Sequence[Prompt], max_new_tokens: int, stop_ids: Sequence[int]
+    draft: Draft,
+    target: FrozenTarget,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int,
+    stop_ids: Sequence[int],
 ) -> float:
     """Our acceptance length, with what is accepted past the end of a completion. The target ignores stop tokens."""
     proposer = load_proposer(draft.method, draft.folder, target, lookup_first=draft.lookup)
-    limits = {"max_new_tokens": max_new_tokens, "num_speculative_tokens": draft.k, "stop_ids": stop_ids}
-    return total(generate_here(target, proposer, [prompt.token_ids for prompt in prompts], **limits)).mean_acceptance_length
+    limits = {
+        "max_new_tokens": max_new_tokens,
+        "num_speculative_tokens": draft.k,
+        "stop_ids": stop_ids,
+    }
+    return total(
+        generate_here(target, proposer, [prompt.token_ids for prompt in prompts], **limits)
+    ).mean_acceptance_length
 
 
-def as_llama_cpp(draft: Draft, target: FrozenTarget, prompts: Sequence[Prompt], max_new_tokens: int) -> float:
+def as_llama_cpp(
+    draft: Draft, target: FrozenTarget, prompts: Sequence[Prompt], max_new_tokens: int
+) -> float:
     """Our acceptance length, of the tokens of completions alone, with llama.cpp's rule in front of the draft."""
     proposer = load_proposer(draft.method, draft.folder, target)
     if draft.lookup:
-        lookup = load_proposer("ngram", None, target, ngram=NgramConfig(rule="llama.cpp", max=draft.lookup.max))
+        lookup = load_proposer(
+            "ngram", None, target, ngram=NgramConfig(rule="llama.cpp", max=draft.lookup.max)
+        )
         proposer = LookupFirstProposer(proposer, lookup, draft.lookup)
-    decoder, limits = Decoder(target, proposer), {"max_new_tokens": max_new_tokens, "num_speculative_tokens": draft.k}
-    rounds = [entry for prompt in prompts for entry in decoder.generate(prompt.token_ids, **limits).rounds if entry.drafted]
+    decoder, limits = (
+        Decoder(target, proposer),
+        {"max_new_tokens": max_new_tokens, "num_speculative_tokens": draft.k},
+    )
+    rounds = [
+        entry
+        for prompt in prompts
+        for entry in decoder.generate(prompt.token_ids, **limits).rounds
+        if entry.drafted
+    ]
     return 1 + sum(entry.num_accepted for entry in rounds) / len(rounds)
 
 

@@ -30,7 +30,15 @@ from specdistill.training.history import History, read_history
 
 PAGE = ROOT / "docs" / "methods.md"
 # Of a step over a row of 384 tokens, in processor time of one thread on an AMD EPYC, evaluations left out.
-SECONDS = {"eagle3": 1.60, "dflash": 1.63, "dspark": 1.98, "pard": 2.70, "draft": 1.88, "mtp": 1.96, "early_exit": 1.04}
+SECONDS = {
+    "eagle3": 1.60,
+    "dflash": 1.63,
+    "dspark": 1.98,
+    "pard": 2.70,
+    "draft": 1.88,
+    "mtp": 1.96,
+    "early_exit": 1.04,
+}
 TENS = 10  # steps at equal minutes are whole tens, so that some methods need one training for both
 LOOKUPS = ["ngram", "suffix"]
 ONE_SEQUENCE = "early_exit"  # drafts chains for one request at a time
@@ -56,7 +64,9 @@ class Options(Section):
     minutes: float = option(3.2, "minutes of processor time of each at equal minutes", gt=0)
     longer: list[str] = option([], "recipes that are also trained longer, e.g. [eagle3,dspark]")
     longer_steps: int = option(200, "their training steps, evaluated after each quarter", ge=4)
-    num_prompts: int = option(9, "prompts to measure on, at least as many as are decoded at a time", ge=4)
+    num_prompts: int = option(
+        9, "prompts to measure on, at least as many as are decoded at a time", ge=4
+    )
     max_new_tokens: int = option(32, "tokens generated per prompt", ge=1)
 
 
@@ -71,11 +81,21 @@ def main(options: Options) -> ExitCode:
         """The drafts of recipes after so many steps."""
         folders = [place / f"{name}-{num_steps}" for name, num_steps in steps.items()]
         for folder, (name, num_steps) in zip(folders, steps.items(), strict=True):
-            train(folder, *keys[name], *of_steps(recipes[name], num_steps, evaluations), launch="cpu_processes")
+            train(
+                folder,
+                *keys[name],
+                *of_steps(recipes[name], num_steps, evaluations),
+                launch="cpu_processes",
+            )
         return [str(folder / "draft") for folder in folders]
 
     tokens = trained(dict.fromkeys(recipes, options.steps))
-    minutes = trained({name: max(1, round(options.minutes * 60 / SECONDS[name] / TENS)) * TENS for name in recipes})
+    minutes = trained(
+        {
+            name: max(1, round(options.minutes * 60 / SECONDS[name] / TENS)) * TENS
+            for name in recipes
+        }
+    )
     longer = trained(dict.fromkeys(options.longer, options.longer_steps), evaluations=4)
 
     first, *_ = recipes.values()
@@ -101,7 +121,11 @@ def main(options: Options) -> ExitCode:
     if not options.small:
         write_between(PAGE, "smollm2_methods", shown)
         chains_alone = {way: without_trees(by_minutes[way]) for way in ONE_AT_A_TIME}
-        write_between(ROOT / "README.md", "smollm2_methods", f"{said(chains_alone)}\n\n{methods_table(chains_alone)}")
+        write_between(
+            ROOT / "README.md",
+            "smollm2_methods",
+            f"{said(chains_alone)}\n\n{methods_table(chains_alone)}",
+        )
     return ExitCode.DONE
 
 
@@ -111,11 +135,22 @@ def keys_of(name: str, options: Options) -> list[str]:
     """
     recipe = f"recipe=smollm2/{name}"
     whole: Any = load_recipe(Recipe, [recipe])
-    online = ["hidden_states.mode=online", "hidden_states.path=null"] if "hidden_states" in whole.model_fields_set else []
+    online = (
+        ["hidden_states.mode=online", "hidden_states.path=null"]
+        if "hidden_states" in whole.model_fields_set
+        else []
+    )
     deep = [f"draft.ttt_steps={K}"] if hasattr(whole.draft, "ttt_steps") else []
     small = small_keys(name) if options.small else []
     k = f"eval.num_speculative_tokens={K}"  # of what is simulated
-    return [recipe, *online, *deep, k, *small, *(each for each in sys.argv[1:] if not is_own(each, Options))]
+    return [
+        recipe,
+        *online,
+        *deep,
+        k,
+        *small,
+        *(each for each in sys.argv[1:] if not is_own(each, Options)),
+    ]
 
 
 def check_same_data(recipes: Mapping[str, Any]) -> None:
@@ -125,7 +160,9 @@ def check_same_data(recipes: Mapping[str, Any]) -> None:
         one, two = (recipes[name].data.model_dump() for name in (first, other))
         if differing := next((key for key in one if one[key] != two[key]), None):
             got = f"{two[differing]} in smollm2/{other} and {one[differing]} in smollm2/{first}"
-            raise UserError(f"data.{differing}", got=got, expected="the same in all: their drafts are compared")
+            raise UserError(
+                f"data.{differing}", got=got, expected="the same in all: their drafts are compared"
+            )
 
 
 def of_steps(recipe: Any, num_steps: int, evaluations: int) -> list[str]:
@@ -137,7 +174,9 @@ def of_steps(recipe: Any, num_steps: int, evaluations: int) -> list[str]:
     return [f"train.{name}={value}" for name, value in named.items()]
 
 
-def measure(place: Path, drafts: Sequence[str], phase: Mapping[str, Any], ways: Sequence[str]) -> Measured:
+def measure(
+    place: Path, drafts: Sequence[str], phase: Mapping[str, Any], ways: Sequence[str]
+) -> Measured:
     """Drafts, and the lookups, in one paired run for each way of measuring; without what a draft cannot do."""
     found = {}
     for way in ways:
@@ -149,7 +188,11 @@ def measure(place: Path, drafts: Sequence[str], phase: Mapping[str, Any], ways: 
             if ONE_SEQUENCE not in draft or not ("batch_size" in keys or shape is TREE)
         ]
         folder = place / way.replace(" = ", "").replace(", ", "-").replace(" ", "-")
-        found[way] = reports(compare(folder, [*candidates, *((lookup, CHAIN) for lookup in LOOKUPS)], {**phase, **keys}))
+        found[way] = reports(
+            compare(
+                folder, [*candidates, *((lookup, CHAIN) for lookup in LOOKUPS)], {**phase, **keys}
+            )
+        )
     return found
 
 
@@ -160,7 +203,9 @@ def said(measured: Measured) -> str:
     """How the tables were measured."""
     report = next(iter(next(iter(measured.values())).values()))
     return caption(
-        report, "SmolLM2-135M-Instruct, dequantised from Q4_1, by `make smollm2-methods`", f"up to {K} draft tokens verified"
+        report,
+        "SmolLM2-135M-Instruct, dequantised from Q4_1, by `make smollm2-methods`",
+        f"up to {K} draft tokens verified",
     )
 
 
@@ -192,7 +237,11 @@ def at_large_batches(row: Mapping[str, Any]) -> float:
 def length(row: Mapping[str, Any]) -> str:
     """An acceptance length with its interval; of a candidate that was not measured so, none."""
     value = row.get("mean_acceptance_length")
-    return f"{number(value)}{between(row, 'mean_acceptance_length')} {per_round(row)}".strip() if row else number(value)
+    return (
+        f"{number(value)}{between(row, 'mean_acceptance_length')} {per_round(row)}".strip()
+        if row
+        else number(value)
+    )
 
 
 def without_trees(found: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -212,7 +261,11 @@ def history_of(draft: str) -> History:
 def simulated(drafts: Sequence[str]) -> str:
     """Simulated acceptance lengths, greedy and sampled: a line for each evaluation of each training."""
     lines = [
-        (f"`{Path(draft).parent.name.rpartition('-')[0]}`", f"{entry['step']}", *(number(entry[name]) for name in SIMULATED))
+        (
+            f"`{Path(draft).parent.name.rpartition('-')[0]}`",
+            f"{entry['step']}",
+            *(number(entry[name]) for name in SIMULATED),
+        )
         for draft in drafts
         for entry in history_of(draft).log
         if entry.get("step") and SIMULATED[0] in entry
@@ -221,4 +274,6 @@ def simulated(drafts: Sequence[str]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, Options, [argument for argument in sys.argv[1:] if is_own(argument, Options)]))
+    sys.exit(
+        run(main, Options, [argument for argument in sys.argv[1:] if is_own(argument, Options)])
+    )

@@ -55,7 +55,14 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "eager": ("speculators, eager", "speculators", {"attention": "eager"}),
     "flex": ("speculators, flex", "speculators", {"attention": None}),
 }
-HEAD = ("trainer", "a second", "forward, backward, optimizer, ms", "peak", "ours is faster", "ours takes of its memory")
+HEAD = (
+    "trainer",
+    "a second",
+    "forward, backward, optimizer, ms",
+    "peak",
+    "ours is faster",
+    "ours takes of its memory",
+)
 SPEED = Metric(("ours", "other"), lambda ours, other: other / ours)  # seconds of all rounds
 
 Compared = dict[str, tuple[str, dict[str, Any]]]  # name -> a trainer and its settings
@@ -63,7 +70,9 @@ Steps = dict[str, list[dict[str, float]]]  # name -> what bench/trainers.py says
 
 
 class Options(Section):
-    parts: list[Literal["step", "block", "loss"]] = option(["step", "block", "loss"], "what to measure")
+    parts: list[Literal["step", "block", "loss"]] = option(
+        ["step", "block", "loss"], "what to measure"
+    )
     others: list[Literal["plain", "sdpa", "eager", "flex"]] = option(
         ["plain", "sdpa", "flex" if DEVICE.type == "cuda" else "eager"],
         "what a step is compared with: our plain form, speculators",
@@ -78,7 +87,9 @@ class Options(Section):
     trains_head: bool = option(False, "whether the draft's head trains, which speculators freezes")
     block_size: int = option(16, "slots of a block drafter's block", ge=2)
     num_anchors: int = option(128, "blocks of its step, over all rows", ge=1)
-    loss_rows: int = option(8192, "hidden states of head and loss alone, over all steps of the unroll", ge=8)
+    loss_rows: int = option(
+        8192, "hidden states of head and loss alone, over all steps of the unroll", ge=8
+    )
     loss_steps: int = option(7, "of that unroll", ge=1)
     rounds: int = option(8, "steps of each trainer that are timed", ge=2)
     threads: int = option(2, "of each trainer", ge=1)
@@ -89,7 +100,11 @@ def main(options: Options) -> ExitCode:
     results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     for part in options.parts:
         found = {"step": step, "block": block, "loss": loss}[part](options)
-        machine = {"cpu": hardware(DEVICE)["name"], "threads": options.threads, "torch": software()["torch"]}
+        machine = {
+            "cpu": hardware(DEVICE)["name"],
+            "threads": options.threads,
+            "torch": software()["torch"],
+        }
         results[part] = {**machine, "bf16": bf16(), **found}
         path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     paths = [path for name in FILES.values() if (path := RESULTS / name).exists()]
@@ -123,14 +138,22 @@ def block(options: Options) -> dict[str, Any]:
     own = {name: getattr(options, name) for name in ("block_size", "num_anchors")}
 
     def save(target: FrozenTarget, folder: Path) -> None:
-        shape = {"num_layers": 5, "aux_layers": [1, 2, 3, 4, 5], "block_size": options.block_size, "mask_token_id": 0}
+        shape = {
+            "num_layers": 5,
+            "aux_layers": [1, 2, 3, 4, 5],
+            "block_size": options.block_size,
+            "mask_token_id": 0,
+        }
         save_block(build_block(KIND, target, **shape), KIND, folder)
 
     return own | in_layouts(options, "_block", own, save)
 
 
 def in_layouts(
-    options: Options, suffix: str, own: Mapping[str, Any], save: Callable[[FrozenTarget, Path], None]
+    options: Options,
+    suffix: str,
+    own: Mapping[str, Any],
+    save: Callable[[FrozenTarget, Path], None],
 ) -> dict[str, Any]:
     """What a draft's trainers are found to take. suffix: of their names; own: their settings; save: writes a draft for a target."""
     shape = {name: getattr(options, name) for name in ("hidden_size", "vocab_size", "num_tokens")}
@@ -139,7 +162,11 @@ def in_layouts(
         write_models(Path(folder), options, save)
         for length in options.row_lengths:
             if options.num_tokens % length:
-                raise UserError("row_lengths", got=length, expected=f"a divisor of {options.num_tokens}, num_tokens")
+                raise UserError(
+                    "row_lengths",
+                    got=length,
+                    expected=f"a divisor of {options.num_tokens}, num_tokens",
+                )
             layout = {"rows": options.num_tokens // length, "length": length}
             shared = {"folder": folder, **layout, **own, "bf16": bf16()}
             compared: Compared = {"ours": (f"ours{suffix}", shared)}
@@ -156,11 +183,17 @@ def loss(options: Options) -> dict[str, Any]:
     shape = {"rows": options.loss_rows // options.loss_steps, "num_steps": options.loss_steps}
     shape |= {"hidden_size": options.hidden_size, "vocab_size": options.vocab_size}
     both = {"ours": {**shape, "bf16": bf16()}, "plain": {**shape, "bf16": bf16(), "plainly": True}}
-    steps = interleaved({name: ("head_and_loss", own) for name, own in both.items()}, options.rounds, options.threads)
+    steps = interleaved(
+        {name: ("head_and_loss", own) for name, own in both.items()},
+        options.rounds,
+        options.threads,
+    )
     return {**shape, **summary(steps, shape["rows"] * options.loss_steps)}
 
 
-def write_models(folder: Path, options: Options, save: Callable[[FrozenTarget, Path], None]) -> None:
+def write_models(
+    folder: Path, options: Options, save: Callable[[FrozenTarget, Path], None]
+) -> None:
     """A target of five layers, and a draft for it in our layout (`draft`) and in speculators' (`head`)."""
     config = LlamaConfig(
         hidden_size=options.hidden_size, intermediate_size=3 * options.hidden_size, num_hidden_layers=5,
@@ -177,7 +210,9 @@ def write_models(folder: Path, options: Options, save: Callable[[FrozenTarget, P
 def interleaved(compared: Compared, rounds: int, threads: int) -> Steps:
     """A first step of each, and then one per round, interleaved."""
     with ExitStack() as stack:
-        processes = {name: stack.enter_context(process(*kind, threads)) for name, kind in compared.items()}
+        processes = {
+            name: stack.enter_context(process(*kind, threads)) for name, kind in compared.items()
+        }
         steps: Steps = {name: [] for name in processes}
         for number in range(1 + rounds):
             for name in list(processes)[:: (-1) ** number]:
@@ -186,7 +221,9 @@ def interleaved(compared: Compared, rounds: int, threads: int) -> Steps:
 
 
 @contextmanager
-def process(name: str, settings: Mapping[str, Any], threads: int) -> Iterator[subprocess.Popen[str]]:
+def process(
+    name: str, settings: Mapping[str, Any], threads: int
+) -> Iterator[subprocess.Popen[str]]:
     """One of bench/trainers.py, in the Python that has its library."""
     python, path = Path(sys.executable), str(ROOT)
     if "speculators" in name:
@@ -196,7 +233,13 @@ def process(name: str, settings: Mapping[str, Any], threads: int) -> Iterator[su
             raise UserError("others", got=got, expected="[plain], or first make engines")
     # A thread that spins while it waits takes time from the process whose turn it is.
     changed = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": path}
-    command = [str(python), "-P", str(Path(__file__).with_name("trainers.py")), name, json.dumps(settings)]
+    command = [
+        str(python),
+        "-P",
+        str(Path(__file__).with_name("trainers.py")),
+        name,
+        json.dumps(settings),
+    ]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env={**os.environ, **changed}, **pipes) as started:
         yield started  # it ends when its stdin is closed
@@ -220,13 +263,28 @@ def summary(steps: Steps, num_tokens: int) -> dict[str, Any]:
     trainers: dict[str, dict[str, float]] = {}
     ratios: dict[str, dict[str, Any]] = {}
     for name, (first, *timed) in steps.items():
-        own = {part: median(taken[part] for taken in timed) for part in ("seconds", "forward", "backward", "optimizer")}
-        trainers[name] = {"tokens_per_second": num_tokens / own["seconds"], **own, "peak": first["peak"], "loss": first["loss"]}
+        own = {
+            part: median(taken[part] for taken in timed)
+            for part in ("seconds", "forward", "backward", "optimizer")
+        }
+        trainers[name] = {
+            "tokens_per_second": num_tokens / own["seconds"],
+            **own,
+            "peak": first["peak"],
+            "loss": first["loss"],
+        }
         if name != "ours":
             pair = {"ours": steps["ours"], "other": steps[name]}
-            seconds = {side: np.array([taken["seconds"] for taken in own_steps[1:]]) for side, own_steps in pair.items()}
+            seconds = {
+                side: np.array([taken["seconds"] for taken in own_steps[1:]])
+                for side, own_steps in pair.items()
+            }
             memory = trainers["ours"]["peak"] / first["peak"]
-            ratios[name] = {"speed": value(SPEED, seconds), "speed_ci95": interval(SPEED, seconds), "memory": memory}
+            ratios[name] = {
+                "speed": value(SPEED, seconds),
+                "speed_ci95": interval(SPEED, seconds),
+                "memory": memory,
+            }
     return {"trainers": trainers, "ratios": ratios}
 
 
@@ -237,12 +295,28 @@ def page(results: Mapping[str, Any]) -> str:
         if found := results.get(part):
             sizes = (f"{found[name]:,}" for name in ("hidden_size", "vocab_size", "num_tokens"))
             setup = "Hidden size {}, a vocabulary of {}, {} tokens".format(*sizes)
-            rows = [row for each in found["layouts"] for row in step_rows(each, f"{each['rows']} × {each['length']:,}")]
-            sections += [f"### {title}", f"{setup}, {own_setup(found)}. {measured_on(found)}", table(("rows", *HEAD), rows)]
+            rows = [
+                row
+                for each in found["layouts"]
+                for row in step_rows(each, f"{each['rows']} × {each['length']:,}")
+            ]
+            sections += [
+                f"### {title}",
+                f"{setup}, {own_setup(found)}. {measured_on(found)}",
+                table(("rows", *HEAD), rows),
+            ]
     if found := results.get("loss"):
         setup = f"{found['num_steps']} × {found['rows']:,} hidden states of {found['hidden_size']}, a vocabulary of {found['vocab_size']:,}"
-        sections += ["### Head and loss alone", f"{setup}, forward KL; the head trains. {measured_on(found)}"]
-        sections.append(table(("hidden states", *HEAD), step_rows(found, f"{found['num_steps']} × {found['rows']:,}")))
+        sections += [
+            "### Head and loss alone",
+            f"{setup}, forward KL; the head trains. {measured_on(found)}",
+        ]
+        sections.append(
+            table(
+                ("hidden states", *HEAD),
+                step_rows(found, f"{found['num_steps']} × {found['rows']:,}"),
+            )
+        )
     return "\n\n".join(sections)
 
 
@@ -254,10 +328,23 @@ def own_setup(found: Mapping[str, Any]) -> str:
 
 def step_rows(found: Mapping[str, Any], layout: str) -> Iterator[tuple[str, ...]]:
     for name, own in found["trainers"].items():
-        times = ", ".join(f"{1000 * own[part]:,.0f}" for part in ("forward", "backward", "optimizer"))
+        times = ", ".join(
+            f"{1000 * own[part]:,.0f}" for part in ("forward", "backward", "optimizer")
+        )
         ratio, shown = found["ratios"].get(name), OTHERS[name][0] if name in OTHERS else name
-        against = (f"{ratio['speed']:.2f}×{ends(ratio['speed_ci95'], '.2f')}", f"{ratio['memory']:.0%}") if ratio else ("", "")
-        yield layout, shown, f"{own['tokens_per_second']:,.0f}", times, size(int(own["peak"])), *against
+        against = (
+            (f"{ratio['speed']:.2f}×{ends(ratio['speed_ci95'], '.2f')}", f"{ratio['memory']:.0%}")
+            if ratio
+            else ("", "")
+        )
+        yield (
+            layout,
+            shown,
+            f"{own['tokens_per_second']:,.0f}",
+            times,
+            size(int(own["peak"])),
+            *against,
+        )
 
 
 def ends(bounds: list[float] | None, spec: str) -> str:

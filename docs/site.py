@@ -9,7 +9,11 @@ from mkdocs.structure.files import File, Files
 from specdistill.report.files import read_report, to_html
 
 ROOT = Path(__file__).resolve().parent.parent
-OUTSIDE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+OUTSIDE = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
 SAMPLE = "sample/report.html"  # rendered from its JSON files, so that the site shows the page as it is now
 LINK = re.compile(r"(?<=\]\()(?!\w+:)([^)#\s]+)")
 THREAD = re.compile(r"(?<![\w/])([\w.-]+/[\w.-]+)#(\d+)\b")
@@ -18,8 +22,12 @@ THREAD = re.compile(r"(?<![\w/])([\w.-]+/[\w.-]+)#(\d+)\b")
 def on_files(files: Files, *, config: Any) -> Files:
     """Add the pages outside docs/."""
     for name, page in OUTSIDE.items():
-        files.append(File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8")))
-    files.append(File.generated(config, SAMPLE, content=to_html(*read_report(ROOT / "docs" / "sample"))))
+        files.append(
+            File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8"))
+        )
+    files.append(
+        File.generated(config, SAMPLE, content=to_html(*read_report(ROOT / "docs" / "sample")))
+    )
     return files
 
 

@@ -19,7 +19,11 @@ def main(options: CommonOptions) -> ExitCode:
     comparison = compare_drafts(options)
     print_comparison(comparison, Path(options.output_dir))
     result(comparison)
-    return ExitCode.DONE if all(entry["lossless"] for entry in comparison["ranking"]) else ExitCode.CHECK_FAILED
+    return (
+        ExitCode.DONE
+        if all(entry["lossless"] for entry in comparison["ranking"])
+        else ExitCode.CHECK_FAILED
+    )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,16 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 # The Python interface: names of specdistill/api.py, which is imported, and torch with it, when the first of them is used.
-__all__ = ["Draft", "DraftConfig", "DraftTrainer", "Report", "acquire", "compare", "generate", "judge"]
+__all__ = [
+    "Draft",
+    "DraftConfig",
+    "DraftTrainer",
+    "Report",
+    "acquire",
+    "compare",
+    "generate",
+    "judge",
+]
 __all__ += ["load_draft", "load_target", "measure", "publish", "train"]
 
 # Threads that wait for one another spin, and where another process is busy they keep the core that the awaited thread needs: a step of a

@@ -58,7 +58,16 @@ from specdistill.training.history import read_history
 from specdistill.training.optimizer import build_optimizer
 from specdistill.training.run import TrainingRun
 
-__all__ = ["Draft", "DraftConfig", "DraftTrainer", "Report", "acquire", "compare", "generate", "judge"]
+__all__ = [
+    "Draft",
+    "DraftConfig",
+    "DraftTrainer",
+    "Report",
+    "acquire",
+    "compare",
+    "generate",
+    "judge",
+]
 __all__ += ["load_draft", "load_target", "measure", "publish", "train"]
 WITHOUT_RECIPE = ["train.output_dir=runs/eval"]
 RecipeOrRun = str | os.PathLike[str] | Mapping[str, Any]
@@ -73,7 +82,9 @@ def arguments_of(recipe: RecipeOrRun, keys: Mapping[str, Any]) -> list[str]:
         recorded = Path(recipe) / "run" / "recipe.yaml"
         named = [f"recipe={recorded if recorded.is_file() else os.fspath(recipe)}"]
     values = chain.from_iterable(map(flattened, sections))
-    return named + [f"{key}={json.dumps(value, ensure_ascii=False, default=os.fspath)}" for key, value in values]
+    return named + [
+        f"{key}={json.dumps(value, ensure_ascii=False, default=os.fspath)}" for key, value in values
+    ]
 
 
 @dataclass(frozen=True)
@@ -85,10 +96,14 @@ class Completion(Generation):
 
 def load_target(model: str | os.PathLike[str], **keys: Any) -> FrozenTarget:
     """A causal language model: `pico`, a folder, a GGUF file or a Hub id. keys: of a recipe's `target:`, e.g. dtype="bfloat16"."""
-    return FrozenTarget.load(**vars(validate(TargetConfig, {"model": os.fspath(model), **keys}, "target.")))
+    return FrozenTarget.load(
+        **vars(validate(TargetConfig, {"model": os.fspath(model), **keys}, "target."))
+    )
 
 
-def load_draft(draft: str | os.PathLike[str], target: FrozenTarget | PreTrainedModel, **keys: Any) -> Draft:
+def load_draft(
+    draft: str | os.PathLike[str], target: FrozenTarget | PreTrainedModel, **keys: Any
+) -> Draft:
     """The draft of a folder or Hub id (org/name@revision), of any method and in any layout that is read; or `ngram`, or `suffix`.
 
     target: from `load_target`, or a model that transformers loaded from a folder or the Hub, which is put into evaluation mode without
@@ -127,7 +142,9 @@ def generate(
 
     The result has `text`, `token_ids` and `rounds`: of each the tokens drafted, how many were accepted, and the seconds.
     """
-    keys = {name: value for name, value in locals().items() if name in MeasurementConfig.model_fields}
+    keys = {
+        name: value for name, value in locals().items() if name in MeasurementConfig.model_fields
+    }
     settings = Settings.of(validate(MeasurementConfig, keys))
     target, proposer = (draft.target, draft.proposer) if isinstance(draft, Draft) else (draft, None)
     done = Decoder(target, proposer).generate(
@@ -135,7 +152,9 @@ def generate(
         generator=torch.Generator().manual_seed(seed),
         **settings.decoding,
     )
-    return Completion(**vars(done), text=target.tokenizer.decode(done.token_ids, skip_special_tokens=True))
+    return Completion(
+        **vars(done), text=target.tokenizer.decode(done.token_ids, skip_special_tokens=True)
+    )
 
 
 def train(recipe: RecipeOrRun, *, callbacks: Sequence[TrainerCallback] = (), **keys: Any) -> Path:
@@ -148,7 +167,9 @@ def train(recipe: RecipeOrRun, *, callbacks: Sequence[TrainerCallback] = (), **k
 
 def train_draft(recipe: TrainedRecipe, callbacks: Sequence[TrainerCallback] = ()) -> Path:
     """The run's folder, which then holds the draft. Every process of a launch calls it. Raises UserError for what cannot be trained so."""
-    check_suite(recipe.eval.suite)  # with the gate it judges the draft later: an error in them shows now
+    check_suite(
+        recipe.eval.suite
+    )  # with the gate it judges the draft later: an error in them shows now
     if recipe.selection is not None:
         check_suite(recipe.selection.suite, key="selection.suite")
     load_gate(recipe.gate)
@@ -164,7 +185,9 @@ def train_draft(recipe: TrainedRecipe, callbacks: Sequence[TrainerCallback] = ()
     target = FrozenTarget.load(**vars(recipe.target), layers_on_disk=not runs_layers)
     check_engines(recipe, target)
     use_template(target.tokenizer, recipe)
-    train_set, eval_set = open_rows(Job(recipe.data, RowTarget.of(target), recipe.measured_on, recipe.states_folder))
+    train_set, eval_set = open_rows(
+        Job(recipe.data, RowTarget.of(target), recipe.measured_on, recipe.states_folder)
+    )
 
     # Draft, what it learns, and the run's record before its first step
     draft = create_draft(recipe, target, train_set)
@@ -181,14 +204,23 @@ def train_draft(recipe: TrainedRecipe, callbacks: Sequence[TrainerCallback] = ()
     # Features that are kept, where each step does not have the target make its own
     autocast, rows = autocast_dtype(run.arguments), run.arguments.train_batch_size
     passes: dict[str, Any] = {"autocast": autocast, "batch_size": rows, "force": recipe.data.force}
-    store = feature_store(hidden_states, target, getattr(draft, "aux_layers", ()), [train_set, eval_set], **passes)
+    store = feature_store(
+        hidden_states, target, getattr(draft, "aux_layers", ()), [train_set, eval_set], **passes
+    )
 
     # Train, and save the best
     optimizer = build_optimizer(recipe.optimizer, draft, run.arguments)
     save = partial(save_draft, method, target, chat_template=recipe.data.chat_template)
     decode = measurement.decoded_acceptance_length(recipe, target)
-    options: dict[str, Any] = {"save": save, "decode": decode, "optimizer": optimizer, "store": store}
-    trainer = training.DraftTrainer(objective, target, run.arguments, train_set, eval_set, **options)
+    options: dict[str, Any] = {
+        "save": save,
+        "decode": decode,
+        "optimizer": optimizer,
+        "store": store,
+    }
+    trainer = training.DraftTrainer(
+        objective, target, run.arguments, train_set, eval_set, **options
+    )
     for callback in callbacks:
         trainer.add_callback(callback)
     run.train(trainer)
@@ -213,9 +245,14 @@ class DraftConfig:
     """How a `DraftTrainer` trains: fields of transformers.TrainingArguments, and sections of a recipe, e.g. draft={"ttt_steps": 5}."""
 
     def __init__(self, output_dir: str | os.PathLike[str], **keys: Any) -> None:
-        sections = {name for recipe in Recipe.variants().values() for name in recipe.model_fields} - {"train"}
+        sections = {
+            name for recipe in Recipe.variants().values() for name in recipe.model_fields
+        } - {"train"}
         fields = {name: value for name, value in keys.items() if name not in sections}
-        self.keys = {**{name: keys[name] for name in keys.keys() & sections}, "train": {"output_dir": output_dir, **fields}}
+        self.keys = {
+            **{name: keys[name] for name in keys.keys() & sections},
+            "train": {"output_dir": output_dir, **fields},
+        }
 
 
 class DraftTrainer:
@@ -233,9 +270,19 @@ class DraftTrainer:
         train_dataset: Dataset | Sequence[Mapping[str, Any]] | str | os.PathLike[str] | None = None,
         callbacks: Sequence[TrainerCallback] = (),
     ) -> None:
-        self.rows, self.callbacks = None if isinstance(train_dataset, str | os.PathLike) else train_dataset, callbacks
-        source = train_dataset if self.rows is None else f"{os.fspath(args.keys['train']['output_dir'])}.jsonl"
-        own = {"method": method, "target": target if isinstance(target, Mapping) else {"model": target}}
+        self.rows, self.callbacks = (
+            None if isinstance(train_dataset, str | os.PathLike) else train_dataset,
+            callbacks,
+        )
+        source = (
+            train_dataset
+            if self.rows is None
+            else f"{os.fspath(args.keys['train']['output_dir'])}.jsonl"
+        )
+        own = {
+            "method": method,
+            "target": target if isinstance(target, Mapping) else {"model": target},
+        }
         keys = {"data": {"source": source}} if source else {}
         self.recipe = trainable(load_recipe(Recipe, arguments_of({**args.keys, **own}, keys)))
 
@@ -267,7 +314,13 @@ class Report:
     @classmethod
     def of(cls, data: dict[str, Any], folder: Path) -> "Report":
         first = data["results"][0]
-        return cls(data, folder, first.get("mean_acceptance_length"), first.get("speedup"), data["gate"]["verdict"])
+        return cls(
+            data,
+            folder,
+            first.get("mean_acceptance_length"),
+            first.get("speedup"),
+            data["gate"]["verdict"],
+        )
 
     def to_dataframe(self) -> Any:
         """A pandas.DataFrame with a row for each configuration and category, the first one over the whole suite."""
@@ -282,7 +335,11 @@ def measure(recipe: RecipeOrRun | None = None, **keys: Any) -> Report:
     recipe: a run's folder, or a recipe; None: keys say all. keys: of that command, e.g. draft="org/name", eval={"num_prompts": 16}.
     """
     first = WITHOUT_RECIPE if recipe is None or isinstance(recipe, Mapping) else []
-    return Report.of(*evaluate(load_recipe(Recipe, [*first, *keys_of(arguments_of(recipe or {}, keys), SHORTHANDS)])))
+    return Report.of(
+        *evaluate(
+            load_recipe(Recipe, [*first, *keys_of(arguments_of(recipe or {}, keys), SHORTHANDS)])
+        )
+    )
 
 
 def evaluate(recipe: Recipe) -> tuple[dict[str, Any], Path]:
@@ -294,7 +351,9 @@ def evaluate(recipe: Recipe) -> tuple[dict[str, Any], Path]:
     baseline = read_baseline(config.baseline, rules, "eval.baseline")
     report, records = measurement.measure(recipe, folder)
     report["digest"] = digest(report, records)
-    report = decide(rules, Evidence(report, records), baseline, first_release=config.baseline == FIRST_RELEASE)
+    report = decide(
+        rules, Evidence(report, records), baseline, first_release=config.baseline == FIRST_RELEASE
+    )
     if is_first():
         write_report(folder, report, records)
     if os.environ.get("LOCAL_RANK", "0") == "0":  # of each machine
@@ -302,18 +361,26 @@ def evaluate(recipe: Recipe) -> tuple[dict[str, Any], Path]:
     return report, folder
 
 
-def judge(report: Report | str | os.PathLike[str], gate: str = "default", *, baseline: str | None = None) -> Report:
+def judge(
+    report: Report | str | os.PathLike[str], gate: str = "default", *, baseline: str | None = None
+) -> Report:
     """The report, or that of a folder, with the verdict of a gate, as `specdistill gate` gives it; its files go to a folder of the gate's
     name next to it. gate: a name or a gate YAML. baseline: a report that regressions are relative to, or `none`.
     """
     folder = report.folder if isinstance(report, Report) else Path(report)
-    options = load_recipe(GateOptions, arguments_of({"report": folder, "gates": gate, "baseline": baseline}, {}))
+    options = load_recipe(
+        GateOptions, arguments_of({"report": folder, "gates": gate, "baseline": baseline}, {})
+    )
     return Report.of(judge_again(options), folder)
 
 
-def compare(target: str | Mapping[str, Any], drafts: Sequence[str | os.PathLike[str]], **keys: Any) -> dict[str, Any]:
+def compare(
+    target: str | Mapping[str, Any], drafts: Sequence[str | os.PathLike[str]], **keys: Any
+) -> dict[str, Any]:
     """Measure drafts for one target in one paired run and rank them, with the keys of `specdistill compare`; returns comparison.json."""
-    options = load_recipe(CompareOptions, keys_of(arguments_of({"target": target, "drafts": drafts}, keys), COMPARE))
+    options = load_recipe(
+        CompareOptions, keys_of(arguments_of({"target": target, "drafts": drafts}, keys), COMPARE)
+    )
     return compare_drafts(options)
 
 
@@ -331,7 +398,12 @@ def compare_drafts(options: CommonOptions) -> dict[str, Any]:
     return comparison
 
 
-def acquire(method: str, target: str | Mapping[str, Any], draft: str | os.PathLike[str] | None = None, **keys: Any) -> Path:
+def acquire(
+    method: str,
+    target: str | Mapping[str, Any],
+    draft: str | os.PathLike[str] | None = None,
+    **keys: Any,
+) -> Path:
     """The folder of a draft that fits a target, with the keys of `specdistill acquire`, which fetches it."""
     given = {"method": method, "target": target, "draft": draft}
     return acquired(load_recipe(AcquireOptions, keys_of(arguments_of(given, keys), TARGET)))

@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import specdistill
-from specdistill.command import COMPARE, HELP, NO_SHORTHANDS, SHORTHANDS, TARGET, keys_of, print_help
+from specdistill.command import (
+    COMPARE,
+    HELP,
+    NO_SHORTHANDS,
+    SHORTHANDS,
+    TARGET,
+    keys_of,
+    print_help,
+)
 from specdistill.credentials import check_arguments
 from specdistill.doctor.command import DOCTOR, doctor
 from specdistill.errors import ExitCode, ResourceError, UserError, logger, nearest, reported
@@ -43,7 +51,9 @@ def _run(verb: str, arguments: list[str]) -> int:
     if verb == "help" and arguments and not arguments[0].startswith("-"):
         verb, arguments = arguments[0], [*arguments[1:], "--help"]
     if verb in {*HELP, "help"}:
-        print(f"{specdistill.__doc__}\n\nUsage: specdistill VERB key=value …     specdistill help VERB lists its keys\n")
+        print(
+            f"{specdistill.__doc__}\n\nUsage: specdistill VERB key=value …     specdistill help VERB lists its keys\n"
+        )
         summaries = {name: str(row.run.__doc__).partition("\n")[0] for name, row in VERBS.items()}
         print(*(f"  {name:10} {summary}" for name, summary in summaries.items()), sep="\n")
         result(summaries)
@@ -54,12 +64,22 @@ def _run(verb: str, arguments: list[str]) -> int:
         return ExitCode.DONE
     if not verb:
         message, commands = next_step()
-        print(message, *(f"  {command}" for command in commands), "All verbs: specdistill help", sep="\n")
+        print(
+            message,
+            *(f"  {command}" for command in commands),
+            "All verbs: specdistill help",
+            sep="\n",
+        )
         return ExitCode.DONE
     check_arguments(arguments)
     if verb not in VERBS:
         expected = f"one of {', '.join(VERBS)}"
-        raise UserError(f"specdistill {verb}", got="an unknown verb", expected=expected, nearest=nearest(verb, VERBS))
+        raise UserError(
+            f"specdistill {verb}",
+            got="an unknown verb",
+            expected=expected,
+            nearest=nearest(verb, VERBS),
+        )
     if HELP & set(arguments) and verb != "train":
         return show_help(verb, arguments)
     return VERBS[verb].run(arguments)
@@ -67,7 +87,13 @@ def _run(verb: str, arguments: list[str]) -> int:
 
 def show_help(verb: str, arguments: list[str]) -> int:
     row = VERBS[verb]
-    print_help(f"specdistill {verb}: {row.run.__doc__}", row.sections(), arguments, row.shorthands, row.common.split())
+    print_help(
+        f"specdistill {verb}: {row.run.__doc__}",
+        row.sections(),
+        arguments,
+        row.shorthands,
+        row.common.split(),
+    )
     return ExitCode.DONE
 
 
@@ -116,14 +142,19 @@ def compare(arguments: list[str]) -> int:
     specdistill compare published=vllm-ci-qwen3-8b-eagle3 draft=path/to/draft
     specdistill compare published=vllm-ci-qwen3-8b-eagle3 report=runs/mine/report"""
     if any(argument.startswith("published=") for argument in arguments):
-        from specdistill.comparison.published import compare_published  # here, and not above, because it imports scipy
+        from specdistill.comparison.published import (
+            compare_published,
+        )  # here, and not above, because it imports scipy
 
         return compare_published(arguments, _measured)
     return run_script("eval/compare.py", arguments)
 
 
 def _measured(keys: list[str]) -> tuple[dict[str, Any], Path]:
-    from specdistill.api import WITHOUT_RECIPE, evaluate  # here, and not above, because it imports torch
+    from specdistill.api import (
+        WITHOUT_RECIPE,
+        evaluate,
+    )  # here, and not above, because it imports torch
 
     return evaluate(load_recipe(Recipe, [*WITHOUT_RECIPE, *keys]))
 
@@ -133,7 +164,9 @@ def table(arguments: list[str]) -> int:
 
     specdistill table runs/mine/report runs/other/report
     specdistill table runs/comparison --json"""
-    from specdistill.report.command import print_table  # here, and not above, because it imports scipy
+    from specdistill.report.command import (
+        print_table,
+    )  # here, and not above, because it imports scipy
 
     return print_table(keys_of(arguments))
 
@@ -147,14 +180,26 @@ def demo(arguments: list[str]) -> int:
     # Checked first: a mistake must not cost the earlier demo. Only what a demo wrote is cleared; any other folder is the script's to judge.
     if output_dir == DEMO_FOLDER and (Path(DEMO_FOLDER) / "run" / "recipe.yaml").is_file():
         if Path(DEMO_FOLDER).is_symlink():
-            raise UserError("train.output_dir", got=f"{DEMO_FOLDER}, a link", expected="a folder, or another train.output_dir")
+            raise UserError(
+                "train.output_dir",
+                got=f"{DEMO_FOLDER}, a link",
+                expected="a folder, or another train.output_dir",
+            )
         shutil.rmtree(DEMO_FOLDER)
     for verb in ("train", "eval"):
-        command = [verb, *(key for key in keys if verb == "eval" or key != JSON)]  # the report is the one result
+        command = [
+            verb,
+            *(key for key in keys if verb == "eval" or key != JSON),
+        ]  # the report is the one result
         logger.info(f"$ specdistill {shlex.join(command)}")
-        code = subprocess.run([sys.executable, "-m", "specdistill", *command], check=False).returncode
+        code = subprocess.run(
+            [sys.executable, "-m", "specdistill", *command], check=False
+        ).returncode
         if code < 0:
-            raise ResourceError(f"specdistill {verb} was killed by signal {-code}", next_step="free memory and start again")
+            raise ResourceError(
+                f"specdistill {verb} was killed by signal {-code}",
+                next_step="free memory and start again",
+            )
         if code != ExitCode.DONE:
             return code
     return ExitCode.DONE
@@ -181,7 +226,10 @@ VERBS = {
     "acquire": Verb(acquire, "hub.command:AcquireOptions", "", TARGET),
     "export": Verb(export, "hub.command:ExportOptions", "", TARGET),
     "doctor": Verb(
-        doctor, "doctor.command:DoctorOptions", "draft target.model engine decode eval.suite eval.num_prompts", DOCTOR
+        doctor,
+        "doctor.command:DoctorOptions",
+        "draft target.model engine decode eval.suite eval.num_prompts",
+        DOCTOR,
     ),
     "data": Verb(
         data,

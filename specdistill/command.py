@@ -20,7 +20,12 @@ R = TypeVar("R", bound=Section)
 HELP = {"-h", "--help"}
 NO_SHORTHANDS: Mapping[str, str] = {}
 TARGET = {"target": "target.model"}
-SHORTHANDS = {**TARGET, "draft": "eval.draft", "suite": "eval.suite", "output_dir": "eval.output_dir"}  # of eval
+SHORTHANDS = {
+    **TARGET,
+    "draft": "eval.draft",
+    "suite": "eval.suite",
+    "output_dir": "eval.output_dir",
+}  # of eval
 COMPARE = {**TARGET, "eval.*": "*"}
 # Of every command.
 EVERYWHERE = {
@@ -80,25 +85,39 @@ def print_help(
     console, is_short = Console(), bool(common) and "all" not in arguments
     values = merged([argument for argument in keys_of(arguments, shorthands) if "=" in argument])
     of_one = is_short or "method" in values
-    tables = (leaves(schema.schema_for(values)) if of_one else describe(schema) for schema in schemas)
+    tables = (
+        leaves(schema.schema_for(values)) if of_one else describe(schema) for schema in schemas
+    )
     rows = [row for row in chain.from_iterable(tables) if not is_short or row[0] in common]
     result([dict(zip(("key", "type", "default", "help"), row, strict=True)) for row in rows])
     console.print(cleandoc(introduction), soft_wrap=True)
     groups: dict[str, list[tuple[str, str, str, str]]] = {}
     for row in rows:
-        groups.setdefault(row[0].partition(".")[0] if "." in row[0] else "keys (key=value)", []).append(row)
+        groups.setdefault(
+            row[0].partition(".")[0] if "." in row[0] else "keys (key=value)", []
+        ).append(row)
     for title, group in groups.items():
         grid = Table.grid(padding=(0, 1), pad_edge=True)
         grid.add_column(no_wrap=True, style="bold")
         grid.add_column()
         for key, kind, default, meaning in group:
-            value = kind.replace(" or null", "") + {"null": "", "required": ", required"}.get(default, f"; default {default}")
+            value = kind.replace(" or null", "") + {"null": "", "required": ", required"}.get(
+                default, f"; default {default}"
+            )
             grid.add_row(f" {key}", f"{meaning} [{value}]")
         console.print(f"\n{title}", style="bold")
         console.print(grid)
     print()
-    more = {"--help all": "list all keys, of all methods; with method=NAME: those of that method"} if is_short else {}
-    for name, meaning in {**{short: f"short for {key}" for short, key in shorthands.items()}, **EVERYWHERE, **more}.items():
+    more = (
+        {"--help all": "list all keys, of all methods; with method=NAME: those of that method"}
+        if is_short
+        else {}
+    )
+    for name, meaning in {
+        **{short: f"short for {key}" for short, key in shorthands.items()},
+        **EVERYWHERE,
+        **more,
+    }.items():
         print(f"  {name:11} {meaning}")
 
 

@@ -18,7 +18,9 @@ HUB_TOKEN = re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{20,}")
 PASSWORD = re.compile(r"://[^/?#\s@:]+:[^/?#\s@]+@|https?://[^/?#\s@]+@")
 
 # In what may be published: the folders of an absolute path, which may hold spaces, and a server's host.
-FOLDERS = re.compile(r"""(?:^|(?<=[\s=\[({,"':]))(?:~[\w.-]*|\.\.)?/(?!/)(?:(?:[^/\s,"'\])}]| (?![-/~]))+/)*(?=[^/\s])""")
+FOLDERS = re.compile(
+    r"""(?:^|(?<=[\s=\[({,"':]))(?:~[\w.-]*|\.\.)?/(?!/)(?:(?:[^/\s,"'\])}]| (?![-/~]))+/)*(?=[^/\s])"""
+)
 HOST = re.compile(r"(?<=://)[^/\s:]+(?=:\d)")
 
 
@@ -37,8 +39,17 @@ def secret_in(text: str) -> str | None:
         return "a token of the Hugging Face Hub"
     if PASSWORD.search(text):
         return "an address with a password"
-    values = [(name, os.environ.get(name, "")) for name in VARIABLES] + [(SERVER_KEYS, key) for key in server_keys().values()]
-    return next((f"the value of {name}" for name, value in values if len(value) >= FEWEST_CHARACTERS and value in text), None)
+    values = [(name, os.environ.get(name, "")) for name in VARIABLES] + [
+        (SERVER_KEYS, key) for key in server_keys().values()
+    ]
+    return next(
+        (
+            f"the value of {name}"
+            for name, value in values
+            if len(value) >= FEWEST_CHARACTERS and value in text
+        ),
+        None,
+    )
 
 
 def server_keys() -> dict[str, str]:

@@ -20,7 +20,10 @@ from pydantic_core import ValidationError
 from specdistill.terminal import guard, output
 
 logger = logging.getLogger("specdistill")  # of all that the package has to say
-MOST_CHARACTERS, MOST_QUOTED = 900, 300  # of an error, and of one that it quotes: some quote whole files
+MOST_CHARACTERS, MOST_QUOTED = (
+    900,
+    300,
+)  # of an error, and of one that it quotes: some quote whole files
 STDOUT = 1
 SECONDS_APART = 30.0  # a launcher ends the other processes before that, on a busy machine too
 
@@ -50,15 +53,29 @@ class UserError(ReportedError):
     text: the sentence, where these would make none.
     """
 
-    def __init__(self, key: str, *, got: object, expected: str = "", nearest: str | None = None, text: str = "") -> None:
+    def __init__(
+        self,
+        key: str,
+        *,
+        got: object,
+        expected: str = "",
+        nearest: str | None = None,
+        text: str = "",
+    ) -> None:
         hint = f"; did you mean {nearest}?" if nearest else ""
-        stated = f"{key} is required: {expected}" if got == "nothing" else f"{key}: got {got}, expected {expected}{hint}"
+        stated = (
+            f"{key} is required: {expected}"
+            if got == "nothing"
+            else f"{key}: got {got}, expected {expected}{hint}"
+        )
         super().__init__(one_line(text or stated))
         self.key, self.got = key, str(got)
 
 
 @contextmanager
-def refusing(kinds: type[Exception] | tuple[type[Exception], ...], key: str, what: object, expected: str) -> Iterator[None]:
+def refusing(
+    kinds: type[Exception] | tuple[type[Exception], ...], key: str, what: object, expected: str
+) -> Iterator[None]:
     """Raises UserError for an error of these kinds, which it quotes after `what`."""
     try:
         yield
@@ -67,7 +84,9 @@ def refusing(kinds: type[Exception] | tuple[type[Exception], ...], key: str, wha
         if isinstance(error, ValidationError):  # of several the first
             first = error.errors()[0]
             reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        raise UserError(key, got=f"{what}: {one_line(reason)[:MOST_QUOTED]}", expected=expected) from error
+        raise UserError(
+            key, got=f"{what}: {one_line(reason)[:MOST_QUOTED]}", expected=expected
+        ) from error
 
 
 class ResourceError(ReportedError):
@@ -86,7 +105,10 @@ def reported(command: Callable[[], int], arguments: Sequence[str] = ()) -> int:
             code = command()
             sys.stdout.flush()
             return code
-        except (Exception, KeyboardInterrupt) as error:  # the one place: nothing that a command raises ends in a traceback
+        except (
+            Exception,
+            KeyboardInterrupt,
+        ) as error:  # the one place: nothing that a command raises ends in a traceback
             if isinstance(error, BrokenPipeError) and _is_cut_off(STDOUT):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # what is not written yet
                 return ExitCode.DONE
@@ -113,7 +135,9 @@ def explain(error: Exception | KeyboardInterrupt, *, debug: bool = False) -> Exi
     if isinstance(error, KeyboardInterrupt):
         logger.error("interrupted")
         return ExitCode.INTERRUPTED
-    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # whoever looks for a file may find that out
+    if (
+        isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
+    ):  # whoever looks for a file may find that out
         error = UserError("a path", got=error.filename, expected="names that the file system takes")
     if isinstance(error, ReportedError):
         logger.error(f"error: {str(error)[:MOST_CHARACTERS]}")
@@ -144,5 +168,9 @@ def nearest(name: str, valid: Iterable[str]) -> str | None:
     """The valid name closest to a misspelt one, else one that begins with it or that it begins with; None when nothing is close."""
     names = list(valid)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
-    begun = [other for other in names if min(len(name), len(other)) >= 3 and (other.startswith(name) or name.startswith(other))]
+    begun = [
+        other
+        for other in names
+        if min(len(name), len(other)) >= 3 and (other.startswith(name) or name.startswith(other))
+    ]
     return next(iter(close + begun), None)

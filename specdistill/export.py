@@ -25,7 +25,13 @@ from specdistill.methods.recipe import Recipe, TrainedRecipe, trainable
 from specdistill.methods.target_record import TEMPLATE, check_target, copy_record, save_draft
 from specdistill.recipe.sections import LookupFirstConfig
 from specdistill.report import phrases, tables
-from specdistill.report.draft_lengths import DraftLength, by_load, draft_lengths, fastest_lengths, usual_length
+from specdistill.report.draft_lengths import (
+    DraftLength,
+    by_load,
+    draft_lengths,
+    fastest_lengths,
+    usual_length,
+)
 from specdistill.report.files import read_document
 from specdistill.report.text import cells, plain, table
 from specdistill.targets.files import TargetFiles
@@ -68,7 +74,11 @@ def export(
     settings = measured["settings"] if measured else {}
     if settings.get("drafting", {}).get("token_replacements"):
         got = f"{engine} for {draft}, which was measured with eval.token_replacements"
-        raise UserError("engine", got=got, expected="a draft that reads the target's tokens: no engine replaces them")
+        raise UserError(
+            "engine",
+            got=got,
+            expected="a draft that reads the target's tokens: no engine replaces them",
+        )
     k = num_speculative_tokens or (usual_length(measured) if measured else DEFAULT_NUM_TOKENS)
     num_tokens, lookup = to.drafting(k, measured_lookup(settings))
     lengths = () if num_speculative_tokens else draft_lengths(measured)
@@ -121,13 +131,17 @@ def serving_of(engine: str, method: str, draft: Path | str) -> tuple[Serving, La
     able = {name: (given, given.layout) for name, given in serving.items() if given.layout}
     if (name := ENGINES[engine].layouts or engine) not in able:
         got = f"{engine} for {draft}, of method {method}"
-        raise UserError("engine", got=got, expected=" or ".join(able) or "a draft that some engine loads")
+        raise UserError(
+            "engine", got=got, expected=" or ".join(able) or "a draft that some engine loads"
+        )
     return able[name]
 
 
 def check_engines(recipe: TrainedRecipe, target: FrozenTarget) -> None:
     """Raises UserError for an engine that a recipe names and that cannot be given its draft, as far as an untrained one tells."""
-    named = {f"publish.exports[{index}]": engine for index, engine in enumerate(recipe.publish.exports)}
+    named = {
+        f"publish.exports[{index}]": engine for index, engine in enumerate(recipe.publish.exports)
+    }
     named |= {"eval.engine": recipe.eval.engine} if recipe.eval.engine in ENGINES else {}
     if not named:
         return
@@ -142,7 +156,9 @@ def check_engines(recipe: TrainedRecipe, target: FrozenTarget) -> None:
         except UserError as error:
             if error.key != "engine":
                 raise
-            raise UserError(key, got=error.got, text=f"{key}: {str(error).removeprefix('engine: ')}") from error
+            raise UserError(
+                key, got=error.got, text=f"{key}: {str(error).removeprefix('engine: ')}"
+            ) from error
 
 
 def check_exports(engines: Sequence[str], method: str, key: str) -> None:
@@ -153,15 +169,24 @@ def check_exports(engines: Sequence[str], method: str, key: str) -> None:
 
 
 def as_measured(
-    report: Mapping[str, Any] | None, target: TargetFiles | None, lengths: Sequence[DraftLength], num_tokens: int
+    report: Mapping[str, Any] | None,
+    target: TargetFiles | None,
+    lengths: Sequence[DraftLength],
+    num_tokens: int,
 ) -> dict[str, Any]:
     """What `Served` has of a target and of how a draft was measured with it, as far as that is known.
 
     lengths: those of the report that K is from. num_tokens: K where there are none, or where no draft is faster.
     """
     config, known = target.text_config if target else {}, report or {}
-    settings, engine, dtype = known.get("settings", {}), known.get("engine", {}), known.get("target", {}).get("dtype")
-    dtype = None if engine.get("name") == "llama.cpp" else dtype  # a type of GGUF files, which no other engine knows
+    settings, engine, dtype = (
+        known.get("settings", {}),
+        known.get("engine", {}),
+        known.get("target", {}).get("dtype"),
+    )
+    dtype = (
+        None if engine.get("name") == "llama.cpp" else dtype
+    )  # a type of GGUF files, which no other engine knows
     gpus = re.search(r"--(?:tensor-parallel-size|tp-size) (\d+)", engine.get("command", ""))
     found = {length.batch_size: length.k for length in lengths}
     best = found[known["results"][0]["batch_size"]] if found else None
@@ -174,7 +199,8 @@ def as_measured(
     return {
         "num_tokens": best or num_tokens,
         "lengths": tuple(found.items()) if len(set(found.values())) > 1 else (),
-        "samples": settings.get("temperature", 0) > 0 and settings.get("draft_sampling", "greedy") != "greedy",
+        "samples": settings.get("temperature", 0) > 0
+        and settings.get("draft_sampling", "greedy") != "greedy",
         **{name: value for name, value in fitting.items() if value},
     }
 
@@ -197,25 +223,35 @@ def write_untrained(recipe: Recipe, folder: Path) -> None:
 
 def create_untrained(recipe: TrainedRecipe, target: FrozenTarget) -> Draft:
     tokens = list(range(min(target.vocab_size, target.max_length, recipe.data.max_length)))
-    return create_draft(recipe, target, Dataset.from_dict({"input_ids": [tokens], "loss_mask": [[0] * len(tokens)]}))
+    return create_draft(
+        recipe, target, Dataset.from_dict({"input_ids": [tokens], "loss_mask": [[0] * len(tokens)]})
+    )
 
 
-def serve_md(engine: Engine, served: Served, report: Mapping[str, Any] | None, lengths: Sequence[DraftLength]) -> str:
+def serve_md(
+    engine: Engine, served: Served, report: Mapping[str, Any] | None, lengths: Sequence[DraftLength]
+) -> str:
     """The whole file. `report`: a report.json of the draft, if there is one; `lengths`: those of it that K is from."""
     assert engine.serve_command is not None
     fitting = {"length": served.max_length, "total": 4 * served.max_length, "dtype": served.dtype}
     in_engine = report is not None and report.get("engine", {}).get("name") in ENGINES
-    templates = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
+    templates = Environment(
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
+    )
     return templates.from_string(SERVE_MD.read_text(encoding="utf-8")).render(
         version=specdistill.__version__,
         engine=engine,
         served=served,
         report=report,
         caveats=caveats(report, engine, served.num_tokens),
-        flags=table(("what else is set", "how"), ((name, how.format(**fitting)) for name, how in engine.flags.items())),
+        flags=table(
+            ("what else is set", "how"),
+            ((name, how.format(**fitting)) for name, how in engine.flags.items()),
+        ),
         by_load=cells(by_load(fastest_lengths(report))) if report and in_engine else "",
         by_length="" if in_engine or not lengths else cells(by_load(lengths)),
-        takes_lengths=engine.serve_command(served) != engine.serve_command(replace(served, lengths=())),
+        takes_lengths=engine.serve_command(served)
+        != engine.serve_command(replace(served, lengths=())),
         cells=cells,
         plain=plain,
         phrases=phrases,
@@ -246,7 +282,11 @@ def of_lookup(engines: Iterable[Engine], lookup: LookupFirstConfig | None, k: in
     fronts = {engine.title: engine.front(lookup, k) for engine in engines}
     alone = " and ".join(title for title, front in fronts.items() if not front)
     notes = [front.note for front in fronts.values() if front]
-    return " ".join([*notes, f"The commands for {alone} start the draft alone, which accepts less."] if alone else notes)
+    return " ".join(
+        [*notes, f"The commands for {alone} start the draft alone, which accepts less."]
+        if alone
+        else notes
+    )
 
 
 def find_report(draft: Path, report: Path | None, method: str) -> dict[str, Any] | None:
@@ -260,5 +300,7 @@ def find_report(draft: Path, report: Path | None, method: str) -> dict[str, Any]
     read = read_document(path)
     if (measured := read["draft"]["method"]) != method:
         got = f"{path}, of a draft of method {measured}"
-        raise UserError("report", got=got, expected=f"the report.json of a draft of method {method}")
+        raise UserError(
+            "report", got=got, expected=f"the report.json of a draft of method {method}"
+        )
     return read

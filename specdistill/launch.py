@@ -32,10 +32,17 @@ class LaunchOptions(Section):
         "run in several processes: a name under accelerate_configs/ (e.g. ddp) or a YAML file; null: in this process",
     )
     num_processes: int | None = option(
-        None, "processes on all machines, one per GPU; null: as in the configuration", ge=1, read_when=LAUNCHED
+        None,
+        "processes on all machines, one per GPU; null: as in the configuration",
+        ge=1,
+        read_when=LAUNCHED,
     )
-    num_machines: int | None = option(None, "number of machines; null: the configuration's", ge=1, read_when=LAUNCHED)
-    machine_rank: int | None = option(None, "rank of this machine, from 0", ge=0, read_when=LAUNCHED)
+    num_machines: int | None = option(
+        None, "number of machines; null: the configuration's", ge=1, read_when=LAUNCHED
+    )
+    machine_rank: int | None = option(
+        None, "rank of this machine, from 0", ge=0, read_when=LAUNCHED
+    )
     main_process_ip: str | None = option(None, "address of machine 0", read_when=LAUNCHED)
     main_process_port: int | None = option(
         None,
@@ -57,18 +64,29 @@ def run_script(script: str, arguments: list[str], options: LaunchOptions | None 
 
 def launch(script: Path, arguments: Sequence[str], options: LaunchOptions) -> int:
     """Run `accelerate launch`; returns the exit code. Raises UserError for what cannot be started, ResourceError for a killed process."""
-    from accelerate.commands.launch import launch_command, launch_command_parser  # here, and not above: these import torch
+    from accelerate.commands.launch import (
+        launch_command,
+        launch_command_parser,
+    )  # here, and not above: these import torch
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     configuration = find_yaml(str(options.launch), LAUNCHES, "launch")
     given = options.model_dump(exclude={"launch"}, exclude_none=True)
     launching = _checked(configuration, given)
-    flags = [f"--config_file={configuration}", *(f"--{name}={value}" for name, value in launching.items())]
+    flags = [
+        f"--config_file={configuration}",
+        *(f"--{name}={value}" for name, value in launching.items()),
+    ]
     command = [*flags, str(script), *arguments]
     logger.info(f"$ accelerate launch {shlex.join(command)}")
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its messages are replaced by those below
-    for number in (signal.SIGTERM, signal.SIGINT):  # for several processes torch sets handlers of its own; for one nobody does
+    logging.getLogger("torch.distributed.elastic").setLevel(
+        logging.CRITICAL
+    )  # its messages are replaced by those below
+    for number in (
+        signal.SIGTERM,
+        signal.SIGINT,
+    ):  # for several processes torch sets handlers of its own; for one nobody does
         signal.signal(number, _forward)
     try:
         launch_command(launch_command_parser().parse_args(command))
@@ -100,26 +118,44 @@ def _checked(configuration: Path, given: dict[str, Any]) -> dict[str, Any]:
     if settings.distributed_type == DistributedType.DEEPSPEED and not is_deepspeed_available():
         expected = "DeepSpeed: DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed"
         raise UserError("launch", got=f"{configuration.stem} without DeepSpeed", expected=expected)
-    chosen = validate(LaunchOptions, {"launch": str(configuration), **named, **given}, f"{configuration}: ")
+    chosen = validate(
+        LaunchOptions, {"launch": str(configuration), **named, **given}, f"{configuration}: "
+    )
     processes, machines = chosen.num_processes or settings.num_processes, chosen.num_machines or 1
     if processes < 1:
-        raise UserError("num_processes", got=f"nothing with {configuration}, which names none", expected="their number")
+        raise UserError(
+            "num_processes",
+            got=f"nothing with {configuration}, which names none",
+            expected="their number",
+        )
     if processes % machines:
-        raise UserError("num_processes", got=f"{processes} on {machines} machines", expected="as many on each machine")
+        raise UserError(
+            "num_processes",
+            got=f"{processes} on {machines} machines",
+            expected="as many on each machine",
+        )
     check_devices(processes // machines, "num_processes")
     for name in ("machine_rank", "main_process_ip"):
         if machines == 1 and name in given:
             raise UserError(name, got=given[name], expected="no such key, or num_machines above 1")
         if machines > 1 and getattr(chosen, name) is None:
             what = LaunchOptions.model_fields[name].description
-            raise UserError(name, got=f"nothing with {machines} machines", expected=f"a value ({what})")
+            raise UserError(
+                name, got=f"nothing with {machines} machines", expected=f"a value ({what})"
+            )
     rank = (chosen.machine_rank or 0) if machines > 1 else 0
     if rank >= machines:
-        raise UserError("machine_rank", got=rank, expected=f"below {machines}, the number of machines")
+        raise UserError(
+            "machine_rank", got=rank, expected=f"below {machines}, the number of machines"
+        )
     port = chosen.main_process_port or (29500 if machines > 1 else 0)  # 0: any that is free
     if port and rank == 0 and is_port_in_use(port):
         expected = "a free port, the same on every machine"
-        raise UserError("main_process_port", got=f"{port}, which another program on this machine uses", expected=expected)
+        raise UserError(
+            "main_process_port",
+            got=f"{port}, which another program on this machine uses",
+            expected=expected,
+        )
     return {**given, "main_process_port": port}
 
 
@@ -133,14 +169,20 @@ def _read(configuration: Path) -> tuple[Any, dict[str, Any]]:
         settings = ClusterConfig.from_yaml_file(str(configuration))
     if own.get("main_process_port") == 0:  # accelerate's word for any that is free
         del own["main_process_port"]
-    return settings, {name: own[name] for name in LaunchOptions.model_fields if own.get(name) is not None}
+    return settings, {
+        name: own[name] for name in LaunchOptions.model_fields if own.get(name) is not None
+    }
 
 
 def _exit_code(code: int, process: str) -> int:
     if code >= 0:
         return code
-    next_step = "the same command resumes from the newest checkpoint; SIGKILL mostly means: free memory"
-    raise ResourceError(f"{process} was killed by {signal.Signals(-code).name}", next_step=next_step)
+    next_step = (
+        "the same command resumes from the newest checkpoint; SIGKILL mostly means: free memory"
+    )
+    raise ResourceError(
+        f"{process} was killed by {signal.Signals(-code).name}", next_step=next_step
+    )
 
 
 def _forward(number: int, _frame: FrameType | None) -> None:

@@ -21,7 +21,9 @@ def next_step() -> tuple[str, list[str]]:
     """
     runs = {path.parent.parent for place in RUNS for path in Path().glob(place)}
     for run in sorted(runs, key=_worked_on, reverse=True):
-        if "target" in (recipe := merged([f"recipe={run / 'run' / 'recipe.yaml'}"])):  # else it trained a target
+        if "target" in (
+            recipe := merged([f"recipe={run / 'run' / 'recipe.yaml'}"])
+        ):  # else it trained a target
             return after(run, recipe)
     return "There is no run here yet.", TO_START
 
@@ -33,10 +35,16 @@ def after(run: Path, recipe: dict[str, Any]) -> tuple[str, list[str]]:
     if recipe["train"]["output_dir"] != str(run):  # it was trained from another folder, or moved
         again.append(f"train.output_dir={run}")
     if not (run / "draft").is_dir():
-        return f"Training of {run} is incomplete. Resume with (same launch=… as before):", [_command("train", *again)]
+        return f"Training of {run} is incomplete. Resume with (same launch=… as before):", [
+            _command("train", *again)
+        ]
 
     wanted = {"target": recipe["target"]["model"]}
-    wanted |= {f"target.{key}": value for key in ("revision", "adapter") if (value := recipe["target"].get(key))}
+    wanted |= {
+        f"target.{key}": value
+        for key in ("revision", "adapter")
+        if (value := recipe["target"].get(key))
+    }
     target = [f"{key}={value}" for key, value in wanted.items()]
     names_prompts = recipe["eval"].get("suite") or wanted["target"] == "pico"
     prompts = [] if names_prompts else ["eval.suite=path/to/prompts.jsonl"]
@@ -51,18 +59,30 @@ def after(run: Path, recipe: dict[str, Any]) -> tuple[str, list[str]]:
     if report.get("incomplete"):
         return f"Measurement of {run} is incomplete. Next:", [_command("eval", *again, *prompts)]
     if verdict is None:
-        return f"{run} has a report but no gate verdict. Next:", [_command("gate", f"report={run / 'report'}", "gates=default")]
+        return f"{run} has a report but no gate verdict. Next:", [
+            _command("gate", f"report={run / 'report'}", "gates=default")
+        ]
     if verdict == "failed":
         message = f"{run} failed its gate. {phrases.failed_rules(report)} Check the draft:"
         return message, [_command("doctor", f"draft={run / 'draft'}", *target, *code)]
     if verdict == "inconclusive":
-        needed = [rule["prompts_needed"] for rule in report["gate"]["rules"] if rule["prompts_needed"]]
+        needed = [
+            rule["prompts_needed"] for rule in report["gate"]["rules"] if rule["prompts_needed"]
+        ]
         enough = bool(needed) and max(needed) <= report["suite"]["num_prompts"]
-        more = [*prompts, f"eval.num_prompts={max(needed)}"] if enough else ["eval.suite=path/to/more/prompts.jsonl"]
-        return f"The gate of {run} is inconclusive. {phrases.undecided(report)}", [_command("eval", *again, *more)]
+        more = (
+            [*prompts, f"eval.num_prompts={max(needed)}"]
+            if enough
+            else ["eval.suite=path/to/more/prompts.jsonl"]
+        )
+        return f"The gate of {run} is inconclusive. {phrases.undecided(report)}", [
+            _command("eval", *again, *more)
+        ]
     repository = [] if recipe.get("publish", {}).get("repo") else ["repo=org/name"]
     return f"{run} passed its gate:", [
-        _command("export", f"draft={run / 'draft'}", "engine=vllm", *target, f"output_dir={run / 'vllm'}"),
+        _command(
+            "export", f"draft={run / 'draft'}", "engine=vllm", *target, f"output_dir={run / 'vllm'}"
+        ),
         _command("publish", f"run={run}", *repository, "baseline=none"),
     ]
 
@@ -74,7 +94,9 @@ def _reports(run: Path) -> list[Path]:
 
 def _worked_on(run: Path) -> float:
     """When a run was trained, measured or judged last."""
-    return max(map(_age, [run / "run" / "recipe.yaml", *run.glob("draft/config.json"), *_reports(run)]))
+    return max(
+        map(_age, [run / "run" / "recipe.yaml", *run.glob("draft/config.json"), *_reports(run)])
+    )
 
 
 def _age(path: Path) -> float:

@@ -18,7 +18,16 @@ from specdistill.errors import UserError, nearest
 Split = Literal["train", "validation"]
 
 EXCLUDED_FOLDERS = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
+    {
+        "site-packages",
+        "dist-packages",
+        "test",
+        "tests",
+        "idle_test",
+        "encodings",
+        "pydoc_data",
+        "__pycache__",
+    }
 )
 MAX_MODULE_BYTES = 200_000
 VALIDATION_SHARE = 16  # one module in this many is held out
@@ -36,7 +45,12 @@ class Module:
 def rows(split: str) -> tuple[str, Callable[[], Iterator[dict[str, Any]]]]:
     """The source `pico` of `specdistill.produce.sources`: a fingerprint of a split's text, and a function that yields its rows."""
     if split not in get_args(Split):
-        raise UserError("data.split", got=split, expected=" or ".join(get_args(Split)), nearest=nearest(split, get_args(Split)))
+        raise UserError(
+            "data.split",
+            got=split,
+            expected=" or ".join(get_args(Split)),
+            nearest=nearest(split, get_args(Split)),
+        )
     modules = standard_library(split)  # type: ignore[arg-type]
 
     def texts_and_chats() -> Iterator[dict[str, Any]]:
@@ -45,7 +59,9 @@ def rows(split: str) -> tuple[str, Callable[[], Iterator[dict[str, Any]]]]:
         for messages in chats(modules):
             yield {"text": None, "messages": messages}
 
-    return hashlib.sha256("\0".join(module.text for module in modules).encode()).hexdigest(), texts_and_chats
+    return hashlib.sha256(
+        "\0".join(module.text for module in modules).encode()
+    ).hexdigest(), texts_and_chats
 
 
 def split_of(name: str) -> Split:
@@ -96,5 +112,7 @@ def documented_functions(source: str) -> Iterator[tuple[str, str]]:
         head = lines[node.lineno - 1 : node.body[0].lineno - 1]
         body = lines[node.body[0].end_lineno or node.body[0].lineno : node.end_lineno]
         columns = node.col_offset
-        code = "\n".join(line[columns:] if not line[:columns].strip() else line for line in [*head, *body]).rstrip()
+        code = "\n".join(
+            line[columns:] if not line[:columns].strip() else line for line in [*head, *body]
+        ).rstrip()
         yield f"Write `{node.name}({ast.unparse(node.args)})`: {summary}", code

@@ -96,7 +96,9 @@ def collectives(next_step: str) -> Iterator[None]:
 def _who_is_missing(error: RuntimeError) -> str:
     """torch's message: in the first process it names the ranks that are missing, in the others it refers to that process."""
     try:
-        distributed.monitored_barrier(_group(), timeout=timedelta(seconds=COMES_WITHIN), wait_all_ranks=True)
+        distributed.monitored_barrier(
+            _group(), timeout=timedelta(seconds=COMES_WITHIN), wait_all_ranks=True
+        )
     except RuntimeError as named:
         error = named
     return str(error).splitlines()[0][:200]

@@ -30,10 +30,18 @@ def progress(description: str, total: int, unit: str) -> Iterator[Callable[..., 
     if os.environ.get("LOCAL_RANK", "0") != "0":
         yield lambda count=1, more=0: None
     elif sys.stderr.isatty():
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn(unit),
+            TimeRemainingColumn(),
+        )
         with Progress(*columns, console=Console(stderr=True)) as bar:
             task = bar.add_task(description, total=total)
-            yield lambda count=1, more=0: bar.update(task, advance=count, total=bar.tasks[0].total + more)
+            yield lambda count=1, more=0: bar.update(
+                task, advance=count, total=bar.tasks[0].total + more
+            )
     else:
         done, start = 0, time.monotonic()
         shown = start
@@ -78,7 +86,9 @@ class Cost(NamedTuple):
 
 def free_bytes(folder: Path) -> int:
     """On the disk of a folder, which need not exist yet."""
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    existing = next(
+        path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()
+    )
     return shutil.disk_usage(existing).free
 
 
@@ -90,7 +100,11 @@ def announce(doing: str, cost: Cost, sample: str, folder: Path, *, force: bool =
     free, taken = decimal(left := free_bytes(folder)), decimal(int(cost.num_bytes))
     minutes = cost.seconds / 60
     table = Table(doing, "estimate")
-    for name, count in (("rows", cost.rows), ("tokens", cost.tokens), ("loss tokens", cost.loss_tokens)):
+    for name, count in (
+        ("rows", cost.rows),
+        ("tokens", cost.tokens),
+        ("loss tokens", cost.loss_tokens),
+    ):
         table.add_row(name, f"{count:,.0f}")
     table.add_row("disk", f"{taken} ({free} free)")
     table.add_row("time", f"{minutes / 60:,.1f} h" if minutes >= 60 else f"{minutes:.1f} min")
@@ -98,4 +112,7 @@ def announce(doing: str, cost: Cost, sample: str, folder: Path, *, force: bool =
     Console(stderr=True).print(table)
     if cost.num_bytes > left and not force:
         next_step = "free disk space, set data.cache_dir to a larger disk, or begin anyway (data.force=true)"
-        raise ResourceError(f"{doing} takes about {taken} in {folder}, whose disk has {free} left", next_step=next_step)
+        raise ResourceError(
+            f"{doing} takes about {taken} in {folder}, whose disk has {free} left",
+            next_step=next_step,
+        )

@@ -24,14 +24,25 @@ def find_yaml(name: str, folder: Path, key: str) -> Path:
     for candidate in (Path(name), folder / f"{name}.yaml"):
         if candidate.is_file():
             return candidate
-    known = sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
+    known = sorted(
+        path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml")
+    )
     expected = f"a YAML file, or a name under {folder.name}/ ({', '.join(known)})"
     raise UserError(key, got=repr(name), expected=expected, nearest=nearest(name, known))
 
 
 def git_revision() -> str | None:
     """The checkout's commit, with `-dirty` for uncommitted changes; None outside a checkout."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    command = [
+        "git",
+        "-C",
+        str(ROOT),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=40",
+        "--exclude=*",
+    ]
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):

@@ -17,8 +17,12 @@ import rich.console
 from rich.segment import Segment
 
 # Control characters but tab and newline; what reverses the text that follows; what neither UTF-8 nor XML can hold.
-NO_TEXT = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
-OF_A_BAR = re.compile(rf"(\x1b\[A)+|\r(?!.*{NO_TEXT.pattern}).*")  # by which libraries draw a progress bar again
+NO_TEXT = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
+)
+OF_A_BAR = re.compile(
+    rf"(\x1b\[A)+|\r(?!.*{NO_TEXT.pattern}).*"
+)  # by which libraries draw a progress bar again
 LONGEST = 1000  # characters of a line of messages
 JSON, QUIET = "--json", "--quiet"
 # Lines of libraries that tell a user nothing, by the logger that writes them.
@@ -27,8 +31,12 @@ NOISE = {
     "huggingface_hub.utils._http": "' thrown while requesting |Retrying in ",  # the error at the end says it
 }
 for library in NOISE:
-    logging.getLogger(library).addFilter(lambda record: not re.search(NOISE[record.name], record.getMessage()))
-documents: list[Any] = []  # the stream on which --json prints results; none: they are printed in words
+    logging.getLogger(library).addFilter(
+        lambda record: not re.search(NOISE[record.name], record.getMessage())
+    )
+documents: list[
+    Any
+] = []  # the stream on which --json prints results; none: they are printed in words
 
 
 def printable(text: str) -> str:
@@ -39,7 +47,10 @@ def printable(text: str) -> str:
 def shortened(text: str) -> str:
     """Lines of at most LONGEST characters, the longer ones without their middle: a message may quote what a file holds."""
     lines = text.split("\n")
-    return "\n".join(line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} … {line[3 - LONGEST // 2 :]}" for line in lines)
+    return "\n".join(
+        line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} … {line[3 - LONGEST // 2 :]}"
+        for line in lines
+    )
 
 
 def guard(stream: Any, *, shortens: bool = False) -> None:
@@ -54,7 +65,9 @@ def guard(stream: Any, *, shortens: bool = False) -> None:
         kept = ("write", "flush", "isatty", "fileno", "encoding")
         stream.unguarded = SimpleNamespace(**{name: getattr(stream, name) for name in kept})
         shown = (lambda text: shortened(printable(text))) if shortens else printable
-        stream.write = lambda text: write(text if stream.isatty() and OF_A_BAR.fullmatch(text) else shown(text))
+        stream.write = lambda text: write(
+            text if stream.isatty() and OF_A_BAR.fullmatch(text) else shown(text)
+        )
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 
@@ -88,7 +101,11 @@ def output(arguments: Sequence[str]) -> Iterator[None]:
 def result(document: Any) -> None:
     """With --json, print a command's result as one line of JSON; without, do nothing, since the command prints it in words."""
     for stream in documents if os.environ.get("RANK", "0") == "0" else ():
-        print(json.dumps(document, default=lambda it: vars(it) if is_dataclass(it) else str(it)), file=stream, flush=True)
+        print(
+            json.dumps(document, default=lambda it: vars(it) if is_dataclass(it) else str(it)),
+            file=stream,
+            flush=True,
+        )
 
 
 class Console(rich.console.Console):

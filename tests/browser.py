@@ -10,9 +10,7 @@ from typing import Any
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 # A window has a least width of some 500 pixels, a frame has none: the page is shown in a frame, which counts as its viewport.
-FRAME = (
-    '<!doctype html><meta charset="utf-8"><iframe style="border: 0; width: {width}px; height: 900px" srcdoc="{page}"></iframe>'
-)
+FRAME = '<!doctype html><meta charset="utf-8"><iframe style="border: 0; width: {width}px; height: 900px" srcdoc="{page}"></iframe>'
 WATCH = """<script>
 window.problems = [];
 window.addEventListener("error", event => problems.push(String(event.message)));
@@ -48,17 +46,27 @@ def opening(page: str, folder: Path) -> dict[str, Any]:
     return answer
 
 
-def look(page: str, script: str, folder: Path, *, width: int = 500, dark: bool = False) -> dict[str, Any]:
+def look(
+    page: str, script: str, folder: Path, *, width: int = 500, dark: bool = False
+) -> dict[str, Any]:
     """What `script`, run at the page's end, hands to `found({...})`; besides, whether the page overflows sideways, what
     figures cut off of their text, and `paper`, the colour behind the page.
 
     width: of the viewport, in CSS pixels; folder: for the browser's files. An error and anything in the console is a failure.
     """
-    watched = page.replace("<style>", WATCH + "<style>", 1).replace("</body>", f"<script>{script}</script></body>")
+    watched = page.replace("<style>", WATCH + "<style>", 1).replace(
+        "</body>", f"<script>{script}</script></body>"
+    )
     framed = folder / "framed.html"
     framed.write_text(FRAME.format(width=width, page=html.escape(watched)), encoding="utf-8")
     colours = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
-    result = _browse(framed, folder, f"--window-size={max(width, 500)},900", "--virtual-time-budget=3000", colours)
+    result = _browse(
+        framed,
+        folder,
+        f"--window-size={max(width, 500)},900",
+        "--virtual-time-budget=3000",
+        colours,
+    )
     assert ":CONSOLE" not in result.stderr, result.stderr
     answer: dict[str, Any] = json.loads(_title(result))
     assert answer.pop("problems") == []
@@ -67,7 +75,15 @@ def look(page: str, script: str, folder: Path, *, width: int = 500, dark: bool =
 
 def _browse(page: Path, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     browser = next(path for name in BROWSERS if (path := shutil.which(name)))
-    command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0", "--dump-dom"]
+    command = [
+        browser,
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--enable-logging=stderr",
+        "--v=0",
+        "--dump-dom",
+    ]
     command += [f"--user-data-dir={folder / 'profile'}", *options, page.as_uri()]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 

@@ -20,7 +20,13 @@ ROOT = Path(__file__).parent.parent
 # Before any test module imports a library that reads them; processes that tests start inherit them. Each worker has a fresh cache: no test
 # passes on what an earlier run or another worker prepared. One thread: more would round sums otherwise, and workers would share cores.
 CACHE = tempfile.mkdtemp(prefix="specdistill-tests-")
-os.environ.update(HF_HOME=CACHE, HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", MPLBACKEND="Agg", OMP_NUM_THREADS="1")
+os.environ.update(
+    HF_HOME=CACHE,
+    HF_HUB_OFFLINE="1",
+    HF_HUB_DISABLE_TELEMETRY="1",
+    MPLBACKEND="Agg",
+    OMP_NUM_THREADS="1",
+)
 
 
 collect_ignore = [] if find_spec("hypothesis") else ["fuzz"]
@@ -55,7 +61,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device")
-    if item.get_closest_marker("browser") and not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))):
+    if item.get_closest_marker("browser") and not any(
+        map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
+    ):
         pytest.skip("needs Chromium on PATH")
 
 

@@ -62,7 +62,9 @@ class Line(NamedTuple):
 
 def shell_lines(page: Path) -> Iterator[Line]:
     """The commands of a page's shell blocks. A comment that begins with `needs` marks its line, or standing alone its block."""
-    for block in re.findall(r"^```(?:bash|sh|shell|console)\n(.*?)^```", read(page), re.MULTILINE | re.DOTALL):
+    for block in re.findall(
+        r"^```(?:bash|sh|shell|console)\n(.*?)^```", read(page), re.MULTILINE | re.DOTALL
+    ):
         lines = [line for line in block.replace("\\\n", " ").splitlines() if line.strip()]
         block_needs = any(re.match(r"# needs ", line) for line in lines)
         for line in lines:

@@ -36,19 +36,31 @@ def half_right(target: FrozenTarget, context: int = 256) -> LlamaForCausalLM:
 
 def other_tokenizer(missing: str, special: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
     """The bytes of the tiny tokenizer in another order, one of them missing, and other special tokens."""
-    kept = [byte for byte in sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=True) if byte != missing]
+    kept = [
+        byte
+        for byte in sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=True)
+        if byte != missing
+    ]
     tokenizer = Tokenizer(
-        models.BPE(vocab={token: index for index, token in enumerate(["<unk>", *kept, *special])}, merges=[], unk_token="<unk>")
+        models.BPE(
+            vocab={token: index for index, token in enumerate(["<unk>", *kept, *special])},
+            merges=[],
+            unk_token="<unk>",
+        )
     )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", extra_special_tokens=list(special))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", extra_special_tokens=list(special)
+    )
 
 
 def words(text: str, **special: str) -> PreTrainedTokenizerFast:
     """One token a word, ids in the order given; `?` is the unknown word."""
     vocabulary = {word: index for index, word in enumerate(text.split())}
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="?")), **special)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="?")), **special
+    )
 
 
 def translated(
@@ -61,11 +73,18 @@ def translated(
     replacements = {f"<|{token}|>": other for token, other in renamed.items()}
     tokenizer = other_tokenizer(missing, tuple(renamed.values()))
     vocabulary = match_vocabularies(
-        target.tokenizer, 260, tokenizer, len(tokenizer), heterogeneous_vocab=True, token_replacements=replacements
+        target.tokenizer,
+        260,
+        tokenizer,
+        len(tokenizer),
+        heterogeneous_vocab=True,
+        token_replacements=replacements,
     )
     assert vocabulary is not None
     draft = tiny_target_model(vocab_size=len(tokenizer))
-    weights = {name: tensor.clone() for name, tensor in (model or target.model).state_dict().items()}
+    weights = {
+        name: tensor.clone() for name, tensor in (model or target.model).state_dict().items()
+    }
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         rows = torch.zeros(len(tokenizer), 64)
         rows[vocabulary.draft_ids_W] = weights[name][vocabulary.target_ids_W]

@@ -22,8 +22,14 @@ SAMPLING = Sampling(temperature=0.8)
 
 def cells(breakpoints: Tensor) -> list[tuple[float, float]]:
     """(midpoint, width) of the pieces into which breakpoints cut [0, 1)."""
-    points = torch.cat((breakpoints.clamp(0, 1), torch.tensor([0.0, 1.0], dtype=torch.float64))).sort().values.tolist()
-    return [((low + high) / 2, high - low) for low, high in itertools.pairwise(points) if high > low]
+    points = (
+        torch.cat((breakpoints.clamp(0, 1), torch.tensor([0.0, 1.0], dtype=torch.float64)))
+        .sort()
+        .values.tolist()
+    )
+    return [
+        ((low + high) / 2, high - low) for low, high in itertools.pairwise(points) if high > low
+    ]
 
 
 def random_distribution(size: int, seed: int) -> Distribution:
@@ -43,12 +49,16 @@ def distribution_of(model: LlamaForCausalLM, sampling: Sampling = SAMPLING) -> D
     @functools.cache
     @torch.inference_mode()
     def distribution(text: tuple[int, ...]) -> Tensor:
-        return sampling.probabilities(model(input_ids=torch.tensor([text])).logits[0, -1:])[0].double()
+        return sampling.probabilities(model(input_ids=torch.tensor([text])).logits[0, -1:])[
+            0
+        ].double()
 
     return distribution
 
 
-def plain_distribution(target: Distribution, prompt: tuple[int, ...] = (), length: int = 2) -> Tensor:
+def plain_distribution(
+    target: Distribution, prompt: tuple[int, ...] = (), length: int = 2
+) -> Tensor:
     """[V, V, …] of the next tokens, decoded one by one."""
     size = len(target(prompt))
     distribution = torch.ones((size,) * length, dtype=torch.float64)
@@ -58,11 +68,15 @@ def plain_distribution(target: Distribution, prompt: tuple[int, ...] = (), lengt
     return distribution
 
 
-def decoded(rounds: Callable[[tuple[int, ...]], Iterator[Outcome]], size: int, length: int) -> Tensor:
+def decoded(
+    rounds: Callable[[tuple[int, ...]], Iterator[Outcome]], size: int, length: int
+) -> Tensor:
     """The distribution of `length` tokens decoded in rounds; `rounds` gives the outcomes of a round after the tokens so far."""
     distribution = torch.zeros((size,) * length, dtype=torch.float64)
     unfinished: dict[tuple[int, ...], float] = {(): 1.0}
-    for done in range(length):  # every round adds a token: all that leads to a text is known before its next round
+    for done in range(
+        length
+    ):  # every round adds a token: all that leads to a text is known before its next round
         for text in [text for text in unfinished if len(text) == done]:
             weight = unfinished.pop(text)
             for tokens, chance in rounds(text):
@@ -74,7 +88,11 @@ def decoded(rounds: Callable[[tuple[int, ...]], Iterator[Outcome]], size: int, l
 
 
 def output_distribution(
-    target: Distribution, propose: Propose, prompt: tuple[int, ...] = (), sampling: Sampling = SAMPLING, length: int = 2
+    target: Distribution,
+    propose: Propose,
+    prompt: tuple[int, ...] = (),
+    sampling: Sampling = SAMPLING,
+    length: int = 2,
 ) -> Tensor:
     """Of the next tokens, decoded in rounds: every cell of the proposer's and of the rule's uniforms is visited."""
     size = len(target(prompt))
@@ -93,14 +111,23 @@ def output_distribution(
         tokens, k = tuple(proposal.tokens), len(proposal.tokens)
         p = torch.stack([target(text + tokens[:index]) for index in range(k + 1)])
         q = None if proposal.probabilities is None else proposal.probabilities.double()
-        explicit = F.one_hot(torch.tensor(tokens, dtype=torch.long), size).double() if q is None else q
-        tests = [cells((p[i, token] / explicit[i, token]).unsqueeze(0)) for i, token in enumerate(tokens)]
+        explicit = (
+            F.one_hot(torch.tensor(tokens, dtype=torch.long), size).double() if q is None else q
+        )
+        tests = [
+            cells((p[i, token] / explicit[i, token]).unsqueeze(0)) for i, token in enumerate(tokens)
+        ]
         sums = torch.cat([(p[:k] - explicit).clamp_min(0), p[k:]]).cumsum(-1)
         draws = cells((sums / sums[:, -1:].clamp_min(1e-300)).flatten())
         for cell in itertools.product(*tests, draws):
             midpoints, widths = zip(*cell, strict=True)
             uniforms = torch.tensor([midpoints], dtype=torch.float64)
-            count, last = rejection(torch.tensor([tokens], dtype=torch.long), p[None], None if q is None else q[None], uniforms)
+            count, last = rejection(
+                torch.tensor([tokens], dtype=torch.long),
+                p[None],
+                None if q is None else q[None],
+                uniforms,
+            )
             yield (*tokens[: int(count)], int(last)), weight * math.prod(widths)
 
     return decoded(lambda text: outcomes(prompt + text, [], 1.0), size, length)

@@ -16,12 +16,27 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from specdistill.methods.mtp.checkpoint import build_mtp, merge_mtp_weights, save_mtp
 from specdistill.targets.anatomy import auto_class
 from specdistill.targets.frozen import FrozenTarget
-from tests.rows.templates import CHATML, DEEPSEEK, GEMMA, HARMONY, LLAMA3, MISTRAL, PHI, TAGGED, THOUGHTS_STRIPPED
+from tests.rows.templates import (
+    CHATML,
+    DEEPSEEK,
+    GEMMA,
+    HARMONY,
+    LLAMA3,
+    MISTRAL,
+    PHI,
+    TAGGED,
+    THOUGHTS_STRIPPED,
+)
 from tests.targets.architectures import SIZES
 
 Config = dict[str, Any]
 # Of a model with a picture's encoder, which no text reaches; and what stays as published, since it costs nothing.
-OWN_SIZES = {"depth": 2, "out_hidden_size": 64, "fullatt_block_indexes": [1], "deepstack_visual_indexes": []}
+OWN_SIZES = {
+    "depth": 2,
+    "out_hidden_size": 64,
+    "fullatt_block_indexes": [1],
+    "deepstack_visual_indexes": [],
+}
 KEPT = {"max_position_embeddings", "model_max_length"}
 # What quantized a published checkpoint: a tiny one has plain weights.
 REMOVED = {"quantization_config", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
@@ -39,7 +54,9 @@ class Family:
         """One token a byte, and those that the template writes."""
         special = list(dict.fromkeys(["<|pad|>", self.end, *SPECIAL_TOKEN.findall(self.template)]))
         vocabulary = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-        tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(vocabulary)}, merges=[]))
+        tokenizer = Tokenizer(
+            models.BPE(vocab={token: index for index, token in enumerate(vocabulary)}, merges=[])
+        )
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
         fast = PreTrainedTokenizerFast(
@@ -69,11 +86,19 @@ OTHERS = Family(CHATML, "<|im_end|>")
 
 
 def family_of(name: str) -> Family:
-    return next((family for beginning, family in FAMILIES.items() if name.startswith(beginning)), OTHERS)
+    return next(
+        (family for beginning, family in FAMILIES.items() if name.startswith(beginning)), OTHERS
+    )
 
 
 def write_model(
-    folder: Path, published: Config, family: Family, *, has_layer: bool = False, num_layers: int = 4, seed: int = 0
+    folder: Path,
+    published: Config,
+    family: Family,
+    *,
+    has_layer: bool = False,
+    num_layers: int = 4,
+    seed: int = 0,
 ) -> None:
     """A checkpoint with a tokenizer, for a published config.json. has_layer: with one that predicts further tokens.
 
@@ -97,23 +122,48 @@ def write_model(
         merge_mtp_weights(layer, plain, folder)
 
 
-def tiny_config(published: Config, tokenizer: PreTrainedTokenizerFast, num_layers: int) -> PretrainedConfig:
+def tiny_config(
+    published: Config, tokenizer: PreTrainedTokenizerFast, num_layers: int
+) -> PretrainedConfig:
     """The config of a tiny model of the same class. Raises KeyError for a class that transformers does not know."""
     config_class = CONFIG_MAPPING[published["model_type"]]
-    whole = config_class.from_dict(dict(published)).to_dict()  # with what the class adds where the file says nothing
-    ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    whole = config_class.from_dict(
+        dict(published)
+    ).to_dict()  # with what the class adds where the file says nothing
+    ids = {
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     return config_class.from_dict(_shrunk(whole, {**ids, "vocab_size": len(tokenizer)}, num_layers))
 
 
 def _shrunk(config: Config, vocabulary: Config, num_layers: int) -> Config:
     own = {name: _smaller(name, value) for name, value in config.items() if name not in REMOVED}
-    own |= {name: value for name, value in {**vocabulary, "num_hidden_layers": num_layers}.items() if name in own}
-    own |= {name: _shrunk(part, vocabulary, num_layers) for name, part in own.items() if name.endswith("_config") and part}
+    own |= {
+        name: value
+        for name, value in {**vocabulary, "num_hidden_layers": num_layers}.items()
+        if name in own
+    }
+    own |= {
+        name: _shrunk(part, vocabulary, num_layers)
+        for name, part in own.items()
+        if name.endswith("_config") and part
+    }
     if own.get("kv_lora_rank"):  # multi-head latent attention has a key for each head
-        own |= {"num_key_value_heads": SIZES["num_attention_heads"], "head_dim": SIZES["qk_rope_head_dim"]}
+        own |= {
+            "num_key_value_heads": SIZES["num_attention_heads"],
+            "head_dim": SIZES["qk_rope_head_dim"],
+        }
     lists = {name: kinds for name, kinds in own.items() if isinstance(kinds, list)}
-    own |= {name: _all(kinds, num_layers) for name, kinds in lists.items() if len(kinds) == config.get("num_hidden_layers")}
-    if (rope := own.get("rope_parameters")) and "num_attention_heads" in own:  # a picture's encoder says num_heads
+    own |= {
+        name: _all(kinds, num_layers)
+        for name, kinds in lists.items()
+        if len(kinds) == config.get("num_hidden_layers")
+    }
+    if (
+        rope := own.get("rope_parameters")
+    ) and "num_attention_heads" in own:  # a picture's encoder says num_heads
         own["rope_parameters"] = _rope(rope, config, own)
     return own
 
@@ -133,11 +183,15 @@ def _all(kinds: list[Any], num_layers: int) -> list[Any]:
 def _rope(rope: Config, published: Config, own: Config) -> Config:
     """What rotary embeddings say of each pair of numbers, for fewer of them; of each kind of layer where these differ."""
     if any(isinstance(part, dict) for part in rope.values()):
-        return {kind: _rope(part, published, own) if isinstance(part, dict) else part for kind, part in rope.items()}
+        return {
+            kind: _rope(part, published, own) if isinstance(part, dict) else part
+            for kind, part in rope.items()
+        }
     before, after = (_head_size(config) for config in (published, own))
     pairs = int(after * rope.get("partial_rotary_factor", 1.0)) // 2
     made = {
-        name: value[:pairs] if name.endswith("_factor") and isinstance(value, list) else value for name, value in rope.items()
+        name: value[:pairs] if name.endswith("_factor") and isinstance(value, list) else value
+        for name, value in rope.items()
     }
     if sections := rope.get("mrope_section"):
         rest = [section * after // before for section in sections[1:]]

@@ -39,8 +39,14 @@ def finished_run(folder: Path, *more: str) -> Path:
     model.lm_head.weight.data *= SURER
     model.save_pretrained(folder / "target")
     tiny_tokenizer().save_pretrained(folder / "target")
-    rows = [{"id": f"{kind}{n}", "category": kind, "prompt": f"{kind} {n} {kind} {n} "} for kind in "ab" for n in range(6)]
-    (folder / "suite.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    rows = [
+        {"id": f"{kind}{n}", "category": kind, "prompt": f"{kind} {n} {kind} {n} "}
+        for kind in "ab"
+        for n in range(6)
+    ]
+    (folder / "suite.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
     run = folder / "run"
     keys = [
         "method=draft_model",
@@ -73,7 +79,11 @@ def again(run: Path, folder: Path, changes: Mapping[str, str], *, scale: float =
     scaled = {name: tensor * scale for name, tensor in weights.items()}
     save_file(scaled, folder / "draft" / "model.safetensors", {"format": "pt"})
     edit_recipe(folder, changes)
-    keys = [f"recipe={folder / RECIPE}", f"draft={folder / 'draft'}", f"output_dir={folder / 'report'}"]
+    keys = [
+        f"recipe={folder / RECIPE}",
+        f"draft={folder / 'draft'}",
+        f"output_dir={folder / 'report'}",
+    ]
     evaluate(*keys)
     remake(folder, timed)
     return folder
@@ -92,28 +102,44 @@ def edit_recipe(run: Path, changes: Mapping[str, str], *, with_hash: bool = True
         (run / PROVENANCE).write_text(json.dumps(provenance), encoding="utf-8")
 
 
-def remake(run: Path, change: Callable[[PromptRecord], PromptRecord], report: Path | None = None) -> None:
+def remake(
+    run: Path, change: Callable[[PromptRecord], PromptRecord], report: Path | None = None
+) -> None:
     """Replace a report of a run, its own or another, by the one of changed records, whole in itself, as if they had been measured so."""
     folder = report or run / "report"
     stated, records = read_report(folder)
     write(run, stated, [change(record) for record in records], folder)
 
 
-def write(run: Path, report: dict[str, Any], records: Sequence[PromptRecord], folder: Path | None = None) -> None:
+def write(
+    run: Path, report: dict[str, Any], records: Sequence[PromptRecord], folder: Path | None = None
+) -> None:
     """Write a report that is whole in itself: its numbers are those of its records, its digest and its verdict its own."""
     recipe = load_recipe(Recipe, [f"recipe={run / RECIPE}"])
     rows = result_rows(
-        records, load_suite(recipe.eval.suite, recipe.target.model), records[0].configuration, seed=report["settings"]["seed"]
+        records,
+        load_suite(recipe.eval.suite, recipe.target.model),
+        records[0].configuration,
+        seed=report["settings"]["seed"],
     )
-    report = {**report, "results": rows, "headline": headline(rows, records), "context": context_rows(records)}
+    report = {
+        **report,
+        "results": rows,
+        "headline": headline(rows, records),
+        "context": context_rows(records),
+    }
     report["digest"] = digest(report, records)
-    write_report(folder or run / "report", judge(load_gate(recipe.gate), Evidence(report, records)), records)
+    write_report(
+        folder or run / "report", judge(load_gate(recipe.gate), Evidence(report, records)), records
+    )
 
 
 def slower(record: PromptRecord, factor: float = 3.0) -> PromptRecord:
     """As if drafting cost more."""
     record = timed(record)
-    return replace(record, speculative=replace(record.speculative, seconds=factor * record.speculative.seconds))
+    return replace(
+        record, speculative=replace(record.speculative, seconds=factor * record.speculative.seconds)
+    )
 
 
 def timed(record: PromptRecord) -> PromptRecord:
@@ -123,14 +149,25 @@ def timed(record: PromptRecord) -> PromptRecord:
     rounds, steps = spec.num_rounds * ROUND, plain.num_rounds * PLAIN_STEP
     return replace(
         record,
-        speculative=Timing(spec.num_tokens, spec.num_rounds, PLAIN_STEP + rounds, PLAIN_STEP, rounds * 0.1, rounds * 0.9),
-        baseline=Timing(plain.num_tokens, plain.num_rounds, PLAIN_STEP + steps, PLAIN_STEP, 0.0, steps),
+        speculative=Timing(
+            spec.num_tokens,
+            spec.num_rounds,
+            PLAIN_STEP + rounds,
+            PLAIN_STEP,
+            rounds * 0.1,
+            rounds * 0.9,
+        ),
+        baseline=Timing(
+            plain.num_tokens, plain.num_rounds, PLAIN_STEP + steps, PLAIN_STEP, 0.0, steps
+        ),
         hf_generate=HFGenerate(plain.num_tokens, (PLAIN_STEP + steps) * 1.1),
     )
 
 
 def edit(path: Path, change: Callable[[Any], Any]) -> None:
-    path.write_text(json.dumps(change(json.loads(path.read_text(encoding="utf-8")))), encoding="utf-8")
+    path.write_text(
+        json.dumps(change(json.loads(path.read_text(encoding="utf-8")))), encoding="utf-8"
+    )
 
 
 def edit_report(run: Path, *place: str | int, to: Any) -> None:
@@ -146,4 +183,8 @@ def edit_report(run: Path, *place: str | int, to: Any) -> None:
 
 def scale_weights(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
-    save_file({name: tensor * 1.01 for name, tensor in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: tensor * 1.01 for name, tensor in weights.items()},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )

@@ -19,7 +19,10 @@ TYPES = {
 
 def write_gguf(folder: Path, path: Path, dtype: str) -> Path:
     """Write the model in a folder to a file, and return that."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
     config: Any = model.config
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_file_type(TYPES[dtype][1])
@@ -39,7 +42,9 @@ def write_gguf(folder: Path, path: Path, dtype: str) -> Path:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokenizer.convert_ids_to_tokens(list(range(config.vocab_size))))
-    writer.add_token_types([special.get(token, gguf.TokenType.NORMAL) for token in range(config.vocab_size)])
+    writer.add_token_types(
+        [special.get(token, gguf.TokenType.NORMAL) for token in range(config.vocab_size)]
+    )
     vocabulary = gguf.SpecialVocab(folder, load_merges=True, n_vocab=config.vocab_size)
     vocabulary.add_special_token["bos"] = False
     vocabulary.add_to_gguf(writer, quiet=True)
@@ -48,12 +53,17 @@ def write_gguf(folder: Path, path: Path, dtype: str) -> Path:
     if config.tie_word_embeddings:
         del tensors["lm_head.weight"]
     for name, tensor in tensors.items():
-        for part, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
+        for part, heads in (
+            ("q_proj", config.num_attention_heads),
+            ("k_proj", config.num_key_value_heads),
+        ):
             if f".{part}." in name:
                 tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
         kind = TYPES[dtype][0] if tensor.dim() > 1 else Type.F32
         values: Any = gguf.quants.quantize(tensor.float().numpy(), kind)
-        writer.add_tensor(str(names.get_name(name, try_suffixes=(".weight",))), values, raw_dtype=kind)
+        writer.add_tensor(
+            str(names.get_name(name, try_suffixes=(".weight",))), values, raw_dtype=kind
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

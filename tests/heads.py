@@ -40,10 +40,19 @@ KINDS = {"dflash": DFLASH, "dspark": DSPARK}
 def build_block(method: str, target: FrozenTarget, **shape: Any) -> BlockDraft:
     """A fresh block drafter with a correction that counts."""
     own = {"markov_rank": 8} if method == "dspark" else {}
-    draft = build(KINDS[method], target, **{"num_layers": 2, "block_size": 9, "mask_token_id": 2, **own, **shape})
+    draft = build(
+        KINDS[method],
+        target,
+        **{"num_layers": 2, "block_size": 9, "mask_token_id": 2, **own, **shape},
+    )
     for name, parameter in draft.named_parameters():
         if name not in draft.shared:
-            torch.nn.init.normal_(parameter, std=0.5, mean="norm" in name, generator=torch.Generator().manual_seed(len(name)))
+            torch.nn.init.normal_(
+                parameter,
+                std=0.5,
+                mean="norm" in name,
+                generator=torch.Generator().manual_seed(len(name)),
+            )
     return draft
 
 
@@ -65,9 +74,15 @@ def save_head(method: str, head: Any, folder: Path) -> None:
     SAVE[method](head, folder)
 
 
-def head_of(method: str, target: FrozenTarget, shape: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> Any:
+def head_of(
+    method: str, target: FrozenTarget, shape: dict[str, Any], dtype: torch.dtype = torch.bfloat16
+) -> Any:
     """A head with every tensor random, and none the same as another."""
-    replaced = {name: tuple(value) if name == "aux_layers" else value for name, value in shape.items() if name in REPLACED}
+    replaced = {
+        name: tuple(value) if name == "aux_layers" else value
+        for name, value in shape.items()
+        if name in REPLACED
+    }
     built = {name: value for name, value in shape.items() if name not in replaced}
     if "aux_layers" in shape:
         built["aux_layers"] = sorted(shape["aux_layers"])
@@ -101,13 +116,23 @@ def document_rows(token_ids: Sequence[int]) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def check_unroll(head: Any, target: FrozenTarget, num_steps: int = 4, temperature: float = 0.7) -> None:
+def check_unroll(
+    head: Any, target: FrozenTarget, num_steps: int = 4, temperature: float = 0.7
+) -> None:
     """A chain that the decoder drafted, appended as if it had been accepted, is predicted at its root as it was drafted."""
-    sequence = torch.randint(3, target.vocab_size, (12,), generator=torch.Generator().manual_seed(3)).tolist()
-    state = DecodingState([sequence], target.features(torch.tensor([sequence[:-1]]), head.aux_layers), [len(sequence) - 1])
+    sequence = torch.randint(
+        3, target.vocab_size, (12,), generator=torch.Generator().manual_seed(3)
+    ).tolist()
+    state = DecodingState(
+        [sequence],
+        target.features(torch.tensor([sequence[:-1]]), head.aux_layers),
+        [len(sequence) - 1],
+    )
     proposer = HeadProposer(head)
     proposer.begin([len(sequence) + num_steps])
-    (chain,) = proposer.propose(state, num_steps, Sampling(temperature), [torch.Generator().manual_seed(1)])
+    (chain,) = proposer.propose(
+        state, num_steps, Sampling(temperature), [torch.Generator().manual_seed(1)]
+    )
 
     predicted: list[torch.Tensor] = []
 

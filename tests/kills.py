@@ -22,9 +22,20 @@ from tests.scripts import specdistill
 
 KILLS = int(os.environ.get("SPECDISTILL_KILLS", "20"))  # of each command
 IN_A_ROW = 4  # kills, at most, before the command may run to its end
-CHANGES = {"open", "os.link", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.symlink", "os.truncate"}
+CHANGES = {
+    "open",
+    "os.link",
+    "os.mkdir",
+    "os.remove",
+    "os.rename",
+    "os.rmdir",
+    "os.symlink",
+    "os.truncate",
+}
 HANGS = 120.0  # seconds
-USED_UP = re.compile(r"block-\d+\.jsonl$|^prepared/tmp")  # answers of a block that is whole, and what datasets had begun
+USED_UP = re.compile(
+    r"block-\d+\.jsonl$|^prepared/tmp"
+)  # answers of a block that is whole, and what datasets had begun
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
@@ -48,7 +59,11 @@ def survive(
     output's name. After each kill every output is whole or not there (in_parts: each file of it), the files that were there before are as
     they were, and the same command makes what one makes that nobody killed, with nothing else next to it.
     """
-    others, moments, copy = contents(folder), random.Random(0), folder.with_name(f"{folder.name}-before")
+    others, moments, copy = (
+        contents(folder),
+        random.Random(0),
+        folder.with_name(f"{folder.name}-before"),
+    )
     shutil.copytree(folder, copy)
 
     def start() -> None:
@@ -68,13 +83,17 @@ def survive(
         for _ in range(IN_A_ROW):
             by_time = moments.random() < 0.5
             after = moments.uniform(0, whole.seconds) if by_time else None
-            ended = run(words, after=after, change=0 if by_time else moments.randint(1, whole.changes))
+            ended = run(
+                words, after=after, change=0 if by_time else moments.randint(1, whole.changes)
+            )
             assert ended.code in (-signal.SIGKILL, 0, 2), ended  # 2: it is there already
             kills -= ended.code == -signal.SIGKILL
             for output, all_of_it in zip(outputs, expected, strict=True):
                 found = output()
                 assert found.items() <= all_of_it.items(), sorted(all_of_it.keys() ^ found.keys())
-                assert in_parts or len(found) in (0, len(all_of_it)), sorted(all_of_it.keys() - found.keys())
+                assert in_parts or len(found) in (0, len(all_of_it)), sorted(
+                    all_of_it.keys() - found.keys()
+                )
             assert others.items() <= contents(folder).items()
         is_whole = [output() for output in outputs] == expected
         assert run(words).code in ((0, 2) if is_whole else (0,))
@@ -100,7 +119,9 @@ def run(words: Sequence[str], *, after: float | None = None, change: int = 0) ->
 
     def work() -> None:
         faulthandler.dump_traceback_later(HANGS, exit=True)
-        tqdm.get_lock().locks[:] = [threading.RLock()]  # not the one of all children, which a killed one may hold
+        tqdm.get_lock().locks[:] = [
+            threading.RLock()
+        ]  # not the one of all children, which a killed one may hold
         sys.addaudithook(count)
         done = specdistill(*words)
         sys.stderr.write(done.stderr if done.returncode else "")
@@ -116,4 +137,8 @@ def run(words: Sequence[str], *, after: float | None = None, change: int = 0) ->
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }

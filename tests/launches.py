@@ -19,17 +19,34 @@ TWO_PROCESSES = ("--num_processes=2", "--main_process_port=0")
 def tiny_files(folder: Path) -> list[str]:
     """A tiny target and a text file in a folder; the keys that name them, and those of a run of twelve steps over three epochs."""
     noise = "loss.noise=0.1"  # of the processes' random numbers
-    return [*write_inputs(folder), "method=eagle", noise, "draft.ttt_steps=2", *SMALL, "train.max_steps=12"]
+    return [
+        *write_inputs(folder),
+        "method=eagle",
+        noise,
+        "draft.ttt_steps=2",
+        *SMALL,
+        "train.max_steps=12",
+    ]
 
 
 def start(
-    script: Path, *arguments: str, config: str = "ddp", options: Sequence[str] = TWO_PROCESSES, folder: Path = ROOT
+    script: Path,
+    *arguments: str,
+    config: str = "ddp",
+    options: Sequence[str] = TWO_PROCESSES,
+    folder: Path = ROOT,
 ) -> subprocess.Popen[str]:
     """`accelerate launch` with a configuration that ships, or a path without its ending, in a process group that a test may kill.
 
     options: of accelerate. folder: where it runs.
     """
-    command = [sys.executable, "-m", "accelerate.commands.launch", f"--config_file={CONFIGS / config}.yaml", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        f"--config_file={CONFIGS / config}.yaml",
+        *options,
+    ]
     return subprocess.Popen(
         [*command, str(script), *arguments],
         cwd=folder,
@@ -44,7 +61,13 @@ def start(
 def environment() -> dict[str, str]:
     """Of a launch on a CPU: the environment's own tools first, as DeepSpeed looks ninja up by name."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PATH": path,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
 
 
 def finish(process: subprocess.Popen[str]) -> str:

@@ -9,6 +9,8 @@ from specdistill.suites.suite import Prompt
 from specdistill.targets.frozen import FrozenTarget
 
 
-def measure(target: FrozenTarget, proposer: Proposer, prompts: Sequence[Prompt], settings: Settings) -> list[PromptRuns]:
+def measure(
+    target: FrozenTarget, proposer: Proposer, prompts: Sequence[Prompt], settings: Settings
+) -> list[PromptRuns]:
     (runs,) = measure_together(target, [proposer], prompts, settings)
     return runs

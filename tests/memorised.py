@@ -24,21 +24,30 @@ LENGTH = 4.5  # the acceptance length that its history says
 K = 4
 
 
-def memorise(method: str, target: FrozenTarget, run: Path, *, num_steps: int = 200, **shape: Any) -> Path:
+def memorise(
+    method: str, target: FrozenTarget, run: Path, *, num_steps: int = 200, **shape: Any
+) -> Path:
     """Train a head of this shape, and leave it as a run does: `draft` and `run/history.json`. Returns the draft's folder."""
     prompt = target.tokenizer(PROMPT)["input_ids"]
     rows: dict[str, Any] = indexed(
-        document_rows([*prompt, *Decoder(target).generate(prompt, max_new_tokens=NUM_TOKENS).token_ids])
+        document_rows(
+            [*prompt, *Decoder(target).generate(prompt, max_new_tokens=NUM_TOKENS).token_ids]
+        )
     )
     if method in KINDS:
         own = {"markov_rank": 8} if method == "dspark" else {}
-        head = build(KINDS[method], target, num_layers=2, block_size=K + 1, mask_token_id=2, **own, **shape)
+        head = build(
+            KINDS[method], target, num_layers=2, block_size=K + 1, mask_token_id=2, **own, **shape
+        )
         unroll: Any = BlockObjective(head, forward_kl, NUM_TOKENS)
         rows = unroll.prepare(rows, None)
     else:
         head = build_head(method, target, **shape)
         unroll = TrainingTimeTest(head, forward_kl, K, step_decay=0.8)
-    for norm, size in (("input_layernorm", 2.0), ("hidden_norm", 0.5)):  # as different as long training makes them
+    for norm, size in (
+        ("input_layernorm", 2.0),
+        ("hidden_norm", 0.5),
+    ):  # as different as long training makes them
         if hasattr(head.layers[0], norm) and method == "eagle3":
             getattr(head.layers[0], norm).weight.data.fill_(size)
     optimizer = torch.optim.AdamW(head.parameters(), lr=8e-3)
@@ -55,7 +64,11 @@ def memorise(method: str, target: FrozenTarget, run: Path, *, num_steps: int = 2
         save(head, KINDS[method], run / "draft")
     else:
         save_head(method, head, run / "draft")
-    accepted = {f"eval_acceptance_{k}": 0.9 for k in range(1, K + 1)} | {"eval_acceptance_length": LENGTH}
+    accepted = {f"eval_acceptance_{k}": 0.9 for k in range(1, K + 1)} | {
+        "eval_acceptance_length": LENGTH
+    }
     (run / HISTORY).parent.mkdir()
-    (run / HISTORY).write_text(json.dumps(asdict(History(None, num_steps, [{"step": num_steps, **accepted}]))))
+    (run / HISTORY).write_text(
+        json.dumps(asdict(History(None, num_steps, [{"step": num_steps, **accepted}])))
+    )
     return run / "draft"

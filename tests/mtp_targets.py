@@ -75,11 +75,22 @@ def tiny_model(kind: str, seed: int = 0) -> PreTrainedModel:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         if kind == "qwen3_next":
-            experts = {"num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": INNER}
-            config = Qwen3NextConfig(**COMMON, **HYBRID, **experts, shared_expert_intermediate_size=INNER)
+            experts = {
+                "num_experts": EXPERTS,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": INNER,
+            }
+            config = Qwen3NextConfig(
+                **COMMON, **HYBRID, **experts, shared_expert_intermediate_size=INNER
+            )
             model: PreTrainedModel = Qwen3NextForCausalLM(config)
         elif kind == "qwen3_5":
-            rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25}
+            rope = {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [1, 1, 0],
+                "partial_rotary_factor": 0.25,
+            }
             model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**COMMON, **HYBRID, rope_parameters=rope))
         else:
             model = DeepseekV3ForCausalLM(DeepseekV3Config(**COMMON, **LATENT))
@@ -95,7 +106,10 @@ def tiny_target(kind: str) -> FrozenTarget:
 
 def layer_shapes(kind: str) -> dict[str, tuple[int, ...]]:
     """The decoder layer's tensors as checkpoints name them."""
-    shapes: dict[str, tuple[int, ...]] = {"input_layernorm": (HIDDEN,), "post_attention_layernorm": (HIDDEN,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (HIDDEN,),
+        "post_attention_layernorm": (HIDDEN,),
+    }
     if kind == "deepseek_v3":
         shapes |= {
             "self_attn.q_a_proj": (12, HIDDEN),
@@ -119,7 +133,9 @@ def layer_shapes(kind: str) -> dict[str, tuple[int, ...]]:
         feed_forward = {"mlp": 48}
     else:
         shared = "shared_expert" if kind == "qwen3_next" else "shared_experts"
-        feed_forward = {f"mlp.{part}": INNER for part in (shared, *(f"experts.{e}" for e in range(EXPERTS)))}
+        feed_forward = {
+            f"mlp.{part}": INNER for part in (shared, *(f"experts.{e}" for e in range(EXPERTS)))
+        }
         shapes |= {"mlp.gate": (EXPERTS, HIDDEN)}
         shapes |= {"mlp.shared_expert_gate": (1, HIDDEN)} if kind == "qwen3_next" else {}
     for part, inner in feed_forward.items():
@@ -129,33 +145,58 @@ def layer_shapes(kind: str) -> dict[str, tuple[int, ...]]:
             f"{part}.down_proj": (HIDDEN, inner),
         }
     shapes = {f"{name}.weight": shape for name, shape in shapes.items()}
-    return shapes | ({"mlp.gate.e_score_correction_bias": (EXPERTS,)} if kind == "deepseek_v3" else {})
+    return shapes | (
+        {"mlp.gate.e_score_correction_bias": (EXPERTS,)} if kind == "deepseek_v3" else {}
+    )
 
 
 def mtp_shapes(kind: str) -> dict[str, tuple[int, ...]]:
     """All tensors of the published layer but the copies of embedding and head."""
     if kind == "deepseek_v3":
         norms = ("enorm", "hnorm", "shared_head.norm")
-        own = {"eh_proj.weight": (HIDDEN, 2 * HIDDEN)} | {f"{name}.weight": (HIDDEN,) for name in norms}
-        return {f"model.layers.2.{name}": shape for name, shape in (own | layer_shapes(kind)).items()}
+        own = {"eh_proj.weight": (HIDDEN, 2 * HIDDEN)} | {
+            f"{name}.weight": (HIDDEN,) for name in norms
+        }
+        return {
+            f"model.layers.2.{name}": shape for name, shape in (own | layer_shapes(kind)).items()
+        }
     norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
-    own = {"mtp.fc.weight": (HIDDEN, 2 * HIDDEN)} | {f"mtp.{name}.weight": (HIDDEN,) for name in norms}
+    own = {"mtp.fc.weight": (HIDDEN, 2 * HIDDEN)} | {
+        f"mtp.{name}.weight": (HIDDEN,) for name in norms
+    }
     return own | {f"mtp.layers.0.{name}": shape for name, shape in layer_shapes(kind).items()}
 
 
-def mtp_tensors(kind: str, model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def mtp_tensors(
+    kind: str, model: PreTrainedModel, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
     """A published layer, random; DeepSeek's comes with copies of embedding and head, and its routing bias in float32."""
     generator = torch.Generator().manual_seed(1)
-    tensors = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in mtp_shapes(kind).items()}
-    tensors = {name: tensor if name.endswith("correction_bias") else tensor.to(dtype) for name, tensor in tensors.items()}
+    tensors = {
+        name: torch.randn(shape, generator=generator) * 0.2
+        for name, shape in mtp_shapes(kind).items()
+    }
+    tensors = {
+        name: tensor if name.endswith("correction_bias") else tensor.to(dtype)
+        for name, tensor in tensors.items()
+    }
     if kind == "deepseek_v3":
-        tensors["model.layers.2.embed_tokens.weight"] = model.get_input_embeddings().weight.data.to(dtype).clone()
-        tensors["model.layers.2.shared_head.head.weight"] = model.get_output_embeddings().weight.data.to(dtype).clone()
+        tensors["model.layers.2.embed_tokens.weight"] = (
+            model.get_input_embeddings().weight.data.to(dtype).clone()
+        )
+        tensors["model.layers.2.shared_head.head.weight"] = (
+            model.get_output_embeddings().weight.data.to(dtype).clone()
+        )
     return tensors
 
 
 def write_checkpoint(
-    kind: str, folder: Path, *, sharded: bool = False, with_mtp: bool = True, dtype: torch.dtype = torch.float32
+    kind: str,
+    folder: Path,
+    *,
+    sharded: bool = False,
+    with_mtp: bool = True,
+    dtype: torch.dtype = torch.float32,
 ) -> FrozenTarget:
     """A checkpoint as its publisher would write it, and the target that transformers loads from it."""
     model = tiny_model(kind)

@@ -18,7 +18,8 @@ from torch import distributed
 
 # Once its engine has run, which it did in tests before.
 needs_gradients_in_forks = pytest.mark.skipif(
-    torch.version.cuda is not None, reason="torch's CUDA build computes no gradients in a forked process"
+    torch.version.cuda is not None,
+    reason="torch's CUDA build computes no gradients in a forked process",
 )
 
 
@@ -32,34 +33,58 @@ def fork(work: Callable[..., object], *arguments: object) -> BaseProcess:
     """Start a child of this process, which has the libraries loaded: imports take longer than what is tested."""
     process = multiprocessing.get_context("fork").Process(target=work, args=arguments)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork next to threads; pytest-xdist has one, which waits
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # of a fork next to threads; pytest-xdist has one, which waits
         process.start()
     return process
 
 
 def run_processes(
-    folder: Path, work: Callable[[int], None], *local_ranks: int, timeout: timedelta = timedelta(minutes=5)
+    folder: Path,
+    work: Callable[[int], None],
+    *local_ranks: int,
+    timeout: timedelta = timedelta(minutes=5),
 ) -> list[EndedProcess]:
     """Run `work(rank)` for each local rank, at once. timeout: of a collective operation."""
-    own = {"WORLD_SIZE": str(len(local_ranks)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
+    own = {
+        "WORLD_SIZE": str(len(local_ranks)),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(get_free_port()),
+    }
     machines = [local_ranks[: rank + 1].count(0) for rank in range(len(local_ranks))]
     started = []
     for rank, (local_rank, machine) in enumerate(zip(local_ranks, machines, strict=True)):
-        place = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(machines.count(machine))}
+        place = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(machines.count(machine)),
+        }
         started.append(fork(_joined, folder, work, rank, timeout, own | place))
     for process in started:
         process.join()
     return [
-        EndedProcess(process.exitcode, *((folder / f"{rank}.{name}").read_text(encoding="utf-8") for name in ("out", "err")))
+        EndedProcess(
+            process.exitcode,
+            *((folder / f"{rank}.{name}").read_text(encoding="utf-8") for name in ("out", "err")),
+        )
         for rank, process in enumerate(started)
     ]
 
 
-def _joined(folder: Path, work: Callable[[int], None], rank: int, timeout: timedelta, environment: dict[str, str]) -> None:
+def _joined(
+    folder: Path,
+    work: Callable[[int], None],
+    rank: int,
+    timeout: timedelta,
+    environment: dict[str, str],
+) -> None:
     os.environ.update(environment)
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / f"{rank}.{name}", os.O_CREAT | os.O_WRONLY), number)
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False, buffering=1) for number in (1, 2))
+    sys.stdout, sys.stderr = (
+        os.fdopen(number, "w", closefd=False, buffering=1) for number in (1, 2)
+    )
     for state in (AcceleratorState, PartialState):  # of the parent, which is alone
         state._reset_state()
     warnings.simplefilter("ignore")  # of libraries, about processes of a launch

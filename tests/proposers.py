@@ -65,10 +65,16 @@ class ModelProposer:
     def keep(self, rows: Sequence[int]) -> None:
         pass
 
-    def propose(self, state: DecodingState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
-        return [self.after(*row, k, sampling) for row in zip(state.token_ids, generators, strict=True)]
+    def propose(
+        self, state: DecodingState, k: int, sampling: Sampling, generators: Generators
+    ) -> list[Proposal]:
+        return [
+            self.after(*row, k, sampling) for row in zip(state.token_ids, generators, strict=True)
+        ]
 
-    def after(self, text: list[int], generator: torch.Generator | None, k: int, sampling: Sampling) -> Proposal:
+    def after(
+        self, text: list[int], generator: torch.Generator | None, k: int, sampling: Sampling
+    ) -> Proposal:
         tokens, distributions = list(text), []
         for _ in range(k):
             logits = self.model(torch.tensor([tokens])).logits[0, -1]
@@ -102,15 +108,30 @@ class Oracle:
     def begin(self, max_lengths: Sequence[int]) -> None:
         pass
 
-    def propose(self, state: DecodingState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
+    def propose(
+        self, state: DecodingState, k: int, sampling: Sampling, generators: Generators
+    ) -> list[Proposal]:
         first = self.sequences[0]
-        right = [next((it for it in self.sequences if it[: len(text)] == text), first) for text in state.token_ids]
-        return [Proposal(whole[len(text) : len(text) + k]) for whole, text in zip(right, state.token_ids, strict=True)]
+        right = [
+            next((it for it in self.sequences if it[: len(text)] == text), first)
+            for text in state.token_ids
+        ]
+        return [
+            Proposal(whole[len(text) : len(text) + k])
+            for whole, text in zip(right, state.token_ids, strict=True)
+        ]
 
     def propose_tree(
-        self, state: DecodingState, shape: StaticTree | DynamicTree, sampling: Sampling, generators: Generators
+        self,
+        state: DecodingState,
+        shape: StaticTree | DynamicTree,
+        sampling: Sampling,
+        generators: Generators,
     ) -> list[Proposal]:
-        return [self.among_wrong(right.tokens) for right in self.propose(state, shape.depth, sampling, generators)]
+        return [
+            self.among_wrong(right.tokens)
+            for right in self.propose(state, shape.depth, sampling, generators)
+        ]
 
     def among_wrong(self, right: list[int]) -> Proposal:
         tokens = [token for pair in right for token in ((pair + 1) % 200, pair)]
@@ -138,28 +159,46 @@ OTHERS: dict[str, Callable[[FrozenTarget], Proposer]] = {
         "dflash", target, draft_vocabulary=torch.arange(0, 260, 3), is_causal=True, sliding_window=9
     ),
     "dspark": lambda target: block_proposer("dspark", target, sliding_window=9),
-    "dspark, gated": lambda target: block_proposer("dspark", target, markov_head_type="gated", enable_confidence_head=False),
-    "dspark, rnn": lambda target: block_proposer("dspark", target, markov_head_type="rnn", is_causal=True),
+    "dspark, gated": lambda target: block_proposer(
+        "dspark", target, markov_head_type="gated", enable_confidence_head=False
+    ),
+    "dspark, rnn": lambda target: block_proposer(
+        "dspark", target, markov_head_type="rnn", is_causal=True
+    ),
     "online dspark": lambda target: OnlineLengthProposer(block_proposer("dspark", target)),
     "ngram+dspark": lambda target: behind_lookup(block_proposer("dspark", target), min=1),
     "draft_model": lambda target: DraftModelProposer(half_right(target)),
     "pard": lambda target: DraftModelProposer(half_right(target), mask_token_id=2),
-    "pard, of transformers": lambda target: DraftModelProposer(qwen(), mask_token_id=2, vocabulary=half_the_vocabulary(target)),
-    "draft_model, shared half": lambda target: DraftModelProposer(half_right(target), vocabulary=half_the_vocabulary(target)),
+    "pard, of transformers": lambda target: DraftModelProposer(
+        qwen(), mask_token_id=2, vocabulary=half_the_vocabulary(target)
+    ),
+    "draft_model, shared half": lambda target: DraftModelProposer(
+        half_right(target), vocabulary=half_the_vocabulary(target)
+    ),
     "draft_model, other vocabulary": translated,
     "draft_model, of transformers": lambda target: DraftModelProposer(qwen()),
     "the target itself": lambda target: DraftModelProposer(target.model),
     "ngram": lambda target: ngram_proposer(),
     "ngram+eagle3": lambda target: behind_lookup(proposer_of("eagle3", target), min=1),
     "suffix": lambda target: suffix_proposer(),
-    "suffix+eagle3": lambda target: behind_lookup(proposer_of("eagle3", target), method="suffix", min=1),
-    "ngram+draft_model": lambda target: behind_lookup(DraftModelProposer(half_right(target)), min=1),
+    "suffix+eagle3": lambda target: behind_lookup(
+        proposer_of("eagle3", target), method="suffix", min=1
+    ),
+    "ngram+draft_model": lambda target: behind_lookup(
+        DraftModelProposer(half_right(target)), min=1
+    ),
     # Uncalibrated: lengths go round from 0 to K.
     "online eagle3": lambda target: OnlineLengthProposer(proposer_of("eagle3", target)),
-    "online draft_model": lambda target: OnlineLengthProposer(DraftModelProposer(half_right(target))),
+    "online draft_model": lambda target: OnlineLengthProposer(
+        DraftModelProposer(half_right(target))
+    ),
     "online ngram": lambda target: OnlineLengthProposer(ngram_proposer()),
-    "ngram+online eagle3": lambda target: behind_lookup(proposer_of("online eagle3", target), min=1),
-    "ngram+tree of eagle3": lambda target: behind_lookup(proposer_of("eagle3", target), draft_tree={"branching": [2, 2]}),
+    "ngram+online eagle3": lambda target: behind_lookup(
+        proposer_of("online eagle3", target), min=1
+    ),
+    "ngram+tree of eagle3": lambda target: behind_lookup(
+        proposer_of("eagle3", target), draft_tree={"branching": [2, 2]}
+    ),
 }
 
 

@@ -59,7 +59,9 @@ class Repository:
     def write(self, folder: Path) -> Path:
         """Write the repository's files and return their folder."""
         folder.mkdir(parents=True)
-        (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
+        (folder / "config.json").write_text(
+            json.dumps(self.config, indent=2) + "\n", encoding="utf-8"
+        )
         (folder / "README.md").write_text(self._card(), encoding="utf-8")
         for name, content in self.files.items():
             (folder / name).write_bytes(content)
@@ -67,7 +69,10 @@ class Repository:
             _tokenizer(self.tokenizer).save_pretrained(folder)
         if self.pickled:
             dtypes = {"F16": torch.float16, "I64": torch.int64, "BOOL": torch.bool}
-            weights = {name: torch.ones(1, dtype=dtypes[dtype]).expand(shape) for name, (dtype, shape) in self.tensors.items()}
+            weights = {
+                name: torch.ones(1, dtype=dtypes[dtype]).expand(shape)
+                for name, (dtype, shape) in self.tensors.items()
+            }
             torch.save(weights, folder / "pytorch_model.bin")
             return folder
         split = split_state_dict_into_shards_factory(
@@ -78,10 +83,17 @@ class Repository:
             max_shard_size=SHARD,
         )
         for name, inside in (split.filename_to_tensors or {"model.safetensors": []}).items():
-            _write_sparse(folder / name, {each: self.tensors[each] for each in inside}, self.written, filled=self.filled)
+            _write_sparse(
+                folder / name,
+                {each: self.tensors[each] for each in inside},
+                self.written,
+                filled=self.filled,
+            )
         if split.is_sharded:
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-            (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+            (folder / "model.safetensors.index.json").write_text(
+                json.dumps(index), encoding="utf-8"
+            )
         return folder
 
     def _card(self) -> str:
@@ -93,7 +105,9 @@ def _size(tensor: tuple[str, tuple[int, ...]]) -> int:
     return BYTES[tensor[0]] * math.prod(tensor[1])
 
 
-def _write_sparse(path: Path, tensors: Tensors, written: Mapping[str, bytes], *, filled: bool) -> None:
+def _write_sparse(
+    path: Path, tensors: Tensors, written: Mapping[str, bytes], *, filled: bool
+) -> None:
     """A safetensors file (an eight-byte length, a JSON header, data) whose data is a hole but for `written` tensors.
 
     filled: and but for the last byte of every floating tensor's first element, which makes that 2^-7; so is that of every
@@ -124,10 +138,14 @@ def _tokenizer(family: str) -> PreTrainedTokenizerFast:
     """Of single bytes; families differ in their order."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=family < "n")
     tokens = ["<|end|>", family, *letters]
-    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, [], unk_token=None))
+    tokenizer = Tokenizer(
+        models.BPE({token: index for index, token in enumerate(tokens)}, [], unk_token=None)
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>"
+    )
 
 
 @dataclass(frozen=True)
@@ -147,12 +165,18 @@ class Pair:
 # Tensors
 
 
-def attention(prefix: str, H: int, N: int, G: int, d: int, *, inputs: int | None = None, norms: bool = False) -> Tensors:
+def attention(
+    prefix: str, H: int, N: int, G: int, d: int, *, inputs: int | None = None, norms: bool = False
+) -> Tensors:
     """q, k, v that read `inputs` (H), and o; with a norm of queries and of keys."""
     read = inputs or H
     shapes = {"q": (N * d, read), "k": (G * d, read), "v": (G * d, read), "o": (H, N * d)}
-    tensors: Tensors = {f"{prefix}self_attn.{part}_proj.weight": ("BF16", shape) for part, shape in shapes.items()}
-    return tensors | ({f"{prefix}self_attn.{part}_norm.weight": ("BF16", (d,)) for part in "qk"} if norms else {})
+    tensors: Tensors = {
+        f"{prefix}self_attn.{part}_proj.weight": ("BF16", shape) for part, shape in shapes.items()
+    }
+    return tensors | (
+        {f"{prefix}self_attn.{part}_norm.weight": ("BF16", (d,)) for part in "qk"} if norms else {}
+    )
 
 
 def mlp(prefix: str, H: int, I: int) -> Tensors:  # noqa: E741
@@ -171,17 +195,34 @@ def table(name: str, V: int, H: int) -> Tensors:
     return {name: ("BF16", (V, H))}
 
 
-def decoder(H: int, I: int, N: int, G: int, d: int, V: int, depth: int, *, tied: bool, norms_of_qk: bool = False) -> Tensors:  # noqa: E741
+def decoder(
+    H: int,
+    I: int,
+    N: int,
+    G: int,
+    d: int,
+    V: int,
+    depth: int,
+    *,
+    tied: bool,
+    norms_of_qk: bool = False,
+) -> Tensors:  # noqa: E741
     """A Llama's or a Qwen3's."""
     tensors = table("model.embed_tokens.weight", V, H)
     for index in range(depth):
         layer = f"model.layers.{index}."
-        tensors |= attention(layer, H, N, G, d, norms=norms_of_qk) | mlp(f"{layer}mlp.", H, I) | norms(layer, H, *LAYER_NORMS)
+        tensors |= (
+            attention(layer, H, N, G, d, norms=norms_of_qk)
+            | mlp(f"{layer}mlp.", H, I)
+            | norms(layer, H, *LAYER_NORMS)
+        )
     return tensors | norms("model.", H, "norm") | ({} if tied else table("lm_head.weight", V, H))
 
 
 def in_dtype(tensors: Tensors, dtype: str) -> Tensors:
-    return {name: (dtype if was == "BF16" else was, shape) for name, (was, shape) in tensors.items()}
+    return {
+        name: (dtype if was == "BF16" else was, shape) for name, (was, shape) in tensors.items()
+    }
 
 
 def eagle3(layer: str, H: int, I: int, N: int, G: int, d: int, V: int, W: int | None) -> Tensors:  # noqa: E741
@@ -305,10 +346,16 @@ QWEN3_EAGLE3 = Repository(
 
 
 def dflash(H: int, I: int, N: int, G: int, d: int, depth: int, num_aux: int) -> Tensors:  # noqa: E741
-    tensors: Tensors = {"fc.weight": ("BF16", (H, num_aux * H))} | norms("", H, "hidden_norm", "norm")
+    tensors: Tensors = {"fc.weight": ("BF16", (H, num_aux * H))} | norms(
+        "", H, "hidden_norm", "norm"
+    )
     for index in range(depth):
         layer = f"layers.{index}."
-        tensors |= attention(layer, H, N, G, d, norms=True) | mlp(f"{layer}mlp.", H, I) | norms(layer, H, *LAYER_NORMS)
+        tensors |= (
+            attention(layer, H, N, G, d, norms=True)
+            | mlp(f"{layer}mlp.", H, I)
+            | norms(layer, H, *LAYER_NORMS)
+        )
     return tensors
 
 
@@ -350,14 +397,28 @@ def deepseek_layer(layer: str, *, experts: bool) -> Tensors:
     tensors = norms(layer, H, *LAYER_NORMS) | fp8(f"{layer}self_attn.q_a_proj", rank_of_q, H)
     tensors |= fp8(f"{layer}self_attn.q_b_proj", N * (nope + rope), rank_of_q)
     tensors |= fp8(f"{layer}self_attn.kv_a_proj_with_mqa", rank + rope, H)
-    tensors |= fp8(f"{layer}self_attn.kv_b_proj", N * (nope + value), rank) | fp8(f"{layer}self_attn.o_proj", H, N * value)
-    tensors |= norms(f"{layer}self_attn.", rank_of_q, "q_a_layernorm") | norms(f"{layer}self_attn.", rank, "kv_a_layernorm")
+    tensors |= fp8(f"{layer}self_attn.kv_b_proj", N * (nope + value), rank) | fp8(
+        f"{layer}self_attn.o_proj", H, N * value
+    )
+    tensors |= norms(f"{layer}self_attn.", rank_of_q, "q_a_layernorm") | norms(
+        f"{layer}self_attn.", rank, "kv_a_layernorm"
+    )
     gated = [(f"{layer}mlp.", 18432)]
     if experts:
-        tensors |= {f"{layer}mlp.gate.weight": ("BF16", (256, H)), f"{layer}mlp.gate.e_score_correction_bias": ("F32", (256,))}
-        gated = [(f"{layer}mlp.shared_experts.", 2048), *((f"{layer}mlp.experts.{index}.", 2048) for index in range(256))]
+        tensors |= {
+            f"{layer}mlp.gate.weight": ("BF16", (256, H)),
+            f"{layer}mlp.gate.e_score_correction_bias": ("F32", (256,)),
+        }
+        gated = [
+            (f"{layer}mlp.shared_experts.", 2048),
+            *((f"{layer}mlp.experts.{index}.", 2048) for index in range(256)),
+        ]
     for prefix, width in gated:
-        tensors |= fp8(f"{prefix}gate_proj", width, H) | fp8(f"{prefix}up_proj", width, H) | fp8(f"{prefix}down_proj", H, width)
+        tensors |= (
+            fp8(f"{prefix}gate_proj", width, H)
+            | fp8(f"{prefix}up_proj", width, H)
+            | fp8(f"{prefix}down_proj", H, width)
+        )
     return tensors
 
 
@@ -366,8 +427,12 @@ def deepseek() -> Tensors:
     for index in range(62):
         tensors |= deepseek_layer(f"model.layers.{index}.", experts=index >= 3)
     mtp = "model.layers.61."
-    tensors |= table(f"{mtp}embed_tokens.weight", 129280, 7168) | norms(mtp, 7168, "enorm", "hnorm", "shared_head.norm")
-    tensors |= {f"{mtp}eh_proj.weight": ("BF16", (7168, 14336))} | table(f"{mtp}shared_head.head.weight", 129280, 7168)
+    tensors |= table(f"{mtp}embed_tokens.weight", 129280, 7168) | norms(
+        mtp, 7168, "enorm", "hnorm", "shared_head.norm"
+    )
+    tensors |= {f"{mtp}eh_proj.weight": ("BF16", (7168, 14336))} | table(
+        f"{mtp}shared_head.head.weight", 129280, 7168
+    )
     return tensors | norms("model.", 7168, "norm") | table("lm_head.weight", 129280, 7168)
 
 
@@ -406,7 +471,10 @@ def gpt_oss_tensors(depth: int, experts: int) -> Tensors:
         layer = f"model.layers.{index}."
         weights = attention(layer, H, N, G, d)
         tensors |= weights | norms(layer, H, *LAYER_NORMS)
-        tensors |= {name.replace(".weight", ".bias"): (dtype, shape[:1]) for name, (dtype, shape) in weights.items()}
+        tensors |= {
+            name.replace(".weight", ".bias"): (dtype, shape[:1])
+            for name, (dtype, shape) in weights.items()
+        }
         tensors |= {
             f"{layer}self_attn.sinks": ("BF16", (N,)),
             f"{layer}mlp.router.weight": ("BF16", (experts, H)),
@@ -456,7 +524,11 @@ GPT_OSS_HEAD = {
 # As SpecForge writes heads
 GPT_OSS_20B_EAGLE3 = Repository(
     "zhuyksir/EAGLE3-gpt-oss-20b-bf16",
-    GPT_OSS_HEAD | {"draft_vocab_size": 32000, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 11, 21]}},
+    GPT_OSS_HEAD
+    | {
+        "draft_vocab_size": 32000,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 11, 21]},
+    },
     eagle3("midlayer.", 2880, 17280, 64, 8, 64, 201088, 32000),
     base=GPT_OSS_20B.name,
     filled=True,
@@ -489,7 +561,9 @@ def qwen35_tensors() -> Tensors:
     tensors = table(f"{text}embed_tokens.weight", V, H)
 
     def block(layer: str) -> Tensors:
-        queries = attention(layer, H, N, G, d, norms=True) | {f"{layer}self_attn.q_proj.weight": ("BF16", (2 * N * d, H))}
+        queries = attention(layer, H, N, G, d, norms=True) | {
+            f"{layer}self_attn.q_proj.weight": ("BF16", (2 * N * d, H))
+        }
         return queries | mlp(f"{layer}mlp.", H, I) | norms(layer, H, *LAYER_NORMS)
 
     for index in range(32):
@@ -507,7 +581,12 @@ def qwen35_tensors() -> Tensors:
         tensors |= mlp(f"{layer}mlp.", H, I) | norms(layer, H, *LAYER_NORMS)
     tensors |= norms(text, H, "norm") | table("lm_head.weight", V, H)  # without the vision tower
     fuse: Tensors = {"mtp.fc.weight": ("BF16", (H, 2 * H))}
-    return tensors | fuse | block("mtp.layers.0.") | norms("mtp.", H, "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+    return (
+        tensors
+        | fuse
+        | block("mtp.layers.0.")
+        | norms("mtp.", H, "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+    )
 
 
 QWEN35_9B = Repository(
@@ -554,12 +633,22 @@ PAIRS = {
     "qwen3.5-mtp": Pair("mtp", QWEN35_9B, None),
 }
 
-QUICK = {"llama-eagle", "llama-eagle3", "llama-1b", "qwen3-dflash", "qwen3-pard", "qwen3.5-mtp"}  # one of each method
+QUICK = {
+    "llama-eagle",
+    "llama-eagle3",
+    "llama-1b",
+    "qwen3-dflash",
+    "qwen3-pard",
+    "qwen3.5-mtp",
+}  # one of each method
 
 
 def one_a_method(names: Iterable[str], *, but: Iterable[str] = ()) -> list[Any]:
     """Parameters of a test: these pairs, long but for one of each method. but: quick ones that are long, too."""
-    return [name if name in QUICK.difference(but) else pytest.param(name, marks=pytest.mark.long) for name in names]
+    return [
+        name if name in QUICK.difference(but) else pytest.param(name, marks=pytest.mark.long)
+        for name in names
+    ]
 
 
 # Wrong ones
@@ -567,13 +656,20 @@ def one_a_method(names: Iterable[str], *, but: Iterable[str] = ()) -> list[Any]:
 
 def _with(repository: Repository, **config: Any) -> Repository:
     """Keys of its config.json; None takes one out."""
-    changed = {name: value for name, value in {**repository.config, **config}.items() if value is not None}
+    changed = {
+        name: value for name, value in {**repository.config, **config}.items() if value is not None
+    }
     return replace(repository, config=changed)
 
 
 def _without(repository: Repository, *endings: str) -> Repository:
     return replace(
-        repository, tensors={name: tensor for name, tensor in repository.tensors.items() if not name.endswith(endings)}
+        repository,
+        tensors={
+            name: tensor
+            for name, tensor in repository.tensors.items()
+            if not name.endswith(endings)
+        },
     )
 
 
@@ -595,7 +691,9 @@ SHORT_VOCABULARY = replace(
     tensors=in_dtype(eagle3("midlayer.", 4096, 14336, 32, 8, 128, 32000, 16000), "F16"),
     written=vocabulary_maps(32000, 16000),
 )
-BEYOND = (np.linspace(0, 130000, 32000).astype(np.int64) - np.arange(32000)).tobytes()  # the vocabulary
+BEYOND = (
+    np.linspace(0, 130000, 32000).astype(np.int64) - np.arange(32000)
+).tobytes()  # the vocabulary
 WRONG_PAIRS = {
     "width": Pair("eagle3", LLAMA_8B, NARROW),
     "vocabulary": Pair("eagle3", LLAMA_8B, SHORT_VOCABULARY),
@@ -609,10 +707,14 @@ WRONG_PAIRS = {
     "pard-without-a-row": Pair("pard", QWEN3_8B, _with(QWEN3_PARD, pard_token=151936)),
     "dflash-as-eagle3": Pair("eagle3", QWEN3_8B, QWEN3_DFLASH),
     "other-depth": Pair("eagle3", LLAMA_8B, _with(LLAMA_EAGLE3, num_target_layers=80)),
-    "aux-layers": Pair("eagle3", GPT_OSS_20B, _with(GPT_OSS_120B_EAGLE3, draft_vocab_size=None)),  # 2, 18 and 33 of 24
+    "aux-layers": Pair(
+        "eagle3", GPT_OSS_20B, _with(GPT_OSS_120B_EAGLE3, draft_vocab_size=None)
+    ),  # 2, 18 and 33 of 24
     "missing-tensor": Pair("eagle3", LLAMA_8B, _without(LLAMA_EAGLE3, "mlp.down_proj.weight")),
     "no-d2t": Pair("eagle3", LLAMA_8B, _without(LLAMA_EAGLE3, "d2t")),
-    "d2t-range": Pair("eagle3", LLAMA_8B, replace(LLAMA_EAGLE3, written={**LLAMA_EAGLE3.written, "d2t": BEYOND})),
+    "d2t-range": Pair(
+        "eagle3", LLAMA_8B, replace(LLAMA_EAGLE3, written={**LLAMA_EAGLE3.written, "d2t": BEYOND})
+    ),
     # A config.json that says other sizes than the tensors have.
     "lying-config": Pair("eagle3", LLAMA_8B, _with(LLAMA_EAGLE3, intermediate_size=11008)),
     "lying-vocabulary": Pair("eagle3", LLAMA_8B, _with(LLAMA_EAGLE3, draft_vocab_size=64000)),
@@ -622,5 +724,9 @@ WRONG_PAIRS = {
     "encoder-decoder": Pair("eagle3", ENCODER, LLAMA_EAGLE3),
     "no-mtp": Pair("mtp", LLAMA_8B, None),
     # A config.json that counts a layer which no file has.
-    "mtp-not-saved": Pair("mtp", _without(QWEN35_9B, *(name for name in QWEN35_9B.tensors if name.startswith("mtp."))), None),
+    "mtp-not-saved": Pair(
+        "mtp",
+        _without(QWEN35_9B, *(name for name in QWEN35_9B.tensors if name.startswith("mtp."))),
+        None,
+    ),
 }

@@ -21,4 +21,6 @@ def refused_key(stderr: str) -> str:
     """The key that a command's only error names."""
     (error,) = (line for line in stderr.splitlines() if line.startswith("error: "))
     said = error.removeprefix("error: ")
-    return said.partition(next(mark for mark in (": got ", " is required: ", ": ") if mark in said))[0]
+    return said.partition(
+        next(mark for mark in (": got ", " is required: ", ": ") if mark in said)
+    )[0]

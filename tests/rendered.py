@@ -35,7 +35,12 @@ class Page(HTMLParser):
 
     @property
     def references(self) -> list[str]:
-        return [found[0] for text in self.texts for pattern in REFERENCES for found in re.finditer(pattern, text)]
+        return [
+            found[0]
+            for text in self.texts
+            for pattern in REFERENCES
+            for found in re.finditer(pattern, text)
+        ]
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, attrs))
@@ -52,7 +57,9 @@ class Page(HTMLParser):
 def renamed(document: Any, more: str) -> Any:
     """A document with `more` at the end of every name and sentence in it, but for words of this project."""
     if isinstance(document, dict):
-        return {key: value if key in KEPT else renamed(value, more) for key, value in document.items()}
+        return {
+            key: value if key in KEPT else renamed(value, more) for key, value in document.items()
+        }
     if isinstance(document, list):
         return [renamed(value, more) for value in document]
     return f"{document} {more}" if isinstance(document, str) and document != "all" else document

@@ -13,7 +13,13 @@ from specdistill.command import run
 from specdistill.methods.recipe import Recipe
 from specdistill.project import ROOT
 
-REPORT_FILES = ["junit.xml", "report.html", "report.json", "report.md", "samples.jsonl"]  # that eval/run.py leaves
+REPORT_FILES = [
+    "junit.xml",
+    "report.html",
+    "report.json",
+    "report.md",
+    "samples.jsonl",
+]  # that eval/run.py leaves
 
 
 def specdistill(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -26,12 +32,16 @@ def specdistill(*arguments: str) -> subprocess.CompletedProcess[str]:
         code = int(end.code or 0)
     finally:
         sys.argv = given
-    return subprocess.CompletedProcess(["specdistill", *arguments], code, out.getvalue(), err.getvalue())
+    return subprocess.CompletedProcess(
+        ["specdistill", *arguments], code, out.getvalue(), err.getvalue()
+    )
 
 
 def load_script(path: str) -> Any:
     """The module of a script: load_script("eval/run.py")."""
-    spec = importlib.util.spec_from_file_location(path.removesuffix(".py").replace("/", "_"), ROOT / path)
+    spec = importlib.util.spec_from_file_location(
+        path.removesuffix(".py").replace("/", "_"), ROOT / path
+    )
     assert spec and spec.loader
     module: ModuleType = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -42,5 +52,9 @@ def evaluate(*arguments: str) -> int:
     """eval/run.py with these arguments; returns its exit code."""
     script = load_script("eval/run.py")
     return run(
-        script.main, Recipe, list(arguments), shorthands=script.SHORTHANDS, without_recipe=["train.output_dir=runs/eval"]
+        script.main,
+        Recipe,
+        list(arguments),
+        shorthands=script.SHORTHANDS,
+        without_recipe=["train.output_dir=runs/eval"],
     )

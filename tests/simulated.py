@@ -14,7 +14,13 @@ import numpy as np
 from specdistill.comparison.compare import Measured
 from specdistill.engines.client import ServerCounts
 from specdistill.report.build import build_report, context_rows, headline, result_rows, theory
-from specdistill.statistics.records import Configuration, HFGenerate, PromptRecord, RoundRecord, Timing
+from specdistill.statistics.records import (
+    Configuration,
+    HFGenerate,
+    PromptRecord,
+    RoundRecord,
+    Timing,
+)
 from specdistill.statistics.theory import RoundCost
 from specdistill.suites import suite as suites
 from specdistill.suites.suite import Suite
@@ -43,7 +49,10 @@ def simulate(
     The same `seed` gives the same prompts with the same texts; a prompt's own difficulty shifts all its rates.
     """
     steps, seeds = (draft_step, verify_step), (seed, timing_seed)
-    return [_record(number, conditional, num_rounds, steps, noise, seeds) for number in range(num_prompts)]
+    return [
+        _record(number, conditional, num_rounds, steps, noise, seeds)
+        for number in range(num_prompts)
+    ]
 
 
 def _record(
@@ -67,7 +76,9 @@ def _record(
         while accepted < len(conditional) and draws[accepted] < conditional[accepted] + difficulty:
             accepted += 1
         emitted_text = tuple(next(words) for _ in range(accepted + 1))
-        wrong = tuple(WORDS[number] for number in text.integers(len(WORDS), size=len(conditional) - accepted))
+        wrong = tuple(
+            WORDS[number] for number in text.integers(len(WORDS), size=len(conditional) - accepted)
+        )
         emitted = tuple(IDS[word] for word in emitted_text)
         drafted_text = (*emitted_text[:accepted], *wrong)
         drafted = tuple(IDS[word] for word in drafted_text)
@@ -84,7 +95,13 @@ def _record(
         first_token=0,
         first_token_text="return",
         rounds=tuple(rounds),
-        speculative=_timing(num_tokens, num_rounds, len(conditional) * draft_step, verify_step, clock.normal(1, noise)),
+        speculative=_timing(
+            num_tokens,
+            num_rounds,
+            len(conditional) * draft_step,
+            verify_step,
+            clock.normal(1, noise),
+        ),
         baseline=_timing(num_tokens, num_tokens - 1, 0.0, PLAIN_STEP, clock.normal(1, noise)),
         hf_generate=HFGenerate(num_tokens, num_tokens * PLAIN_STEP * 1.1) if number < 12 else None,
         num_in_draft_vocabulary=num_tokens,
@@ -93,12 +110,22 @@ def _record(
 
 def _timing(num_tokens: int, num_rounds: int, draft: float, verify: float, noise: float) -> Timing:
     seconds = (PREFILL + num_rounds * (draft + verify) * 1.02) * noise
-    return Timing(num_tokens, num_rounds, seconds, PREFILL, num_rounds * draft * noise, num_rounds * verify * noise)
+    return Timing(
+        num_tokens,
+        num_rounds,
+        seconds,
+        PREFILL,
+        num_rounds * draft * noise,
+        num_rounds * verify * noise,
+    )
 
 
 def round_costs(k: int) -> list[RoundCost]:
     """Rounds that get cheaper by a tenth of a plain step with each token less."""
-    return [RoundCost(n, 1000 * (VERIFY_STEP - (k - n) * PLAIN_STEP / 10), 1000 * n * DRAFT_STEP) for n in range(1, k + 1)]
+    return [
+        RoundCost(n, 1000 * (VERIFY_STEP - (k - n) * PLAIN_STEP / 10), 1000 * n * DRAFT_STEP)
+        for n in range(1, k + 1)
+    ]
 
 
 def simulated_report(
@@ -125,7 +152,13 @@ def simulated_report(
     }
     parts: dict[str, Any] = {
         "target": {"model": "pico", "revision": None, "dtype": "float32", "parameters": 3_700_000},
-        "draft": {"model": "runs/demo/draft", "revision": None, "method": "eagle3", "parameters": 410_000, "bytes": 1_640_000},
+        "draft": {
+            "model": "runs/demo/draft",
+            "revision": None,
+            "method": "eagle3",
+            "parameters": 410_000,
+            "bytes": 1_640_000,
+        },
         "hardware": {
             "device": "cpu",
             "name": "AMD EPYC 9B45",
@@ -165,16 +198,31 @@ def simulated_sweep(report: dict[str, Any], num_prompts: int = 24) -> dict[str, 
     """The report with the rows of a sweep over K, temperature, batch and prompt length around its own configuration."""
     rates = (0.75, 0.72, 0.68, 0.65, 0.6, 0.55, 0.5, 0.5)
     configurations = {
-        **{Configuration(k): (rates[:k], VERIFY_STEP + (k - 4) * PLAIN_STEP / 10) for k in (1, 2, 6, 8)},
-        **{Configuration(4, t): (tuple(rate - t / 10 for rate in rates[:4]), VERIFY_STEP) for t in (0.8, 1.0)},
-        **{Configuration(4, batch_size=size): (rates[:4], VERIFY_STEP * (1 + size / 10)) for size in (2, 4, 8)},
-        **{Configuration(4, context_bucket=str(size)): (rates[:4], VERIFY_STEP) for size in (64, 128)},
+        **{
+            Configuration(k): (rates[:k], VERIFY_STEP + (k - 4) * PLAIN_STEP / 10)
+            for k in (1, 2, 6, 8)
+        },
+        **{
+            Configuration(4, t): (tuple(rate - t / 10 for rate in rates[:4]), VERIFY_STEP)
+            for t in (0.8, 1.0)
+        },
+        **{
+            Configuration(4, batch_size=size): (rates[:4], VERIFY_STEP * (1 + size / 10))
+            for size in (2, 4, 8)
+        },
+        **{
+            Configuration(4, context_bucket=str(size)): (rates[:4], VERIFY_STEP)
+            for size in (64, 128)
+        },
     }
     rows = [
         row
         for configuration, (conditional, verify_step) in configurations.items()
         for row in result_rows(
-            simulate(num_prompts, conditional=conditional, verify_step=verify_step), SUITE, configuration, seed=0
+            simulate(num_prompts, conditional=conditional, verify_step=verify_step),
+            SUITE,
+            configuration,
+            seed=0,
         )
     ]
     return {**report, "results": [*report["results"], *rows]}
@@ -212,7 +260,11 @@ def edited(document: Any, path: Sequence[str | int], value: Any) -> Any:
 def with_text(record: PromptRecord, text: str) -> PromptRecord:
     """The first rounds of a record of which everything that is text is this one."""
     rounds = tuple(
-        replace(entry, emitted_text=(text,) * len(entry.emitted), drafted_text=(text,) * len(entry.drafted))
+        replace(
+            entry,
+            emitted_text=(text,) * len(entry.emitted),
+            drafted_text=(text,) * len(entry.drafted),
+        )
         for entry in record.rounds[:3]
     )
     names = {"id": text + record.id, "prompt": text, "text": text, "first_token_text": text}
@@ -225,7 +277,10 @@ def in_batches(records: Sequence[PromptRecord], size: int) -> list[PromptRecord]
     for number, record in enumerate(records):
         batch = records[number // size * size :][:size]
         timings = {
-            side: replace(getattr(record, side), seconds=sum(getattr(one, side).seconds for one in batch) / len(batch))
+            side: replace(
+                getattr(record, side),
+                seconds=sum(getattr(one, side).seconds for one in batch) / len(batch),
+            )
             for side in ("speculative", "baseline")
         }
         found.append(replace(record, batch=number // size, **timings))
@@ -241,10 +296,14 @@ def as_from_server(record: PromptRecord, *, with_baseline: bool = True) -> Promp
         num_drafts=len(record.rounds),
         num_draft_tokens=sum(len(entry.drafted) for entry in record.rounds),
         num_accepted_tokens=sum(accepted),
-        accepted_per_position=tuple(sum(count > position for count in accepted) for position in range(longest)),
+        accepted_per_position=tuple(
+            sum(count > position for count in accepted) for position in range(longest)
+        ),
     )
     speculative = Timing(record.speculative.num_tokens, None, record.speculative.seconds)
-    baseline = Timing(record.baseline.num_tokens, None, record.baseline.seconds) if with_baseline else None
+    baseline = (
+        Timing(record.baseline.num_tokens, None, record.baseline.seconds) if with_baseline else None
+    )
     return replace(
         record,
         rounds=(),

@@ -7,7 +7,12 @@ from accelerate.commands.config.config_args import load_config_from_file
 from specdistill.project import ROOT
 
 CONFIGURATIONS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
-OWNED_BY_RECIPES = {"gradient_accumulation_steps", "gradient_clipping", "train_batch_size", "mixed_precision"}
+OWNED_BY_RECIPES = {
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "train_batch_size",
+    "mixed_precision",
+}
 
 
 @pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda path: path.stem)

@@ -27,7 +27,9 @@ def test_usage_lists_every_verb(arguments: list[str], capsys: pytest.CaptureFixt
     assert [line.split()[0] for line in lines if line.startswith("  ")] == list(VERBS)
 
 
-def test_an_interrupted_command_is_one_line(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+def test_an_interrupted_command_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
     """Ctrl-C while pico is loaded, in a verb and in a script."""
 
     def interrupt(*_: object, **__: object) -> None:
@@ -44,14 +46,32 @@ def test_an_interrupted_command_is_one_line(monkeypatch: pytest.MonkeyPatch, cap
     ("arguments", "refused"),
     [
         ("trian", "specdistill trian: got an unknown verb, expected .*; did you mean train\\?"),
-        ("train recipe=pico/eagl", "recipe: got 'pico/eagl', expected .*; did you mean pico/eagle\\?"),
+        (
+            "train recipe=pico/eagl",
+            "recipe: got 'pico/eagl', expected .*; did you mean pico/eagle\\?",
+        ),
         ("train recipe=pico/target shape.layers=1", "shape.layers: got an unknown key"),
         ("train target.model=pico", "train.output_dir is required: "),
-        ("train --recipe pico/eagle3", "unknown option --recipe. Options are key=value: recipe=pico/eagle3\n"),
-        ("train --train.output-dir=x", "unknown option --train.output-dir. Options are key=value: train.output_dir=x\n"),
-        ("train recipe=pico/eagle3 warmup_ratio=0.1", "warmup_ratio: .*did you mean train.warmup_steps, "),
-        ("train recipe=pico/eagle3 data.max_seq_length=9", "data.max_seq_length: .*did you mean data.max_length\\?"),
-        ("export engine=llama.cpp draft=a output_dir=b", "engine: got 'llama.cpp', .*did you mean gguf\\?"),
+        (
+            "train --recipe pico/eagle3",
+            "unknown option --recipe. Options are key=value: recipe=pico/eagle3\n",
+        ),
+        (
+            "train --train.output-dir=x",
+            "unknown option --train.output-dir. Options are key=value: train.output_dir=x\n",
+        ),
+        (
+            "train recipe=pico/eagle3 warmup_ratio=0.1",
+            "warmup_ratio: .*did you mean train.warmup_steps, ",
+        ),
+        (
+            "train recipe=pico/eagle3 data.max_seq_length=9",
+            "data.max_seq_length: .*did you mean data.max_length\\?",
+        ),
+        (
+            "export engine=llama.cpp draft=a output_dir=b",
+            "engine: got 'llama.cpp', .*did you mean gguf\\?",
+        ),
         (
             "train recipe=pico/eagle3 data.decontaminate=pico,near data.regenerate.temperatures=0,hot",
             "data.regenerate.temperatures\\[1\\]: got 'hot'",
@@ -62,14 +82,20 @@ def test_an_interrupted_command_is_one_line(monkeypatch: pytest.MonkeyPatch, cap
         ("plan", "target.model is required: "),
         ("plan target=pico suite=pico", "suite: got an unknown key"),
         ("plan target=nowhere/at/all", "target.model: got nowhere/at/all"),
-        ("plan target=pico training.batch_size=2147483648", "training.batch_size: got 2147483648, .* at most 1024"),
+        (
+            "plan target=pico training.batch_size=2147483648",
+            "training.batch_size: got 2147483648, .* at most 1024",
+        ),
         ("acquire target=pico", "method is required: "),
         ("acquire target=pico method=eagle4", "method: got 'eagle4'"),
         ("doctor draft=runs/x target.dtype=bfloat16", "target.dtype: got "),
         ("doctor draft=runs/x target.adapter=somewhere", "target.adapter: got "),
         ("doctor draft=runs/x suite=pico", "eval: got "),
         ("doctor draft=runs/x target=pico decode=false eval.num_prompts=3", "eval: got "),
-        ("doctor draft=runs/x target=pico decode=false target.device_map=cpu", "target.device_map: got "),
+        (
+            "doctor draft=runs/x target=pico decode=false target.device_map=cpu",
+            "target.device_map: got ",
+        ),
     ],
 )
 def test_mistakes_cost_one_line(arguments: str, refused: str):
@@ -169,34 +195,57 @@ def test_json_is_one_document_and_quiet_prints_no_messages(shell: "Shell", in_em
 
 
 def test_quiet_leaves_the_error_of_what_else_shows_progress(in_empty_folder: Path):
-    Path("rows.jsonl").write_text('{"text": "Once upon a time there was a cat."}\n' * 4, encoding="utf-8")
+    Path("rows.jsonl").write_text(
+        '{"text": "Once upon a time there was a cat."}\n' * 4, encoding="utf-8"
+    )
     keys = "target.model=pico data.source=rows.jsonl data.decontaminate=[pico-short] train.output_dir=run"
     runs = (["data.cache_dir=one"], ["data.cache_dir=other", "--quiet"])
-    shown, quiet = (specdistill("data", "show", *keys.split(), *more).stderr.splitlines() for more in runs)
+    shown, quiet = (
+        specdistill("data", "show", *keys.split(), *more).stderr.splitlines() for more in runs
+    )
     assert any(line.startswith("Comparing: 4 of 4 rows") for line in shown)
     assert [line.partition(":")[0] for line in quiet] == ["error"] and "all alike" in quiet[0]
 
 
-def test_plan_for_pico_names_its_own_recipe_and_prints_its_numbers(capsys: pytest.CaptureFixture[str]):
+def test_plan_for_pico_names_its_own_recipe_and_prints_its_numbers(
+    capsys: pytest.CaptureFixture[str],
+):
     assert main(["plan", "target=pico", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["target"]["parameters"] == 3_674_240
     methods = {row["method"] for row in plan["methods"]}
     assert (
         methods
-        == {"eagle", "eagle3", "dflash", "dspark", "mtp", "pard", "draft_model", "ngram", "suffix", "early_exit"}
+        == {
+            "eagle",
+            "eagle3",
+            "dflash",
+            "dspark",
+            "mtp",
+            "pard",
+            "draft_model",
+            "ngram",
+            "suffix",
+            "early_exit",
+        }
         >= set(METHODS)
     )
     eagle3 = next(row for row in plan["methods"] if row["method"] == "eagle3")
     assert (eagle3["training_tokens"], eagle3["training_source"]) == (420_000, "recipe pico/eagle3")
     assert eagle3["recipe"] == "pico/eagle3"
-    assert plan["recommendation"]["method"] == "ngram"  # which is what was measured to be the fastest (README.md)
+    assert (
+        plan["recommendation"]["method"] == "ngram"
+    )  # which is what was measured to be the fastest (README.md)
     assert plan["hub"] == {"not_asked": "not asked: pico ships with this package", "drafts": []}
     assert main(["plan", "target=pico"]) == 0
-    assert plan["recommendation"]["start"] in " ".join(capsys.readouterr().out.replace("\\\n", " ").split())
+    assert plan["recommendation"]["start"] in " ".join(
+        capsys.readouterr().out.replace("\\\n", " ").split()
+    )
 
 
-def test_plan_asks_the_hub_for_nothing_where_it_shall_not(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_plan_asks_the_hub_for_nothing_where_it_shall_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.setattr("specdistill.planning.reading.known_drafts", None)
     assert main(["plan", "target=pico", "hub=false", "--json"]) == 0
     assert "hub=false" in json.loads(capsys.readouterr().out)["hub"]["not_asked"]
@@ -221,17 +270,31 @@ def shell(monkeypatch: pytest.MonkeyPatch) -> Shell:
     return recorder
 
 
-def test_demo_trains_then_measures_and_says_so(shell: Shell, in_empty_folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_demo_trains_then_measures_and_says_so(
+    shell: Shell, in_empty_folder: Path, capsys: pytest.CaptureFixture[str]
+):
     assert main(["demo", "train.max_steps=3"]) == 0
     keys = ["recipe=pico/eagle3", "train.output_dir=runs/demo", "train.max_steps=3"]
-    assert shell.commands == [["-m", "specdistill", "train", *keys], ["-m", "specdistill", "eval", *keys]]
-    assert capsys.readouterr().err.splitlines() == [f"$ specdistill {verb} {' '.join(keys)}" for verb in ("train", "eval")]
+    assert shell.commands == [
+        ["-m", "specdistill", "train", *keys],
+        ["-m", "specdistill", "eval", *keys],
+    ]
+    assert capsys.readouterr().err.splitlines() == [
+        f"$ specdistill {verb} {' '.join(keys)}" for verb in ("train", "eval")
+    ]
     assert main(["demo", "--json"]) == 0
-    assert ["--json" in command for command in shell.commands[2:]] == [False, True]  # one document: the report
+    assert ["--json" in command for command in shell.commands[2:]] == [
+        False,
+        True,
+    ]  # one document: the report
 
 
-@pytest.mark.parametrize(("codes", "code", "started"), [([3, 0], 3, 1), ([0, 1], 1, 2), ([-9, 0], 3, 1)])
-def test_demo_ends_with_the_code_of_what_failed(shell: Shell, in_empty_folder: Path, codes: list[int], code: int, started: int):
+@pytest.mark.parametrize(
+    ("codes", "code", "started"), [([3, 0], 3, 1), ([0, 1], 1, 2), ([-9, 0], 3, 1)]
+)
+def test_demo_ends_with_the_code_of_what_failed(
+    shell: Shell, in_empty_folder: Path, codes: list[int], code: int, started: int
+):
     shell.codes = codes
     assert main(["demo"]) == code
     assert len(shell.commands) == started
@@ -240,7 +303,9 @@ def test_demo_ends_with_the_code_of_what_failed(shell: Shell, in_empty_folder: P
 def test_demo_clears_its_own_earlier_run_and_nothing_else(shell: Shell, in_empty_folder: Path):
     for folder in ("runs/demo", "runs/mine"):
         (in_empty_folder / folder / "run").mkdir(parents=True)
-        (in_empty_folder / folder / "run" / "recipe.yaml").write_text("method: eagle3\n", encoding="utf-8")
+        (in_empty_folder / folder / "run" / "recipe.yaml").write_text(
+            "method: eagle3\n", encoding="utf-8"
+        )
     assert main(["demo", "train.output_dir=runs/mine"]) == 0
     assert main(["demo", "draft.layers=1"]) == 2
     assert (in_empty_folder / "runs/demo").exists()

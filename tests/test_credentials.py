@@ -35,7 +35,9 @@ def test_what_is_a_secret(text: str, kind: str | None, monkeypatch: pytest.Monke
     monkeypatch.setenv("HF_TOKEN", "EMPTY")
     monkeypatch.setenv("SPECDISTILL_SERVER_KEYS", "http://127.0.0.1:8000 the-key-of-a-server")
     found = secret_in(text)
-    assert found is None if kind is None else found is not None and kind in found and text not in found
+    assert (
+        found is None if kind is None else found is not None and kind in found and text not in found
+    )
 
 
 @pytest.mark.parametrize(
@@ -48,11 +50,20 @@ def test_what_is_a_secret(text: str, kind: str | None, monkeypatch: pytest.Monke
             "data.source=[/home/ada/my chats.jsonl,~/more.jsonl,org/name@v1]",
             "data.source=[my chats.jsonl,more.jsonl,org/name@v1]",
         ),
-        ('/opt/vllm serve /home/ada/t --config \'{"model": "/tmp/d/draft"}\'', 'vllm serve t --config \'{"model": "draft"}\''),
+        (
+            '/opt/vllm serve /home/ada/t --config \'{"model": "/tmp/d/draft"}\'',
+            'vllm serve t --config \'{"model": "draft"}\'',
+        ),
         ("http://gpu-7.corp:8000/v1", "http://HOST:8000/v1"),
         *(
             (text, text)
-            for text in ("org/name", "runs/mine", "https://huggingface.co/datasets/org/name", "4 / 2 = 2", "<b>1</b>")
+            for text in (
+                "org/name",
+                "runs/mine",
+                "https://huggingface.co/datasets/org/name",
+                "4 / 2 = 2",
+                "<b>1</b>",
+            )
         ),
     ],
 )
@@ -64,13 +75,18 @@ WORDS = ("target={}", "{}", "{}=1", "train.hub_token={}", "recipe={}")
 
 
 @pytest.mark.parametrize(
-    ("verb", "word"), [*((verb, WORDS[0]) for verb in (*VERBS, "unknown")), *(("eval", word) for word in WORDS[1:])]
+    ("verb", "word"),
+    [*((verb, WORDS[0]) for verb in (*VERBS, "unknown")), *(("eval", word) for word in WORDS[1:])],
 )
-def test_every_verb_refuses_one_and_does_not_repeat_it(verb: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_verb_refuses_one_and_does_not_repeat_it(
+    verb: str, word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([verb, word.format(TOKEN), "debug=true"]) == 2
     shown = capsys.readouterr()
     assert TOKEN not in shown.out + shown.err and shown.out == ""
-    assert refused_key(shown.err) == ("the command line" if word.startswith("{") else word.partition("=")[0])
+    assert refused_key(shown.err) == (
+        "the command line" if word.startswith("{") else word.partition("=")[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,11 +100,19 @@ def test_every_verb_refuses_one_and_does_not_repeat_it(verb: str, word: str, cap
     ],
 )
 def test_a_recipe_holds_none_either(
-    line: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    line: str,
+    key: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     (tmp_path / "mine.yaml").write_text(line.replace("{token}", TOKEN) + "\n")
-    arguments = [f"recipe={tmp_path / 'mine.yaml'}", "target=pico", f"train.output_dir={tmp_path / 'run'}"]
+    arguments = [
+        f"recipe={tmp_path / 'mine.yaml'}",
+        "target=pico",
+        f"train.output_dir={tmp_path / 'run'}",
+    ]
     assert main(["train", *arguments, "debug=true"]) == 2
     error = capsys.readouterr().err
     assert TOKEN not in error and "me:pass" not in error and refused_key(error) == key

@@ -23,8 +23,13 @@ def test_exit_codes_are_the_public_ones():
 
 
 def test_user_error_is_one_line_whatever_it_is_told():
-    error = UserError("data.source", got="a\n  multi-line\tvalue", expected="one\nline", nearest="data.split")
-    assert str(error) == "data.source: got a multi-line value, expected one line; did you mean data.split?"
+    error = UserError(
+        "data.source", got="a\n  multi-line\tvalue", expected="one\nline", nearest="data.split"
+    )
+    assert (
+        str(error)
+        == "data.source: got a multi-line value, expected one line; did you mean data.split?"
+    )
     assert error.key == "data.source"
 
 
@@ -41,9 +46,7 @@ def test_what_nobody_foresaw_is_a_line_and_a_file(capsys: pytest.CaptureFixture[
 
 
 def test_a_reader_who_has_seen_enough_ends_a_command_quietly():
-    code = (
-        "from specdistill.cli import main; import sys; sys.exit(main(['--help'] if len(sys.argv) < 2 else ['train', '--help']))"
-    )
+    code = "from specdistill.cli import main; import sys; sys.exit(main(['--help'] if len(sys.argv) < 2 else ['train', '--help']))"
     for more in ("", " more"):
         line = f"{sys.executable} -c {shlex.quote(code)}{more} | head -1; exit ${{PIPESTATUS[0]}}"
         done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
@@ -64,7 +67,9 @@ def test_what_somebody_else_wrote_does_not_steer_the_terminal(capsys: pytest.Cap
 
 
 def test_resource_error_says_what_to_do_next():
-    error = ResourceError("the disk is\nfull", next_step="free 3 GB and start again: the run resumes")
+    error = ResourceError(
+        "the disk is\nfull", next_step="free 3 GB and start again: the run resumes"
+    )
     assert str(error) == "the disk is full; free 3 GB and start again: the run resumes"
 
 
@@ -79,7 +84,10 @@ def test_resource_error_says_what_to_do_next():
     ],
 )
 def test_nearest_is_close_or_none(name: str, expected: str | None):
-    assert nearest(name, ["learning_rate", "eagle3", "ngram", "validation", "logging_first_step"]) == expected
+    assert (
+        nearest(name, ["learning_rate", "eagle3", "ngram", "validation", "logging_first_step"])
+        == expected
+    )
 
 
 def test_docstring_example():
@@ -87,7 +95,11 @@ def test_docstring_example():
 
 
 @pytest.mark.parametrize(
-    "error", [UserError("data.source", got="x", expected="y", nearest="z"), ResourceError("full", next_step="free some")]
+    "error",
+    [
+        UserError("data.source", got="x", expected="y", nearest="z"),
+        ResourceError("full", next_step="free some"),
+    ],
 )
 def test_an_error_arrives_whole_from_another_process(error):
     copy = pickle.loads(pickle.dumps(error))

@@ -13,14 +13,20 @@ from tests.engines.hostile_server import DRIP, SILENCE, K, hostile
 from tests.launches import environment
 from tests.tiny import SMALL, write_inputs
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]  # the imports of a command, which end with it too
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(180),
+]  # the imports of a command, which end with it too
 VLLM = "/v1/completions"
 
 
 def check_interrupted(folder, server, num_asked, *arguments):
     """Within two seconds it says so, with exit code 130; the interpreter takes a while more to end."""
     line, said = [sys.executable, "-m", "specdistill", *arguments], folder / "stderr"
-    with said.open("w") as stderr, subprocess.Popen(line, env=environment(), stderr=stderr) as process:
+    with (
+        said.open("w") as stderr,
+        subprocess.Popen(line, env=environment(), stderr=stderr) as process,
+    ):
         try:
             while server.num_asked < num_asked and process.poll() is None:
                 time.sleep(0.05)
@@ -39,26 +45,72 @@ def check_interrupted(folder, server, num_asked, *arguments):
 
 @pytest.mark.parametrize("wrong", [SILENCE, DRIP])
 def test_eval(wrong, tmp_path):
-    numbers = [f"eval.num_speculative_tokens={K}", "eval.concurrency=16", "eval.max_new_tokens=8", f"output_dir={tmp_path}"]
+    numbers = [
+        f"eval.num_speculative_tokens={K}",
+        "eval.concurrency=16",
+        "eval.max_new_tokens=8",
+        f"output_dir={tmp_path}",
+    ]
     with hostile({VLLM: wrong}, model=str(PICO)) as server:
-        keys = ["target=pico", "method=ngram", "suite=pico", "eval.engine=vllm", f"eval.server={server.address}"]
+        keys = [
+            "target=pico",
+            "method=ngram",
+            "suite=pico",
+            "eval.engine=vllm",
+            f"eval.server={server.address}",
+        ]
         check_interrupted(tmp_path, server, 1, "eval", *keys, *numbers)
 
 
 @pytest.mark.parametrize("wrong", [SILENCE, DRIP])
 def test_data_make(wrong, tmp_path):
-    keys = [*write_inputs(tmp_path), "data.regenerate.num_tokens=9000", "data.regenerate.batch_size=8", "data.max_length=96"]
+    keys = [
+        *write_inputs(tmp_path),
+        "data.regenerate.num_tokens=9000",
+        "data.regenerate.batch_size=8",
+        "data.max_length=96",
+    ]
     with hostile({VLLM: wrong}, model="tiny") as server:
         check_interrupted(
-            tmp_path, server, 8, "data", "make", "recipe=small/eagle3", *keys, f"data.regenerate.server=[{server.address}]"
+            tmp_path,
+            server,
+            8,
+            "data",
+            "make",
+            "recipe=small/eagle3",
+            *keys,
+            f"data.regenerate.server=[{server.address}]",
         )
 
 
 def test_data_features(tmp_path):
     """Of a server that answers, and never gives back the lock on what it writes."""
-    keys = [*write_inputs(tmp_path, num_rows=40), "method=eagle3", "draft.ttt_steps=2", *SMALL, "train.max_steps=4"]
-    keys += ["hidden_states.mode=hybrid", f"hidden_states.path={tmp_path / 'store'}", "hidden_states.shard_tokens=256"]
-    written = {"kv_transfer_params": {"hidden_states_path": str(tmp_path / "of-server.safetensors")}}
-    with (tmp_path / "of-server.safetensors.lock").open("w") as lock, hostile({VLLM: written}) as server:
+    keys = [
+        *write_inputs(tmp_path, num_rows=40),
+        "method=eagle3",
+        "draft.ttt_steps=2",
+        *SMALL,
+        "train.max_steps=4",
+    ]
+    keys += [
+        "hidden_states.mode=hybrid",
+        f"hidden_states.path={tmp_path / 'store'}",
+        "hidden_states.shard_tokens=256",
+    ]
+    written = {
+        "kv_transfer_params": {"hidden_states_path": str(tmp_path / "of-server.safetensors")}
+    }
+    with (
+        (tmp_path / "of-server.safetensors.lock").open("w") as lock,
+        hostile({VLLM: written}) as server,
+    ):
         fcntl.flock(lock, fcntl.LOCK_EX)
-        check_interrupted(tmp_path, server, 1, "data", "features", *keys, f"hidden_states.server=[{server.address}]")
+        check_interrupted(
+            tmp_path,
+            server,
+            1,
+            "data",
+            "features",
+            *keys,
+            f"hidden_states.server=[{server.address}]",
+        )

@@ -53,10 +53,16 @@ def test_publish(run: Path, folder: Path, tmp_path: Path) -> None:
         def released() -> dict[str, bytes]:
             there = {name: path.read_bytes() for name, path in hub.files(NAME).items()}
             assert there.pop("notes.txt") == b"of the team"
-            assert set(hub.tags(NAME).values()) <= {hub.commits(NAME)[0]} and len(hub.commits(NAME)) <= 2
+            assert (
+                set(hub.tags(NAME).values()) <= {hub.commits(NAME)[0]}
+                and len(hub.commits(NAME)) <= 2
+            )
             return there
 
-        assert specdistill(*words, "dry_run=true", f"output_dir={tmp_path / 'earlier'}").returncode == 0
+        assert (
+            specdistill(*words, "dry_run=true", f"output_dir={tmp_path / 'earlier'}").returncode
+            == 0
+        )
         survive(words, folder, released, lambda: within(folder / "run/release"), reset=start)
         assert hub.tags(NAME).keys() == {"v1"}
         downloaded = Path(snapshot_download(NAME, revision="v1"))
@@ -70,9 +76,15 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def test_data_features(inputs: list[str], folder: Path) -> None:
-    own = ["hidden_states.mode=hybrid", f"hidden_states.path={folder / 'store'}", "hidden_states.shard_tokens=256"]
+    own = [
+        "hidden_states.mode=hybrid",
+        f"hidden_states.path={folder / 'store'}",
+        "hidden_states.shard_tokens=256",
+    ]
     words = ["data", "features", *inputs, "method=eagle3", "draft.ttt_steps=2", *SMALL, *own]
-    shards = lambda: {path.name: path.read_bytes() for path in (folder / "store").glob("*.safetensors")}  # noqa: E731
+    shards = lambda: {
+        path.name: path.read_bytes() for path in (folder / "store").glob("*.safetensors")
+    }  # noqa: E731
     survive(words, folder, shards, in_parts=True)
     for name in shards():
         with safe_open(folder / "store" / name, framework="pt") as file:
@@ -80,6 +92,16 @@ def test_data_features(inputs: list[str], folder: Path) -> None:
 
 
 def test_train(inputs: list[str], folder: Path) -> None:
-    words = ["train", *inputs, "method=draft_model", "draft.num_layers=2", *SMALL, "train.save_steps=1", "train.eval_steps=1"]
-    survive([*words, f"train.output_dir={folder / 'run'}"], folder, lambda: within(folder / "run/draft"))
+    words = [
+        "train",
+        *inputs,
+        "method=draft_model",
+        "draft.num_layers=2",
+        *SMALL,
+        "train.save_steps=1",
+        "train.eval_steps=1",
+    ]
+    survive(
+        [*words, f"train.output_dir={folder / 'run'}"], folder, lambda: within(folder / "run/draft")
+    )
     AutoModelForCausalLM.from_pretrained(folder / "run" / "draft")

@@ -52,7 +52,9 @@ def launched(folder: Path, end: str, *keys: str) -> int:
     """The exit code of a launch of PROCESS, as `specdistill train` leaves it."""
     (folder / "process.py").write_text(PROCESS, encoding="utf-8")
     warnings.simplefilter("ignore")  # of libraries, about processes of a launch
-    return reported(lambda: launch(folder / "process.py", [str(folder), end], load_recipe(LaunchOptions, keys)))
+    return reported(
+        lambda: launch(folder / "process.py", [str(folder), end], load_recipe(LaunchOptions, keys))
+    )
 
 
 def start(folder: Path, *arguments: str) -> BaseProcess:
@@ -81,10 +83,16 @@ def left_by(folder: Path) -> set[str]:
     ("end", "keys", "message"),
     [
         ("code", ["launch=ddp", "num_processes=2"], ""),
-        ("killed", ["launch=cpu"], "error: the process was killed by SIGKILL; the same command resumes"),
+        (
+            "killed",
+            ["launch=cpu"],
+            "error: the process was killed by SIGKILL; the same command resumes",
+        ),
     ],
 )
-def test_the_exit_code_is_that_of_the_process_that_failed(end: str, keys: list[str], message: str, tmp_path: Path) -> None:
+def test_the_exit_code_is_that_of_the_process_that_failed(
+    end: str, keys: list[str], message: str, tmp_path: Path
+) -> None:
     run = start(tmp_path, end, *keys)
     run.join()
     assert run.exitcode == 3
@@ -144,7 +152,10 @@ FIRST = [*TWO, "machine_rank=0", "main_process_ip=127.0.0.1"]
         (TWO, "machine_rank: got nothing with 2 machines, "),
         ([*TWO, "machine_rank=1"], "main_process_ip: got nothing with 2 machines, "),
         ([*TWO, "machine_rank=2", "main_process_ip=a"], "machine_rank: got 2, "),
-        ([*FIRST, "main_process_port={used}"], "main_process_port: got {used}, which another program on this machine uses, "),
+        (
+            [*FIRST, "main_process_port={used}"],
+            "main_process_port: got {used}, which another program on this machine uses, ",
+        ),
     ],
 )
 def test_what_cannot_start_is_one_line(
@@ -174,7 +185,12 @@ def test_a_configuration_that_cannot_start_is_one_line(
     assert capsys.readouterr().err.startswith("error: " + refused.format(yaml=file))
 
 
-ONE_MACHINE = {"distributed_type": "MULTI_GPU", "num_processes": 2, "machine_rank": 0, "num_machines": 1}
+ONE_MACHINE = {
+    "distributed_type": "MULTI_GPU",
+    "num_processes": 2,
+    "machine_rank": 0,
+    "num_machines": 1,
+}
 TWO_MACHINES = ONE_MACHINE | {"num_machines": 2, "machine_rank": 1, "main_process_ip": "10.0.0.1"}
 
 
@@ -185,16 +201,27 @@ TWO_MACHINES = ONE_MACHINE | {"num_machines": 2, "machine_rank": 1, "main_proces
         (ONE_MACHINE | {"main_process_port": 0}, [], (0, None, 0)),
         (ONE_MACHINE | {"main_process_port": 29411}, ["main_process_port=29412"], (0, None, 29412)),
         (TWO_MACHINES, [], (1, "10.0.0.1", 29500)),
-        (TWO_MACHINES | {"main_process_port": 29411}, ["main_process_ip=10.0.0.2"], (1, "10.0.0.2", 29411)),
+        (
+            TWO_MACHINES | {"main_process_port": 29411},
+            ["main_process_ip=10.0.0.2"],
+            (1, "10.0.0.2", 29411),
+        ),
     ],
 )
 def test_what_a_configuration_names_is_used(
-    settings: dict[str, Any], keys: list[str], understood: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any],
+    keys: list[str],
+    understood: tuple[Any, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What accelerate itself makes of the file and of what it is told in addition; a port of 0 is any that is free."""
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
     started = []
-    monkeypatch.setattr("accelerate.commands.launch.launch_command", lambda it: started.append(_validate_launch_command(it)[0]))
+    monkeypatch.setattr(
+        "accelerate.commands.launch.launch_command",
+        lambda it: started.append(_validate_launch_command(it)[0]),
+    )
     monkeypatch.setattr("accelerate.utils.is_port_in_use", lambda port: False)
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     assert main(["train", "recipe=pico/eagle3", f"launch={tmp_path / 'mine.yaml'}", *keys]) == 0
@@ -206,12 +233,26 @@ def test_what_a_configuration_names_is_used(
     ("inside", "environment"),
     [
         ("exec specdistill", {"SLURM_NNODES": "2", "SLURM_NODEID": "1", "HEAD": "node0"}),
-        ("TrainJob", {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "node0", "PET_MASTER_PORT": "29400"}),
+        (
+            "TrainJob",
+            {
+                "PET_NNODES": "2",
+                "PET_NODE_RANK": "1",
+                "PET_MASTER_ADDR": "node0",
+                "PET_MASTER_PORT": "29400",
+            },
+        ),
     ],
 )
-def test_the_examples_of_schedulers_start_this_machine(inside: str, environment: dict[str, str], tmp_path: Path) -> None:
+def test_the_examples_of_schedulers_start_this_machine(
+    inside: str, environment: dict[str, str], tmp_path: Path
+) -> None:
     page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
-    (example,) = [block for block in re.findall(r"```(?:bash|yaml)\n(.*?)```", page, re.DOTALL) if inside in block]
+    (example,) = [
+        block
+        for block in re.findall(r"```(?:bash|yaml)\n(.*?)```", page, re.DOTALL)
+        if inside in block
+    ]
     if inside == "TrainJob":
         trainer = yaml.safe_load(example)["spec"]["trainer"]
         assert trainer["command"] == ["bash", "-c"]
@@ -220,10 +261,20 @@ def test_the_examples_of_schedulers_start_this_machine(inside: str, environment:
     (tmp_path / "specdistill").chmod(0o755)
     environment = {**environment, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
     command = ["bash", "-c", example]
-    verb, _, *keys = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
+    verb, _, *keys = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True
+    ).stdout.split()
     options = load_recipe(LaunchOptions, keys)
-    assert verb == "train" and find_yaml(options.launch, LAUNCHES, "launch").name == "ddp_multinode.yaml"
-    assert (options.num_machines, options.num_processes, options.machine_rank, options.main_process_ip) == (2, 16, 1, "node0")
+    assert (
+        verb == "train"
+        and find_yaml(options.launch, LAUNCHES, "launch").name == "ddp_multinode.yaml"
+    )
+    assert (
+        options.num_machines,
+        options.num_processes,
+        options.machine_rank,
+        options.main_process_ip,
+    ) == (2, 16, 1, "node0")
 
 
 @pytest.mark.long  # two launches of whole commands
@@ -233,14 +284,31 @@ def test_machines_with_different_recipes_are_refused(tmp_path: Path) -> None:
     port = get_free_port()
     running = []
     for rank in (0, 1):
-        machine = [*TWO, f"machine_rank={rank}", "main_process_ip=127.0.0.1", f"main_process_port={port}"]
+        machine = [
+            *TWO,
+            f"machine_rank={rank}",
+            "main_process_ip=127.0.0.1",
+            f"main_process_port={port}",
+        ]
         keys = [*machine, f"train.max_steps={2 + rank}", f"train.output_dir={tmp_path / str(rank)}"]
-        pod = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(rank), "PET_MASTER_ADDR": "127.0.0.1"}
+        pod = {
+            "PET_NNODES": "2",
+            "PET_NPROC_PER_NODE": "1",
+            "PET_NODE_RANK": str(rank),
+            "PET_MASTER_ADDR": "127.0.0.1",
+        }
         line = [sys.executable, "-m", "specdistill", "train", "recipe=pico/eagle3", *keys]
         environment = {**os.environ, **pod, "PET_MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
-        running.append(subprocess.Popen(line, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+        running.append(
+            subprocess.Popen(
+                line, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+        )
     for run in running:
         _, said = run.communicate(timeout=120)
         assert run.returncode == 2, said
         (line,) = re.findall("error: .*", said)
-        assert line.startswith("error: train.max_steps: got 3 in process 1 on ") and ", expected 2, as in process 0 on " in line
+        assert (
+            line.startswith("error: train.max_steps: got 3 in process 1 on ")
+            and ", expected 2, as in process 0 on " in line
+        )

@@ -46,7 +46,11 @@ def holds_code(path: Path) -> bool:
     )
 
 
-MODULES = sorted(str(path.relative_to(PACKAGE).with_suffix("")) for path in PACKAGE.rglob("*.py") if holds_code(path))
+MODULES = sorted(
+    str(path.relative_to(PACKAGE).with_suffix(""))
+    for path in PACKAGE.rglob("*.py")
+    if holds_code(path)
+)
 
 
 def dotted(module: str) -> str:
@@ -73,9 +77,14 @@ def reached(folder: Path) -> set[str]:
 def test_every_module_is_reached_by_the_tests_of_its_folder() -> None:
     """specdistill/a/b.py by tests/a/test_b.py, or by another file of tests/a that imports it, or a module of specdistill/a that does."""
     unreached = {module for module in MODULES if dotted(module) not in reached(Path(module).parent)}
-    elsewhere = {pattern: {module for module in unreached if fnmatch(module, pattern)} for pattern in TESTED_ELSEWHERE}
+    elsewhere = {
+        pattern: {module for module in unreached if fnmatch(module, pattern)}
+        for pattern in TESTED_ELSEWHERE
+    }
     assert unreached == set().union(*elsewhere.values())
-    assert all(elsewhere.values()) and all((TESTS / place).is_file() for place in TESTED_ELSEWHERE.values())
+    assert all(elsewhere.values()) and all(
+        (TESTS / place).is_file() for place in TESTED_ELSEWHERE.values()
+    )
 
 
 def test_no_test_module_is_imported() -> None:
@@ -89,10 +98,14 @@ def test_no_test_module_is_imported() -> None:
     assert borrowed == set()
 
 
-@pytest.mark.parametrize(("top", "pattern"), [(PACKAGE, "*.py"), (TESTS, "test_*.py")], ids=["specdistill", "tests"])
+@pytest.mark.parametrize(
+    ("top", "pattern"), [(PACKAGE, "*.py"), (TESTS, "test_*.py")], ids=["specdistill", "tests"]
+)
 def test_no_folder_holds_too_many_modules(top: Path, pattern: str) -> None:
     counts = {
-        str(folder.relative_to(ROOT)): len([path for path in folder.glob(pattern) if path.name != "__init__.py"])
+        str(folder.relative_to(ROOT)): len(
+            [path for path in folder.glob(pattern) if path.name != "__init__.py"]
+        )
         for folder in (top, *(path for path in top.rglob("*") if path.is_dir()))
     }
     assert {folder: count for folder, count in counts.items() if count > MOST_MODULES} == {}

@@ -17,7 +17,9 @@ from tests.documented import commands, unknown_keys
 from tests.refusals import refused_key
 from tests.simulated import simulate, simulated_report
 
-PASSES, FAILS, CANNOT_TELL = ({"metric": "mean_acceptance_length", "min": least} for least in (1.0, 9.0, 2.94))
+PASSES, FAILS, CANNOT_TELL = (
+    {"metric": "mean_acceptance_length", "min": least} for least in (1.0, 9.0, 2.94)
+)
 
 
 @pytest.fixture
@@ -28,7 +30,13 @@ def run(in_empty_folder: Path) -> Path:
 
 
 def interrupted(folder: str, *more: str) -> Path:
-    keys = ["method=eagle3", "target.model=models/mine", "data.source=texts.jsonl", f"train.output_dir={folder}", *more]
+    keys = [
+        "method=eagle3",
+        "target.model=models/mine",
+        "data.source=texts.jsonl",
+        f"train.output_dir={folder}",
+        *more,
+    ]
     path = Path(folder) / "run" / "recipe.yaml"
     path.parent.mkdir(parents=True)
     path.write_text(recipe_yaml(load_recipe(Recipe, keys)), encoding="utf-8")
@@ -41,7 +49,11 @@ def trained(run: Path) -> None:
 
 
 def measured(
-    run: Path, rule: dict[str, object] | None = None, place: str = "report", age: float = 0.0, **parts: object
+    run: Path,
+    rule: dict[str, object] | None = None,
+    place: str = "report",
+    age: float = 0.0,
+    **parts: object,
 ) -> None:
     """Trained, and a report that was judged by the rule; without one it was not judged. age: seconds since."""
     if not (run / "draft").exists():
@@ -60,7 +72,9 @@ def said(capsys: pytest.CaptureFixture[str]) -> tuple[str, list[str]]:
     assert main([]) == 0
     sentence, *lines, _ = capsys.readouterr().out.splitlines()
     found = [line.partition("#")[0].strip() for line in lines]
-    assert [key for verb, keys in commands("\n".join(found)) for key in unknown_keys(verb, keys)] == []
+    assert [
+        key for verb, keys in commands("\n".join(found)) for key in unknown_keys(verb, keys)
+    ] == []
     return sentence, found
 
 
@@ -82,15 +96,27 @@ PUBLISH = "specdistill publish run=runs/mine repo=org/name baseline=none"
         (lambda run: None, [TRAIN], "incomplete"),
         (trained, [f"{EVAL} eval.suite=path/to/prompts.jsonl"], "not measured"),
         (measured, ["specdistill gate report=runs/mine/report gates=default"], "no gate verdict"),
-        (lambda run: measured(run, PASSES, incomplete="a server died"), [f"{EVAL} eval.suite=path/to/prompts.jsonl"], ""),
+        (
+            lambda run: measured(run, PASSES, incomplete="a server died"),
+            [f"{EVAL} eval.suite=path/to/prompts.jsonl"],
+            "",
+        ),
         (lambda run: measured(run, FAILS), [DOCTOR], "acceptance length"),
-        (lambda run: measured(run, CANNOT_TELL), [f"{EVAL} eval.suite=path/to/more/prompts.jsonl"], "acceptance length"),
+        (
+            lambda run: measured(run, CANNOT_TELL),
+            [f"{EVAL} eval.suite=path/to/more/prompts.jsonl"],
+            "acceptance length",
+        ),
         (lambda run: measured(run, PASSES), [EXPORT, PUBLISH], "passed"),
     ],
     ids=["interrupted", "trained", "measured", "cut short", "failed", "inconclusive", "passed"],
 )
 def test_the_next_step(
-    reach: Callable[[Path], None], steps: list[str], fact: str, run: Path, capsys: pytest.CaptureFixture[str]
+    reach: Callable[[Path], None],
+    steps: list[str],
+    fact: str,
+    run: Path,
+    capsys: pytest.CaptureFixture[str],
 ):
     reach(run)
     sentence, found = said(capsys)
@@ -101,11 +127,19 @@ def test_the_next_step(
     ("keys", "reach", "step"),
     [
         ("eval.suite=mt-bench", trained, EVAL),
-        ("publish.repo=me/mine", lambda run: measured(run, PASSES), "specdistill publish run=runs/mine baseline=none"),
+        (
+            "publish.repo=me/mine",
+            lambda run: measured(run, PASSES),
+            "specdistill publish run=runs/mine baseline=none",
+        ),
         (TRUST, lambda run: None, f"{TRAIN} {TRUST}"),
         (TRUST, lambda run: measured(run, FAILS), f"{DOCTOR} {TRUST}"),
         (TRUST, lambda run: measured(run, PASSES), PUBLISH),
-        ("eval.run_code=true", trained, f"{EVAL} eval.run_code=true eval.suite=path/to/prompts.jsonl"),
+        (
+            "eval.run_code=true",
+            trained,
+            f"{EVAL} eval.run_code=true eval.suite=path/to/prompts.jsonl",
+        ),
         ("eval.run_code=true", lambda run: measured(run, PASSES), PUBLISH),
         (
             ["eval.engine=vllm", "eval.engine_command=vllm serve"],
@@ -115,7 +149,11 @@ def test_the_next_step(
     ],
 )
 def test_what_the_recipe_names_is_kept(
-    keys: str | list[str], reach: Callable[[Path], None], step: str, in_empty_folder: Path, capsys: pytest.CaptureFixture[str]
+    keys: str | list[str],
+    reach: Callable[[Path], None],
+    step: str,
+    in_empty_folder: Path,
+    capsys: pytest.CaptureFixture[str],
 ):
     del in_empty_folder
     reach(interrupted("runs/mine", *([keys] if isinstance(keys, str) else keys)))
@@ -147,7 +185,9 @@ def test_the_run_that_was_worked_on_last_counts(run: Path, capsys: pytest.Captur
 
 def test_a_run_that_was_moved_is_named_where_it_lies(run: Path, capsys: pytest.CaptureFixture[str]):
     run.rename("elsewhere")
-    assert said(capsys)[1] == ["specdistill train recipe=elsewhere/run/recipe.yaml train.output_dir=elsewhere"]
+    assert said(capsys)[1] == [
+        "specdistill train recipe=elsewhere/run/recipe.yaml train.output_dir=elsewhere"
+    ]
 
 
 def test_a_report_that_cannot_be_read_is_one_line(run: Path, capsys: pytest.CaptureFixture[str]):

@@ -25,14 +25,21 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder], cwd=ROOT, check=True, capture_output=True
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
     )
     (built,) = folder.glob("*.whl")
     return built
 
 
 def in_repository(folder: str, *endings: str) -> set[str]:
-    files = (path for path in (ROOT / folder).rglob("*") if path.suffix in endings and "__pycache__" not in path.parts)
+    files = (
+        path
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in endings and "__pycache__" not in path.parts
+    )
     return {path.relative_to(ROOT).as_posix() for path in files}
 
 
@@ -47,11 +54,29 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path):
 
 def test_wheel_carries_recipes_scripts_suites_and_assets(wheel: Path):
     names = set(zipfile.ZipFile(wheel).namelist())
-    shipped = in_repository("recipes", ".yaml") | in_repository("accelerate_configs", ".yaml") | in_repository("train", ".py")
+    shipped = (
+        in_repository("recipes", ".yaml")
+        | in_repository("accelerate_configs", ".yaml")
+        | in_repository("train", ".py")
+    )
     shipped |= in_repository("eval", ".py", ".yaml", ".jsonl")
     assert {f"specdistill/_project/{name}" for name in shipped} <= names
     assert "specdistill/py.typed" in names  # type checkers read the package's types
-    assert in_repository("specdistill", ".py", ".json", ".html", ".css", ".js", ".jinja", ".j2", ".md", ".safetensors") <= names
+    assert (
+        in_repository(
+            "specdistill",
+            ".py",
+            ".json",
+            ".html",
+            ".css",
+            ".js",
+            ".jinja",
+            ".j2",
+            ".md",
+            ".safetensors",
+        )
+        <= names
+    )
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +89,13 @@ def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def installed(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "specdistill", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(site)})
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(site)},
+    )
 
 
 def test_wheel_works_from_an_empty_folder(site: Path, in_empty_folder: Path):
@@ -79,17 +110,46 @@ def test_wheel_works_from_an_empty_folder(site: Path, in_empty_folder: Path):
 @pytest.mark.long  # two launched processes
 @pytest.mark.distributed
 def test_wheel_trains_in_two_processes_from_an_empty_folder(site: Path, in_empty_folder: Path):
-    rows = [{"text": f"def add_{number}(a, b):\n    return a + b + {number}\n"} for number in range(8)]
+    rows = [
+        {"text": f"def add_{number}(a, b):\n    return a + b + {number}\n"} for number in range(8)
+    ]
     Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    keys = ["data.source=rows.jsonl", "data.regenerate=null", "data.max_length=32", "draft.ttt_steps=1", "train.max_steps=1"]
-    result = installed(site, "train", "recipe=pico/eagle3", "launch=ddp", "num_processes=2", "train.output_dir=run", *keys)
+    keys = [
+        "data.source=rows.jsonl",
+        "data.regenerate=null",
+        "data.max_length=32",
+        "draft.ttt_steps=1",
+        "train.max_steps=1",
+    ]
+    result = installed(
+        site,
+        "train",
+        "recipe=pico/eagle3",
+        "launch=ddp",
+        "num_processes=2",
+        "train.output_dir=run",
+        *keys,
+    )
     assert result.returncode == 0, result.stderr
-    assert f"$ accelerate launch --config_file={site}/specdistill/_project/accelerate_configs/ddp.yaml " in result.stderr
+    assert (
+        f"$ accelerate launch --config_file={site}/specdistill/_project/accelerate_configs/ddp.yaml "
+        in result.stderr
+    )
     script, *_ = json.loads(Path("run/run/provenance.json").read_text(encoding="utf-8"))["command"]
-    assert script == "eagle.py"  # of the package, as the line above says; no place of a machine is recorded
+    assert (
+        script == "eagle.py"
+    )  # of the package, as the line above says; no place of a machine is recorded
     assert Path("run/draft/model.safetensors").is_file()
     # What every process finds is said once, and its exit code is the launch's.
-    again = installed(site, "train", "recipe=pico/eagle3", "launch=ddp", "num_processes=2", "train.output_dir=run", *keys)
+    again = installed(
+        site,
+        "train",
+        "recipe=pico/eagle3",
+        "launch=ddp",
+        "num_processes=2",
+        "train.output_dir=run",
+        *keys,
+    )
     assert again.returncode == 2
     assert refused_key(again.stderr) == "train.output_dir"
 
@@ -111,7 +171,11 @@ def declared() -> list[Requirement]:
 def test_constraints_pin_every_dependency_within_its_range():
     pinned = {need: pins().get(canonicalize_name(need.name)) for need in declared()}
     assert "+" not in pins()["torch"]  # any build will do
-    assert [str(need) for need, version in pinned.items() if version is None or not need.specifier.contains(version)] == []
+    assert [
+        str(need)
+        for need, version in pinned.items()
+        if version is None or not need.specifier.contains(version)
+    ] == []
 
 
 def test_constraints_pin_what_the_dependencies_need():
@@ -124,9 +188,13 @@ def test_constraints_pin_what_the_dependencies_need():
             needs = [Requirement(line) for line in requires(name) or []]
         except PackageNotFoundError:
             continue
-        wanted = [need for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
+        wanted = [
+            need for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})
+        ]
         unpinned |= {canonicalize_name(need.name) for need in wanted} - pinned.keys()
-    assert {name for name in unpinned if not name.startswith(("nvidia-", "cuda-", "triton"))} == set()
+    assert {
+        name for name in unpinned if not name.startswith(("nvidia-", "cuda-", "triton"))
+    } == set()
 
 
 def test_newest_entry_of_the_changelog_is_this_version():
@@ -135,26 +203,46 @@ def test_newest_entry_of_the_changelog_is_this_version():
 
 
 def test_forms_of_issues_are_such_as_github_reads():
-    kinds = {"markdown": {"value"}, "textarea": {"label"}, "input": {"label"}, "checkboxes": {"label", "options"}}
-    forms = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")]
+    kinds = {
+        "markdown": {"value"},
+        "textarea": {"label"},
+        "input": {"label"},
+        "checkboxes": {"label", "options"},
+    }
+    forms = [
+        yaml.safe_load(path.read_text(encoding="utf-8"))
+        for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")
+    ]
     assert len(forms) == 2
     for form in forms:
-        assert form["name"] and form["description"] and len({it["id"] for it in form["body"] if "id" in it}) > 1
+        assert (
+            form["name"]
+            and form["description"]
+            and len({it["id"] for it in form["body"] if "id" in it}) > 1
+        )
         assert all(kinds[it["type"]] <= it["attributes"].keys() for it in form["body"])
 
 
 def test_container_of_a_developer_is_a_stage_of_the_dockerfile():
-    built = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text(encoding="utf-8"))["build"]
-    stages = re.findall(r"^FROM \S+ AS (\w+)$", (ROOT / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
+    built = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text(encoding="utf-8"))[
+        "build"
+    ]
+    stages = re.findall(
+        r"^FROM \S+ AS (\w+)$", (ROOT / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert stages == ["cpu", "cuda"] and built["target"] in stages
     assert (ROOT / ".devcontainer" / built["dockerfile"]).resolve() == ROOT / "Dockerfile"
 
 
 def make(*arguments: str) -> list[str]:
     """The lines that make prints when a person starts it: what a surrounding `make test` hands down is removed."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))
+    }
     line = ["make", *arguments]
-    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True, env=environment).stdout.splitlines()
+    return subprocess.run(
+        line, cwd=ROOT, capture_output=True, text=True, check=True, env=environment
+    ).stdout.splitlines()
 
 
 def test_pre_commit_runs_what_ci_lints():
@@ -167,7 +255,14 @@ def test_ci_runs_lint_and_the_readme_s_test_command():
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     steps = re.findall(r"^step (make .+)$", script.read_text(encoding="utf-8"), re.MULTILINE)
-    assert steps == ["make setup", "make lint", "make test", "make test-long", "make test-launches", "make test-engines"]
+    assert steps == [
+        "make setup",
+        "make lint",
+        "make test",
+        "make test-long",
+        "make test-launches",
+        "make test-engines",
+    ]
 
 
 def test_help_lists_every_target_of_the_makefile():
@@ -187,10 +282,20 @@ def test_readme_starts_with_the_two_commands():
 @pytest.mark.long  # collects every test
 def test_the_gpu_tests_run_without_the_development_extras():
     """A rented machine has pytest, and no way to fetch more."""
-    extras = [re.split(r"[>=]", entry)[0].replace("-", "_") for entry in PYPROJECT["project"]["optional-dependencies"]["dev"]]
+    extras = [
+        re.split(r"[>=]", entry)[0].replace("-", "_")
+        for entry in PYPROJECT["project"]["optional-dependencies"]["dev"]
+    ]
     lacking = [*extras, "importlinter", "xdist", "_hypothesis_pytestplugin"]
     lacking.remove("pytest")
     code = f"import sys, pytest; sys.modules.update(dict.fromkeys({lacking})); sys.exit(pytest.main(['-m', 'gpu', '-q', '--collect-only']))"
     alone = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=alone, capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=alone,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert run.returncode == 0 and "deselected" in run.stdout, run.stdout[-2000:]

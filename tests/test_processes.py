@@ -22,7 +22,10 @@ def test_the_others_wait_for_longer_than_a_step_may_take(tmp_path: Path) -> None
             time.sleep(0.5)
             (tmp_path / "done").touch()
         print(of_all(rank), (tmp_path / "done").exists())
-        print(processes._group()._get_backend(torch.device("cpu")).options._timeout >= timedelta(hours=24))
+        print(
+            processes._group()._get_backend(torch.device("cpu")).options._timeout
+            >= timedelta(hours=24)
+        )
 
     ended = run_processes(tmp_path, late, 0, 1, 0)
     assert [process.code for process in ended] == [0, 0, 0], ended[1].err
@@ -50,7 +53,10 @@ def test_the_end_of_a_process_ends_the_others(tmp_path: Path) -> None:
 
     ended = run_processes(tmp_path, ends, 0, 1, 0)
     assert [process.code for process in ended] == [3, 3, -9]
-    assert all("\nerror: another process of this launch has ended" in "\n" + process.err for process in ended[:2])
+    assert all(
+        "\nerror: another process of this launch has ended" in "\n" + process.err
+        for process in ended[:2]
+    )
 
 
 @pytest.mark.distributed
@@ -59,10 +65,17 @@ def test_what_differs_is_named_with_its_process(tmp_path: Path) -> None:
         try:
             agree({"a": "1", "b": "2" if rank < 2 else "3"}, otherwise=": do this")
         except UserError as error:
-            print(error.key, error.got, str(error).endswith(": do this"), ", expected 2, as in process 0 on " in str(error))
+            print(
+                error.key,
+                error.got,
+                str(error).endswith(": do this"),
+                ", expected 2, as in process 0 on " in str(error),
+            )
 
     for process in run_processes(tmp_path, differ, 0, 1, 0):
-        assert process.out.startswith("b 3 in process 2 on ") and process.out.endswith("True True\n"), process.err
+        assert process.out.startswith("b 3 in process 2 on ") and process.out.endswith(
+            "True True\n"
+        ), process.err
 
 
 @pytest.mark.long

@@ -76,12 +76,26 @@ def test_a_sample_is_scaled_to_the_whole() -> None:
 def test_the_table_says_what_it_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     announce("generating", SAMPLE.times(100), "10 rows in 2.0 s", tmp_path / "not" / "yet")
     said = capsys.readouterr().err
-    rows = dict(tuple(cell.strip() for cell in line.split("│")[1:-1]) for line in said.splitlines() if "│" in line)
-    assert "generating" in said and (rows["rows"], rows["tokens"], rows["loss tokens"]) == ("1,000", "100,000", "60,000")
-    assert rows["disk"].startswith("5.0 MB (") and rows["time"] == "3.3 min" and rows["estimated from"] == "10 rows in 2.0 s"
+    rows = dict(
+        tuple(cell.strip() for cell in line.split("│")[1:-1])
+        for line in said.splitlines()
+        if "│" in line
+    )
+    assert "generating" in said and (rows["rows"], rows["tokens"], rows["loss tokens"]) == (
+        "1,000",
+        "100,000",
+        "60,000",
+    )
+    assert (
+        rows["disk"].startswith("5.0 MB (")
+        and rows["time"] == "3.3 min"
+        and rows["estimated from"] == "10 rows in 2.0 s"
+    )
 
 
-def test_what_has_no_room_is_refused_unless_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_has_no_room_is_refused_unless_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     huge = SAMPLE.times(1e15)
     with pytest.raises(ResourceError, match=rf"{tmp_path}.*data\.force=true"):
         announce("generating", huge, "", tmp_path)

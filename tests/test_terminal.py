@@ -55,24 +55,39 @@ def judged_again(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     report["suite"]["name"] = report["target"]["model"] = report["created"] = EVIL
     report["digest"] = digest(report, records)
     write_report(folder, report, records)
-    rules = [{"metric": "speedup", "min": 1, "scope": {"category": EVIL}}, {"metric": "speedup", "min": 1}]
+    rules = [
+        {"metric": "speedup", "min": 1, "scope": {"category": EVIL}},
+        {"metric": "speedup", "min": 1},
+    ]
     (folder / "rules.yaml").write_text(yaml.safe_dump(rules))
     return ["gate", f"report={folder}", f"gates={folder / 'rules.yaml'}"]
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_names_of_others_steer_no_terminal_and_break_no_xml(judged_again, encoding, tmp_path, monkeypatch):
+def test_names_of_others_steer_no_terminal_and_break_no_xml(
+    judged_again, encoding, tmp_path, monkeypatch
+):
     code, out, err = said([*judged_again, f"output_dir={tmp_path}"], encoding, monkeypatch)
     assert code == 1 and err == ""
-    assert "failed" in out and "[link=http://evil.example]" in out and ("é" if encoding == "utf-8" else "\\xe9") in out
+    assert (
+        "failed" in out
+        and "[link=http://evil.example]" in out
+        and ("é" if encoding == "utf-8" else "\\xe9") in out
+    )
     assert not STEERS.search(out)
     suite = ElementTree.parse(tmp_path / "junit.xml").getroot()
-    assert "\ufffd]0;owned" in suite.findall("testcase")[0].get("name", "") and "[link=" in suite.get("name", "")
+    assert "\ufffd]0;owned" in suite.findall("testcase")[0].get(
+        "name", ""
+    ) and "[link=" in suite.get("name", "")
 
 
-def test_a_message_that_quotes_much_is_shortened_and_what_is_asked_for_is_not(monkeypatch, tmp_path):
+def test_a_message_that_quotes_much_is_shortened_and_what_is_asked_for_is_not(
+    monkeypatch, tmp_path
+):
     """Ours, and one of a library, whose handler of logging holds the stream."""
-    code, out, err = said(["doctor", f"draft={'x' * 5000}", f"suite={'y' * 5000}"], "utf-8", monkeypatch)
+    code, out, err = said(
+        ["doctor", f"draft={'x' * 5000}", f"suite={'y' * 5000}"], "utf-8", monkeypatch
+    )
     assert code == 2 and out == "" and "expected" in err
     assert all(len(line) <= 1000 for line in err.splitlines())
     stream = io.StringIO()
@@ -124,7 +139,9 @@ def test_noise_of_libraries_is_not_shown(monkeypatch):
     assert len(records) > 3  # so each of the others was one that is left out
 
 
-def said(arguments: list[str], encoding: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str, str]:
+def said(
+    arguments: list[str], encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of a command whose streams have this encoding."""
     outputs = [io.TextIOWrapper(io.BytesIO(), encoding) for _ in range(2)]
     for name, output in zip(("stdout", "stderr"), outputs, strict=True):
@@ -140,7 +157,9 @@ def on_a_terminal(*arguments: str) -> tuple[int, str]:
     """What a terminal gets of Python with these arguments."""
     terminal, its_end = pty.openpty()
     termios.tcsetwinsize(its_end, (40, 120))
-    process = subprocess.Popen([sys.executable, *arguments], stdout=its_end, stderr=its_end, stdin=its_end)
+    process = subprocess.Popen(
+        [sys.executable, *arguments], stdout=its_end, stderr=its_end, stdin=its_end
+    )
     os.close(its_end)
     shown = b""
     while True:
@@ -154,6 +173,10 @@ def test_a_terminal_has_colours_and_bars_and_nothing_of_others(monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     code, shown = on_a_terminal("-c", PRINTS, EVIL)
     assert code == 2 and shown.count("\ufffd]0;owned\ufffd") == 5 and "a \ufffd\ufffd]0" in shown
-    assert "\x1b[32mgreen\x1b[0m" in shown and "\rfetching: 100%" in shown and "1/1\x1b[0m rows" in shown
+    assert (
+        "\x1b[32mgreen\x1b[0m" in shown
+        and "\rfetching: 100%" in shown
+        and "1/1\x1b[0m rows" in shown
+    )
     ours = r"\r\n|\x1b\[[\d;]*m|\x1b\[\?25[lh]|\x1b\[(2K|A)|\r(?=\x1b\[2K|fetching|a file| +\x1b)"
     assert not STEERS.search(re.sub(rf"\r(?= +\x1b\[A)|{ours}", "", shown))

@@ -53,7 +53,10 @@ class Event:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        return {name: self.given.get(name, declared.get("default", "")) for name, declared in CALL["inputs"].items()}
+        return {
+            name: self.given.get(name, declared.get("default", ""))
+            for name, declared in CALL["inputs"].items()
+        }
 
     def holds(self, condition: str) -> bool:
         """An `if` of a step, while no step has failed. One that is not here is an error."""
@@ -62,7 +65,9 @@ class Event:
             "always()": True,
             "inputs.run == ''": self.inputs["run"] == "",
             f"always() && github.event_name == 'pull_request' && {from_here}": self.pull_request,
-            "success() && github.ref_type == 'tag' && inputs.repo != ''": bool(self.tag and self.inputs["repo"]),
+            "success() && github.ref_type == 'tag' && inputs.repo != ''": bool(
+                self.tag and self.inputs["repo"]
+            ),
         }[condition]
 
     def filled_in(self, environment: Mapping[str, str]) -> dict[str, str]:
@@ -74,7 +79,10 @@ class Event:
             },
             **{
                 f"inputs.{name} && '{argument}' || ''": argument if self.inputs[name] else ""
-                for name, argument in {"trust_remote_code": TRUST, "run_code": "eval.run_code=true"}.items()
+                for name, argument in {
+                    "trust_remote_code": TRUST,
+                    "run_code": "eval.run_code=true",
+                }.items()
             },
             "inputs.run || 'runs/release-gate'": self.inputs["run"] or "runs/release-gate",
             "github.ref_name": self.tag or "7/merge",
@@ -86,7 +94,10 @@ class Event:
             "secrets.HF_READ_TOKEN": "reads",
             "secrets.HF_TOKEN": "writes",
         }
-        return {name: re.sub(r"\$\{\{ (.+?) \}\}", lambda found: values[found[1]], text) for name, text in environment.items()}
+        return {
+            name: re.sub(r"\$\{\{ (.+?) \}\}", lambda found: values[found[1]], text)
+            for name, text in environment.items()
+        }
 
 
 def commands(event: Event, folder: Path, report: str = "# Passed\n") -> list[list[str]]:
@@ -101,7 +112,10 @@ def commands(event: Event, folder: Path, report: str = "# Passed\n") -> list[lis
     variables = event.filled_in(job["env"])
     (folder / variables["RUN"] / "report").mkdir(parents=True)
     (folder / variables["RUN"] / "report" / "report.md").write_text(report, encoding="utf-8")
-    variables |= {"PATH": f"{folder}:{os.environ['PATH']}", "GITHUB_STEP_SUMMARY": str(folder / "summary.md")}
+    variables |= {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "GITHUB_STEP_SUMMARY": str(folder / "summary.md"),
+    }
     variables |= {"RUNNER_TEMP": str(folder)}
     for step in STEPS:
         if "run" in step and event.holds(step.get("if", "always()")):
@@ -118,16 +132,22 @@ def recipe_of(command: list[str]) -> Recipe:
 
 
 @pytest.mark.parametrize("caller", CALLERS.values(), ids=CALLERS)
-def test_a_caller_gives_inputs_and_rights_that_the_workflow_asks_for(caller: dict[Any, Any]) -> None:
+def test_a_caller_gives_inputs_and_rights_that_the_workflow_asks_for(
+    caller: dict[Any, Any],
+) -> None:
     assert caller["permissions"] == {"contents": "read", "pull-requests": "write"}
     kinds = {"string": str, "number": int, "boolean": bool}
     for job in caller["jobs"].values():
-        assert re.fullmatch(r"(\.|[\w-]+/specdistill)/\.github/workflows/release-gate\.yml(@\w+)?", job["uses"])
+        assert re.fullmatch(
+            r"(\.|[\w-]+/specdistill)/\.github/workflows/release-gate\.yml(@\w+)?", job["uses"]
+        )
         assert job["with"].keys() <= CALL["inputs"].keys()
         assert job.get("secrets", {}).keys() <= CALL["secrets"].keys()
         for name, declared in CALL["inputs"].items():
             assert name in job["with"] or not declared.get("required")
-            assert isinstance(job["with"].get(name, declared.get("default")), kinds[declared["type"]])
+            assert isinstance(
+                job["with"].get(name, declared.get("default")), kinds[declared["type"]]
+            )
 
 
 def test_pico_is_trained_and_judged_in_one_folder_and_its_report_is_shown(tmp_path: Path) -> None:
@@ -141,11 +161,20 @@ def test_pico_is_trained_and_judged_in_one_folder_and_its_report_is_shown(tmp_pa
         ["gh", "pr"],
     ]
     trained = recipe_of(ran[2][2:])
-    assert trained.train["output_dir"] == "runs/release-gate" and (SUITES / f"{trained.eval.suite}.yaml").is_file()
+    assert (
+        trained.train["output_dir"] == "runs/release-gate"
+        and (SUITES / f"{trained.eval.suite}.yaml").is_file()
+    )
     load_gate(trained.gate)
-    assert ran[3][2:] == ["recipe=runs/release-gate/run/recipe.yaml", "train.output_dir=runs/release-gate"]
+    assert ran[3][2:] == [
+        "recipe=runs/release-gate/run/recipe.yaml",
+        "train.output_dir=runs/release-gate",
+    ]
     assert (ROOT / ran[1][ran[1].index("--constraint") + 1]).is_file() and ran[1][-1] == "."
-    assert ran[4][-2:] == ["--body-file", "runs/release-gate/report/report.md"] and PULL_REQUEST in ran[4]
+    assert (
+        ran[4][-2:] == ["--body-file", "runs/release-gate/report/report.md"]
+        and PULL_REQUEST in ran[4]
+    )
     assert (tmp_path / "summary.md").read_text() == "# Passed\n"
     uploads = [step["with"]["path"] for step in STEPS if "upload-artifact" in step.get("uses", "")]
     assert uploads == ["${{ env.RUN }}/report"]
@@ -153,13 +182,24 @@ def test_pico_is_trained_and_judged_in_one_folder_and_its_report_is_shown(tmp_pa
 
 def test_a_comment_is_as_long_as_github_takes(tmp_path: Path) -> None:
     report = simulated_report(simulate(8))
-    report["results"] += [{**report["results"][1], "category": f"catégorie {number}"} for number in range(2000)]
+    report["results"] += [
+        {**report["results"][1], "category": f"catégorie {number}"} for number in range(2000)
+    ]
     report["gate"] = {"verdict": "passed", "passed": True, "rules": []}
     whole = to_markdown(report)
-    ran = commands(Event(CALLERS["pico"]["jobs"]["pico"]["with"], pull_request=True), tmp_path, whole)
+    ran = commands(
+        Event(CALLERS["pico"]["jobs"]["pico"]["with"], pull_request=True), tmp_path, whole
+    )
     comment, last = Path(ran[-1][-1]).read_text(encoding="utf-8").split("\n\nCut here: ")
-    assert len(whole) > 100_000 and 60_000 < len(comment.encode()) < 65_000 and whole.startswith(f"{comment}\n")
-    assert last == "the whole is in the summary and the artifact of https://github.com/org/repo/actions/runs/42\n"
+    assert (
+        len(whole) > 100_000
+        and 60_000 < len(comment.encode()) < 65_000
+        and whole.startswith(f"{comment}\n")
+    )
+    assert (
+        last
+        == "the whole is in the summary and the artifact of https://github.com/org/repo/actions/runs/42\n"
+    )
     assert (tmp_path / "summary.md").read_text(encoding="utf-8") == whole
 
 
@@ -169,25 +209,52 @@ def test_a_tag_is_published_and_a_pull_request_is_not(tmp_path: Path) -> None:
         folder = tmp_path / str(number)
         # An absolute folder of the runner stands here inside the test's.
         event = Event({**given, "run": str(folder / "my run")}, pull_request=not tag, tag=tag)
-        ran = [command for command in commands(event, folder) if command[0] in ("specdistill", "gh")]
+        ran = [
+            command for command in commands(event, folder) if command[0] in ("specdistill", "gh")
+        ]
         assert ran[0] == [
-            *("specdistill", "eval", f"recipe={folder}/my run/run/recipe.yaml", f"train.output_dir={folder}/my run"),
+            *(
+                "specdistill",
+                "eval",
+                f"recipe={folder}/my run/run/recipe.yaml",
+                f"train.output_dir={folder}/my run",
+            ),
             "eval.baseline=org/name@v1",
         ]
         assert len(ran) == 2 and ran[1][0] == last
     assert ran[1] == ["specdistill", "publish", f"run={folder}/my run", "repo=org/name", "tag=v2"]
-    first = Event({**given, "run": str(tmp_path / "first"), "first": True}, pull_request=False, tag="v1")
+    first = Event(
+        {**given, "run": str(tmp_path / "first"), "first": True}, pull_request=False, tag="v1"
+    )
     assert commands(first, tmp_path / "first")[-1][-2:] == ["tag=v1", "baseline=none"]
 
 
 def test_the_caller_gives_what_its_recipe_cannot(tmp_path: Path) -> None:
     """To every command that reads the recipe, which would refuse its word."""
-    given = {"recipe": "mine.yaml", "install": ".", "repo": "org/name", "trust_remote_code": True, "run_code": True}
+    given = {
+        "recipe": "mine.yaml",
+        "install": ".",
+        "repo": "org/name",
+        "trust_remote_code": True,
+        "run_code": True,
+    }
     event = Event({**given, "engine_command": "/opt/my vllm serve"}, pull_request=False, tag="v2")
-    trained, measured, published = [command for command in commands(event, tmp_path) if command[0] == "specdistill"]
+    trained, measured, published = [
+        command for command in commands(event, tmp_path) if command[0] == "specdistill"
+    ]
     for command in (trained, measured):
-        assert command[-3:] == [TRUST, "eval.run_code=true", "eval.engine_command=/opt/my vllm serve"]
-    assert published == ["specdistill", "publish", "run=runs/release-gate", "repo=org/name", "tag=v2"]
+        assert command[-3:] == [
+            TRUST,
+            "eval.run_code=true",
+            "eval.engine_command=/opt/my vllm serve",
+        ]
+    assert published == [
+        "specdistill",
+        "publish",
+        "run=runs/release-gate",
+        "repo=org/name",
+        "tag=v2",
+    ]
 
 
 def test_what_people_type_reaches_the_shell_as_variables_only() -> None:
@@ -197,7 +264,9 @@ def test_what_people_type_reaches_the_shell_as_variables_only() -> None:
 
 
 def test_the_token_that_may_write_is_in_the_step_that_publishes_alone() -> None:
-    tokens = {step["name"]: step["env"]["HF_TOKEN"] for step in STEPS if "HF_TOKEN" in step.get("env", {})}
+    tokens = {
+        step["name"]: step["env"]["HF_TOKEN"] for step in STEPS if "HF_TOKEN" in step.get("env", {})
+    }
     reads, writes = "${{ secrets.HF_READ_TOKEN }}", "${{ secrets.HF_TOKEN }}"
     assert tokens == {"Train": reads, "Measure and judge": reads, "Publish": writes}
     (job,) = GATE["jobs"].values()
@@ -208,11 +277,15 @@ def test_the_token_that_may_write_is_in_the_step_that_publishes_alone() -> None:
 def test_a_workflow_says_its_rights_and_pins_what_it_uses(path: Path) -> None:
     workflow = yaml.safe_load(path.read_text(encoding="utf-8"))
     for job in workflow["jobs"].values():
-        assert {"contents": "read"}.items() <= (job.get("permissions") or workflow["permissions"]).items()
+        assert {"contents": "read"}.items() <= (
+            job.get("permissions") or workflow["permissions"]
+        ).items()
         for step in job.get("steps", []):
             if "uses" in step:
                 assert re.fullmatch(r"(actions|pypa)/[\w-]+@[0-9a-f]{40}", step["uses"])
-                assert "checkout" not in step["uses"] or step["with"] == {"persist-credentials": False}
+                assert "checkout" not in step["uses"] or step["with"] == {
+                    "persist-credentials": False
+                }
 
 
 def test_what_may_publish_runs_nothing_of_the_repository() -> None:
@@ -220,16 +293,25 @@ def test_what_may_publish_runs_nothing_of_the_repository() -> None:
     for path in FOLDER.glob("*.yml"):
         for job in yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"].values():
             if "id-token" in job.get("permissions", {}):
-                assert job["needs"] and all("uses" in step and "checkout" not in step["uses"] for step in job["steps"]), path
+                assert job["needs"] and all(
+                    "uses" in step and "checkout" not in step["uses"] for step in job["steps"]
+                ), path
 
 
 def test_ci_runs_what_any_machine_runs() -> None:
     (job,) = yaml.safe_load((FOLDER / "ci.yml").read_text(encoding="utf-8"))["jobs"].values()
-    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"] and os.access(ROOT / ".ci/run", os.X_OK)
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"] and os.access(
+        ROOT / ".ci/run", os.X_OK
+    )
 
 
 def test_the_report_is_shown_also_when_the_gate_fails_and_nothing_is_published_then() -> None:
     names = [step.get("name", step.get("uses")) for step in STEPS]
     after = STEPS[names.index("Measure and judge") + 1 :]
     assert len(after) == 4
-    assert [step["if"].split(" ")[0] for step in after] == ["success()", "always()", "always()", "always()"]
+    assert [step["if"].split(" ")[0] for step in after] == [
+        "success()",
+        "always()",
+        "always()",
+        "always()",
+    ]

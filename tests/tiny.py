@@ -7,7 +7,13 @@ from typing import Any
 import peft
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from specdistill.targets.frozen import FrozenTarget
 
@@ -26,7 +32,9 @@ SMALL = (
 SPECIAL_TOKENS = ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"]
 
 
-def tiny_target_model(num_layers: int = 4, hidden_size: int = 64, vocab_size: int = 260, seed: int = 0) -> LlamaForCausalLM:
+def tiny_target_model(
+    num_layers: int = 4, hidden_size: int = 64, vocab_size: int = 260, seed: int = 0
+) -> LlamaForCausalLM:
     """A random Llama with heads of 32 and twice as many query as key/value heads. Its greedy output neither ends nor repeats at once."""
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -63,7 +71,13 @@ def qwen() -> Qwen3ForCausalLM:
         tie_word_embeddings=True,
         use_sliding_window=True,
         sliding_window=8,
-        layer_types=["full_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        layer_types=[
+            "full_attention",
+            "sliding_attention",
+            "full_attention",
+            "sliding_attention",
+            "full_attention",
+        ],
         bos_token_id=None,
         eos_token_id=0,
         pad_token_id=0,
@@ -76,7 +90,9 @@ def qwen() -> Qwen3ForCausalLM:
 def tiny_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
     """One token a byte after the special ones; 260 in all."""
     vocabulary = SPECIAL_TOKENS + sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(vocabulary)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={token: index for index, token in enumerate(vocabulary)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(
@@ -99,7 +115,9 @@ def write_target(folder: Path, **sizes: int) -> Path:
 
 def save_adapter(folder: Path, base: str, *, model: Any = None, **sizes: Any) -> Any:
     """A LoRA adapter with updates that are not zero; returns the adapted model."""
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM"
+    )
     adapted = peft.get_peft_model(model or tiny_target_model(**sizes), config)
     with torch.random.fork_rng():
         torch.manual_seed(1)
@@ -107,14 +125,19 @@ def save_adapter(folder: Path, base: str, *, model: Any = None, **sizes: Any) ->
             if parameter.requires_grad:
                 torch.nn.init.normal_(parameter, std=0.1)
     adapted.peft_config["default"].base_model_name_or_path = base
-    adapted.save_pretrained(folder, save_embedding_layers=False)  # "auto" asks the Hub about the base
+    adapted.save_pretrained(
+        folder, save_embedding_layers=False
+    )  # "auto" asks the Hub about the base
     return adapted.eval()
 
 
 def write_inputs(folder: Path, num_rows: int = 60, **sizes: int) -> list[str]:
     """A tiny target and texts to train on, as files of a folder; the keys of a recipe that name them."""
     write_target(folder / "model", **sizes)
-    rows = [json.dumps({"text": f"Row {index} says {index * 7} and then again {index * 7}."}) for index in range(num_rows)]
+    rows = [
+        json.dumps({"text": f"Row {index} says {index * 7} and then again {index * 7}."})
+        for index in range(num_rows)
+    ]
     (folder / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
     return input_keys(folder)
 

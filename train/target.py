@@ -26,7 +26,10 @@ from recipes.pico.recipe import TargetRecipe
 
 def main(recipe: TargetRecipe) -> None:
     run = TrainingRun.open(
-        recipe, use_cpu=not torch.cuda.is_available(), per_device_train_batch_size=1, per_device_eval_batch_size=1
+        recipe,
+        use_cpu=not torch.cuda.is_available(),
+        per_device_train_batch_size=1,
+        per_device_eval_batch_size=1,
     )
     arguments = run.arguments
 
@@ -36,10 +39,20 @@ def main(recipe: TargetRecipe) -> None:
     train_stream = token_stream(documents("train", tokenizer), tokenizer)
     held_out_texts = documents("validation", tokenizer)
     held_out = token_stream(held_out_texts, tokenizer)
-    batches = partial(curriculum, train_stream, arguments.max_steps, **vars(recipe.curriculum), seed=arguments.seed)
-    train_set = IterableDataset.from_generator(lambda: ({"input_ids": batch} for batch in batches()))
+    batches = partial(
+        curriculum,
+        train_stream,
+        arguments.max_steps,
+        **vars(recipe.curriculum),
+        seed=arguments.seed,
+    )
+    train_set = IterableDataset.from_generator(
+        lambda: ({"input_ids": batch} for batch in batches())
+    )
     eval_set = Dataset.from_dict({"input_ids": held_out[: 8 * 32 * 256].view(8, 32, 256).tolist()})
-    run.record(train_tokens=len(train_stream), data_fingerprint=str(hash(tuple(train_stream.tolist()))))
+    run.record(
+        train_tokens=len(train_stream), data_fingerprint=str(hash(tuple(train_stream.tolist())))
+    )
 
     # Model; eager attention, because the CPU's fused kernel is slow for short rows
     config = llama_config(tokenizer, **vars(recipe.shape))

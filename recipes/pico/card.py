@@ -58,19 +58,34 @@ def bits_per_byte(model: PreTrainedModel, stream: Tensor, num_bytes: int, contex
     nats = 0.0
     for batch in windows.split(16):
         logits = model(input_ids=batch).logits[:, :-1].float()
-        nats += float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum"))
+        nats += float(
+            torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum"
+            )
+        )
     predicted = windows.shape[0] * (context - 1)
     return nats / math.log(2) / (num_bytes * predicted / len(stream))
 
 
-def baseline_bits_per_byte(train_stream: Tensor, stream: Tensor, num_bytes: int, vocab_size: int) -> float:
+def baseline_bits_per_byte(
+    train_stream: Tensor, stream: Tensor, num_bytes: int, vocab_size: int
+) -> float:
     """The same measure for a 5-gram model of the same tokens."""
-    probabilities = KneserNey(train_stream.numpy(), vocab_size, order=5).probabilities(stream.numpy())
-    return float(-torch.from_numpy(probabilities).log2().sum()) / (num_bytes * len(probabilities) / len(stream))
+    probabilities = KneserNey(train_stream.numpy(), vocab_size, order=5).probabilities(
+        stream.numpy()
+    )
+    return float(-torch.from_numpy(probabilities).log2().sum()) / (
+        num_bytes * len(probabilities) / len(stream)
+    )
 
 
 @torch.no_grad()
-def continuation(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompt: str, max_new_tokens: int = 120) -> str:
+def continuation(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    prompt: str,
+    max_new_tokens: int = 120,
+) -> str:
     """Greedy continuation of a prompt."""
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
     output = model.generate(ids, max_new_tokens=max_new_tokens, do_sample=False)  # type: ignore[operator]
@@ -123,13 +138,19 @@ class KneserNey:
     Counts of a token stream are kept as sorted integer keys: vocab_size ** order must fit 63 bits.
     """
 
-    def __init__(self, stream: Ints, vocab_size: int, order: int = 5, discount: float = 0.75) -> None:
+    def __init__(
+        self, stream: Ints, vocab_size: int, order: int = 5, discount: float = 0.75
+    ) -> None:
         assert vocab_size**order < 2**63
         self.vocab_size, self.order, self.discount = vocab_size, order, discount
         self.tables: list[tuple[Ints, Ints]] = []  # per n: keys of n-grams and their counts
-        self.contexts: list[tuple[Ints, Ints, Ints]] = []  # per n: keys of contexts, total counts, different followers
+        self.contexts: list[
+            tuple[Ints, Ints, Ints]
+        ] = []  # per n: keys of contexts, total counts, different followers
         keys = _windows(stream, order, vocab_size)
-        for n in range(order, 0, -1):  # below the highest order, one for each different token before it
+        for n in range(
+            order, 0, -1
+        ):  # below the highest order, one for each different token before it
             keys, counts = np.unique(keys % vocab_size**n, return_counts=True)
             context, start = np.unique(keys // vocab_size, return_index=True)
             totals = np.add.reduceat(counts, start)

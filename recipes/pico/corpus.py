@@ -29,7 +29,9 @@ CHAT_TEMPLATE = (
 )
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, context_length: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, context_length: int
+) -> PreTrainedTokenizerFast:
     """Byte-level BPE with GPT-2's word boundaries (so that llama.cpp knows it), special tokens first, no unknown token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -54,7 +56,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, context_length: int) 
 
 
 def llama_config(
-    tokenizer: PreTrainedTokenizerFast, num_layers: int, hidden_size: int, intermediate_size: int, context_length: int
+    tokenizer: PreTrainedTokenizerFast,
+    num_layers: int,
+    hidden_size: int,
+    intermediate_size: int,
+    context_length: int,
 ) -> LlamaConfig:
     """Heads are 64 wide (below 80, vLLM's CPU build supports only 32 and 64), one key/value head for two query heads."""
     head_dim = 64
@@ -79,7 +85,10 @@ def documents(split: Split, tokenizer: PreTrainedTokenizerFast) -> list[str]:
     modules = standard_library(split)
     texts = [module.text for module in modules]
     texts += [str(tokenizer.apply_chat_template(chat, tokenize=False)) for chat in chats(modules)]
-    return sorted((text + END_OF_TEXT for text in texts), key=lambda text: hashlib.sha256(text.encode()).digest())
+    return sorted(
+        (text + END_OF_TEXT for text in texts),
+        key=lambda text: hashlib.sha256(text.encode()).digest(),
+    )
 
 
 def token_stream(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> Tensor:
@@ -89,7 +98,12 @@ def token_stream(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> Tensor
 
 
 def curriculum(
-    stream: Tensor, num_steps: int, batch_tokens: int, lengths: list[int], shares: list[float], seed: int
+    stream: Tensor,
+    num_steps: int,
+    batch_tokens: int,
+    lengths: list[int],
+    shares: list[float],
+    seed: int,
 ) -> Iterator[Tensor]:
     """`num_steps` batches [rows, length] of equal token count: short rows first, because they train faster, long rows at the end.
 

@@ -9,7 +9,9 @@ from specdistill.recipe.fields import Section, option, section
 
 
 class TokenizerConfig(Section):
-    vocab_size: int = option(1024, "byte-level BPE tokens, the 256 bytes and 4 special ones included", ge=260)
+    vocab_size: int = option(
+        1024, "byte-level BPE tokens, the 256 bytes and 4 special ones included", ge=260
+    )
 
 
 class ShapeConfig(Section):
@@ -21,8 +23,12 @@ class ShapeConfig(Section):
 
 class CurriculumConfig(Section):
     batch_tokens: int = option(8192, "tokens in every optimizer step", ge=1)
-    lengths: list[Annotated[int, Field(ge=2)]] = option([256, 512], "row lengths, in the order they are trained", min_length=1)
-    shares: list[Annotated[float, Field(ge=0, le=1)]] = option([0.85, 0.15], "share of the steps each length gets")
+    lengths: list[Annotated[int, Field(ge=2)]] = option(
+        [256, 512], "row lengths, in the order they are trained", min_length=1
+    )
+    shares: list[Annotated[float, Field(ge=0, le=1)]] = option(
+        [0.85, 0.15], "share of the steps each length gets"
+    )
 
 
 class TargetRecipe(Section):
@@ -36,11 +42,36 @@ class TargetRecipe(Section):
         rows, train, batch = self.curriculum, self.train, "per_device_train_batch_size"
         longest = min(self.shape.context_length, rows.batch_tokens)
         for key, got, holds, expected in (
-            (f"train.{batch}", train.get(batch), batch not in train, "no such key: curriculum.batch_tokens sets it"),
-            ("train.max_steps", train.get("max_steps"), train.get("max_steps", -1) != -1, "a number of steps to share out"),
-            ("curriculum.shares", rows.shares, abs(sum(rows.shares) - 1) < 1e-6, "shares that sum to 1"),
-            ("curriculum.lengths", rows.lengths, len(rows.lengths) == len(rows.shares), "as many as curriculum.shares"),
-            ("curriculum.lengths", rows.lengths, max(rows.lengths) <= longest, f"at most {longest}: the context and a batch"),
+            (
+                f"train.{batch}",
+                train.get(batch),
+                batch not in train,
+                "no such key: curriculum.batch_tokens sets it",
+            ),
+            (
+                "train.max_steps",
+                train.get("max_steps"),
+                train.get("max_steps", -1) != -1,
+                "a number of steps to share out",
+            ),
+            (
+                "curriculum.shares",
+                rows.shares,
+                abs(sum(rows.shares) - 1) < 1e-6,
+                "shares that sum to 1",
+            ),
+            (
+                "curriculum.lengths",
+                rows.lengths,
+                len(rows.lengths) == len(rows.shares),
+                "as many as curriculum.shares",
+            ),
+            (
+                "curriculum.lengths",
+                rows.lengths,
+                max(rows.lengths) <= longest,
+                f"at most {longest}: the context and a batch",
+            ),
         ):
             if not holds:
                 raise UserError(key, got=got, expected=expected)

@@ -50,7 +50,9 @@ class Candidate:
         return hashlib.sha256(f"{self.module} {self.place}".encode()).digest()
 
     def overlaps(self, other: "Candidate") -> bool:
-        return self.module == other.module and max(self.lines.start, other.lines.start) < min(self.lines.stop, other.lines.stop)
+        return self.module == other.module and max(self.lines.start, other.lines.start) < min(
+            self.lines.stop, other.lines.stop
+        )
 
 
 def function_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Candidate]:
@@ -60,7 +62,9 @@ def function_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Cand
         end = (node.body[0].end_lineno or 0) if documented else node.body[0].lineno - 1
         start, text = _paragraphs_up_to(lines, end, count_tokens)
         if text.endswith(('"""', ":")):
-            yield Candidate(module.name, f"function {node.lineno}", {"prompt": text}, range(start, end))
+            yield Candidate(
+                module.name, f"function {node.lineno}", {"prompt": text}, range(start, end)
+            )
 
 
 def docstring_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Candidate]:
@@ -73,7 +77,12 @@ def docstring_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Can
         opened = [*lines[: first.lineno - 1], opening[: opening.index('"""') + 3]]
         start, text = _paragraphs_up_to(opened, first.lineno, count_tokens)
         if text:
-            yield Candidate(module.name, f"docstring {node.lineno}", {"prompt": text}, range(start, first.lineno))
+            yield Candidate(
+                module.name,
+                f"docstring {node.lineno}",
+                {"prompt": text},
+                range(start, first.lineno),
+            )
 
 
 def chat_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Candidate]:
@@ -86,7 +95,10 @@ def chat_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Candidat
 def long_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Candidate]:
     """One long stretch of a module, from a paragraph's start to a line's end, with at least as much of the module after it."""
     lines = module.text.splitlines()
-    upto = [0, *accumulate(count_tokens(line + "\n") for line in lines)]  # tokens before each line, to within a few
+    upto = [
+        0,
+        *accumulate(count_tokens(line + "\n") for line in lines),
+    ]  # tokens before each line, to within a few
     for start, line in enumerate(lines):
         if not line.strip() or (start and lines[start - 1].strip()):
             continue
@@ -95,7 +107,9 @@ def long_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Candidat
             continue
         text = "\n".join(lines[start:end])
         if count_tokens(text) in LONG_TOKENS:
-            yield Candidate(module.name, f"long_context {start}", {"prompt": text}, range(start, end))
+            yield Candidate(
+                module.name, f"long_context {start}", {"prompt": text}, range(start, end)
+            )
 
 
 def cut_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Candidate]:
@@ -116,21 +130,36 @@ def edit_prompts(module: Module, count_tokens: CountTokens, kind: str) -> Iterat
         if count_tokens(request) + count_tokens(answer) in EDIT_TOKENS:
             renamed = [*chat, {"role": "user", "content": request.replace("(", "_2(", 1)}]
             revised = [{"role": "user", "content": f"{request}\n\n{answer}"}]
-            yield Candidate(module.name, f"{kind} {request}", {"messages": renamed if kind == "rename" else revised})
+            yield Candidate(
+                module.name,
+                f"{kind} {request}",
+                {"messages": renamed if kind == "rename" else revised},
+            )
 
 
-def line_prompts(module: Module, count_tokens: CountTokens, opens: type[ast.ClassDef | ast.FunctionDef]) -> Iterator[Candidate]:
+def line_prompts(
+    module: Module, count_tokens: CountTokens, opens: type[ast.ClassDef | ast.FunctionDef]
+) -> Iterator[Candidate]:
     """The line that opens a class, or a function."""
     lines = module.text.splitlines()
     for node in ast.walk(ast.parse(module.text)):
         if isinstance(node, opens):
             text = lines[node.lineno - 1].strip()
             if text.endswith(":") and count_tokens(text) in LINE_TOKENS:
-                yield Candidate(module.name, f"line {node.lineno}", {"prompt": text}, range(node.lineno - 1, node.lineno))
+                yield Candidate(
+                    module.name,
+                    f"line {node.lineno}",
+                    {"prompt": text},
+                    range(node.lineno - 1, node.lineno),
+                )
 
 
-class_prompts, signature_prompts = (partial(line_prompts, opens=kind) for kind in (ast.ClassDef, ast.FunctionDef))
-revision_prompts, rename_prompts = (partial(edit_prompts, kind=kind) for kind in ("revision", "rename"))
+class_prompts, signature_prompts = (
+    partial(line_prompts, opens=kind) for kind in (ast.ClassDef, ast.FunctionDef)
+)
+revision_prompts, rename_prompts = (
+    partial(edit_prompts, kind=kind) for kind in ("revision", "rename")
+)
 
 FindPrompts = Callable[[Module, CountTokens], Iterator[Candidate]]
 PLAIN: dict[str, FindPrompts] = {
@@ -143,13 +172,21 @@ PLAIN: dict[str, FindPrompts] = {
 PICO_SUITES: dict[str, tuple[str, dict[str, FindPrompts]]] = {
     "pico": ("function bodies, docstrings, chats and long context", PLAIN),
     "pico-dev": ("function bodies, docstrings, chats and long context", PLAIN),
-    "pico-edit": ("chats that ask for a function that they hold", {"revision": revision_prompts, "rename": rename_prompts}),
+    "pico-edit": (
+        "chats that ask for a function that they hold",
+        {"revision": revision_prompts, "rename": rename_prompts},
+    ),
     "pico-short": ("single lines", {"class": class_prompts, "signature": signature_prompts}),
-    "pico-context": ("long stretches of modules, cut to their ends and whole", {"end": cut_prompts, "whole": long_prompts}),
+    "pico-context": (
+        "long stretches of modules, cut to their ends and whole",
+        {"end": cut_prompts, "whole": long_prompts},
+    ),
 }
 
 
-def pico_suites(modules: Sequence[Module], count_tokens: CountTokens) -> dict[str, list[dict[str, object]]]:
+def pico_suites(
+    modules: Sequence[Module], count_tokens: CountTokens
+) -> dict[str, list[dict[str, object]]]:
     """The rows of each suite, 12 of each category, from as many different modules as there are.
 
     No line of a module is in both `pico` and `pico-dev`.
@@ -157,7 +194,10 @@ def pico_suites(modules: Sequence[Module], count_tokens: CountTokens) -> dict[st
 
     @cache
     def candidates(find: FindPrompts) -> list[Candidate]:
-        return sorted((prompt for module in modules for prompt in find(module, count_tokens)), key=Candidate.order)
+        return sorted(
+            (prompt for module in modules for prompt in find(module, count_tokens)),
+            key=Candidate.order,
+        )
 
     suites: dict[str, list[dict[str, object]]] = {name: [] for name in PICO_SUITES}
     judging: list[Candidate] = []  # those in `pico`
@@ -166,7 +206,11 @@ def pico_suites(modules: Sequence[Module], count_tokens: CountTokens) -> dict[st
         for category, find in categories.items():
             pool = list(candidates(find))
             if name == "pico-dev":
-                pool = [prompt for prompt in pool if not any(prompt is other or prompt.overlaps(other) for other in judging)]
+                pool = [
+                    prompt
+                    for prompt in pool
+                    if not any(prompt is other or prompt.overlaps(other) for other in judging)
+                ]
             if (
                 name == "pico-context"
             ):  # each category by itself: their pools have one order, so that the same places are chosen
@@ -177,7 +221,12 @@ def pico_suites(modules: Sequence[Module], count_tokens: CountTokens) -> dict[st
                 pool.remove(chosen)
                 used[chosen.module] += 1
                 judging += [chosen] * (name == "pico")
-                row = {"id": f"{category}-{number:02}", "category": category, **chosen.row, "module": chosen.module}
+                row = {
+                    "id": f"{category}-{number:02}",
+                    "category": category,
+                    **chosen.row,
+                    "module": chosen.module,
+                }
                 suites[name].append(row)
     return suites
 
@@ -205,7 +254,9 @@ def _functions(module: Module) -> Iterator[tuple[ast.FunctionDef, list[str]]]:
     """Functions whose body starts on the line after the signature, with the module's lines."""
     lines = module.text.splitlines()
     for node in ast.walk(ast.parse(module.text)):
-        if isinstance(node, ast.FunctionDef) and lines[node.body[0].lineno - 2].rstrip().endswith(":"):
+        if isinstance(node, ast.FunctionDef) and lines[node.body[0].lineno - 2].rstrip().endswith(
+            ":"
+        ):
             yield node, lines
 
 
@@ -216,11 +267,17 @@ def _paragraphs_up_to(lines: Sequence[str], end: int, count_tokens: CountTokens)
         length = count_tokens(text)
         if length >= SHORT_TOKENS.stop:
             break
-        if length in SHORT_TOKENS and lines[start].strip() and (start == 0 or not lines[start - 1].strip()):
+        if (
+            length in SHORT_TOKENS
+            and lines[start].strip()
+            and (start == 0 or not lines[start - 1].strip())
+        ):
             return start, text
     return end, ""
 
 
 if __name__ == "__main__":
     pico = AutoTokenizer.from_pretrained(PICO)
-    write_pico_suites(standard_library("validation"), lambda text: len(pico(text)["input_ids"]), SUITES)
+    write_pico_suites(
+        standard_library("validation"), lambda text: len(pico(text)["input_ids"]), SUITES
+    )

@@ -26,7 +26,9 @@ from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.history import read_history
 
 KEY = "drafts"
-UNTRAINED = [name for name, method in METHODS.items() if not method.is_trained]  # named in place of a folder
+UNTRAINED = [
+    name for name, method in METHODS.items() if not method.is_trained
+]  # named in place of a folder
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,9 @@ class Candidate:
 
 
 def find_candidates(
-    entries: Sequence[str], lookups: Sequence[LookupFirstConfig | None] = (), shapes: Sequence[Any] = ()
+    entries: Sequence[str],
+    lookups: Sequence[LookupFirstConfig | None] = (),
+    shapes: Sequence[Any] = (),
 ) -> list[Candidate]:
     """Candidates with unique names, from folders, Hub ids (org/name or org/name@revision) and methods without a draft (`ngram`, `suffix`).
 
@@ -59,18 +63,34 @@ def find_candidates(
     for entry, lookup in zip(entries, lookups, strict=True):
         if lookup and entry in UNTRAINED:
             got = f"a lookup in front of {entry}, which is one itself"
-            raise UserError("lookup_first_each", got=got, expected="null for it, and a section for each draft behind a lookup")
+            raise UserError(
+                "lookup_first_each",
+                got=got,
+                expected="null for it, and a section for each draft behind a lookup",
+            )
     folders = [None if entry in UNTRAINED else _locate(entry) for entry in entries]
     for one, two in itertools.combinations(range(len(entries)), 2):
         first, second = folders[one], folders[two]
-        same = first.resolve() == second.resolve() if first and second else entries[one] == entries[two]
+        same = (
+            first.resolve() == second.resolve()
+            if first and second
+            else entries[one] == entries[two]
+        )
         if same and lookups[one] == lookups[two] and shapes[one] == shapes[two]:
             got = f"{entries[one]} and {entries[two]}, which are the same draft"
-            raise UserError(KEY, got=got, expected="different candidates, or different settings for them (…_each)")
+            raise UserError(
+                KEY,
+                got=got,
+                expected="different candidates, or different settings for them (…_each)",
+            )
     prefixes = [f"{lookup.method}+" if lookup else "" for lookup in lookups]
     return [
-        Candidate(name, method_of(folder, key=KEY), entry, folder, lookup) if folder else Candidate(name, entry)
-        for name, entry, folder, lookup in zip(_names(prefixes, entries), entries, folders, lookups, strict=True)
+        Candidate(name, method_of(folder, key=KEY), entry, folder, lookup)
+        if folder
+        else Candidate(name, entry)
+        for name, entry, folder, lookup in zip(
+            _names(prefixes, entries), entries, folders, lookups, strict=True
+        )
     ]
 
 
@@ -83,15 +103,29 @@ def measure_candidates(options: CommonOptions) -> list[Measured]:
     suite = load_suite(options.suite, options.target.model)
     target = FrozenTarget.load(**vars(options.target))
     fit_threads(target)
-    of_all: dict[str, Any] = {"key": KEY, "draft_length": options.draft_length, "compile": options.compile}
+    of_all: dict[str, Any] = {
+        "key": KEY,
+        "draft_length": options.draft_length,
+        "compile": options.compile,
+    }
     proposers = [
-        load_proposer(one.method, one.folder, target, lookup_first=one.lookup_first, **of_all, **keys)
-        for one, keys in zip(candidates, options_by_method(options, [one.method for one in candidates]), strict=True)
+        load_proposer(
+            one.method, one.folder, target, lookup_first=one.lookup_first, **of_all, **keys
+        )
+        for one, keys in zip(
+            candidates, options_by_method(options, [one.method for one in candidates]), strict=True
+        )
     ]
     use_recorded_template([one.folder for one in candidates if one.folder], target.tokenizer, KEY)
     histories = [read_history(one.folder, key=KEY) if one.folder else None for one in candidates]
-    room = {"max_new_tokens": options.max_new_tokens, "max_length": target.max_length, "vocab_size": target.vocab_size}
-    prompts = tokenize(suite, target.tokenizer, num_prompts=num_measured(suite, options.num_prompts), **room)
+    room = {
+        "max_new_tokens": options.max_new_tokens,
+        "max_length": target.max_length,
+        "vocab_size": target.vocab_size,
+    }
+    prompts = tokenize(
+        suite, target.tokenizer, num_prompts=num_measured(suite, options.num_prompts), **room
+    )
     MeasurementPlan(settings[0], prompts)  # refuses fewer than a batch
 
     with resources_used(target.device) as took:
@@ -102,13 +136,20 @@ def measure_candidates(options: CommonOptions) -> list[Measured]:
         found = []
         for proposer, own, decoded in zip(proposers, settings, runs, strict=True):
             records = prompt_records(suite.name, own.configuration, target, proposer, decoded)
-            result = MeasuredConfiguration(records, greedy_check(target, proposer, decoded, own, generate), took)
+            result = MeasuredConfiguration(
+                records, greedy_check(target, proposer, decoded, own, generate), took
+            )
             test = sampling_test(target, proposer, prompts, own, num_draws=options.sampling_draws)
-            found.append(Measurement(own, [result], test, round_costs(target, proposer, prompts, own), took))
+            found.append(
+                Measurement(own, [result], test, round_costs(target, proposer, prompts, own), took)
+            )
 
     measured = []
     for one, proposer, history, of_one in zip(candidates, proposers, histories, found, strict=True):
-        report, records = draft_report(target, proposer, suite, of_one, describe_draft(one.draft, one.method)), of_one.records
+        report, records = (
+            draft_report(target, proposer, suite, of_one, describe_draft(one.draft, one.method)),
+            of_one.records,
+        )
         report["digest"] = digest(report, records)
         measured.append(Measured(one.name, history.summary() if history else None, report, records))
     return measured
@@ -134,7 +175,9 @@ def _names(prefixes: Sequence[str], drafts: Sequence[str]) -> list[str]:
     paths = [
         Path(draft).resolve().parts[1:]
         if Path(draft).is_dir()
-        else tuple(part.replace("/", "-") for part in draft.split("/", 1))  # a revision may hold slashes, e.g. refs/pr/1
+        else tuple(
+            part.replace("/", "-") for part in draft.split("/", 1)
+        )  # a revision may hold slashes, e.g. refs/pr/1
         for draft in drafts
     ]
     # Of each, from the shortest on.
@@ -145,10 +188,15 @@ def _names(prefixes: Sequence[str], drafts: Sequence[str]) -> list[str]:
     names = []
     for place, own in enumerate(each):
         taken = {name.casefold() for other in each if other != own for name in other}
-        name, number = next((name for name in own if name.casefold() not in taken), own[-1]), each[: place + 1].count(own)
+        name, number = (
+            next((name for name in own if name.casefold() not in taken), own[-1]),
+            each[: place + 1].count(own),
+        )
         names.append(f"{name}-{number}" if number > 1 else name)
     folded = [name.casefold() for name in names]
     if double := next((name for name in names if folded.count(name.casefold()) > 1), None):
         got = f"{double}, the name of two of them"
-        raise UserError(KEY, got=got, expected="folders of different names, which their reports get")
+        raise UserError(
+            KEY, got=got, expected="folders of different names, which their reports get"
+        )
     return names

@@ -29,7 +29,9 @@ Entry = Mapping[str, Any]
 def _in_plain_steps(*seconds: str, each: str) -> Metric:
     """What one of `each` takes, over what a step of plain decoding does."""
     sums = (*seconds, each, "baseline_verify_seconds", "baseline_num_rounds")
-    return Metric(sums, lambda *totals: sum(totals[:-3]) / totals[-3] / (totals[-2] / totals[-1]), "lower")
+    return Metric(
+        sums, lambda *totals: sum(totals[:-3]) / totals[-3] / (totals[-2] / totals[-1]), "lower"
+    )
 
 
 # The parts of a difference in speed. Costs are in plain decoding steps; rounds without a draft count.
@@ -37,12 +39,20 @@ PARTS: dict[str, Metric] = {
     "tokens_per_round": METRICS["tokens_per_round"],
     "round_cost": _in_plain_steps("draft_seconds", "verify_seconds", each="num_rounds"),
     "acceptance_rate": METRICS["acceptance_rate"],
-    "drafted_per_round": Metric(("num_draft_tokens", "num_rounds"), lambda drafted, rounds: drafted / rounds),
-    "first_position_rate": Metric(("num_accepted_first", "num_drafts"), lambda accepted, drafts: accepted / drafts),
-    "later_position_rate": Metric(("num_accepted_later", "num_reached_later"), lambda accepted, reached: accepted / reached),
+    "drafted_per_round": Metric(
+        ("num_draft_tokens", "num_rounds"), lambda drafted, rounds: drafted / rounds
+    ),
+    "first_position_rate": Metric(
+        ("num_accepted_first", "num_drafts"), lambda accepted, drafts: accepted / drafts
+    ),
+    "later_position_rate": Metric(
+        ("num_accepted_later", "num_reached_later"), lambda accepted, reached: accepted / reached
+    ),
     "draft_step": _in_plain_steps("draft_seconds", each="num_draft_tokens"),
     "verification": _in_plain_steps("verify_seconds", each="num_rounds"),
-    "draft_share": Metric(("draft_seconds", "verify_seconds"), lambda draft, verify: draft / (draft + verify), "lower"),
+    "draft_share": Metric(
+        ("draft_seconds", "verify_seconds"), lambda draft, verify: draft / (draft + verify), "lower"
+    ),
 }
 
 
@@ -63,8 +73,13 @@ def compare(candidates: Sequence[Measured], *, seed: int = 0) -> dict[str, Any]:
     every difference is relative to the first of the ranking, and separable from it when its interval excludes 0.
     """
     prompts = [[record.id for record in candidate.records] for candidate in candidates]
-    assert all(ids == prompts[0] for ids in prompts), "candidates were measured on different prompts"
-    ordered = sorted(candidates, key=lambda entry: (not is_lossless(entry.report), -entry.report["results"][0]["speedup"]))
+    assert all(ids == prompts[0] for ids in prompts), (
+        "candidates were measured on different prompts"
+    )
+    ordered = sorted(
+        candidates,
+        key=lambda entry: (not is_lossless(entry.report), -entry.report["results"][0]["speedup"]),
+    )
     sums = [prompt_sums(candidate.records) for candidate in ordered]
     differences = [None, *(_differences(own, sums[0], seed) for own in sums[1:])]
     ranking = [
@@ -77,9 +92,14 @@ def compare(candidates: Sequence[Measured], *, seed: int = 0) -> dict[str, Any]:
             "parts": {name: value(metric, own) for name, metric in PARTS.items()},
             "difference_to_best": difference,
         }
-        for rank, (candidate, own, difference) in enumerate(zip(ordered, sums, differences, strict=True), start=1)
+        for rank, (candidate, own, difference) in enumerate(
+            zip(ordered, sums, differences, strict=True), start=1
+        )
     ]
-    listed = [{name: part for name, part in vars(candidate).items() if name != "records"} for candidate in candidates]
+    listed = [
+        {name: part for name, part in vars(candidate).items() if name != "records"}
+        for candidate in candidates
+    ]
     return {
         "schema_version": 3,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -131,7 +151,10 @@ def is_separable(difference: Mapping[str, Any] | None) -> bool:
 
 
 def _fastest(best: Entry, others: Sequence[Entry], report: Mapping[str, Any]) -> str:
-    row, unsure = report["results"][0], [other["name"] for other in others if not other["separable_from_best"]]
+    row, unsure = (
+        report["results"][0],
+        [other["name"] for other in others if not other["separable_from_best"]],
+    )
     low, high = row.get("speedup_ci95", (0.0, math.inf))
     sign = "slower than" if high < 1 else "not separable from" if low <= 1 else ""
     speed = f"{gain(row)}, which is {sign} plain decoding" if sign else gain(row)
@@ -161,7 +184,13 @@ def _gap(other: Entry, best: Entry) -> Iterator[str]:
         yield "Neither the tokens per round nor the cost per round explain that."
         return
     share = from_tokens / (from_tokens + from_cost)
-    source = "acceptance" if share >= MOSTLY else "cost" if share <= 1 - MOSTLY else "both acceptance and cost"
+    source = (
+        "acceptance"
+        if share >= MOSTLY
+        else "cost"
+        if share <= 1 - MOSTLY
+        else "both acceptance and cost"
+    )
     yield f"That comes mainly from {source}: {', and '.join([yields] * bool(tokens) + [costs] * bool(cost))}."
 
 
@@ -173,7 +202,10 @@ def _acceptance(other: Entry, best: Entry) -> Iterator[str]:
     if shown(differences["drafted_per_round"]):
         mine, theirs = (number(entry["parts"]["drafted_per_round"], 1) for entry in (other, best))
         yield f"{other['name']} drafts {mine} tokens per round, {best['name']} {theirs}."
-    places = {"first_position_rate": "at the first position", "later_position_rate": "at later positions once they are reached"}
+    places = {
+        "first_position_rate": "at the first position",
+        "later_position_rate": "at later positions once they are reached",
+    }
     accepts = [
         f"{'more' if change > 0 else 'less'} {place} ({_against(other, best, rate, style=percent)})"
         for rate, place in places.items()
@@ -209,12 +241,23 @@ def _direction(change: float) -> str:
 
 def _range(difference: Mapping[str, Any]) -> str:
     ends = difference["ci95"]
-    return f" ({signed(ends[0])} to {signed(ends[1])})" if ends else ", with too few prompts for an interval"
+    return (
+        f" ({signed(ends[0])} to {signed(ends[1])})"
+        if ends
+        else ", with too few prompts for an interval"
+    )
 
 
 def _more(change: float, less: str) -> str:
     return f"{abs(change):.1%} {'more' if change > 0 else less}"
 
 
-def _against(other: Entry, best: Entry, part: str, unit: str = "", *, style: Callable[[float | None], str] = number) -> str:
+def _against(
+    other: Entry,
+    best: Entry,
+    part: str,
+    unit: str = "",
+    *,
+    style: Callable[[float | None], str] = number,
+) -> str:
     return f"{style(other['parts'][part])}{unit} against {style(best['parts'][part])}"

@@ -11,7 +11,17 @@ from rich.text import Text
 
 from specdistill.report import phrases, tables
 from specdistill.report.files import staged, template, write_report
-from specdistill.report.phrases import ResultRow, between, duration, interval, number, percent, signed, size, times
+from specdistill.report.phrases import (
+    ResultRow,
+    between,
+    duration,
+    interval,
+    number,
+    percent,
+    signed,
+    size,
+    times,
+)
 from specdistill.report.tables import Cell, cell
 from specdistill.report.text import cells, plain
 from specdistill.statistics.records import PromptRecord
@@ -33,7 +43,9 @@ FOOTNOTE = (
 )
 
 
-def write_comparison(folder: Path, comparison: Comparison, records: Mapping[str, Sequence[PromptRecord]]) -> None:
+def write_comparison(
+    folder: Path, comparison: Comparison, records: Mapping[str, Sequence[PromptRecord]]
+) -> None:
     """Write each candidate's report to `<folder>/<name>`, then comparison.json, .md and .html, whole or not at all.
 
     records: candidate name -> the records of its prompts.
@@ -73,7 +85,9 @@ def to_html(comparison: Comparison) -> str:
     by_k: dict[int, list[tuple[str, ResultRow]]] = {}
     for candidate in ranked:
         report = candidate["report"]
-        by_k.setdefault(report["settings"]["num_speculative_tokens"], []).append((candidate["name"], report["results"][0]))
+        by_k.setdefault(report["settings"]["num_speculative_tokens"], []).append(
+            (candidate["name"], report["results"][0])
+        )
     return template("comparison/comparison.html.j2").render(
         title=title(comparison),
         verdict=headline(comparison),
@@ -96,7 +110,13 @@ def headline(comparison: Comparison) -> str:
     """The fastest candidate, where its lead is more than chance; it is not named best where it is not lossless."""
     best, *others = comparison["ranking"]
     unsure = any(other["lossless"] and not other["separable_from_best"] for other in others)
-    return "No lossless draft" if not best["lossless"] else "No clear winner" if unsure else f"{best['name']} is the fastest"
+    return (
+        "No lossless draft"
+        if not best["lossless"]
+        else "No clear winner"
+        if unsure
+        else f"{best['name']} is the fastest"
+    )
 
 
 def _table(ranked: Sequence[Mapping[str, Cell]], names: Sequence[str]) -> tables.Table:
@@ -106,12 +126,19 @@ def _table(ranked: Sequence[Mapping[str, Cell]], names: Sequence[str]) -> tables
 def print_comparison(comparison: Comparison, folder: Path) -> None:
     """The ranking, the paragraph and where the pages are, to stdout."""
     console = Console()
-    grid = Table(box=box.SIMPLE, pad_edge=False, title=Text(title(comparison)), title_justify="left")
+    grid = Table(
+        box=box.SIMPLE, pad_edge=False, title=Text(title(comparison)), title_justify="left"
+    )
     for name in ON_STDOUT:
         grid.add_column(name, overflow="fold")
     for row in rows(comparison):
         cells_shown = (row[name] for name in ON_STDOUT)
-        grid.add_row(*(Text("\n".join((value, *(f"({note})" for note in notes)))) for value, *notes in cells_shown))
+        grid.add_row(
+            *(
+                Text("\n".join((value, *(f"({note})" for note in notes))))
+                for value, *notes in cells_shown
+            )
+        )
     console.print(grid)
     console.print(Text(paragraph(comparison)), soft_wrap=True)
     console.print(Text(f"comparison: {folder / 'comparison.html'}", style="bold"), soft_wrap=True)
@@ -143,12 +170,23 @@ def rows(comparison: Comparison) -> list[dict[str, Cell]]:
 
 def by_category(comparison: Comparison) -> tables.Table | None:
     """A row for the whole suite and each category: speedup and acceptance length of the first six candidates. None of one category."""
-    of_each = [tables.main_rows(candidate["report"]) for candidate in _ranked(comparison)[:MOST_BY_CATEGORY]]
+    of_each = [
+        tables.main_rows(candidate["report"])
+        for candidate in _ranked(comparison)[:MOST_BY_CATEGORY]
+    ]
     if min(map(len, of_each)) < 3:
         return None
-    head = ("category", "prompts", *(entry["name"] for entry in comparison["ranking"][:MOST_BY_CATEGORY]))
+    head = (
+        "category",
+        "prompts",
+        *(entry["name"] for entry in comparison["ranking"][:MOST_BY_CATEGORY]),
+    )
     lines = (
-        ((phrases.row_name(of_all[0]),), (str(of_all[0]["num_prompts"]),), *map(_speedup_and_length, of_all))
+        (
+            (phrases.row_name(of_all[0]),),
+            (str(of_all[0]["num_prompts"]),),
+            *map(_speedup_and_length, of_all),
+        )
         for of_all in zip(*of_each, strict=True)
     )
     return tables.Table(head, [*lines])
@@ -182,7 +220,9 @@ def _cells(entry: Mapping[str, Any], candidate: Mapping[str, Any]) -> dict[str, 
         "predicted": (times(row.get("predicted_speedup")),),
         "best K": (str(theory.get("best_k", "–")),),
         "weights": (f"{draft['parameters']:,}", size(draft["bytes"])),
-        "training": (duration(training["seconds"]), f"{training['steps']:,} steps") if training else ("–",),
+        "training": (duration(training["seconds"]), f"{training['steps']:,} steps")
+        if training
+        else ("–",),
         "lossless": ("yes" if entry["lossless"] else "NO",),
     }
 

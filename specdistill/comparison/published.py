@@ -15,7 +15,14 @@ from specdistill.project import PUBLISHED, find_yaml
 from specdistill.recipe.fields import Section, option
 from specdistill.recipe.load import load_own_keys, validate
 from specdistill.report.files import read_document
-from specdistill.report.phrases import between, lookup_first, number, online_length, per_position, tree
+from specdistill.report.phrases import (
+    between,
+    lookup_first,
+    number,
+    online_length,
+    per_position,
+    tree,
+)
 from specdistill.report.text import table
 from specdistill.terminal import result
 
@@ -63,7 +70,11 @@ class PublishedFigures(Section):
     def keys(self) -> list[str]:
         """Of `specdistill eval`, by which it measures a draft by this protocol: the whole suite, where the figures are of a category."""
         first, *others = (figure.num_speculative_tokens for figure in self.figures)
-        stated = {key: getattr(self, name) for name, key in PROTOCOL.items() if getattr(self, name) is not None}
+        stated = {
+            key: getattr(self, name)
+            for name, key in PROTOCOL.items()
+            if getattr(self, name) is not None
+        }
         keys = {**stated, "eval.num_speculative_tokens": first}
         keys |= {"eval.sweep.num_speculative_tokens": ",".join(map(str, others))} if others else {}
         if self.category != "all":
@@ -74,28 +85,38 @@ class PublishedFigures(Section):
 
 
 class PublishedOptions(Section):
-    published: str = option(..., "published figures to compare with: a name under eval/published, or a YAML file")
+    published: str = option(
+        ..., "published figures to compare with: a name under eval/published, or a YAML file"
+    )
     report: str | None = option(None, "report.json or its folder, with published=")
-    draft: str | None = option(None, "with published=: a draft to measure now, with any keys of eval")
+    draft: str | None = option(
+        None, "with published=: a draft to measure now, with any keys of eval"
+    )
 
 
 def load_published(name: str) -> PublishedFigures:
     """Raises UserError for an unknown name, and for a file that is none."""
     path = find_yaml(name, PUBLISHED, "published")
-    return validate(PublishedFigures, read_keys(path, "published", "published figures"), f"{path.name}: ")
+    return validate(
+        PublishedFigures, read_keys(path, "published", "published figures"), f"{path.name}: "
+    )
 
 
-def compare_published(arguments: Sequence[str], measure: Callable[[list[str]], tuple[dict[str, Any], Path]]) -> int:
+def compare_published(
+    arguments: Sequence[str], measure: Callable[[list[str]], tuple[dict[str, Any], Path]]
+) -> int:
     """Compare a report, or one that `measure` makes: keys of `specdistill eval` -> the report, and its folder."""
     options, others = load_own_keys(PublishedOptions, arguments)
     published = load_published(options.published)
     keys = keys_of([*others, *([f"draft={options.draft}"] if options.draft else [])], SHORTHANDS)
     if options.report is not None and keys:
-        raise UserError("report", got=f"{options.report}, and {keys[0]}", expected="a report, or what is measured now")
-    if options.report is None and not keys:
-        expected = (
-            f"a report.json, or a draft, e.g. method=eagle3 draft=path/to/draft, measured with {' '.join(published.keys())}"
+        raise UserError(
+            "report",
+            got=f"{options.report}, and {keys[0]}",
+            expected="a report, or what is measured now",
         )
+    if options.report is None and not keys:
+        expected = f"a report.json, or a draft, e.g. method=eagle3 draft=path/to/draft, measured with {' '.join(published.keys())}"
         raise UserError("report", got="nothing", expected=expected)
     if options.report is None:
         report, folder = measure([*published.keys(), *keys])
@@ -113,13 +134,32 @@ def compare_published(arguments: Sequence[str], measure: Callable[[list[str]], t
         )
         for figure, row in compared
     ]
-    print(table(("K", "published", "by position", "measured (95% interval)", "by position", "the report is"), rows))
+    print(
+        table(
+            (
+                "K",
+                "published",
+                "by position",
+                "measured (95% interval)",
+                "by position",
+                "the report is",
+            ),
+            rows,
+        )
+    )
     print(f"\nAcceptance lengths, the bonus token included. {published.source}")
     if unstated := ", ".join(name for name in PROTOCOL if getattr(published, name) is None):
         print(f"Not compared, because the source does not state it: {unstated}.")
     if published.template:
-        print(f"Not compared, because a report does not state it: arguments of the chat template, {published.template}.")
-    result([{"published": figure, "measured": row, "verdict": judged(row, figure)} for figure, row in compared])
+        print(
+            f"Not compared, because a report does not state it: arguments of the chat template, {published.template}."
+        )
+    result(
+        [
+            {"published": figure, "measured": row, "verdict": judged(row, figure)}
+            for figure, row in compared
+        ]
+    )
     return ExitCode.DONE
 
 
@@ -131,26 +171,44 @@ def compared_with(
     Raises UserError, saying what differs, for a report that has none. name: of the report, in the error.
     """
     figures = {figure.num_speculative_tokens: figure for figure in published.figures}
-    rows = [row for row in report["results"] if (row["category"], row["context_bucket"]) == (published.category, "all")]
+    rows = [
+        row
+        for row in report["results"]
+        if (row["category"], row["context_bucket"]) == (published.category, "all")
+    ]
     if not rows:
         categories = ", ".join(sorted({row["category"] for row in report["results"]}))
-        raise UserError("report", got=f"{name} with categories {categories}", expected=f"category {published.category}")
+        raise UserError(
+            "report",
+            got=f"{name} with categories {categories}",
+            expected=f"category {published.category}",
+        )
     differing = [differences(published, report, row) for row in rows]
     if all(differing):
         wrong = min(differing, key=len)
-        got, expected = (", ".join(f"{what} {pair[side]}" for what, pair in wrong.items()) for side in (0, 1))
+        got, expected = (
+            ", ".join(f"{what} {pair[side]}" for what, pair in wrong.items()) for side in (0, 1)
+        )
         raise UserError("report", got=f"{name} with {got}", expected=f"{expected}, as published")
-    return [(figures[row["num_speculative_tokens"]], row) for row, other in zip(rows, differing, strict=True) if not other]
+    return [
+        (figures[row["num_speculative_tokens"]], row)
+        for row, other in zip(rows, differing, strict=True)
+        if not other
+    ]
 
 
-def judged(row: Mapping[str, Any], figure: PublishedFigure) -> Literal["above", "below", "not separable"]:
+def judged(
+    row: Mapping[str, Any], figure: PublishedFigure
+) -> Literal["above", "below", "not separable"]:
     """Of the report: whether its interval lies above or below the figure, which is taken as it stands; without one, not separable."""
     stated = figure.mean_acceptance_length
     low, high = row.get("mean_acceptance_length_ci95") or (stated, stated)
     return "above" if low > stated else "below" if high < stated else "not separable"
 
 
-def differences(published: PublishedFigures, report: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def differences(
+    published: PublishedFigures, report: Mapping[str, Any], row: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
     """What a row of a report was measured with otherwise than published: name -> its value, the published one."""
     settings = report["settings"]
     measured = {
@@ -159,8 +217,15 @@ def differences(published: PublishedFigures, report: Mapping[str, Any], row: Map
         **{name: settings[name] for name in ("top_p", "top_k", "max_new_tokens")},
         **{name: row[name] for name in ("suite", "num_prompts", "temperature", "batch_size")},
     }
-    other = {name: (measured[name], getattr(published, name)) for name in PROTOCOL if getattr(published, name) is not None}
-    other["drafting"] = (online_length(row) or lookup_first(settings) or tree(row["tree"]) or A_CHAIN, A_CHAIN)
+    other = {
+        name: (measured[name], getattr(published, name))
+        for name in PROTOCOL
+        if getattr(published, name) is not None
+    }
+    other["drafting"] = (
+        online_length(row) or lookup_first(settings) or tree(row["tree"]) or A_CHAIN,
+        A_CHAIN,
+    )
     ks = [figure.num_speculative_tokens for figure in published.figures]
     if (k := row["num_speculative_tokens"]) not in ks:
         other["K"] = (k, " or ".join(map(str, ks)))

@@ -33,9 +33,13 @@ from specdistill.decoding.tree import TreeShape
 from specdistill.errors import UserError
 from specdistill.targets.frozen import FrozenTarget
 
-NEAR_TIE = 2.0**-14  # of the best logit: 512 roundings of float32, where a 16-layer target was seen to err by 5
+NEAR_TIE = (
+    2.0**-14
+)  # of the best logit: 512 roundings of float32, where a 16-layer target was seen to err by 5
 
-Verdict = tuple[Sequence[int], int]  # indices of the accepted draft tokens, and the token after them
+Verdict = tuple[
+    Sequence[int], int
+]  # indices of the accepted draft tokens, and the token after them
 # Of a proposal of N draft tokens, from the target's distributions [N + 1, V] after the sequence and each of them.
 VerifyRule = Callable[[Proposal, Tensor, Random], Verdict]
 
@@ -89,11 +93,25 @@ class Running:
     Raises UserError when the prompt is empty, or exceeds the target's context together with the continuation.
     """
 
-    def __init__(self, target: FrozenTarget, prompt_ids: Sequence[int], max_new_tokens: int, generator: Random) -> None:
-        self.prompt_ids, self.token_ids, self.limit = tuple(prompt_ids), [*prompt_ids], len(prompt_ids) + max_new_tokens
+    def __init__(
+        self,
+        target: FrozenTarget,
+        prompt_ids: Sequence[int],
+        max_new_tokens: int,
+        generator: Random,
+    ) -> None:
+        self.prompt_ids, self.token_ids, self.limit = (
+            tuple(prompt_ids),
+            [*prompt_ids],
+            len(prompt_ids) + max_new_tokens,
+        )
         if not prompt_ids or self.limit > target.max_length:
             got = f"a prompt of {len(prompt_ids)} tokens and {max_new_tokens} new ones"
-            raise UserError("eval.max_new_tokens", got=got, expected=f"at least 1 and {target.max_length} together")
+            raise UserError(
+                "eval.max_new_tokens",
+                got=got,
+                expected=f"at least 1 and {target.max_length} together",
+            )
         self.generator, self.stop_ids = generator, target.eos_token_ids
         self.rounds: list[Round] = []
         self.prefill_seconds = self.seconds = 0.0
@@ -102,19 +120,40 @@ class Running:
     def stopped(self) -> bool:
         return self.token_ids[-1] in self.stop_ids
 
-    def commit(self, proposal: Proposal, path: Sequence[int], next_token: int, draft_s: float, verify_s: float) -> None:
+    def commit(
+        self,
+        proposal: Proposal,
+        path: Sequence[int],
+        next_token: int,
+        draft_s: float,
+        verify_s: float,
+    ) -> None:
         """Emit a round's tokens, those of the accepted path and the next, up to the limit or the first stop token."""
         tokens, tree = proposal.tokens, proposal.tree
         emitted = [*(tokens[node] for node in path), next_token][: self.limit - len(self.token_ids)]
-        end = next((index for index, token in enumerate(emitted, start=1) if token in self.stop_ids), len(emitted))
+        end = next(
+            (index for index, token in enumerate(emitted, start=1) if token in self.stop_ids),
+            len(emitted),
+        )
         self.token_ids += emitted[:end]
         drafted = tuple(tokens[node] for node in tree.prolonged(path)) if tree else tuple(tokens)
         num_off_path = len(tokens) - len(drafted)
-        self.rounds.append(Round(drafted, min(len(path), end), tuple(emitted[:end]), draft_s, verify_s, num_off_path))
+        self.rounds.append(
+            Round(
+                drafted, min(len(path), end), tuple(emitted[:end]), draft_s, verify_s, num_off_path
+            )
+        )
 
     def generation(self) -> Generation:
         new = tuple(self.token_ids[len(self.prompt_ids) :])
-        return Generation(self.prompt_ids, new, tuple(self.rounds), self.prefill_seconds, self.seconds, self.stopped)
+        return Generation(
+            self.prompt_ids,
+            new,
+            tuple(self.rounds),
+            self.prefill_seconds,
+            self.seconds,
+            self.stopped,
+        )
 
 
 class Decoder:
@@ -125,7 +164,12 @@ class Decoder:
     """
 
     def __init__(
-        self, target: FrozenTarget, proposer: Proposer | None = None, *, rule: VerifyRule = exact, compiled: bool = False
+        self,
+        target: FrozenTarget,
+        proposer: Proposer | None = None,
+        *,
+        rule: VerifyRule = exact,
+        compiled: bool = False,
     ) -> None:
         self.target = target
         self.proposer = proposer
@@ -133,12 +177,20 @@ class Decoder:
         self.compiled = compiled
         self._shared = proposer.reader if proposer else None
         if compiled and self._shared:
-            raise UserError("eval.compile", got="true with a draft that runs layers of the target", expected="false")
+            raise UserError(
+                "eval.compile",
+                got="true with a draft that runs layers of the target",
+                expected="false",
+            )
         self.aux_layers = proposer.aux_layers if proposer else ()
         self._reads_trees = self._reads_batches = False
-        self._compiled_targets: dict[tuple[int, int], CompiledTarget] = {}  # by tokens of a pass and positions of the KV cache
+        self._compiled_targets: dict[
+            tuple[int, int], CompiledTarget
+        ] = {}  # by tokens of a pass and positions of the KV cache
 
-    def generate(self, prompt_ids: Sequence[int], *, generator: Random = None, **options: Any) -> Generation:
+    def generate(
+        self, prompt_ids: Sequence[int], *, generator: Random = None, **options: Any
+    ) -> Generation:
         """Continue a prompt, with the options of `generate_all`."""
         (generation,) = self.generate_all([prompt_ids], generators=[generator], **options)
         return generation
@@ -174,7 +226,9 @@ class Decoder:
         )
         all_rows = [
             Running(self.target, prompt_ids, max_new_tokens, generator)
-            for prompt_ids, generator in zip(prompts, generators or [None] * len(prompts), strict=True)
+            for prompt_ids, generator in zip(
+                prompts, generators or [None] * len(prompts), strict=True
+            )
         ]
         if self.proposer:
             self.proposer.begin([row.limit + num_speculative_tokens for row in all_rows])
@@ -185,7 +239,9 @@ class Decoder:
         firsts = self.verify(rows, [Proposal([])] * len(rows), logits_B1V, sampling)
         for row, (_, first) in zip(rows, firsts, strict=True):
             row.token_ids.append(first)
-        state = DecodingState([row.token_ids for row in rows], features, [len(row.prompt_ids) for row in rows])
+        state = DecodingState(
+            [row.token_ids for row in rows], features, [len(row.prompt_ids) for row in rows]
+        )
         rows, lap = self._unfinished(rows, state, reader), now(self.target.device)
         for row in all_rows:
             row.prefill_seconds = row.seconds = (lap - start) / len(all_rows)
@@ -209,7 +265,12 @@ class Decoder:
         return self._compiled_targets[shape]
 
     def _round(
-        self, rows: Sequence[Running], state: DecodingState, reader: SequenceReader, ahead: int | TreeShape, sampling: Sampling
+        self,
+        rows: Sequence[Running],
+        state: DecodingState,
+        reader: SequenceReader,
+        ahead: int | TreeShape,
+        sampling: Sampling,
     ) -> None:
         """Propose `ahead` (a chain of that many tokens, or a tree), verify, commit."""
         start = now(self.target.device)
@@ -220,23 +281,34 @@ class Decoder:
             assert isinstance(ahead, int)
             proposals = self.proposer.propose(state, ahead, sampling, generators)
         drafted = now(self.target.device)
-        fed = [[row.token_ids[-1], *proposal.tokens] for row, proposal in zip(rows, proposals, strict=True)]
+        fed = [
+            [row.token_ids[-1], *proposal.tokens]
+            for row, proposal in zip(rows, proposals, strict=True)
+        ]
         trees = [proposal.tree for proposal in proposals]
         logits_BTV, features = reader.read(fed, trees)
         verdicts = self.verify(rows, proposals, logits_BTV, sampling)
         paths = [path for path, _ in verdicts]
         reader.keep(paths)
         if any(trees):
-            features = features.at(padded([[0, *(node + 1 for node in path)] for path in paths], self.target.device))
+            features = features.at(
+                padded([[0, *(node + 1 for node in path)] for path in paths], self.target.device)
+            )
         state.fresh, state.num_fresh = features, [1 + len(path) for path in paths]
         verified = now(self.target.device)
         draft_s, verify_s = (drafted - start) / len(rows), (verified - drafted) / len(rows)
         for row, proposal, (path, next_token) in zip(rows, proposals, verdicts, strict=True):
             row.commit(proposal, path, next_token, draft_s, verify_s)
 
-    def _unfinished(self, rows: Sequence[Running], state: DecodingState, reader: SequenceReader) -> list[Running]:
+    def _unfinished(
+        self, rows: Sequence[Running], state: DecodingState, reader: SequenceReader
+    ) -> list[Running]:
         """The rows that are not done; the others leave the caches and the state."""
-        remaining = [index for index, row in enumerate(rows) if not (row.stopped or len(row.token_ids) == row.limit)]
+        remaining = [
+            index
+            for index, row in enumerate(rows)
+            if not (row.stopped or len(row.token_ids) == row.limit)
+        ]
         if remaining and len(remaining) < len(rows):
             cache: Any = reader.cache
             cache.keep(remaining)
@@ -248,13 +320,23 @@ class Decoder:
         return [rows[index] for index in remaining]
 
     def verify(
-        self, rows: Sequence[Running], proposals: Sequence[Proposal], logits_BTV: Tensor, sampling: Sampling
+        self,
+        rows: Sequence[Running],
+        proposals: Sequence[Proposal],
+        logits_BTV: Tensor,
+        sampling: Sampling,
     ) -> list[Verdict]:
         """Of each row. The logits follow the sequence and each draft token. Of several sampled rows those with chains of equally many draft
         tokens, all of them drawn or all certain, are verified together."""
         if sampling.is_greedy:
             return [
-                *map(self._follow_best, rows, proposals, logits_BTV.argmax(-1).tolist(), near_ties(self.target, logits_BTV))
+                *map(
+                    self._follow_best,
+                    rows,
+                    proposals,
+                    logits_BTV.argmax(-1).tolist(),
+                    near_ties(self.target, logits_BTV),
+                )
             ]
         verdicts: dict[int, Verdict] = {}
         alike: dict[tuple[int, bool], list[int]] = {}
@@ -263,21 +345,35 @@ class Decoder:
                 probs_NV = sampling.probabilities(logits_BTV[index, : len(proposal.tokens) + 1])
                 verdicts[index] = self.rule(proposal, probs_NV, row.generator)
             else:
-                alike.setdefault((len(proposal.tokens), proposal.probabilities is None), []).append(index)
+                alike.setdefault((len(proposal.tokens), proposal.probabilities is None), []).append(
+                    index
+                )
         for (width, _), chosen in alike.items():
             logits_BKV = logits_BTV[:, : width + 1]
-            distributions = [given for index in chosen if (given := proposals[index].probabilities) is not None]
+            distributions = [
+                given for index in chosen if (given := proposals[index].probabilities) is not None
+            ]
             num_accepted, next_token = verify.rejection(
-                torch.tensor([proposals[index].tokens for index in chosen], dtype=torch.long, device=logits_BTV.device),
-                sampling.probabilities(logits_BKV if len(chosen) == len(rows) else logits_BKV[chosen]),
+                torch.tensor(
+                    [proposals[index].tokens for index in chosen],
+                    dtype=torch.long,
+                    device=logits_BTV.device,
+                ),
+                sampling.probabilities(
+                    logits_BKV if len(chosen) == len(rows) else logits_BKV[chosen]
+                ),
                 torch.stack(distributions) if distributions else None,
-                uniforms(width + 1, [rows[index].generator for index in chosen]).to(logits_BTV.device),
+                uniforms(width + 1, [rows[index].generator for index in chosen]).to(
+                    logits_BTV.device
+                ),
             )
             found = zip(chosen, num_accepted.tolist(), next_token.tolist(), strict=True)
             verdicts |= {index: (range(count), token) for index, count, token in found}
         return [verdicts[index] for index in range(len(rows))]
 
-    def _follow_best(self, row: Running, proposal: Proposal, choices: list[int], tied: list[bool]) -> Verdict:
+    def _follow_best(
+        self, row: Running, proposal: Proposal, choices: list[int], tied: list[bool]
+    ) -> Verdict:
         """Follow the target's best tokens after the sequence and each draft token; the choices that are `tied` are first made in float64.
         That may lead to another branch, which has near-ties of its own.
         """
@@ -292,7 +388,9 @@ class Decoder:
             seen = [0, *(node + 1 for node in path)]
             if not any(tied[index] for index in seen):
                 return path, next_token
-            exact_TV = in_float64(self.target, [*row.token_ids, *(tokens[node] for node in path)])[0, -len(seen) :]
+            exact_TV = in_float64(self.target, [*row.token_ids, *(tokens[node] for node in path)])[
+                0, -len(seen) :
+            ]
             for index, choice in zip(seen, exact_TV.argmax(-1).tolist(), strict=True):
                 if tied[index]:
                     choices[index], tied[index] = choice, False
@@ -340,7 +438,9 @@ def in_float64(target: FrozenTarget, token_ids: Sequence[int]) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():
         target.model.double()
         torch.set_default_dtype(torch.float64)  # of constants that a class makes in its forward
-        target.model.set_experts_implementation("eager")  # torch's grouped product of experts has no float64
+        target.model.set_experts_implementation(
+            "eager"
+        )  # torch's grouped product of experts has no float64
         try:
             ids = torch.tensor([list(token_ids)], device=target.device)
             return target.logits(target.features(ids, ()).last_hidden)

@@ -21,7 +21,9 @@ from specdistill.targets.packed_attention import cached_attention
 
 FIRST_SIZE = 512  # positions allocated at first
 
-RotaryFunction = Callable[[Tensor], tuple[Tensor, Tensor]]  # position ids [1, S] -> (cos, sin) [1, S, d]
+RotaryFunction = Callable[
+    [Tensor], tuple[Tensor, Tensor]
+]  # position ids [1, S] -> (cos, sin) [1, S, d]
 
 
 def grown(buffer: Tensor | None, new_BGTd: Tensor, size: int) -> Tensor:
@@ -38,19 +40,33 @@ def grown(buffer: Tensor | None, new_BGTd: Tensor, size: int) -> Tensor:
 class Slots:
     """A `KVCache` over the buffers of a `DraftKVCache`: slot s holds position s, and a query sees its own and those before it."""
 
-    def __init__(self, buffers: dict[int, tuple[Tensor, Tensor]], position_T: Tensor, size: int, window: int | None) -> None:
+    def __init__(
+        self,
+        buffers: dict[int, tuple[Tensor, Tensor]],
+        position_T: Tensor,
+        size: int,
+        window: int | None,
+    ) -> None:
         self._buffers, self._position_T = buffers, position_T
         key_S, query_T1 = torch.arange(size, device=position_T.device), position_T.unsqueeze(1)
-        self._mask_TS = key_S <= query_T1 if window is None else (key_S <= query_T1) & (key_S > query_T1 - window)
+        self._mask_TS = (
+            key_S <= query_T1
+            if window is None
+            else (key_S <= query_T1) & (key_S > query_T1 - window)
+        )
 
     def append(self, layer: int, key_BGTd: Tensor, value_BGTd: Tensor) -> None:
         for buffer, new_BGTd in zip(self._buffers[layer], (key_BGTd, value_BGTd), strict=True):
             buffer.index_copy_(2, self._position_T, new_BGTd)
 
-    def attend(self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor) -> Tensor:
+    def attend(
+        self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor
+    ) -> Tensor:
         self.append(layer, key_BGTd, value_BGTd)
         keys, values = self._buffers[layer]
-        return F.scaled_dot_product_attention(query_BNTd, keys, values, attn_mask=self._mask_TS, enable_gqa=True)
+        return F.scaled_dot_product_attention(
+            query_BNTd, keys, values, attn_mask=self._mask_TS, enable_gqa=True
+        )
 
 
 class BatchKVCache(DynamicCache):
@@ -65,18 +81,24 @@ class BatchKVCache(DynamicCache):
         super().__init__()
         self.lengths = [0] * num_rows
         self._buffers: dict[int, tuple[Tensor, Tensor]] = {}  # by layer
-        self._slot_BT: Tensor = torch.empty(num_rows, 0, dtype=torch.long, device=device)  # of the current pass
+        self._slot_BT: Tensor = torch.empty(
+            num_rows, 0, dtype=torch.long, device=device
+        )  # of the current pass
         self._held = self._end = 0  # positions before and after it
         self._size = 0  # positions allocated
 
-    def place(self, counts: Sequence[int], *, is_causal: bool = True, step: Step | None = None) -> Tensor:
+    def place(
+        self, counts: Sequence[int], *, is_causal: bool = True, step: Step | None = None
+    ) -> Tensor:
         """Positions [B, T] of the next pass, in which row b gets counts[b] new tokens, each of which sees those up to itself, or all.
 
         step: of trees, if the tokens are nodes: a slot is then not its node's position until `keep_paths`.
         """
         self._is_causal, self._step = is_causal, step
         device = self._slot_BT.device
-        self._slot_BT = torch.tensor(self.lengths, device=device).unsqueeze(1) + torch.arange(max(counts), device=device)
+        self._slot_BT = torch.tensor(self.lengths, device=device).unsqueeze(1) + torch.arange(
+            max(counts), device=device
+        )
         self._advance(counts)
         return self._slot_BT if step is None else torch.tensor(step.new_positions, device=device)
 
@@ -90,8 +112,15 @@ class BatchKVCache(DynamicCache):
         """[B, 1, T, S] bool: what each query of the pass attends to, within the last `window` positions, its own included."""
         if self._step:
             return self._step.visible(window).unsqueeze(1)
-        key, query = torch.arange(self._end, device=self._slot_BT.device), self._slot_BT[:, None, :, None]
-        last = query if self._is_causal else torch.tensor(self.lengths, device=key.device).view(-1, 1, 1, 1) - 1
+        key, query = (
+            torch.arange(self._end, device=self._slot_BT.device),
+            self._slot_BT[:, None, :, None],
+        )
+        last = (
+            query
+            if self._is_causal
+            else torch.tensor(self.lengths, device=key.device).view(-1, 1, 1, 1) - 1
+        )
         return key <= last if window is None else (key <= last) & (key > query - window)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -105,7 +134,10 @@ class BatchKVCache(DynamicCache):
         keys, values = grown(keys, key_states, self._size), grown(values, value_states, self._size)
         self._buffers[layer_idx] = keys, values
         if len(self.lengths) == 1:
-            keys[:, :, self._held : self._end], values[:, :, self._held : self._end] = key_states, value_states
+            keys[:, :, self._held : self._end], values[:, :, self._held : self._end] = (
+                key_states,
+                value_states,
+            )
         else:
             row_B1 = torch.arange(len(self.lengths), device=key_states.device).unsqueeze(1)
             for buffer, new_BGTd in ((keys, key_states), (values, value_states)):
@@ -122,16 +154,22 @@ class BatchKVCache(DynamicCache):
         if any([*path] != [*range(len(path))] for path in paths):
             row_B1 = torch.arange(len(paths), device=self._slot_BT.device).unsqueeze(1)
             first_B1 = torch.tensor(lengths, device=row_B1.device).unsqueeze(1)
-            path_BN = torch.tensor([[*path, *[0] * (width - len(path))] for path in paths], device=row_B1.device)
+            path_BN = torch.tensor(
+                [[*path, *[0] * (width - len(path))] for path in paths], device=row_B1.device
+            )
             for kept in itertools.chain(*self._buffers.values()):
-                kept[row_B1, :, first_B1 + torch.arange(width, device=row_B1.device)] = kept[row_B1, :, first_B1 + path_BN]
+                kept[row_B1, :, first_B1 + torch.arange(width, device=row_B1.device)] = kept[
+                    row_B1, :, first_B1 + path_BN
+                ]
         self.truncate([length + len(path) for length, path in zip(lengths, paths, strict=True)])
 
     def keep(self, rows: Sequence[int]) -> None:
         """Drop all rows but these."""
         index = torch.tensor(rows, device=self._slot_BT.device)
         self.lengths = [self.lengths[row] for row in rows]
-        self._buffers = {layer: (keys[index], values[index]) for layer, (keys, values) in self._buffers.items()}
+        self._buffers = {
+            layer: (keys[index], values[index]) for layer, (keys, values) in self._buffers.items()
+        }
 
 
 class DraftKVCache(BatchKVCache):
@@ -141,11 +179,15 @@ class DraftKVCache(BatchKVCache):
     where its queries see all that is before them.
     """
 
-    def __init__(self, num_rows: int, rotary: RotaryFunction, device: torch.device, window: int | None = None) -> None:
+    def __init__(
+        self, num_rows: int, rotary: RotaryFunction, device: torch.device, window: int | None = None
+    ) -> None:
         super().__init__(num_rows, device)
         self._window, self._rotary = window, rotary
         self._first = 0  # the first position that the step's first query attends to
-        self._mask: Tensor | None = None  # [T, S] or [B, 1, T, S], what queries attend to from there on; None: all before them
+        self._mask: Tensor | None = (
+            None  # [T, S] or [B, 1, T, S], what queries attend to from there on; None: all before them
+        )
         self._num_angles = 0
         self.reserve(FIRST_SIZE)
 
@@ -153,7 +195,9 @@ class DraftKVCache(BatchKVCache):
         """Have cos, sin [1, S, d] of at least so many, computed for many at once: in each step it would cost a fifth of the step."""
         if positions > self._num_angles:
             self._num_angles = max(positions, 2 * self._num_angles)
-            self._cos, self._sin = self._rotary(torch.arange(self._num_angles, device=self._slot_BT.device).unsqueeze(0))
+            self._cos, self._sin = self._rotary(
+                torch.arange(self._num_angles, device=self._slot_BT.device).unsqueeze(0)
+            )
 
     def extend(self, counts: Sequence[int], *, is_causal: bool = True) -> tuple[Tensor, Tensor]:
         """(cos, sin) [B, T, d] of the next step's positions, each of which sees those of its row up to itself, or all."""
@@ -161,13 +205,22 @@ class DraftKVCache(BatchKVCache):
             return self._masked(counts, is_causal=is_causal)
         (start,), (count,), device = self.lengths, counts, self._slot_BT.device
         self._advance(counts)
-        self._first, self._mask = 0 if self._window is None else max(0, start - self._window + 1), None
+        self._first, self._mask = (
+            0 if self._window is None else max(0, start - self._window + 1),
+            None,
+        )
         # Once for all layers, but where there is a kernel without one, and where nothing is cached: of a prompt it would be [T, T].
-        if count > 1 and not (is_causal and (device.type == "cuda" or start == 0)):  # query i is at position start + i
+        if count > 1 and not (
+            is_causal and (device.type == "cuda" or start == 0)
+        ):  # query i is at position start + i
             mask_TS = torch.ones(count, self._end - self._first, dtype=torch.bool, device=device)
             if is_causal:
                 mask_TS = mask_TS.tril(start - self._first)
-            self._mask = mask_TS if self._window is None else mask_TS.triu(start - self._first - self._window + 1)
+            self._mask = (
+                mask_TS
+                if self._window is None
+                else mask_TS.triu(start - self._first - self._window + 1)
+            )
         return self._cos[:, start : self._end], self._sin[:, start : self._end]
 
     def level(self, step: Step) -> tuple[Tensor, Tensor]:
@@ -178,7 +231,10 @@ class DraftKVCache(BatchKVCache):
         position = step.positions[0][-1]
         self._advance(counts)
         self._first, self._mask = 0, step.visible(self._window)[0]
-        cos, sin = (table[:, position : position + 1].expand(-1, counts[0], -1) for table in (self._cos, self._sin))
+        cos, sin = (
+            table[:, position : position + 1].expand(-1, counts[0], -1)
+            for table in (self._cos, self._sin)
+        )
         return cos, sin
 
     def _advance(self, counts: Sequence[int]) -> None:
@@ -193,11 +249,17 @@ class DraftKVCache(BatchKVCache):
     def append(self, layer: int, key_BGTd: Tensor, value_BGTd: Tensor) -> None:
         self.update(key_BGTd, value_BGTd, layer)
 
-    def attend(self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor) -> Tensor:
-        keys, values = (held[:, :, self._first :] for held in self.update(key_BGTd, value_BGTd, layer))
+    def attend(
+        self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor
+    ) -> Tensor:
+        keys, values = (
+            held[:, :, self._first :] for held in self.update(key_BGTd, value_BGTd, layer)
+        )
         if self._mask is None and query_BNTd.shape[2] > 1:
             return cached_attention(query_BNTd, keys, values, self._window).transpose(1, 2)
-        return F.scaled_dot_product_attention(query_BNTd, keys, values, attn_mask=self._mask, enable_gqa=True)
+        return F.scaled_dot_product_attention(
+            query_BNTd, keys, values, attn_mask=self._mask, enable_gqa=True
+        )
 
     def allocate(self, positions: int) -> None:
         """All at once, for one sequence: a graph's buffers must stay where they are."""

@@ -12,7 +12,14 @@ from collections.abc import Sequence
 
 import torch
 
-from specdistill.decoding.proposer import DecodingState, PausingProposer, Proposal, Proposer, Remembering, TreeProposer
+from specdistill.decoding.proposer import (
+    DecodingState,
+    PausingProposer,
+    Proposal,
+    Proposer,
+    Remembering,
+    TreeProposer,
+)
 from specdistill.decoding.sampling import Generators, Sampling
 from specdistill.decoding.tree import TreeShape, tree_shape
 from specdistill.errors import UserError
@@ -51,7 +58,9 @@ class LookupFirstProposer(PausingProposer):
         super().begin(max_lengths)
         self.lookup.begin(max_lengths)
 
-    def propose(self, state: DecodingState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
+    def propose(
+        self, state: DecodingState, k: int, sampling: Sampling, generators: Generators
+    ) -> list[Proposal]:
         found = self.lookup.propose(state, k, sampling, generators)
         if all(proposal.tokens for proposal in found):
             self.pause(state)
@@ -59,14 +68,18 @@ class LookupFirstProposer(PausingProposer):
         read, levels = self.resume(state), min(k, self.levels)
         # A row whose tokens were looked up draws none of its own numbers for the draft's.
         drawn = [
-            torch.Generator() if proposal.tokens else generator for proposal, generator in zip(found, generators, strict=True)
+            torch.Generator() if proposal.tokens else generator
+            for proposal, generator in zip(found, generators, strict=True)
         ]
         if self.tree:
             assert isinstance(self.draft, TreeProposer)
             drafted = self.draft.propose_tree(read, self.tree.cut(levels), sampling, drawn)
         else:
             drafted = self.draft.propose(read, levels, sampling, drawn)
-        return [looked_up if looked_up.tokens else own for looked_up, own in zip(found, drafted, strict=True)]
+        return [
+            looked_up if looked_up.tokens else own
+            for looked_up, own in zip(found, drafted, strict=True)
+        ]
 
     def keep(self, rows: Sequence[int]) -> None:
         super().keep(rows)

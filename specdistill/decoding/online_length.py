@@ -63,7 +63,9 @@ class LengthRule:
         if self.slope is not None:
             vars(self).update(self.first)
         self._rounds_without = math.inf  # the first round always drafts
-        self._drafted: list[tuple[int, list[int]]] = []  # of each row: its tokens before the draft, draft tokens
+        self._drafted: list[
+            tuple[int, list[int]]
+        ] = []  # of each row: its tokens before the draft, draft tokens
         self._confidences: list[list[float]] = []  # [K][B], of these
 
     def length(self, token_ids: Sequence[Sequence[int]], k: int) -> int:
@@ -72,7 +74,9 @@ class LengthRule:
         self._drafted, self._confidences = [], []
         if self.slope is None:
             k = next(self._lengths) % (k + 1)
-        elif self._rounds_without < (self.cost - self.tokens) / TRIED:  # what a draft loses, in plain steps
+        elif (
+            self._rounds_without < (self.cost - self.tokens) / TRIED
+        ):  # what a draft loses, in plain steps
             k = 0
         self._rounds_without = 0 if k else self._rounds_without + 1
         if self.has_confidences:
@@ -85,7 +89,10 @@ class LengthRule:
         self._confidences.append(confidence_B.tolist())
         if self.slope is None:
             return False
-        reached = [math.prod(map(self._expected, of_row)) for of_row in zip(*self._confidences, strict=True)]
+        reached = [
+            math.prod(map(self._expected, of_row))
+            for of_row in zip(*self._confidences, strict=True)
+        ]
         gain = self.rate * sum(reached) / len(reached)
         return gain < self.slope * max(self.tokens / self.cost, 1.0)
 
@@ -96,7 +103,9 @@ class LengthRule:
 
     def drafts(self, token_ids: Sequence[Sequence[int]], proposals: Sequence[Proposal]) -> None:
         """Note what each row drafts after its tokens."""
-        self._drafted = [(len(ids), proposal.tokens) for ids, proposal in zip(token_ids, proposals, strict=True)]
+        self._drafted = [
+            (len(ids), proposal.tokens) for ids, proposal in zip(token_ids, proposals, strict=True)
+        ]
 
     def _learn(self, token_ids: Sequence[Sequence[int]]) -> None:
         """From each row's tokens since the last draft: a rejected token is never the one that was emitted in its place."""
@@ -111,7 +120,9 @@ class LengthRule:
                 if drafted > position and accepted >= position
             ]
             if reached:
-                hit, expected = (sum(column) / len(reached) for column in zip(*reached, strict=True))
+                hit, expected = (
+                    sum(column) / len(reached) for column in zip(*reached, strict=True)
+                )
                 self._average(offset=self.offset + hit - expected, rate=hit)
         longest = max((drafted for drafted, _ in counts), default=0)
         if longest and self.slope is not None:
@@ -119,11 +130,18 @@ class LengthRule:
             self._average(tokens=tokens, cost=self.base + self.slope * longest)
 
     def _average(self, **seen: float) -> None:
-        vars(self).update({name: (1 - WEIGHT) * getattr(self, name) + WEIGHT * value for name, value in seen.items()})
+        vars(self).update(
+            {
+                name: (1 - WEIGHT) * getattr(self, name) + WEIGHT * value
+                for name, value in seen.items()
+            }
+        )
 
     def keep(self, rows: Sequence[int]) -> None:
         self._drafted = [self._drafted[row] for row in rows if self._drafted]
-        self._confidences = [[confidences[row] for row in rows] for confidences in self._confidences]
+        self._confidences = [
+            [confidences[row] for row in rows] for confidences in self._confidences
+        ]
 
 
 class OnlineLengthProposer(PausingProposer):
@@ -143,7 +161,9 @@ class OnlineLengthProposer(PausingProposer):
         super().begin(max_lengths)
         self.rule.begin()
 
-    def propose(self, state: DecodingState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
+    def propose(
+        self, state: DecodingState, k: int, sampling: Sampling, generators: Generators
+    ) -> list[Proposal]:
         if not (length := self.rule.length(state.token_ids, k)):
             self.pause(state)
             return [Proposal([])] * len(state.token_ids)

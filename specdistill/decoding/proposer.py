@@ -74,7 +74,9 @@ class Proposer(Protocol):
         once of a draft that cannot be batched.
         """
 
-    def propose(self, state: DecodingState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
+    def propose(
+        self, state: DecodingState, k: int, sampling: Sampling, generators: Generators
+    ) -> list[Proposal]:
         """Draft up to k tokens that follow each row, or a tree of up to k levels, if that is its own way. Row b draws from generators[b]
         alone, as many numbers as on its own, and gets the tokens that it gets on its own, up to rounding.
         """
@@ -111,8 +113,16 @@ class PausingProposer:
 
     def __init__(self, draft: Proposer, **settings: Any) -> None:
         self.draft = draft
-        self.aux_layers, self.depends_on_width, self.reader = draft.aux_layers, draft.depends_on_width, draft.reader
-        self.num_parameters, self.num_bytes, self.vocabulary = draft.num_parameters, draft.num_bytes, draft.vocabulary
+        self.aux_layers, self.depends_on_width, self.reader = (
+            draft.aux_layers,
+            draft.depends_on_width,
+            draft.reader,
+        )
+        self.num_parameters, self.num_bytes, self.vocabulary = (
+            draft.num_parameters,
+            draft.num_bytes,
+            draft.vocabulary,
+        )
         self.settings: dict[str, Any] = {**draft.settings, **settings}
 
     def draws(self, sampling: Sampling, tree: TreeShape | None) -> bool:
@@ -143,5 +153,10 @@ class PausingProposer:
         if not any(self._unread):
             return state
         self.pause(state)
-        rows, self._unread = [Features.joined(unread) for unread in self._unread], [[] for _ in self._unread]
-        return replace(state, fresh=Features.padded(rows), num_fresh=[row.last_hidden.shape[1] for row in rows])
+        rows, self._unread = (
+            [Features.joined(unread) for unread in self._unread],
+            [[] for _ in self._unread],
+        )
+        return replace(
+            state, fresh=Features.padded(rows), num_fresh=[row.last_hidden.shape[1] for row in rows]
+        )

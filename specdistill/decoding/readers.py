@@ -29,7 +29,11 @@ from specdistill.targets.frozen import Features, FrozenTarget, allow_graphs, cap
 KEY = "eval.compile"
 LEAST_SIZE = 256  # positions
 WARM_UP = 3  # passes before CUDA graphs are replayed
-PROMPT, REJECTED, NEXT = [1, 2, 3], [4, 5], [4, 6]  # of the sequence that shows whether the graph computes the target
+PROMPT, REJECTED, NEXT = (
+    [1, 2, 3],
+    [4, 5],
+    [4, 6],
+)  # of the sequence that shows whether the graph computes the target
 
 
 class CachedTarget:
@@ -52,14 +56,22 @@ class CachedTarget:
         """Of tokens that continue each row's cached ones, as a chain or as the nodes of a tree."""
         return read(self.target, token_ids, self.cache, self.aux_layers, step)
 
-    def read(self, token_ids: Sequence[Sequence[int]], trees: Sequence[Tree | None] = (None,)) -> tuple[Tensor, Features]:
+    def read(
+        self, token_ids: Sequence[Sequence[int]], trees: Sequence[Tree | None] = (None,)
+    ) -> tuple[Tensor, Features]:
         """Read each sequence's last token and the draft tokens proposed after it, a chain or the nodes of a tree.
 
         Returns logits [B, T, V] and features [B, T, D].
         """
         self._last, self._trees = token_ids, trees
-        self._before = snapshot(self.cache) if self.target.is_recurrent and len(token_ids[0]) > 1 else None
-        self._held = [*self.cache.lengths] if isinstance(self.cache, BatchKVCache) else [self.cache.get_seq_length()]
+        self._before = (
+            snapshot(self.cache) if self.target.is_recurrent and len(token_ids[0]) > 1 else None
+        )
+        self._held = (
+            [*self.cache.lengths]
+            if isinstance(self.cache, BatchKVCache)
+            else [self.cache.get_seq_length()]
+        )
         step = None
         if any(trees):
             chains = (Tree(tuple(range(ROOT, len(row) - 2))) for row in token_ids)
@@ -96,7 +108,9 @@ class CompiledTarget:
     Raises UserError for a target with layers that do not hold a position in a slot, that does not compile, or computes something else then.
     """
 
-    def __init__(self, target: FrozenTarget, aux_layers: Sequence[int], num_tokens: int, size: int) -> None:
+    def __init__(
+        self, target: FrozenTarget, aux_layers: Sequence[int], num_tokens: int, size: int
+    ) -> None:
         self.target = target
         self.aux_layers = aux_layers
         self.num_tokens = num_tokens
@@ -117,11 +131,15 @@ class CompiledTarget:
         self._length = ids.shape[1]
         return self.target.logits(features.last_hidden[:, -1:]), features
 
-    def read(self, token_ids: Sequence[Sequence[int]], trees: Sequence[Tree | None] = (None,)) -> tuple[Tensor, Features]:
+    def read(
+        self, token_ids: Sequence[Sequence[int]], trees: Sequence[Tree | None] = (None,)
+    ) -> tuple[Tensor, Features]:
         (given,) = token_ids
         assert not any(trees) and len(given) <= self.num_tokens, (trees, given)
         filled = [*given, *[0] * (self.num_tokens - len(given))]
-        ids, length = (torch.tensor(numbers, device=self.target.device) for numbers in ([filled], self._length))
+        ids, length = (
+            torch.tensor(numbers, device=self.target.device) for numbers in ([filled], self._length)
+        )
         logits, aux, last_hidden = self._graph(ids, length)
         return logits[:, : len(given)], Features(aux, last_hidden).first(len(given))
 
@@ -154,7 +172,9 @@ class CompiledTarget:
             raise
         except CLASS_ERRORS as error:  # a cache that the class does not take, a graph that breaks, a compiler that is missing
             got = f"true for {target.name}, a {type(target.model).__name__}: {one_line(str(error))[:160]}"
-            raise UserError(KEY, got=got, expected="false for this target, or on this machine") from error
+            raise UserError(
+                KEY, got=got, expected="false for this target, or on this machine"
+            ) from error
         whole = CachedTarget(target, ())
         _, expected = whole.begin([[*PROMPT, *NEXT]])
         if not reads_alike(found.last_hidden[0], expected.last_hidden[0, -1:]):
@@ -165,10 +185,20 @@ class CompiledTarget:
 def static_cache(target: FrozenTarget, size: int) -> StaticCache:
     """An empty KV cache of `size` positions. Full layers even for sliding windows, as in `new_cache`."""
     cache = StaticCache(target.config, max_cache_len=size)
-    cache.layers = [StaticLayer(size) if type(layer) is StaticSlidingWindowLayer else layer for layer in cache.layers]
-    if other := {type(layer).__name__ for layer in cache.layers} - {StaticLayer.__name__, DummyLayer.__name__}:
+    cache.layers = [
+        StaticLayer(size) if type(layer) is StaticSlidingWindowLayer else layer
+        for layer in cache.layers
+    ]
+    if other := {type(layer).__name__ for layer in cache.layers} - {
+        StaticLayer.__name__,
+        DummyLayer.__name__,
+    }:
         got = f"true for {target.name}, which has layers of kind {', '.join(sorted(other))}"
-        raise UserError(KEY, got=got, expected="false: passes of one shape need full attention or a sliding window")
+        raise UserError(
+            KEY,
+            got=got,
+            expected="false: passes of one shape need full attention or a sliding window",
+        )
     return cache
 
 

@@ -43,7 +43,9 @@ GREEDY = Sampling()
 
 def uniforms(count: int, generators: Generators) -> Tensor:
     """[B, count] in [0, 1), each row from its own generator. float64, on the CPU."""
-    return torch.stack([torch.rand(count, generator=generator, dtype=torch.float64) for generator in generators])
+    return torch.stack(
+        [torch.rand(count, generator=generator, dtype=torch.float64) for generator in generators]
+    )
 
 
 def draw(probabilities: Tensor, uniform: Tensor) -> Tensor:

@@ -29,7 +29,9 @@ def layer_kinds(config: Any) -> set[str]:
     return set(getattr(config, "layer_types", None) or ["sliding_attention"])
 
 
-def masks(config: Any, dtype: torch.dtype, visible: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:
+def masks(
+    config: Any, dtype: torch.dtype, visible: Callable[[int | None], Tensor]
+) -> Tensor | dict[str, Tensor]:
     """A model's `attention_mask`: 0 or the least finite number, one for each kind of layer where they differ.
 
     visible: window, None for full attention -> bool [B, 1, T, S], what each query attends to. The least finite number hides as well as
@@ -39,7 +41,9 @@ def masks(config: Any, dtype: torch.dtype, visible: Callable[[int | None], Tenso
     by_kind = {}
     for kind in layer_kinds(config):
         seen = visible(windows[kind])
-        by_kind[kind] = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
+        by_kind[kind] = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(
+            ~seen, torch.finfo(dtype).min
+        )
     # Models with one kind of layer take its mask, models with several a mapping.
     return by_kind if len(by_kind) > 1 else by_kind.popitem()[1]
 
@@ -50,18 +54,26 @@ def cache_of(config: Any, num_rows: int, device: torch.device) -> DynamicCache:
 
 
 def masked_pass(
-    cache: DynamicCache, counts: Sequence[int], config: Any, dtype: torch.dtype, step: Step | None = None
+    cache: DynamicCache,
+    counts: Sequence[int],
+    config: Any,
+    dtype: torch.dtype,
+    step: Step | None = None,
 ) -> tuple[Tensor | None, Tensor | dict[str, Tensor] | None]:
     """Position ids [B, T] and `masks` of the next pass, in which row b gets counts[b] new tokens, or nodes of its tree; None for a chain
     of one sequence, for which a model has its own. Raises UserError for a tree under attention that is neither full nor over a window.
     """
     if step and (unknown := layer_kinds(config) - KINDS):
         expected = "null: a tree needs full attention or a sliding window"
-        raise UserError("eval.tree", got=f"layers with {', '.join(sorted(unknown))}", expected=expected)
+        raise UserError(
+            "eval.tree", got=f"layers with {', '.join(sorted(unknown))}", expected=expected
+        )
     if isinstance(cache, BatchKVCache):
         position_BT = cache.place(counts, step=step)
         end_B1 = torch.tensor(cache.lengths, device=position_BT.device).unsqueeze(1)
-        position_BT = position_BT.where(position_BT < end_B1, 0)  # padding needs some valid position
+        position_BT = position_BT.where(
+            position_BT < end_B1, 0
+        )  # padding needs some valid position
         return position_BT, masks(config, dtype, cache.visible)
     if step is None:
         return None, None
@@ -77,9 +89,13 @@ def read(
     step: Step | None = None,
 ) -> Features:
     """The target over each row's tokens that continue the cached ones, as a chain or as the nodes of a tree."""
-    positions, mask = masked_pass(cache, [*map(len, token_ids)], target.config, target.model.dtype, step)
+    positions, mask = masked_pass(
+        cache, [*map(len, token_ids)], target.config, target.model.dtype, step
+    )
     ids = padded(token_ids, target.device)
-    return target.features(ids, aux_layers, position_ids_BT=positions, attention_mask=mask, past_key_values=cache)
+    return target.features(
+        ids, aux_layers, position_ids_BT=positions, attention_mask=mask, past_key_values=cache
+    )
 
 
 # Trees
@@ -91,8 +107,12 @@ def keep_path(cache: DynamicCache, num_nodes: int, path: Sequence[int]) -> None:
     slots = [first + node for node in path]
     if slots != list(range(first, first + len(path))):
         layers: Any = cache.layers
-        held = [kept for layer in layers for kept in (layer.keys, layer.values) if kept is not None]  # some share another's
-        index = torch.tensor(slots, device=held[0].device)  # a list would be copied to the device for every layer
+        held = [
+            kept for layer in layers for kept in (layer.keys, layer.values) if kept is not None
+        ]  # some share another's
+        index = torch.tensor(
+            slots, device=held[0].device
+        )  # a list would be copied to the device for every layer
         for kept in held:
             kept[:, :, first : first + len(path)] = kept[:, :, index.to(kept.device)]
     cache.crop(len(path) - num_nodes)
@@ -107,10 +127,14 @@ def check_reads_trees(target: FrozenTarget) -> None:
         raise UserError(key, got=got, expected="null for this target")
     if target.config._attn_implementation not in MASKED:
         got = f"a tree with attention {target.config._attn_implementation}"
-        raise UserError("target.attn", got=got, expected=f"{' or '.join(MASKED)}, or eval.tree=null")
+        raise UserError(
+            "target.attn", got=got, expected=f"{' or '.join(MASKED)}, or eval.tree=null"
+        )
     if not _reads_branches_apart(target):
         got = f"{name}, which reads a branch of a tree differently from the same tokens alone"
-        raise UserError(key, got=got, expected="null, or a target that respects mask and position ids")
+        raise UserError(
+            key, got=got, expected="null, or a target that respects mask and position ids"
+        )
 
 
 def _reads_branches_apart(target: FrozenTarget) -> bool:
@@ -121,7 +145,9 @@ def _reads_branches_apart(target: FrozenTarget) -> bool:
         read(target, [text[:-1]], cache)
         together_TH = read(target, [[text[-1], *nodes]], cache, step=step).last_hidden[0]
         for path in ([0, 2], [1, 3]):
-            alone_TH = read(target, [[*text, *(nodes[node] for node in path)]], new_cache(target.config)).last_hidden[0, -2:]
+            alone_TH = read(
+                target, [[*text, *(nodes[node] for node in path)]], new_cache(target.config)
+            ).last_hidden[0, -2:]
             if not reads_alike(together_TH[[node + 1 for node in path]], alone_TH):
                 return False
         return True
@@ -154,7 +180,9 @@ class TransformersLayers:
         """level: of each row's tree, if the ids are one; what the cache holds with it."""
         positions, mask = masked_pass(self.cache, counts, self.config, self.backbone.dtype, level)
         options = {} if mask is None else {"position_ids": positions, "attention_mask": mask}
-        output = self.backbone(input_ids=ids_BT, past_key_values=self.cache, use_cache=True, **options)
+        output = self.backbone(
+            input_ids=ids_BT, past_key_values=self.cache, use_cache=True, **options
+        )
         hidden: Tensor = output.last_hidden_state
         return hidden
 
@@ -176,7 +204,9 @@ def last_of(x_BTH: Tensor, counts: Sequence[int]) -> Tensor:
 def check_batchable(model: Any, name: str) -> None:
     """Raises UserError when a `BatchKVCache` cannot hold several sequences of the model called `name`, or the model mixes its rows."""
     if reason := unmaskable(model):
-        raise UserError("eval.batch_size", got=f"more than 1 for {name}, a model with {reason}", expected="1")
+        raise UserError(
+            "eval.batch_size", got=f"more than 1 for {name}, a model with {reason}", expected="1"
+        )
 
 
 @torch.no_grad()

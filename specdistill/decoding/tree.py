@@ -82,7 +82,11 @@ class Step:
     @classmethod
     def before(cls, num_text: Sequence[int], device: torch.device) -> "Step":
         """The sequences alone, the root at the end of each: `descend` leads to the first level."""
-        return cls(num_text, torch.zeros(len(num_text), 1, 0, dtype=torch.bool, device=device), [()] * len(num_text))
+        return cls(
+            num_text,
+            torch.zeros(len(num_text), 1, 0, dtype=torch.bool, device=device),
+            [()] * len(num_text),
+        )
 
     @classmethod
     def whole(cls, trees: Sequence[Tree], num_text: Sequence[int], device: torch.device) -> "Step":
@@ -92,7 +96,9 @@ class Step:
         for seen_NF, tree, start in zip(seen, trees, num_text, strict=True):
             for node, parent in enumerate(tree.parents):
                 seen_NF[node + 1] |= seen_NF[parent + 1]
-            positions.append((start + seen_NF.sum(1) - 1).tolist())  # a node's depth is how many ancestors it has
+            positions.append(
+                (start + seen_NF.sum(1) - 1).tolist()
+            )  # a node's depth is how many ancestors it has
         return cls(num_text, torch.from_numpy(seen).to(device), positions)
 
     def descend(self, rows_BT: Tensor) -> "Step":
@@ -123,7 +129,9 @@ class Step:
         if window is None:
             return seen_BTS
         query_BT = torch.tensor(self.new_positions, device=device)
-        key_BS = slot_S.repeat(num_rows, 1).scatter_(1, slot_BF, torch.tensor(self.positions, device=device))
+        key_BS = slot_S.repeat(num_rows, 1).scatter_(
+            1, slot_BF, torch.tensor(self.positions, device=device)
+        )
         return seen_BTS & (query_BT.unsqueeze(2) - key_BS.unsqueeze(1) < window)
 
 
@@ -138,7 +146,9 @@ class StaticTree:
         if not given:
             raise UserError(key, got=given, expected="numbers of children, one for each level")
         if (num_nodes := sum(itertools.accumulate(given, operator.mul))) > MOST_NODES:
-            raise UserError(key, got=f"{given}, {num_nodes} nodes", expected=f"at most {MOST_NODES} nodes")
+            raise UserError(
+                key, got=f"{given}, {num_nodes} nodes", expected=f"at most {MOST_NODES} nodes"
+            )
 
     @property
     def depth(self) -> int:
@@ -152,13 +162,20 @@ class StaticTree:
         """Its first levels, at most `depth`."""
         return StaticTree(self.branching[:depth])
 
-    def grow(self, logits_BW: Tensor, expand: Expand, sampling: Sampling, generators: Generators) -> list[TreeDraft]:
+    def grow(
+        self, logits_BW: Tensor, expand: Expand, sampling: Sampling, generators: Generators
+    ) -> list[TreeDraft]:
         """From the logits after each row's root. Under sampling a node has fewer children where q has too few tokens."""
         levels, logits = [], [*logits_BW.split(1)]  # of each row, after the nodes of its last level
         for level, width in enumerate(self.branching):
-            levels.append([children(*row, width, sampling) for row in zip(logits, generators, strict=True)])
+            levels.append(
+                [children(*row, width, sampling) for row in zip(logits, generators, strict=True)]
+            )
             if level + 1 < self.depth:
-                index_BT, rows_BT = (pad_sequence([row[part] for row in levels[-1]], batch_first=True) for part in (0, 1))
+                index_BT, rows_BT = (
+                    pad_sequence([row[part] for row in levels[-1]], batch_first=True)
+                    for part in (0, 1)
+                )
                 after = zip(levels[-1], expand(index_BT, rows_BT), strict=True)
                 logits = [logits_TW[: len(index_T)] for (index_T, *_), logits_TW in after]
         drafts: list[TreeDraft] = []
@@ -170,7 +187,13 @@ class StaticTree:
                 first = len(parents)
                 parents += [above[place] for place in rows_T.tolist()]
                 above = range(first, len(parents))
-            drafts.append((torch.cat(index), Tree(tuple(parents)), None if sampling.is_greedy else torch.cat(probs)))
+            drafts.append(
+                (
+                    torch.cat(index),
+                    Tree(tuple(parents)),
+                    None if sampling.is_greedy else torch.cat(probs),
+                )
+            )
         return drafts
 
 
@@ -185,7 +208,9 @@ class DynamicTree:
     def __post_init__(self) -> None:
         most = min(MOST_NODES, self.num_candidates(self.depth))
         if not self.depth <= self.budget <= most:
-            expected = f"from {self.depth}, the depth, to {most}, the nodes that top_k and depth give"
+            expected = (
+                f"from {self.depth}, the depth, to {most}, the nodes that top_k and depth give"
+            )
             raise UserError("eval.tree.budget", got=self.budget, expected=expected)
 
     def num_candidates(self, depth: int) -> int:
@@ -198,12 +223,19 @@ class DynamicTree:
     def cut(self, depth: int) -> "DynamicTree":
         """A tree of at most `depth` levels and as many nodes, where that many exist."""
         shallower = min(depth, self.depth)
-        return replace(self, depth=shallower, budget=min(self.budget, self.num_candidates(shallower)))
+        return replace(
+            self, depth=shallower, budget=min(self.budget, self.num_candidates(shallower))
+        )
 
-    def grow(self, logits_BW: Tensor, expand: Expand, sampling: Sampling, generators: Generators) -> list[TreeDraft]:
+    def grow(
+        self, logits_BW: Tensor, expand: Expand, sampling: Sampling, generators: Generators
+    ) -> list[TreeDraft]:
         """From the logits after each row's root. Probabilities: at the sampling temperature, at 1 when greedy, before top-k and top-p."""
         temperature, width = sampling.temperature or 1.0, min(self.top_k, logits_BW.shape[-1])
-        logits_BTW, score_BT = logits_BW.unsqueeze(1), logits_BW.new_zeros(len(logits_BW), 1, dtype=torch.float32)
+        logits_BTW, score_BT = (
+            logits_BW.unsqueeze(1),
+            logits_BW.new_zeros(len(logits_BW), 1, dtype=torch.float32),
+        )
         nodes_BT = torch.full_like(score_BT, ROOT, dtype=torch.long)
         index, scores, parents, count = [], [], [], 0
         for level in range(self.depth):
@@ -217,10 +249,18 @@ class DynamicTree:
                 logits_BTW = expand(index[-1].gather(1, best_BT), best_BT // width)
             count += index[-1].shape[1]
         # A child's score is at most its parent's, and the parent comes first: in a stable order no node is kept without its parent.
-        kept_BN = torch.cat(scores, 1).sort(descending=True, stable=True).indices[:, : self.budget].sort().values
+        kept_BN = (
+            torch.cat(scores, 1)
+            .sort(descending=True, stable=True)
+            .indices[:, : self.budget]
+            .sort()
+            .values
+        )
         index_BN, parents_BN = (torch.cat(part, 1).gather(1, kept_BN) for part in (index, parents))
         drafts: list[TreeDraft] = []
-        for index_N, kept, above in zip(index_BN, kept_BN.tolist(), parents_BN.tolist(), strict=True):
+        for index_N, kept, above in zip(
+            index_BN, kept_BN.tolist(), parents_BN.tolist(), strict=True
+        ):
             place = {ROOT: ROOT} | {node: place for place, node in enumerate(kept)}
             drafts.append((index_N, Tree(tuple(place[node] for node in above)), None))
         return drafts
@@ -235,7 +275,9 @@ def tree_shape(config: TreeConfig) -> TreeShape:
     if config.branching is not None:
         if given := [name for name, number in numbers.items() if number is not None]:
             got = f"a static tree with {', '.join(given)}"
-            raise UserError("eval.tree.branching", got=got, expected="branching, or budget, depth and top_k")
+            raise UserError(
+                "eval.tree.branching", got=got, expected="branching, or budget, depth and top_k"
+            )
         return StaticTree(tuple(config.branching))
     if missing := next((name for name, number in numbers.items() if number is None), None):
         expected = "a number: a tree has budget, depth and top_k, or branching"
@@ -253,7 +295,9 @@ def at_nodes(x_BTH: Tensor, rows_BN: Tensor) -> Tensor:
     return x_BTH.gather(1, rows_BN.unsqueeze(2).expand(-1, -1, x_BTH.shape[2]))
 
 
-def children(logits_TW: Tensor, generator: Random, width: int, sampling: Sampling) -> tuple[Tensor, Tensor, Any]:
+def children(
+    logits_TW: Tensor, generator: Random, width: int, sampling: Sampling
+) -> tuple[Tensor, Tensor, Any]:
     """Up to `width` children of each of T nodes: their tokens, their parents' indices, and under sampling the distributions [W] they are
     drawn from.
     """
@@ -262,7 +306,9 @@ def children(logits_TW: Tensor, generator: Random, width: int, sampling: Samplin
         drawn_TC = torch.ones_like(chosen_TC, dtype=torch.bool)
     else:
         probs_TW = sampling.probabilities(logits_TW)
-        uniforms_TC = torch.rand(len(probs_TW), width, generator=generator, dtype=torch.float64).to(probs_TW.device)
+        uniforms_TC = torch.rand(len(probs_TW), width, generator=generator, dtype=torch.float64).to(
+            probs_TW.device
+        )
         chosen_TC, drawn_TC = draw_distinct(probs_TW, uniforms_TC)
     rows_T = drawn_TC.nonzero()[:, 0]
     return chosen_TC[drawn_TC], rows_T, None if sampling.is_greedy else probs_TW[rows_T]

@@ -38,7 +38,9 @@ def greedy(tokens: Sequence[int], choices: Sequence[int]) -> tuple[int, int]:
 
     choices [K + 1]: the target's best token after the sequence and after each of the K draft tokens.
     """
-    num_accepted = next((index for index, token in enumerate(tokens) if token != choices[index]), len(tokens))
+    num_accepted = next(
+        (index for index, token in enumerate(tokens) if token != choices[index]), len(tokens)
+    )
     return num_accepted, choices[num_accepted]
 
 
@@ -52,7 +54,9 @@ def rejection(
     """
     width = tokens_BK.shape[1]
     if draft_probs_BKV is None:
-        draft_probs_BKV = F.one_hot(tokens_BK, target_probs_BKV.shape[-1]).to(target_probs_BKV.dtype)
+        draft_probs_BKV = F.one_hot(tokens_BK, target_probs_BKV.shape[-1]).to(
+            target_probs_BKV.dtype
+        )
     p_of_token = target_probs_BKV[:, :width].gather(-1, tokens_BK.unsqueeze(-1)).squeeze(-1)
     q_of_token = draft_probs_BKV.gather(-1, tokens_BK.unsqueeze(-1)).squeeze(-1)
     num_accepted = (uniforms_BK[:, :width] * q_of_token < p_of_token).long().cumprod(-1).sum(-1)
@@ -80,7 +84,11 @@ def follow(tokens: Sequence[int], tree: Tree, choices: Sequence[int]) -> tuple[l
 
 
 def sampled(
-    tokens: Sequence[int], tree: Tree, target_probs_NV: Tensor, draft_probs_NV: Tensor | None, uniforms_N: Tensor
+    tokens: Sequence[int],
+    tree: Tree,
+    target_probs_NV: Tensor,
+    draft_probs_NV: Tensor | None,
+    uniforms_N: Tensor,
 ) -> tuple[list[int], int]:
     """Exact sampling over a tree: the accepted path and the token after it.
 
@@ -107,7 +115,9 @@ def sampled(
             left_V = (residual_V - proposed_V).clamp_min(0)
             # r = q up to rounding leaves nothing; a rejection there has probability zero up to rounding too.
             residual_V = left_V / left_V.sum() if left_V.sum() > 0 else residual_V
-            proposed_V = proposed_V.index_fill(0, torch.tensor(token, device=proposed_V.device), 0.0)
+            proposed_V = proposed_V.index_fill(
+                0, torch.tensor(token, device=proposed_V.device), 0.0
+            )
             proposed_V = proposed_V / proposed_V.sum()
         else:
             return path, int(draw(residual_V.unsqueeze(0), uniforms_N[-1:]))

@@ -44,7 +44,10 @@ KEY = "draft"
 LARGE = 1000.0  # weights of trained drafts stay far below
 NO_BETTER_THAN_CHANCE = 0.05  # share of first draft tokens that are accepted
 FAR_BELOW = 0.6  # of the draft tokens accepted in training
-LEAST, CLEAR = 0.02, 0.1  # a repair counts when the divergence falls by the first and in every completion, or by the second
+LEAST, CLEAR = (
+    0.02,
+    0.1,
+)  # a repair counts when the divergence falls by the first and in every completion, or by the second
 WORTH = 1.05  # a cause is a problem when its repair multiplies the accepted draft tokens by this
 DEFAULT_STEPS = 4
 
@@ -61,7 +64,11 @@ class Finding:
     do: str = ""
 
 
-problem, warning, note = partial(Finding, "problem"), partial(Finding, "warning"), partial(Finding, "note")
+problem, warning, note = (
+    partial(Finding, "problem"),
+    partial(Finding, "warning"),
+    partial(Finding, "note"),
+)
 
 
 @dataclass(frozen=True)
@@ -126,13 +133,19 @@ def diagnose(options: CommonDoctorOptions) -> Diagnosis:
         return examine_native(files)
     made = examine(draft, files, engine, options)
     run = run_of(draft)
-    made.recorded = recorded(run / "draft" if run else draft)  # of an export in the run's folder, too
+    made.recorded = recorded(
+        run / "draft" if run else draft
+    )  # of an export in the run's folder, too
     if engine and lookup_first and not ENGINES[engine].front(lookup_first):
-        made.findings.append(problem(f"specdistill starts {ENGINES[engine].title} without a lookup in front"))
+        made.findings.append(
+            problem(f"specdistill starts {ENGINES[engine].title} without a lookup in front")
+        )
     if model and options.decode and made.method is not None and not made.refused:
         loaded = FrozenTarget.load(**vars(options.target))
         use_recorded_template([draft], loaded.tokenizer, KEY)
-        prompts, made.prompts, is_known = prompts_of(run, options.eval.suite, loaded, options.eval.num_prompts)
+        prompts, made.prompts, is_known = prompts_of(
+            run, options.eval.suite, loaded, options.eval.num_prompts
+        )
         if not is_known:
             made.recorded = None  # of other text, it may be
             what = f"the draft is tried on lines of Python ({DEFAULT_SUITE}): no run here says what text it is for"
@@ -142,9 +155,13 @@ def diagnose(options: CommonDoctorOptions) -> Diagnosis:
             proposer = load_proposer(made.method, draft, loaded, key=KEY, **of_method)
             made.acceptance = check_acceptance(made, loaded, proposer, prompts)
             if lookup_first:
-                behind = load_proposer(made.method, draft, loaded, key=KEY, lookup_first=lookup_first, **of_method)
+                behind = load_proposer(
+                    made.method, draft, loaded, key=KEY, lookup_first=lookup_first, **of_method
+                )
                 num_tokens = max(made.acceptance.num_tokens, lookup_first.levels)
-                made.behind_lookup = acceptance_of(complete(Decoder(loaded, behind), prompts, num_tokens), num_tokens)
+                made.behind_lookup = acceptance_of(
+                    complete(Decoder(loaded, behind), prompts, num_tokens), num_tokens
+                )
     elif model and options.decode:
         made.findings.append(note("skipped decoding: fix the problems above first"))
     return made
@@ -183,7 +200,9 @@ def examine(
         seen.findings += _against(target, seen.config, config)
     if engine is not None:
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        seen.findings += findings_of_engine(ENGINES[engine], seen.method, seen.config, config, shapes, target)
+        seen.findings += findings_of_engine(
+            ENGINES[engine], seen.method, seen.config, config, shapes, target
+        )
     return seen
 
 
@@ -192,9 +211,15 @@ def examine_native(target: TargetFiles) -> Diagnosis:
     seen = Diagnosis(Path(target.name))
     with refusals(seen, "target.model"):
         shards = Shards.open(target.fetch("config.json", INDEX, SINGLE), "target.model")
-        seen.num_tensors = check_native({name: tensor.shape for name, tensor in shards.without_content().items()}, target)
+        seen.num_tensors = check_native(
+            {name: tensor.shape for name, tensor in shards.without_content().items()}, target
+        )
         seen.method = "mtp"
-        seen.findings.append(note("the layer is in its target's own checkpoint, from which engines serve it; not decoded"))
+        seen.findings.append(
+            note(
+                "the layer is in its target's own checkpoint, from which engines serve it; not decoded"
+            )
+        )
     return seen
 
 
@@ -217,7 +242,9 @@ def _values(tensors: Mapping[str, Tensor]) -> Iterator[Finding]:
             continue
         largest = max(map(abs, extremes(tensor)))
         if not largest and not name.endswith(".bias"):
-            yield problem(f"{name} is all zeros", "it was not saved, or not trained: save the draft again")
+            yield problem(
+                f"{name} is all zeros", "it was not saved, or not trained: save the draft again"
+            )
         elif largest > LARGE:
             yield warning(f"{name} has a weight of {largest:.3g}", "look at how training ended")
 
@@ -226,11 +253,22 @@ def _config(config: Mapping[str, Any], seen: Diagnosis) -> Iterator[Finding]:
     """Whether config.json says what engines read, and the same twice."""
     flat = config.get("model") or config.get("transformer_layer_config") or config
     if not (config.get("architectures") or flat.get("architectures")):
-        yield problem("config.json names no architectures", "engines choose the code that loads a draft by them")
-    stated = config.get("dtype") or config.get("torch_dtype") or flat.get("dtype") or flat.get("torch_dtype")
+        yield problem(
+            "config.json names no architectures",
+            "engines choose the code that loads a draft by them",
+        )
+    stated = (
+        config.get("dtype")
+        or config.get("torch_dtype")
+        or flat.get("dtype")
+        or flat.get("torch_dtype")
+    )
     held = str(seen.dtype).removeprefix("torch.")
     if stated is not None and stated != held:
-        yield warning(f"config.json says {stated}, the weights are {held}", "engines convert them to what it says")
+        yield warning(
+            f"config.json says {stated}, the weights are {held}",
+            "engines convert them to what it says",
+        )
     rope = flat.get("rope_parameters") or {}
     newer, older = rope.get("rope_theta"), flat.get("rope_theta")
     if newer is not None and older is not None and newer != older:
@@ -247,26 +285,41 @@ def _vocabulary(tensors: Mapping[str, Tensor], config: HeadShape) -> Iterator[Fi
     ids = torch.arange(num) + d2t
     if num > 1 and bool((d2t.diff() > 0).all()):
         what = f"d2t grows with every token, so no two of the {num} draft tokens stand side by side in the target's vocabulary"
-        yield warning(what, "d2t holds offsets, target id - draft id: it seems to hold the ids themselves")
+        yield warning(
+            what, "d2t holds offsets, target id - draft id: it seems to hold the ids themselves"
+        )
     if t2d is not None and t2d.shape == (config.vocab_size,):
         named = t2d.nonzero().flatten()
         if named.shape != ids.shape or not torch.equal(named, ids.to(named)):
-            yield problem("d2t and t2d name different tokens", "make d2t again: the ids that t2d marks, less 0, 1, 2, …")
+            yield problem(
+                "d2t and t2d name different tokens",
+                "make d2t again: the ids that t2d marks, less 0, 1, 2, …",
+            )
 
 
-def _against(target: TargetFiles, head: HeadShape | None, config: Mapping[str, Any]) -> Iterator[Finding]:
+def _against(
+    target: TargetFiles, head: HeadShape | None, config: Mapping[str, Any]
+) -> Iterator[Finding]:
     """Settings that usually are the target's own. head: None for a whole model, of which config.json alone tells."""
     text = target.text_config
     rope = text.get("rope_parameters") or {}
     theta = rope.get("rope_theta") or text.get("rope_theta")
     if head and theta is not None and theta != head.rope_theta:
-        what = f"the draft's rotary base (rope_theta) is {head.rope_theta:g}, the target's {theta:g}"
+        what = (
+            f"the draft's rotary base (rope_theta) is {head.rope_theta:g}, the target's {theta:g}"
+        )
         yield warning(what, "heads are trained with the target's, unless this one was not")
-    own = head.max_position_embeddings if head else (config.get("text_config") or config).get("max_position_embeddings")
+    own = (
+        head.max_position_embeddings
+        if head
+        else (config.get("text_config") or config).get("max_position_embeddings")
+    )
     length = text.get("max_position_embeddings")
     if own is not None and length is not None and own < length:
         what = f"the draft's context (max_position_embeddings) is {own:,} tokens, the target's {length:,}"
-        yield warning(what, "longer sequences are not drafted for, or at positions that were never trained.")
+        yield warning(
+            what, "longer sequences are not drafted for, or at positions that were never trained."
+        )
 
 
 def findings_of_engine(
@@ -282,30 +335,45 @@ def findings_of_engine(
     """
     row, size = METHODS[method], config.get("vocab_size")
     serving = row.serving().get(engine.name, Serving())
-    exported = f"specdistill export engine={engine.name} writes a draft as it loads it" if serving.layout else ""
+    exported = (
+        f"specdistill export engine={engine.name} writes a draft as it loads it"
+        if serving.layout
+        else ""
+    )
     loader = loader_of(serving.loaders, config)
     if row.in_target:
-        yield problem(f"{engine.title} loads such a layer from its target's checkpoint alone", exported)
+        yield problem(
+            f"{engine.title} loads such a layer from its target's checkpoint alone", exported
+        )
     elif row.standalone:
         if target is not None and size != target.vocab_size:
             wanted = f"{engine.title} needs a vocabulary of {target.vocab_size}, as the target has"
             yield problem(f"{wanted}, and the draft's is {size}")
     elif head is None:
-        yield problem(f"method {method} does not say what its heads look like, so no loader can be checked", exported)
+        yield problem(
+            f"method {method} does not say what its heads look like, so no loader can be checked",
+            exported,
+        )
     elif loader is None:
-        yield problem(f"{engine.title} is not known to load method {method} in this layout", exported)
+        yield problem(
+            f"{engine.title} is not known to load method {method} in this layout", exported
+        )
     else:
         result = check_loader(loader, config, shapes, head, target)
         name = f"{engine.title} {engine.loader_version or engine.versions}"
         yield from (problem(f"{name} stops: {what}", exported) for what in result.refused)
-        yield from (problem(f"{name} does not say so, but {what}", exported) for what in result.silent)
+        yield from (
+            problem(f"{name} does not say so, but {what}", exported) for what in result.silent
+        )
         yield from (note(f"{name}: {what}") for what in result.notes)
 
 
 def recorded(draft: Path) -> SimulatedAcceptance | None:
     """The best acceptance length in the run's history, which is what the weights were chosen by; None where there is none."""
     history = read_history(draft, key=KEY)
-    evaluations = [entry for entry in history.log if "eval_acceptance_length" in entry] if history else []
+    evaluations = (
+        [entry for entry in history.log if "eval_acceptance_length" in entry] if history else []
+    )
     if not evaluations:
         return None
     best = max(evaluations, key=lambda entry: float(entry["eval_acceptance_length"]))
@@ -318,7 +386,10 @@ def check_acceptance(
 ) -> SimulatedAcceptance:
     """Decode prompts (token ids) with a draft that was examined, and add what that says to the findings."""
     assert made.method is not None
-    expected, window = made.recorded, made.config.sliding_window if made.config else None  # which must hold what it drafts
+    expected, window = (
+        made.recorded,
+        made.config.sliding_window if made.config else None,
+    )  # which must hold what it drafts
     num_tokens = expected.num_tokens if expected else min(DEFAULT_STEPS, window or DEFAULT_STEPS)
     completions = complete(Decoder(target, proposer), prompts, num_tokens)
     decoded = acceptance_of(completions, num_tokens)
@@ -334,18 +405,31 @@ def check_acceptance(
     if cause := _cause(of_method, proposer, target, completions, num_tokens):
         found.append(cause)
     elif found:
-        likely = ["it was trained for another target, or another revision of it", "it was hardly trained"]
-        likely += [of_method.likely_cause, "the prompts are unlike its training data: choose others with suite="]
+        likely = [
+            "it was trained for another target, or another revision of it",
+            "it was hardly trained",
+        ]
+        likely += [
+            of_method.likely_cause,
+            "the prompts are unlike its training data: choose others with suite=",
+        ]
         found.append(note(f"likely causes: {'; '.join(likely)}"))
     elif expected is None:
-        found.append(warning("no training history to compare with", "`specdistill eval` measures the draft"))
+        found.append(
+            warning("no training history to compare with", "`specdistill eval` measures the draft")
+        )
     made.findings += found
     return decoded
 
 
-def complete(decoder: Decoder, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Generation]:
+def complete(
+    decoder: Decoder, prompts: Sequence[Sequence[int]], num_tokens: int
+) -> list[Generation]:
     """Greedy completions of prompts (token ids), drafting num_tokens per round."""
-    return [decoder.generate(prompt, max_new_tokens=NUM_TOKENS, num_speculative_tokens=num_tokens) for prompt in prompts]
+    return [
+        decoder.generate(prompt, max_new_tokens=NUM_TOKENS, num_speculative_tokens=num_tokens)
+        for prompt in prompts
+    ]
 
 
 def acceptance_of(completions: Sequence[Generation], num_tokens: int) -> SimulatedAcceptance:
@@ -354,10 +438,16 @@ def acceptance_of(completions: Sequence[Generation], num_tokens: int) -> Simulat
 
 
 def _cause(
-    method: Implementation, proposer: Any, target: FrozenTarget, completions: Sequence[Generation], num_tokens: int
+    method: Implementation,
+    proposer: Any,
+    target: FrozenTarget,
+    completions: Sequence[Generation],
+    num_tokens: int,
 ) -> Finding | None:
     """The likely cause whose repair brings the draft closest to the target's distributions on the completions, if one does beyond doubt."""
-    completions = [completion for completion in completions if len(completion.token_ids) > 2 * num_tokens]
+    completions = [
+        completion for completion in completions if len(completion.token_ids) > 2 * num_tokens
+    ]
     if not completions or (simulated := method.simulated) is None:
         return None
 
@@ -369,15 +459,22 @@ def _cause(
     best_fall, cause = 0.0, ""
     for likely, repaired in method.repaired(proposer.draft, target):
         after = fits(repaired)
-        falls = [1 - there / here if here else 0.0 for (here, _), (there, _) in zip(before, after, strict=True)]
+        falls = [
+            1 - there / here if here else 0.0
+            for (here, _), (there, _) in zip(before, after, strict=True)
+        ]
         fall = fmean(falls)
         if fall > best_fall and (fall > CLEAR or (fall > LEAST and min(falls) > 0)):
             best, best_fall, cause = after, fall, likely
     was, becomes = (fmean(length for _, length in measured) for measured in (before, best))
-    if not cause or becomes - 1 < NO_BETTER_THAN_CHANCE:  # nearer to the target, and still of no use: not what is wrong
+    if (
+        not cause or becomes - 1 < NO_BETTER_THAN_CHANCE
+    ):  # nearer to the target, and still of no use: not what is wrong
         return None
     repair = f"after the repair, KL to the target drops {best_fall:.0%}, and simulated acceptance length rises from"
-    return (problem if becomes - 1 > WORTH * (was - 1) else warning)(cause, f"{repair} {was:.2f} to {becomes:.2f}")
+    return (problem if becomes - 1 > WORTH * (was - 1) else warning)(
+        cause, f"{repair} {was:.2f} to {becomes:.2f}"
+    )
 
 
 @torch.inference_mode()
@@ -396,5 +493,9 @@ def _fit(objective: Any, target: FrozenTarget, completion: Generation) -> tuple[
     }
     objective, inputs = objective.eval(), objective.prepare(indexed(inputs), None)
     _, sums = objective(**inputs, **objective.read_target(target, inputs), measure=True)
-    divergence = fmean(float(total / kept) for total, kept in zip(sums.loss, sums.loss_tokens, strict=True))
-    return divergence, 1 + sum(float(right / chains) for right, chains in zip(sums.chain_correct, sums.chains, strict=True))
+    divergence = fmean(
+        float(total / kept) for total, kept in zip(sums.loss, sums.loss_tokens, strict=True)
+    )
+    return divergence, 1 + sum(
+        float(right / chains) for right, chains in zip(sums.chain_correct, sums.chains, strict=True)
+    )

@@ -24,7 +24,9 @@ def run_of(draft: Path) -> Path | None:
     return next((folder for folder in draft.resolve().parents if (folder / RECIPE).is_file()), None)
 
 
-def prompts_of(run: Path | None, suite: str | None, target: FrozenTarget, num_prompts: int) -> tuple[list[Ids], str, bool]:
+def prompts_of(
+    run: Path | None, suite: str | None, target: FrozenTarget, num_prompts: int
+) -> tuple[list[Ids], str, bool]:
     """Prompts of the suite, else of that in the run's recipe, else of what its training held out, else plain ones: the target's tokens of
     each, what they are in words, and whether they are known to be what the draft is for.
 
@@ -35,9 +37,16 @@ def prompts_of(run: Path | None, suite: str | None, target: FrozenTarget, num_pr
     ids = _held_out(run, recipe, target, num_prompts) if run and not named else []
     what, is_known = f"the held-out rows of {run}", bool(named or ids)
     if not ids:
-        limits = {"max_new_tokens": NUM_TOKENS, "max_length": target.max_length, "vocab_size": target.vocab_size}
+        limits = {
+            "max_new_tokens": NUM_TOKENS,
+            "max_length": target.max_length,
+            "vocab_size": target.vocab_size,
+        }
         suite_rows = load_suite(named or DEFAULT_SUITE)
-        ids = [prompt.token_ids for prompt in tokenize(suite_rows, target.tokenizer, num_prompts=num_prompts, **limits)]
+        ids = [
+            prompt.token_ids
+            for prompt in tokenize(suite_rows, target.tokenizer, num_prompts=num_prompts, **limits)
+        ]
         what = f"suite {named or DEFAULT_SUITE}"
     first = one_line(target.tokenizer.decode(ids[0], skip_special_tokens=True))
     return ids, f"{len(ids)} of {what}, the first: {first[:60]!r}", is_known
@@ -46,7 +55,10 @@ def prompts_of(run: Path | None, suite: str | None, target: FrozenTarget, num_pr
 def _held_out(run: Path, recipe: Any, target: FrozenTarget, num_prompts: int) -> list[Ids]:
     """What comes before the first loss token of a document, in rows over all that the run held out; empty where they are not here."""
     made = str(read_keys(run / PROVENANCE, KEY, "a run with its record").get("data_fingerprint"))
-    folder = Path(recipe.data.rows or cache_folder(recipe.data.cache_dir) / "rows" / made.removesuffix("-train"))
+    folder = Path(
+        recipe.data.rows
+        or cache_folder(recipe.data.cache_dir) / "rows" / made.removesuffix("-train")
+    )
     if not is_whole(folder):
         return []
     _, rows, manifest = read_rows(folder)
@@ -56,6 +68,8 @@ def _held_out(run: Path, recipe: Any, target: FrozenTarget, num_prompts: int) ->
     for row in rows.select(range(0, len(rows), max(1, len(rows) // num_prompts))):
         length = row["document_ids"].count(0)
         begin = [*row["loss_mask"][:length], 1].index(1)
-        ids = row["input_ids"][: begin if 0 < begin < length else min(TEXT_PROMPT_TOKENS, length // 2)]
+        ids = row["input_ids"][
+            : begin if 0 < begin < length else min(TEXT_PROMPT_TOKENS, length // 2)
+        ]
         found += [tuple(ids)] if len(ids) + NUM_TOKENS <= target.max_length else []
     return found[:num_prompts]

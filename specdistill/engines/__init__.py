@@ -17,7 +17,9 @@ TENSORRT_LLM = Engine(
     versions="PyTorch backend at 00679c6 (2026)",
     loader_version="PyTorch backend at 00679c6",
 )
-ENGINES: dict[str, Engine] = {engine.name: engine for engine in (VLLM, SGLANG, SPECULATORS, GGUF, LLAMA_CPP, TENSORRT_LLM)}
+ENGINES: dict[str, Engine] = {
+    engine.name: engine for engine in (VLLM, SGLANG, SPECULATORS, GGUF, LLAMA_CPP, TENSORRT_LLM)
+}
 
 
 def engines_with(part: str) -> list[str]:

@@ -11,12 +11,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specdistill.engines.server import POLL_SECONDS, SEE_LOG, Count, JsonAnswer, Positive, Response, Server
+from specdistill.engines.server import (
+    POLL_SECONDS,
+    SEE_LOG,
+    Count,
+    JsonAnswer,
+    Positive,
+    Response,
+    Server,
+)
 from specdistill.errors import ResourceError, one_line
 
 MAX_DELAY_SECONDS = 10.0
 # Counters that vLLM and llama.cpp share: of drafts, draft tokens and accepted tokens, and of these one for each position.
-SPEC_DECODE = tuple(f"spec_decode_num_{what}_total" for what in ("drafts", "draft_tokens", "accepted_tokens"))
+SPEC_DECODE = tuple(
+    f"spec_decode_num_{what}_total" for what in ("drafts", "draft_tokens", "accepted_tokens")
+)
 PER_POSITION = "spec_decode_num_accepted_tokens_per_pos_total"
 # Of a page: sums over the server's ranks, of each position where a line has one; the largest of gauges.
 Counters = Mapping[str, float]
@@ -123,7 +133,11 @@ class Client:
     rounding: float = 0.0
     drafting: tuple[str, ...] = SPEC_DECODE
     latency: str = ""
-    drafted_by: Callable[..., tuple[float, float, float]] = lambda drafts, drafted, accepted: (drafts, drafted, accepted)
+    drafted_by: Callable[..., tuple[float, float, float]] = lambda drafts, drafted, accepted: (
+        drafts,
+        drafted,
+        accepted,
+    )
 
     def identify(self, server: Server) -> ServerIdentity:
         return self.describe(server, self.read(server))
@@ -161,16 +175,30 @@ class Client:
 
         Raises ResourceError for a page that lacks a counter, and for counters that went back.
         """
-        positions = sorted({name for name in (*before, *after) if PER_POSITION in name}, key=lambda name: (len(name), name))
+        positions = sorted(
+            {name for name in (*before, *after) if PER_POSITION in name},
+            key=lambda name: (len(name), name),
+        )
         if missing := [name for name in self.drafting if name not in after]:
             what = f"the server's /metrics has no {self.prefix}:{missing[0]}"
-            raise ResourceError(what, next_step="start it with a draft; SGLang counts from the end of the first request on")
-        pairs = {name: (before.get(name, 0.0), after.get(name, 0.0)) for name in (*self.drafting, *positions)}
-        grown = {name: now - then if "_total" in name else max(then, now) for name, (then, now) in pairs.items()}
+            raise ResourceError(
+                what,
+                next_step="start it with a draft; SGLang counts from the end of the first request on",
+            )
+        pairs = {
+            name: (before.get(name, 0.0), after.get(name, 0.0))
+            for name in (*self.drafting, *positions)
+        }
+        grown = {
+            name: now - then if "_total" in name else max(then, now)
+            for name, (then, now) in pairs.items()
+        }
         for name, growth in grown.items():
             if not 0 <= growth < math.inf:
                 what = "{}:{} went from {:g} to {:g}".format(self.prefix, name, *pairs[name])
-                next_step = "has the server restarted, or are there several behind its address? start again"
+                next_step = (
+                    "has the server restarted, or are there several behind its address? start again"
+                )
                 raise ResourceError(what, next_step=next_step)
         drafts, drafted, accepted = self.drafted_by(*(grown[name] for name in self.drafting))
         reached = [int(grown[name]) for name in positions]
@@ -179,7 +207,10 @@ class Client:
             "num_draft_tokens": drafted,
             "num_accepted_tokens": sum(reached) if reached else accepted,
         }
-        return {**{name: int(count) for name, count in counts.items()}, "accepted_per_position": reached}
+        return {
+            **{name: int(count) for name, count in counts.items()},
+            "accepted_per_position": reached,
+        }
 
     def check_alone(self, server: Server, before: Counters, num_tokens: int) -> None:
         """Raises ResourceError unless the server generated `num_tokens` since `before`, ours, and no others."""
@@ -194,5 +225,7 @@ class Client:
                 raise ResourceError(got, next_step="measure a server that nobody else uses")
             if time.monotonic() > deadline:
                 got = f"{server.address} counted {counted} tokens of answers of {num_tokens}"
-                raise ResourceError(got, next_step="is a proxy in front of several servers? measure one")
+                raise ResourceError(
+                    got, next_step="is a proxy in front of several servers? measure one"
+                )
             time.sleep(POLL_SECONDS)

@@ -13,9 +13,14 @@ from specdistill.errors import ResourceError, UserError
 
 KEY = "data.regenerate.server"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-MOST_REFUSED = 32  # questions, without one answer, before it is no longer the questions that are wrong
+MOST_REFUSED = (
+    32  # questions, without one answer, before it is no longer the questions that are wrong
+)
 PATIENCE = 600.0  # seconds that a server may fail without one answer in between, before the others continue without it
-FIRST_DELAY, LONGEST_DELAY = 0.5, 60.0  # seconds before a server that failed is asked again; twice as long each time
+FIRST_DELAY, LONGEST_DELAY = (
+    0.5,
+    60.0,
+)  # seconds before a server that failed is asked again; twice as long each time
 ABOUT_THE_QUESTION = {400, 413, 422}
 ABOUT_THE_SERVER = {401, 403, 404, 405, 501}
 
@@ -46,15 +51,34 @@ class CompletionServer:
 
     def __init__(self, address: str, timeout: float, states: Path | None = None) -> None:
         address = address.rstrip("/").removesuffix("/v1")
-        self.server = Server(address, key=KEY, timeout=timeout, timeout_key="data.regenerate.timeout")
+        self.server = Server(
+            address, key=KEY, timeout=timeout, timeout_key="data.regenerate.timeout"
+        )
         self.address, self.model, self.states = self.server.address, "", states
         if key := server_keys().get(self.address):
-            if not self.address.startswith("https://") and urlsplit(self.address).hostname not in LOOPBACK:
-                raise UserError(KEY, got=f"{self.address}, which would be sent its key in the clear", expected="https://")
+            if (
+                not self.address.startswith("https://")
+                and urlsplit(self.address).hostname not in LOOPBACK
+            ):
+                raise UserError(
+                    KEY,
+                    got=f"{self.address}, which would be sent its key in the clear",
+                    expected="https://",
+                )
             if not key.isascii():
-                raise UserError(SERVER_KEYS, got=f"a key for {self.address} with other characters", expected="ASCII")
+                raise UserError(
+                    SERVER_KEYS,
+                    got=f"a key for {self.address} with other characters",
+                    expected="ASCII",
+                )
             self.server.session.headers["Authorization"] = f"Bearer {key}"
-        self.num_answers, self._num_refused, self._failures, self._since, self.until = 0, 0, 0, 0.0, 0.0
+        self.num_answers, self._num_refused, self._failures, self._since, self.until = (
+            0,
+            0,
+            0,
+            0.0,
+            0.0,
+        )
         self._lock = threading.Lock()
 
     def find_model(self, names: Sequence[str]) -> None:
@@ -89,7 +113,9 @@ class CompletionServer:
             next_step = f"check the address, and {SERVER_KEYS} if it asks for one"
             raise ResourceError(f"{response.url} answered {response}", next_step=next_step)
         after = response.headers.get("Retry-After", "")
-        raise UnavailableError(str(response), min(float(after), PATIENCE) if after.isdecimal() else None)
+        raise UnavailableError(
+            str(response), min(float(after), PATIENCE) if after.isdecimal() else None
+        )
 
     def failed(self, error: UnavailableError) -> bool:
         """Take note, and say whether it is worth asking again. All of its threads fail at once: that counts once."""

@@ -44,7 +44,11 @@ class Layout:
         """Raises UserError for a head that the engine cannot express."""
         for limit in self.limits:
             if limit.has(head):
-                raise UserError("engine", got=f"{engine} for {folder}, a head with {limit.setting}", expected=limit.instead)
+                raise UserError(
+                    "engine",
+                    got=f"{engine} for {folder}, a head with {limit.setting}",
+                    expected=limit.instead,
+                )
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,9 @@ class Served:
 def of_recipe(target: Any, config: Any, longest: int) -> list[str]:
     """What a recipe's sections `target` and `eval` say of how an engine is started, in the words that vLLM and SGLang share."""
     words = ["--dtype", target.dtype]
-    words += ["--tensor-parallel-size", str(config.tensor_parallel)] if config.tensor_parallel else []
+    words += (
+        ["--tensor-parallel-size", str(config.tensor_parallel)] if config.tensor_parallel else []
+    )
     return [*words, "--trust-remote-code"] if target.trust_remote_code else words
 
 
@@ -143,7 +149,9 @@ class Program:
         """The command with its variables and arguments, a line for each variable and option."""
         words = [shlex.quote(word) for word in self.arguments(served)]
         options = (f"\\\n    {word}" if word.startswith("--") else word for word in words)
-        surroundings = (f"{name}={shlex.quote(value)} \\\n" for name, value in self.variables(served).items())
+        surroundings = (
+            f"{name}={shlex.quote(value)} \\\n" for name, value in self.variables(served).items()
+        )
         return "".join([*surroundings, " ".join([self.command, *options])])
 
 
@@ -161,7 +169,11 @@ class FrontLookup:
 
     def lacks(self, lookup: Any, k: int | None = None) -> tuple[str, str] | None:
         """As `limit`, of trees too."""
-        return ("draft_tree", "draft_tokens: engines draft chains") if lookup.draft_tree else self.limit(lookup, k)
+        return (
+            ("draft_tree", "draft_tokens: engines draft chains")
+            if lookup.draft_tree
+            else self.limit(lookup, k)
+        )
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,10 @@ def main(grace_seconds: str, *command: str) -> None:
     engine = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=surroundings(command[0]))
     while engine.poll() is None and not select.select([sys.stdin], [], [], 0.1)[0]:
         pass
-    print(f"ended with status {engine.poll()}" if engine.poll() is not None else "ended from outside", flush=True)
+    print(
+        f"ended with status {engine.poll()}" if engine.poll() is not None else "ended from outside",
+        flush=True,
+    )
     end_session(os.getpid(), float(grace_seconds))
 
 
@@ -49,7 +52,10 @@ def members(session: int) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with suppress(ProcessLookupError, PermissionError, psutil.NoSuchProcess):
-            if os.getsid(process.pid) == session != process.pid and process.status() != psutil.STATUS_ZOMBIE:
+            if (
+                os.getsid(process.pid) == session != process.pid
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
                 found.append(process)
     return found
 

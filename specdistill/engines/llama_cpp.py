@@ -18,7 +18,14 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from specdistill.engines.client import PER_POSITION, Client, CompletionAnswer, CompletionRequest, Counters, ServerIdentity
+from specdistill.engines.client import (
+    PER_POSITION,
+    Client,
+    CompletionAnswer,
+    CompletionRequest,
+    Counters,
+    ServerIdentity,
+)
 from specdistill.engines.engine import Engine, FrontLookup, Program, Served
 from specdistill.engines.server import Count, JsonAnswer, Positive, Response, Server, at
 from specdistill.errors import ResourceError, UserError
@@ -36,7 +43,12 @@ def speculation(served: Served, draft: str) -> list[str]:
     if not has_draft or lookup:
         compared = lookup.max if lookup else served.config["max"]
         types += [NGRAM_SIMPLE]
-        options += ["--spec-ngram-simple-size-n", str(compared), "--spec-ngram-simple-size-m", str(k)]
+        options += [
+            "--spec-ngram-simple-size-n",
+            str(compared),
+            "--spec-ngram-simple-size-m",
+            str(k),
+        ]
     if has_draft:
         types += [served.serving.name]
         options += ["--spec-draft-n-max", str(min(lookup.levels, k) if lookup else k)]
@@ -46,28 +58,54 @@ def speculation(served: Served, draft: str) -> list[str]:
 
 def arguments(served: Served) -> list[str]:
     """target and output: GGUF files."""
-    return ["-m", served.target_name, *(speculation(served, str(served.output)) if served.method else [])]
+    return [
+        "-m",
+        served.target_name,
+        *(speculation(served, str(served.output)) if served.method else []),
+    ]
 
 
 def settings(target: Any, config: Any, longest: int) -> list[str]:
     """A slot for each request in flight, with room for a sequence, and what eval.llama_cpp says. A GGUF file has a dtype of its own."""
-    given = {name: value for name, value in vars(config.llama_cpp).items() if value is not None and name not in FILES}
+    given = {
+        name: value
+        for name, value in vars(config.llama_cpp).items()
+        if value is not None and name not in FILES
+    }
     parallel = given.get("parallel", max([config.concurrency, *config.sweep.concurrency]))
-    room = -(-(longest + 2) // CONTEXT_STEP) * CONTEXT_STEP  # it leaves two tokens of a context free
+    room = (
+        -(-(longest + 2) // CONTEXT_STEP) * CONTEXT_STEP
+    )  # it leaves two tokens of a context free
     if given.get("ctx_size", parallel * room) < parallel * room:
-        expected = f"at least {parallel * room}: {parallel} slots of {room}, or completions end early"
+        expected = (
+            f"at least {parallel * room}: {parallel} slots of {room}, or completions end early"
+        )
         raise UserError("eval.llama_cpp.ctx_size", got=given["ctx_size"], expected=expected)
     options = {"parallel": parallel, "ctx_size": parallel * room, **given}
-    return [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    return [
+        word
+        for name, value in options.items()
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
 
 
 def serve_command(served: Served) -> str:
     target, output = shlex.quote(served.target_name), shlex.quote(str(served.output))
     if served.revision:  # the converter takes a folder
         target = f'"$(hf download {target} --revision {served.revision})"'
-    commands = [f"python convert_hf_to_gguf.py {target} --outtype f16 --outfile target.gguf", convert(served, output, target)]
-    template = ["--jinja", "--chat-template-file", served.chat_template] if served.chat_template else []
-    return "\n".join([*commands, f"llama-server -m target.gguf {shlex.join([*speculation(served, 'draft.gguf'), *template])}"])
+    commands = [
+        f"python convert_hf_to_gguf.py {target} --outtype f16 --outfile target.gguf",
+        convert(served, output, target),
+    ]
+    template = (
+        ["--jinja", "--chat-template-file", served.chat_template] if served.chat_template else []
+    )
+    return "\n".join(
+        [
+            *commands,
+            f"llama-server -m target.gguf {shlex.join([*speculation(served, 'draft.gguf'), *template])}",
+        ]
+    )
 
 
 def convert(served: Served, draft: str, target: str) -> str:
@@ -105,7 +143,10 @@ def describe_server(server: Server, counters: Counters) -> ServerIdentity:
     """It says how far it drafts once it has drafted."""
     # It may close a connection that was kept alive just when the next request is sent.
     server.session.headers["Connection"] = "close"
-    props, response = server.json("/props", Props), server.ask("/slots", hint="start llama-server without --no-slots")
+    props, response = (
+        server.json("/props", Props),
+        server.ask("/slots", hint="start llama-server without --no-slots"),
+    )
     slots = response._replace(content=b'{"slots": %b}' % response.content).json(Slots)
     positions = sum(PER_POSITION in name for name in counters)
     return ServerIdentity(
@@ -135,16 +176,25 @@ def parse(response: Response, k: int) -> CompletionAnswer:
     of the last one what the completion does not hold is not counted. token_ids: None where some were not sent. histogram: None for counts
     that cannot be.
     """
-    parts = [line.removeprefix(EVENT) for line in response.content.splitlines() if line.startswith(EVENT)]
+    parts = [
+        line.removeprefix(EVENT) for line in response.content.splitlines() if line.startswith(EVENT)
+    ]
     events = [response._replace(content=part).json(Event) for part in parts]
     if not events or not events[-1].stop:
-        raise ResourceError(f"{response.url} broke off its answer", next_step="look at the server's log")
+        raise ResourceError(
+            f"{response.url} broke off its answer", next_step="look at the server's log"
+        )
     accepted, begun, is_possible, last = [], 0, True, events[-1]
     for before, now in pairwise([BEFORE, *events]):
         if drafted := now.num_draft_tokens - before.num_draft_tokens:
-            kept, rounds = now.num_accepted_tokens - before.num_accepted_tokens, -(-drafted // max(k, 1))
+            kept, rounds = (
+                now.num_accepted_tokens - before.num_accepted_tokens,
+                -(-drafted // max(k, 1)),
+            )
             accepted += [min(k, max(0, kept - k * later)) for later in reversed(range(rounds))]
-            begun = before.num_tokens + max(0, kept - k) + rounds - 1  # the last one began within what is sent now
+            begun = (
+                before.num_tokens + max(0, kept - k) + rounds - 1
+            )  # the last one began within what is sent now
             is_possible &= 0 <= kept <= drafted and begun < now.num_tokens
     accepted[-1:] = [min(count, max(0, last.num_tokens - begun)) for count in accepted[-1:]]
     ids = [token for event in events for token in event.tokens]
@@ -164,8 +214,15 @@ def limit(lookup: Any, k: int | None) -> tuple[str, str] | None:
     if lookup.method != "ngram":
         return "method", "ngram"
     if lookup.min != lookup.max:
-        return "min", f"{lookup.max}, as eval.lookup_first.max: llama.cpp compares exactly that many"
-    return ("max", f"at most K, {k}, or it drafts nothing") if k is not None and lookup.max > k else None
+        return (
+            "min",
+            f"{lookup.max}, as eval.lookup_first.max: llama.cpp compares exactly that many",
+        )
+    return (
+        ("max", f"at most K, {k}, or it drafts nothing")
+        if k is not None and lookup.max > k
+        else None
+    )
 
 
 LLAMA_CPP = Engine(
@@ -202,4 +259,6 @@ LLAMA_CPP = Engine(
     ),
     layouts="gguf",
 )
-GGUF = replace(LLAMA_CPP, name="gguf", serve_command=serve_command, program=None, client=None, layouts="")
+GGUF = replace(
+    LLAMA_CPP, name="gguf", serve_command=serve_command, program=None, client=None, layouts=""
+)

@@ -121,7 +121,12 @@ LLAMA_SETTINGS = {
 }
 
 # Settings that every head has here, and its config does not hold.
-COMMON_TO_HEADS = {"tie_word_embeddings": False, "attention_bias": False, "bias": False, "use_aux_hidden_state": True}
+COMMON_TO_HEADS = {
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "bias": False,
+    "use_aux_hidden_state": True,
+}
 MISSING = object()
 
 
@@ -143,11 +148,17 @@ def loader_of(loaders: Sequence[Loader], config: Mapping[str, Any]) -> Loader | 
     """Which of an engine's loaders takes a draft with this config.json; None where it loads no such draft."""
     if "speculators_model_type" in config:
         loaders = [loader for loader in loaders if loader.inner == "transformer_layer_config"]
-    return next((loader for loader in loaders if loader.inner is None or loader.inner in config), None)
+    return next(
+        (loader for loader in loaders if loader.inner is None or loader.inner in config), None
+    )
 
 
 def check_loader(
-    loader: Loader, config: Mapping[str, Any], shapes: Mapping[str, TensorShape], head: object, target: Any = None
+    loader: Loader,
+    config: Mapping[str, Any],
+    shapes: Mapping[str, TensorShape],
+    head: object,
+    target: Any = None,
 ) -> LoaderCheck:
     """What a loader makes of a folder.
 
@@ -160,18 +171,30 @@ def check_loader(
     if loader.architectures and not set(named) & loader.architectures:
         got = f"architectures {', '.join(map(str, named))}" if named else "no architectures"
         expected = sorted(loader.architectures, key=len)[0]
-        result.refused.append(f"config.json has {got}; this engine loads such a draft as {expected}")
-    result.refused += [f"config.json has no {key}" for key in loader.required if _get(config, key) is MISSING]
+        result.refused.append(
+            f"config.json has {got}; this engine loads such a draft as {expected}"
+        )
+    result.refused += [
+        f"config.json has no {key}" for key in loader.required if _get(config, key) is MISSING
+    ]
     if isinstance(inner, dict):  # read together with what stands next to them
-        config = {**inner, **{key: config[key] for key in loader.taken if config.get(key) is not None}}
+        config = {
+            **inner,
+            **{key: config[key] for key in loader.taken if config.get(key) is not None},
+        }
     result.refused += [
         f"config.json says {key} null, which is taken for a number: leave the key out"
         for key in loader.never_null
         if _get(config, key) is None
     ]
-    result.settings = {name: _read(config, setting.keys, setting.default) for name, setting in loader.settings.items()}
+    result.settings = {
+        name: _read(config, setting.keys, setting.default)
+        for name, setting in loader.settings.items()
+    }
     lacking = (limit for limit in loader.limits if limit.has(head))
-    result.silent += [f"it does not support {limit.setting}; expected {limit.instead}" for limit in lacking]
+    result.silent += [
+        f"it does not support {limit.setting}; expected {limit.instead}" for limit in lacking
+    ]
     if "aux_layers" in trained:
         _check_aux_layers(result, config, trained, target)
     sizes = _sizes(result.settings, config, target)
@@ -179,9 +202,13 @@ def check_loader(
         if name not in trained or value == trained[name]:
             continue
         if argument := loader.arguments.get(name):
-            result.notes.append(f"start it with {argument} {trained[name]}: it does not read {name} from the file")
+            result.notes.append(
+                f"start it with {argument} {trained[name]}: it does not read {name} from the file"
+            )
         else:
-            result.silent.append(f"it reads {name} as {value}, and the draft was trained with {trained[name]}")
+            result.silent.append(
+                f"it reads {name} as {value}, and the draft was trained with {trained[name]}"
+            )
     _check_tensors(result, shapes, sizes)
     return result
 
@@ -204,19 +231,27 @@ def _read(config: Mapping[str, Any], keys: Sequence[str], default: Any) -> Any:
     return default
 
 
-def _check_aux_layers(result: LoaderCheck, config: Mapping[str, Any], trained: Mapping[str, Any], target: Any) -> None:
+def _check_aux_layers(
+    result: LoaderCheck, config: Mapping[str, Any], trained: Mapping[str, Any], target: Any
+) -> None:
     wanted = list(trained["aux_layers"])
     default = engine_aux_layers(target.num_layers if target else trained["target_num_layers"])
     if argument := result.loader.arguments.get("aux_layers"):
         result.settings["num_aux_hidden_states"] = len(wanted)
         if wanted != default:
-            result.notes.append(f"start it with {argument}={[layer - 1 for layer in wanted]}: it reads no layers from the file")
+            result.notes.append(
+                f"start it with {argument}={[layer - 1 for layer in wanted]}: it reads no layers from the file"
+            )
     for version, keys in result.loader.aux_layers.items():
-        stated = ([layer + added for layer in _read(config, [key], [])] for key, added in keys.items())
+        stated = (
+            [layer + added for layer in _read(config, [key], [])] for key, added in keys.items()
+        )
         read = sorted(set(next(filter(None, stated), default)))
         if read != wanted:
             where = f" ({version})" if version else ""
-            result.silent.append(f"it reads the target after layers {read}{where}, and the draft was trained to read {wanted}")
+            result.silent.append(
+                f"it reads the target after layers {read}{where}, and the draft was trained to read {wanted}"
+            )
 
 
 def _sizes(read: dict[str, Any], config: Mapping[str, Any], target: Any) -> dict[str, int]:
@@ -234,7 +269,11 @@ def _sizes(read: dict[str, Any], config: Mapping[str, Any], target: Any) -> dict
         "one_layer": read["num_layers"] == 1,
     }
     if "draft_vocab_size" in read:
-        sizes |= {"W": read["draft_vocab_size"], "D": read["target_hidden_size"], "A": read["num_aux_hidden_states"]}
+        sizes |= {
+            "W": read["draft_vocab_size"],
+            "D": read["target_hidden_size"],
+            "A": read["num_aux_hidden_states"],
+        }
         sizes |= {
             "fc_norm": read["fc_norm"],
             "norm_before_fc": read["norm_before_fc"],
@@ -245,7 +284,9 @@ def _sizes(read: dict[str, Any], config: Mapping[str, Any], target: Any) -> dict
     return sizes
 
 
-def _check_tensors(result: LoaderCheck, shapes: Mapping[str, TensorShape], sizes: dict[str, int]) -> None:
+def _check_tensors(
+    result: LoaderCheck, shapes: Mapping[str, TensorShape], sizes: dict[str, int]
+) -> None:
     loader = result.loader
     unset, unknown = getattr(result, loader.unset), getattr(result, loader.unknown)
     without = "it must be" if loader.unset == "refused" else "it stays uninitialized"
@@ -264,7 +305,9 @@ def _check_tensors(result: LoaderCheck, shapes: Mapping[str, TensorShape], sizes
             slots |= {slot.name.format(i=number, a=number): slot for number in numbers}
     for name, slot in slots.items():
         shape = tuple(
-            math.prod(sizes[factor] if factor in sizes else int(factor) for factor in axis.split("*"))
+            math.prod(
+                sizes[factor] if factor in sizes else int(factor) for factor in axis.split("*")
+            )
             for axis in slot.shape.split()
         )
         if name in stored:
@@ -275,7 +318,9 @@ def _check_tensors(result: LoaderCheck, shapes: Mapping[str, TensorShape], sizes
             elif slot.source == "target":
                 result.notes.append(f"it takes the target's {name} and ignores the file's")
         elif slot.source == "shared" and shape != (sizes["V"], sizes.get("D", sizes["H"])):
-            unset.append(f"{name} {list(shape)} is not in the file, and the target's has another shape")
+            unset.append(
+                f"{name} {list(shape)} is not in the file, and the target's has another shape"
+            )
         elif slot.source == "file":
             unset.append(f"{name} {list(shape)} is not in the file: {without}")
     unknown += [

@@ -69,7 +69,9 @@ class Response(NamedTuple):
     seconds: float
 
     def __str__(self) -> str:
-        shown = one_line(self.content[: 4 * SHOWN_CHARACTERS].decode(errors="replace"))[:SHOWN_CHARACTERS]
+        shown = one_line(self.content[: 4 * SHOWN_CHARACTERS].decode(errors="replace"))[
+            :SHOWN_CHARACTERS
+        ]
         return f"{self.status} ({shown})"
 
     def json(self, answer: type[A]) -> A:
@@ -87,9 +89,15 @@ class Response(NamedTuple):
 class Server:
     """A server by its address (`http://host:port`). key: where it was given; timeout: seconds that one answer may take, by timeout_key."""
 
-    def __init__(self, address: str, *, key: str, timeout: float, timeout_key: str = "eval.server_timeout") -> None:
+    def __init__(
+        self, address: str, *, key: str, timeout: float, timeout_key: str = "eval.server_timeout"
+    ) -> None:
         if not address.startswith(("http://", "https://")):
-            raise UserError(key, got=address, expected="the address of a running server, as http://127.0.0.1:8000")
+            raise UserError(
+                key,
+                got=address,
+                expected="the address of a running server, as http://127.0.0.1:8000",
+            )
         import httpx2  # slow to import
 
         self.address, self.timeout, self.timeout_key = address.rstrip("/"), timeout, timeout_key
@@ -102,7 +110,9 @@ class Server:
         self._in_flight: set[Future[Response]] = set()
         self.is_closed = False
         # Connections that are kept alive end with it, or with the process.
-        weakref.finalize(self, lambda: asyncio.run_coroutine_threadsafe(session.aclose(), loop)).atexit = False
+        weakref.finalize(
+            self, lambda: asyncio.run_coroutine_threadsafe(session.aclose(), loop)
+        ).atexit = False
 
     def json(self, path: str, answer: type[A], body: dict[str, Any] | None = None) -> A:
         """The JSON at a path, or the answer to a JSON body sent there."""
@@ -120,12 +130,16 @@ class Server:
                     name, labels, value = sample.groups()
                     found.append((name, dict(LABEL.findall(labels or "")), float(value)))
         except ValueError as error:
-            raise ResourceError(f"{self.address}/metrics is no Prometheus page ({error})", next_step=hint) from error
+            raise ResourceError(
+                f"{self.address}/metrics is no Prometheus page ({error})", next_step=hint
+            ) from error
         return found
 
     def ask(self, path: str, body: dict[str, Any] | None = None, *, hint: str = "") -> Response:
         """Raises ResourceError without a whole answer in time, or with a hint for one that is an error; CancelledError once closed."""
-        request = asyncio.run_coroutine_threadsafe(self._ask(f"{self.address}{path}", body), self._loop)
+        request = asyncio.run_coroutine_threadsafe(
+            self._ask(f"{self.address}{path}", body), self._loop
+        )
         self._in_flight.add(request)
         try:
             if self.is_closed:
@@ -143,18 +157,33 @@ class Server:
 
         method, content, start = "GET" if body is None else "POST", bytearray(), time.perf_counter()
         try:
-            async with asyncio.timeout(self.timeout), self.session.stream(method, url, json=body) as response:
+            async with (
+                asyncio.timeout(self.timeout),
+                self.session.stream(method, url, json=body) as response,
+            ):
                 async for part in response.aiter_bytes():
                     content += part
                     if len(content) > MOST_MIB * 2**20:
-                        raise ResourceError(f"{url} answered more than {MOST_MIB} MiB", next_step=NOT_THIS)
+                        raise ResourceError(
+                            f"{url} answered more than {MOST_MIB} MiB", next_step=NOT_THIS
+                        )
         except TimeoutError as error:
             what = f"{url} did not answer in {self.timeout:g} s"
-            raise ResourceError(what, next_step=f"{SEE_LOG}, or raise {self.timeout_key}") from error
-        except (httpx2.HTTPError, httpx2.InvalidURL, ExceptionGroup) as error:  # a group: of a port that there is not
+            raise ResourceError(
+                what, next_step=f"{SEE_LOG}, or raise {self.timeout_key}"
+            ) from error
+        except (
+            httpx2.HTTPError,
+            httpx2.InvalidURL,
+            ExceptionGroup,
+        ) as error:  # a group: of a port that there is not
             why = one_line(f"{type(error).__name__}: {error}")[:SHOWN_CHARACTERS]
-            raise ResourceError(f"{url} does not answer ({why})", next_step="start the server, or look at its log") from error
-        return Response(url, response.status_code, response.headers, bytes(content), time.perf_counter() - start)
+            raise ResourceError(
+                f"{url} does not answer ({why})", next_step="start the server, or look at its log"
+            ) from error
+        return Response(
+            url, response.status_code, response.headers, bytes(content), time.perf_counter() - start
+        )
 
     def close(self) -> None:
         """Give up what is in flight, and ask no more."""

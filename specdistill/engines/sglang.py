@@ -16,27 +16,46 @@ from typing import Any
 
 from pydantic import AliasChoices, AliasPath, Field
 
-from specdistill.engines.client import Client, CompletionAnswer, CompletionRequest, Counters, ServerIdentity
+from specdistill.engines.client import (
+    Client,
+    CompletionAnswer,
+    CompletionRequest,
+    Counters,
+    ServerIdentity,
+)
 from specdistill.engines.engine import Engine, Program, Served
 from specdistill.engines.server import Count, JsonAnswer, Positive, ServedModels, Server, at
 from specdistill.engines.vllm import sampling_parameters
 
 ADAPTIVE = ("EAGLE", "EAGLE3")  # algorithms that it changes the draft length of
-BLOCKS = ("DFLASH", "DSPARK")  # algorithms whose draft says in its config how long its blocks are, all of which are drafted
+BLOCKS = (
+    "DFLASH",
+    "DSPARK",
+)  # algorithms whose draft says in its config how long its blocks are, all of which are drafted
 LENGTHS_FILE = "draft_lengths.json"
 
 
 def server_options(served: Served) -> dict[str, Any]:
     """By their names in `Engine`; those of the command line have dashes."""
-    drafts, changes = served.method is not None, served.serving.name in ADAPTIVE and bool(served.lengths)
-    k, folder = served.most_tokens if changes else served.num_tokens, drafts and not served.in_target
+    drafts, changes = (
+        served.method is not None,
+        served.serving.name in ADAPTIVE and bool(served.lengths),
+    )
+    k, folder = (
+        served.most_tokens if changes else served.num_tokens,
+        drafts and not served.in_target,
+    )
     options = {
         "model_path": served.model,
         "revision": served.pinned,
         "tp_size": served.num_gpus if served.num_gpus > 1 else None,
         "chat_template": served.chat_template,
     }
-    chain = {"speculative_num_steps": k, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": k + 1}
+    chain = {
+        "speculative_num_steps": k,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": k + 1,
+    }
     drafting = {
         "speculative_algorithm": served.serving.name,
         **({} if served.serving.name in BLOCKS else chain),
@@ -46,12 +65,20 @@ def server_options(served: Served) -> dict[str, Any]:
         "speculative_adaptive_config": LENGTHS_FILE if changes else None,
         **served.serving.options(served.config),
     }
-    return {name: value for name, value in {**options, **(drafting if drafts else {})}.items() if value is not None}
+    return {
+        name: value
+        for name, value in {**options, **(drafting if drafts else {})}.items()
+        if value is not None
+    }
 
 
 def arguments(served: Served) -> list[str]:
     named = {f"--{name.replace('_', '-')}": value for name, value in server_options(served).items()}
-    return [word for name, value in named.items() for word in ([name] if value is True else [name, str(value)])]
+    return [
+        word
+        for name, value in named.items()
+        for word in ([name] if value is True else [name, str(value)])
+    ]
 
 
 def serve_command(served: Served) -> str:
@@ -67,8 +94,15 @@ def slots_of(served: Served) -> str:
 
 
 def snippet(served: Served) -> str:
-    options, slots = ", ".join(f"{name}={value!r}" for name, value in server_options(served).items()), slots_of(served)
-    written = f"from pathlib import Path\n\nPath({LENGTHS_FILE!r}).write_text({slots!r})\n\n" if slots else ""
+    options, slots = (
+        ", ".join(f"{name}={value!r}" for name, value in server_options(served).items()),
+        slots_of(served),
+    )
+    written = (
+        f"from pathlib import Path\n\nPath({LENGTHS_FILE!r}).write_text({slots!r})\n\n"
+        if slots
+        else ""
+    )
     return f"""{written}import sglang
 
 if __name__ == "__main__":
@@ -77,7 +111,11 @@ if __name__ == "__main__":
     print(output["text"], output["meta_info"])"""
 
 
-PROGRAM = Program("python -m sglang.launch_server", arguments, measured=("--enable-metrics", "--disable-radix-cache"))
+PROGRAM = Program(
+    "python -m sglang.launch_server",
+    arguments,
+    measured=("--enable-metrics", "--disable-radix-cache"),
+)
 FLAGS = {
     "several GPUs": "`--tp-size 2`",
     "share of the GPU's memory": "`--mem-fraction-static 0.8`",
@@ -97,7 +135,9 @@ class ServerInfo(JsonAnswer):
 
 def counted(*names: str) -> Any:
     """Under one of the names that versions of SGLang have for it."""
-    return Field(None, validation_alias=AliasChoices(*(AliasPath("meta_info", name) for name in names)))
+    return Field(
+        None, validation_alias=AliasChoices(*(AliasPath("meta_info", name) for name in names))
+    )
 
 
 class Generated(CompletionAnswer):
@@ -107,16 +147,23 @@ class Generated(CompletionAnswer):
     num_drafts: Count | None = at("meta_info", "spec_verify_ct", default=0)
     num_draft_tokens: Count | None = counted("spec_num_proposed_drafts", "spec_draft_token_num")
     num_accepted_tokens: Count | None = counted("spec_num_correct_drafts", "spec_accept_token_num")
-    histogram: list[Count] | None = counted("spec_correct_drafts_histogram", "spec_accept_histogram")
+    histogram: list[Count] | None = counted(
+        "spec_correct_drafts_histogram", "spec_accept_histogram"
+    )
 
 
 def describe_server(server: Server, counters: Counters) -> ServerIdentity:
-    info, served = server.json("/server_info", ServerInfo), server.json("/v1/models", ServedModels).data[0]
+    info, served = (
+        server.json("/server_info", ServerInfo),
+        server.json("/v1/models", ServedModels).data[0],
+    )
     return ServerIdentity(
         version=info.version,
         models=tuple(filter(None, (served.id, info.model_path))),
         max_length=served.max_model_len,
-        num_speculative_tokens=info.speculative_num_steps if info.speculative_algorithm is not None else None,
+        num_speculative_tokens=info.speculative_num_steps
+        if info.speculative_algorithm is not None
+        else None,
     )
 
 
@@ -144,7 +191,16 @@ SGLANG = Engine(
         body=request_body,
         parse=lambda response, k: response.json(Generated),
         counts_hint="use a version of SGLang that counts what it accepts",
-        drafting=("spec_verify_calls_total", "generation_tokens_total", "num_requests_total", "spec_num_draft_tokens"),
-        drafted_by=lambda drafts, tokens, requests, verified: (drafts, drafts * (verified - 1), tokens - requests - drafts),
+        drafting=(
+            "spec_verify_calls_total",
+            "generation_tokens_total",
+            "num_requests_total",
+            "spec_num_draft_tokens",
+        ),
+        drafted_by=lambda drafts, tokens, requests, verified: (
+            drafts,
+            drafts * (verified - 1),
+            tokens - requests - drafts,
+        ),
     ),
 )

@@ -25,7 +25,9 @@ EXCEPTION = re.compile(r"\b[A-Z]\w*(Error|Exception): .+")
 
 
 @contextmanager
-def started(command: Sequence[str], log: Path, *, key: str, variables: Mapping[str, str] | None = None) -> Iterator[str]:
+def started(
+    command: Sequence[str], log: Path, *, key: str, variables: Mapping[str, str] | None = None
+) -> Iterator[str]:
     """The address of a server that a command starts, once it answers.
 
     log: where the engine's output goes. key: of the recipe, that names the command. variables: added to the environment, which holds no
@@ -36,12 +38,29 @@ def started(command: Sequence[str], log: Path, *, key: str, variables: Mapping[s
     """
     program = shutil.which(command[0])
     if program is None:
-        raise UserError(key, got=command[0], expected="a program on the PATH, or the path of one, that starts the engine")
+        raise UserError(
+            key,
+            got=command[0],
+            expected="a program on the PATH, or the path of one, that starts the engine",
+        )
     port = str(free_port())
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("SPECDISTILL_")}
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith("SPECDISTILL_")
+    }
     with log.open("wb") as output:
         guard = subprocess.Popen(
-            [sys.executable, "-P", GUARD, str(GRACE_SECONDS), program, *command[1:], "--host", HOST, "--port", port],
+            [
+                sys.executable,
+                "-P",
+                GUARD,
+                str(GRACE_SECONDS),
+                program,
+                *command[1:],
+                "--host",
+                HOST,
+                "--port",
+                port,
+            ],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -67,15 +86,24 @@ def free_port() -> int:
 
 
 def wait_until_ready(guard: "subprocess.Popen[bytes]", address: str, log: Path) -> None:
-    server, deadline = Server(address, key="", timeout=HEALTH_SECONDS), time.monotonic() + START_SECONDS
+    server, deadline = (
+        Server(address, key="", timeout=HEALTH_SECONDS),
+        time.monotonic() + START_SECONDS,
+    )
     while True:
         with suppress(ResourceError):
             if server.ask("/health").status == 200:
                 return
         if guard.poll() is not None:
-            raise ResourceError(f"the engine ended before it answered ({cause(log)})", next_step=f"look at its log, {log}")
+            raise ResourceError(
+                f"the engine ended before it answered ({cause(log)})",
+                next_step=f"look at its log, {log}",
+            )
         if time.monotonic() > deadline:
-            raise ResourceError(f"the engine did not answer in {START_SECONDS:g} s", next_step=f"look at its log, {log}")
+            raise ResourceError(
+                f"the engine did not answer in {START_SECONDS:g} s",
+                next_step=f"look at its log, {log}",
+            )
         time.sleep(0.2)
 
 
@@ -98,4 +126,8 @@ def cause(log: Path) -> str:
 
 
 def lines_of(log: Path) -> list[str]:
-    return [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return [
+        line
+        for line in log.read_text(encoding="utf-8", errors="replace").splitlines()
+        if line.strip()
+    ]

@@ -15,7 +15,14 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdistill.engines.client import PER_POSITION, Client, CompletionAnswer, CompletionRequest, Counters, ServerIdentity
+from specdistill.engines.client import (
+    PER_POSITION,
+    Client,
+    CompletionAnswer,
+    CompletionRequest,
+    Counters,
+    ServerIdentity,
+)
 from specdistill.engines.engine import Engine, FrontLookup, HeadExport, Program, Served
 from specdistill.engines.server import Count, JsonAnswer, Positive, ServedModels, Server, at
 
@@ -32,11 +39,24 @@ PLAIN_SAMPLING: Mapping[str, float] = {
 def served_config(served: Served) -> dict[str, Any]:
     """The speculative config."""
     folder = {} if served.in_target else {"model": str(served.output)}
-    sampled = {"draft_sample_method": "probabilistic"} if served.samples and not served.lookup_first else {}
+    sampled = (
+        {"draft_sample_method": "probabilistic"}
+        if served.samples and not served.lookup_first
+        else {}
+    )
     of_method = {"method": served.serving.name, **served.serving.options(served.config)}
     pinned = {"revision": served.draft_revision} if folder and served.draft_revision else {}
-    table = {"num_speculative_tokens_per_batch_size": ranges(served.lengths)} if served.lengths else {}
-    return {**of_method, **folder, **pinned, "num_speculative_tokens": served.most_tokens, **table, **sampled}
+    table = (
+        {"num_speculative_tokens_per_batch_size": ranges(served.lengths)} if served.lengths else {}
+    )
+    return {
+        **of_method,
+        **folder,
+        **pinned,
+        "num_speculative_tokens": served.most_tokens,
+        **table,
+        **sampled,
+    }
 
 
 def ranges(lengths: Sequence[tuple[int, int]]) -> list[list[int]]:
@@ -49,7 +69,11 @@ def ranges(lengths: Sequence[tuple[int, int]]) -> list[list[int]]:
 def arguments(served: Served) -> list[str]:
     pinned = ["--revision", served.pinned] if served.pinned else []
     shared = ["--tensor-parallel-size", str(served.num_gpus)] if served.num_gpus > 1 else []
-    drafting = ["--speculative-config", json.dumps(served_config(served))] if served.method is not None else []
+    drafting = (
+        ["--speculative-config", json.dumps(served_config(served))]
+        if served.method is not None
+        else []
+    )
     looked_up = ["--no-async-scheduling"] if drafting and served.lookup_first else []
     template = ["--chat-template", served.chat_template] if served.chat_template else []
     return [served.model, *pinned, *shared, *drafting, *looked_up, *template]
@@ -58,7 +82,10 @@ def arguments(served: Served) -> list[str]:
 def variables(served: Served) -> dict[str, str]:
     if served.method is None or served.lookup_first is None:
         return {}
-    lookup = {**served.lookup_first.described, "draft_tokens": min(served.lookup_first.levels, served.num_tokens)}
+    lookup = {
+        **served.lookup_first.described,
+        "draft_tokens": min(served.lookup_first.levels, served.num_tokens),
+    }
     return {LOOKUP_VARIABLE: json.dumps(lookup), "VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 
@@ -136,7 +163,11 @@ def request_body(request: CompletionRequest) -> dict[str, Any]:
 
 def sampling_parameters(request: CompletionRequest) -> dict[str, Any]:
     """In the words of vLLM, which SGLang shares."""
-    chosen = {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k or -1}
+    chosen = {
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k or -1,
+    }
     return {**PLAIN_SAMPLING, **chosen, "skip_special_tokens": False}
 
 
@@ -174,13 +205,20 @@ VLLM = Engine(
 )
 
 
-def speculators_config(export: HeadExport, kind: str, architecture: str, layers: Mapping[str, Any]) -> dict[str, Any]:
+def speculators_config(
+    export: HeadExport, kind: str, architecture: str, layers: Mapping[str, Any]
+) -> dict[str, Any]:
     """What the config.json of any draft of speculators says, from which vLLM takes the target and how many tokens to draft.
 
     kind: `speculators_model_type`. layers: the config of the draft's layers.
     """
     target, num = export.target, export.num_speculative_tokens
-    proposal = {"proposal_type": "greedy", "speculative_tokens": num, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": num,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
     return {
         "architectures": [architecture],
         "speculators_model_type": kind,
@@ -189,7 +227,10 @@ def speculators_config(export: HeadExport, kind: str, architecture: str, layers:
             "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
-            "verifier": {"name_or_path": target.name, "architectures": target.config.get("architectures") or []},
+            "verifier": {
+                "name_or_path": target.name,
+                "architectures": target.config.get("architectures") or [],
+            },
         },
         "transformer_layer_config": dict(layers),
         "draft_vocab_size": export.head.draft_vocab_size,

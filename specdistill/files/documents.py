@@ -21,7 +21,9 @@ LARGEST_JSON, LARGEST_YAML = 2**28, 2**20  # bytes
 LONGEST = 2**26  # bytes of a line
 MOST_EXPANDED = 2**22  # characters of a YAML document with its aliases written out
 HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
-HEAD = re.compile(r"\s*---[ \t]*\r?\n(.*?)^---[ \t]*\r?$", re.DOTALL | re.MULTILINE)  # of a Markdown file
+HEAD = re.compile(
+    r"\s*---[ \t]*\r?\n(.*?)^---[ \t]*\r?$", re.DOTALL | re.MULTILINE
+)  # of a Markdown file
 LARGEST = 2**63 - 1  # integer: beyond it a product may be more than a float holds
 MANY_DIGITS = re.compile(r"\d{19}")
 
@@ -47,23 +49,35 @@ def parse_json(text: str | bytes, *, allow_nan: bool = False) -> Any:
     try:
         integers = checked_integer if MANY_DIGITS.search(text) else None  # json's own is fast
         constants = None if allow_nan else _refuse
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=constants, parse_int=integers)
+        value = json.loads(
+            text, object_pairs_hook=_unique, parse_constant=constants, parse_int=integers
+        )
     except RecursionError as error:
         raise ValueError(f"more than {DEEPEST} levels") from error
     level = [value]
     for _ in range(DEEPEST + 1):
         if not level:
             break
-        inside = (node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list))
-        level = [child for children in inside for child in children if isinstance(child, dict | list)]
+        inside = (
+            node.values() if isinstance(node, dict) else node
+            for node in level
+            if isinstance(node, dict | list)
+        )
+        level = [
+            child for children in inside for child in children if isinstance(child, dict | list)
+        ]
     if level:
         raise ValueError(f"more than {DEEPEST} levels")
     if HALF_PAIR.search(text):
-        json.dumps(value, ensure_ascii=False).encode()  # a whole pair is one character by now; half of one cannot be encoded
+        json.dumps(
+            value, ensure_ascii=False
+        ).encode()  # a whole pair is one character by now; half of one cannot be encoded
     return value
 
 
-def json_rows(stream: IO[bytes], *, allow_nan: bool = False, largest_list: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+def json_rows(
+    stream: IO[bytes], *, allow_nan: bool = False, largest_list: int = 0
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """(number, object) of each line, of which one is in memory. largest_list: bytes that a file may have that is one list of them.
 
     Raises ValueError that names the line.
@@ -78,12 +92,16 @@ def json_rows(stream: IO[bytes], *, allow_nan: bool = False, largest_list: int =
             try:
                 value = parse_json(text, allow_nan=allow_nan)
             except json.JSONDecodeError as error:
-                raise ValueError(f"line {number + error.lineno - 1}, column {error.colno}: {error.msg}") from error
+                raise ValueError(
+                    f"line {number + error.lineno - 1}, column {error.colno}: {error.msg}"
+                ) from error
             except ValueError as error:
                 raise ValueError(f"line {number}: {error}") from error
             for place, row in enumerate(value if is_list else [value], number):
                 if not isinstance(row, dict):
-                    raise ValueError(f"{'row' if is_list else 'line'} {place}: a {type(row).__name__}, which is no object")
+                    raise ValueError(
+                        f"{'row' if is_list else 'line'} {place}: a {type(row).__name__}, which is no object"
+                    )
                 yield place, row
 
 
@@ -93,7 +111,9 @@ def decoded(content: bytes, first_line: int = 1) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = first_line + error.object.count(b"\n", 0, error.start)
-        raise ValueError(f"line {line}: byte {error.object[error.start]:#04x}, which is not UTF-8") from None
+        raise ValueError(
+            f"line {line}: byte {error.object[error.start]:#04x}, which is not UTF-8"
+        ) from None
 
 
 def parse_yaml(text: str | bytes) -> Any:
@@ -139,7 +159,9 @@ def check_yaml(text: str) -> None:
                     size = sizes[event.anchor] if scalar is None else len(scalar)
                     total, sizes[event.anchor] = total + 1 + size, size
             if len(opened) > DEEPEST + 1 or total > MOST_EXPANDED:
-                raise ValueError(f"more than {DEEPEST} levels, or more than {MOST_EXPANDED:,} characters with its aliases")
+                raise ValueError(
+                    f"more than {DEEPEST} levels, or more than {MOST_EXPANDED:,} characters with its aliases"
+                )
     except yaml.YAMLError as error:
         raise ValueError(one_line(str(error))) from error
 

@@ -30,7 +30,9 @@ os.register_at_fork(after_in_child=_let_go)
 
 def check_writable(folder: Path, key: str) -> None:
     """Raises UserError, naming `key`, for a folder that could not be made or written; leaves nothing behind."""
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    existing = next(
+        path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()
+    )
     with (
         refusing(OSError, key, f"{folder}, in {existing}", "a folder that can be written"),
         tempfile.TemporaryFile(dir=existing),
@@ -48,7 +50,9 @@ def check_new(output: Path) -> None:
 def check_holds(folder: Path, key: str, what: str, is_own: Callable[[str], object]) -> None:
     """Raises UserError, naming `key`, for a folder with a file that `what` does not have, by its name."""
     if foreign := next((path.name for path in folder.glob("*") if not is_own(path.name)), None):
-        raise UserError(key, got=f"{folder}, which holds {foreign}", expected=f"a new folder, or one of {what}")
+        raise UserError(
+            key, got=f"{folder}, which holds {foreign}", expected=f"a new folder, or one of {what}"
+        )
 
 
 @contextmanager
@@ -66,7 +70,9 @@ def new_folder(output: Path, *, replaces: bool = False) -> Iterator[Path]:
         with _locked(partial, os.O_RDONLY, KEY, output):
             try:
                 if replaces and output.exists():
-                    output.rename(partial / output.name)  # at once: a half of it would look like a whole one
+                    output.rename(
+                        partial / output.name
+                    )  # at once: a half of it would look like a whole one
                 for left in partial.iterdir():  # by a process that was killed, too
                     left.unlink() if left.is_symlink() or left.is_file() else shutil.rmtree(left)
                 yield partial
@@ -81,7 +87,9 @@ def new_folder(output: Path, *, replaces: bool = False) -> Iterator[Path]:
 def empty_own(folder: Path, key: str) -> None:
     """Make a folder, or empty one that an earlier run made. Raises UserError for one that holds anything else."""
     if folder.is_symlink() or (folder.exists() and not (folder / MARK).is_file()):
-        raise UserError(key, got=f"{folder}, which an earlier run did not make", expected="a folder without it")
+        raise UserError(
+            key, got=f"{folder}, which an earlier run did not make", expected="a folder without it"
+        )
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     (folder / MARK).touch()
@@ -108,7 +116,11 @@ def _locked(path: Path, flags: int, key: str, what: Path) -> Iterator[int]:
         except BlockingIOError as error:
             writer = os.pread(held, 200, 0).decode() if path.is_file() else ""
             got = f"{what}, which {writer or 'another process'} is writing"
-            raise UserError(key, got=got, expected="one writer at a time: start this again when that one has ended") from error
+            raise UserError(
+                key,
+                got=got,
+                expected="one writer at a time: start this again when that one has ended",
+            ) from error
         yield held
     finally:
         if held in _HELD:  # not so in a child

@@ -20,7 +20,15 @@ from specdistill.report.phrases import DEFAULT_CONFIDENCE
 from specdistill.statistics.metrics import METRICS
 
 REQUIREMENTS = ("min", "max", "equals", "max_regression")
-SCOPES = ("suite", "category", "temperature", "context_bucket", "num_speculative_tokens", "batch_size", "tree")
+SCOPES = (
+    "suite",
+    "category",
+    "temperature",
+    "context_bucket",
+    "num_speculative_tokens",
+    "batch_size",
+    "tree",
+)
 
 
 @dataclass(frozen=True)
@@ -39,16 +47,26 @@ def load_gate(name: str) -> list[Rule]:
 
     A name without an ending is always that of a gate that ships, whatever lies in the working directory.
     """
-    places = (Path(name), ROOT / name) if name.endswith((".yaml", ".yml")) else (GATES / f"{name}.yaml",)
+    places = (
+        (Path(name), ROOT / name) if name.endswith((".yaml", ".yml")) else (GATES / f"{name}.yaml",)
+    )
     path = next((path for path in places if path.is_file()), None)
     if path is None:
         known = sorted(path.stem for path in GATES.glob("*.yaml"))
-        raise UserError("gate", got=name, expected=f"one of {', '.join(known)}, or a gate YAML", nearest=nearest(name, known))
+        raise UserError(
+            "gate",
+            got=name,
+            expected=f"one of {', '.join(known)}, or a gate YAML",
+            nearest=nearest(name, known),
+        )
     with refusing((ValueError, OSError), "gate", path, "a readable YAML file"):
         entries = read_yaml(path)
     if not isinstance(entries, list) or not entries:
         raise UserError("gate", got=f"{path}, which holds no list", expected="a YAML list of rules")
-    return [read_rule(f"{path.name} rule {number}", entry) for number, entry in enumerate(entries, start=1)]
+    return [
+        read_rule(f"{path.name} rule {number}", entry)
+        for number, entry in enumerate(entries, start=1)
+    ]
 
 
 def read_rule(place: str, entry: Any) -> Rule:
@@ -60,8 +78,13 @@ def read_rule(place: str, entry: Any) -> Rule:
         raise UserError(place, got=got, expected=f"exactly one of {', '.join(REQUIREMENTS)}")
     (requirement,) = requirements
     metric, threshold, scope = entry.get("metric"), entry[requirement], entry.get("scope") or {}
-    confidence, severity = entry.get("confidence", DEFAULT_CONFIDENCE), entry.get("severity", "fail")
-    _check_choice(f"{place}: metric", metric, (*row_metrics(), *document_metrics()), "a metric of the report")
+    confidence, severity = (
+        entry.get("confidence", DEFAULT_CONFIDENCE),
+        entry.get("severity", "fail"),
+    )
+    _check_choice(
+        f"{place}: metric", metric, (*row_metrics(), *document_metrics()), "a metric of the report"
+    )
     if requirement == "max_regression":
         if metric not in METRICS:
             expected = f"one of {', '.join(METRICS)}, which can be compared prompt by prompt"
@@ -81,15 +104,25 @@ def _check_keys(place: str, entry: Any, known: Sequence[str]) -> None:
     if not isinstance(entry, dict):
         raise UserError(place, got=repr(entry), expected=f"keys of {', '.join(known)}")
     for key in entry:
-        _check_choice(f"{place}: {key}", key, known, f"one of {', '.join(known)}", got="an unknown key")
+        _check_choice(
+            f"{place}: {key}", key, known, f"one of {', '.join(known)}", got="an unknown key"
+        )
 
 
-def _check_choice(place: str, value: Any, known: Sequence[str], expected: str, got: str | None = None) -> None:
+def _check_choice(
+    place: str, value: Any, known: Sequence[str], expected: str, got: str | None = None
+) -> None:
     if value not in known:
-        raise UserError(place, got=got or value, expected=expected, nearest=nearest(str(value), known))
+        raise UserError(
+            place, got=got or value, expected=expected, nearest=nearest(str(value), known)
+        )
 
 
 def _check_number(place: str, value: Any, *, share: bool = False) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = (
+        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    )
     if not is_number or (share and not 0 <= value < 1):
-        raise UserError(place, got=repr(value), expected="a share from 0 to below 1" if share else "a number")
+        raise UserError(
+            place, got=repr(value), expected="a share from 0 to below 1" if share else "a number"
+        )

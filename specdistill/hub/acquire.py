@@ -35,8 +35,18 @@ SMALL = ("config.json", "generation_config.json", INDEX, CARD)
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 MODEL = (*SMALL, *TOKENIZER, "*processor_config.json")
 # What reading a header raises that holds other JSON; the last of negative sizes, and of what is too deep.
-OTHER_HEADERS = (SafetensorsParsingError, ValueError, KeyError, TypeError, AttributeError, RuntimeError)
-DRAFT, TARGET = "the folder of a draft, or org/name or org/name@revision on the Hub", "pico, a folder, a GGUF file or a Hub id"
+OTHER_HEADERS = (
+    SafetensorsParsingError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+)
+DRAFT, TARGET = (
+    "the folder of a draft, or org/name or org/name@revision on the Hub",
+    "pico, a folder, a GGUF file or a Hub id",
+)
 
 
 @dataclass(frozen=True)
@@ -71,8 +81,16 @@ class ModelFiles:
             if constants.is_offline_mode():
                 return cls(key, shown, folder, _sizes(folder))
             patterns = [*MODEL, "*.safetensors", "*.gguf", *PICKLES]
-            files = snapshot_download(place, revision=folder.name, allow_patterns=patterns, dry_run=True)
-        return cls(key, shown, folder, {it.filename: it.file_size or 0 for it in files if "/" not in it.filename}, place)
+            files = snapshot_download(
+                place, revision=folder.name, allow_patterns=patterns, dry_run=True
+            )
+        return cls(
+            key,
+            shown,
+            folder,
+            {it.filename: it.file_size or 0 for it in files if "/" not in it.filename},
+            place,
+        )
 
     def matching(self, *patterns: str) -> list[str]:
         """The files whose names match."""
@@ -83,7 +101,11 @@ class ModelFiles:
         if INDEX in self.sizes:
             named = Shards.open(self.folder, self.key, complete=False).files
             if lacking := next((file for file in named if file not in self.sizes), None):
-                raise UserError(self.key, got=f"{self.name} without {lacking}", expected="every file that its index names")
+                raise UserError(
+                    self.key,
+                    got=f"{self.name} without {lacking}",
+                    expected="every file that its index names",
+                )
             return named
         if SINGLE in self.sizes:
             return [SINGLE]
@@ -92,7 +114,11 @@ class ModelFiles:
             instead = "specdistill export reads plain tensors of one and writes safetensors"
             raise UserError(self.key, got=got, expected=f"safetensors; {instead}")
         found = ", ".join(sorted(self.sizes)[:5]) or "nothing"
-        raise UserError(self.key, got=f"{self.name} without weights, with {found}", expected=f"{SINGLE}, or {INDEX}")
+        raise UserError(
+            self.key,
+            got=f"{self.name} without weights, with {found}",
+            expected=f"{SINGLE}, or {INDEX}",
+        )
 
     def missing(self, files: Sequence[str]) -> list[str]:
         return [file for file in files if not (self.folder / file).is_file()]
@@ -110,8 +136,16 @@ class ModelFiles:
             raise ResourceError(what, next_step="acquire it where there is a network")
         try:
             with hub_errors(self.key, self.name, expected="a Hub id"):
-                snapshot_download(self.repository, revision=self.folder.name, allow_patterns=[escape(file) for file in missing])
-                found = HfApi().verify_repo_checksums(self.repository, revision=self.folder.name).mismatches
+                snapshot_download(
+                    self.repository,
+                    revision=self.folder.name,
+                    allow_patterns=[escape(file) for file in missing],
+                )
+                found = (
+                    HfApi()
+                    .verify_repo_checksums(self.repository, revision=self.folder.name)
+                    .mismatches
+                )
         except (OSError, XetDownloadError, RuntimeError) as error:  # the last is hf_xet's
             what = f"{self.key}: {self.name} was not fetched whole ({one_line(str(error))[:200]})"
             raise ResourceError(what, next_step="run it again: what is whole is kept") from error
@@ -120,7 +154,9 @@ class ModelFiles:
                 link.resolve().unlink()
                 link.unlink(missing_ok=True)
             next_step = "run it again, or look at what stands between this machine and the Hub"
-            raise ResourceError(f"{self.key}: {self.name} is damaged: {', '.join(damaged)}", next_step=next_step)
+            raise ResourceError(
+                f"{self.key}: {self.name} is damaged: {', '.join(damaged)}", next_step=next_step
+            )
         return self.folder
 
     def tensors(self) -> dict[str, Tensor]:
@@ -136,9 +172,15 @@ class ModelFiles:
         what = f"{self.name}, whose weights cannot be read"
         with refusing(OTHER_HEADERS, self.key, what, "whole safetensors files"):
             with hub_errors(self.key, self.name, expected="a Hub id"):
-                read = HfApi().get_safetensors_metadata(self.repository, revision=self.folder.name).files_metadata.values()
+                read = (
+                    HfApi()
+                    .get_safetensors_metadata(self.repository, revision=self.folder.name)
+                    .files_metadata.values()
+                )
             return {
-                name: torch.empty(tuple(it.shape), dtype=str_to_torch_dtype[it.dtype], device="meta")
+                name: torch.empty(
+                    tuple(it.shape), dtype=str_to_torch_dtype[it.dtype], device="meta"
+                )
                 for file in read
                 for name, it in file.tensors.items()
             }
@@ -154,13 +196,24 @@ def acquire(options: AcquireOptions) -> Path:
     Raises UserError for a draft that is none for this target, before its weights are fetched, and for a draft that was not chosen;
     ResourceError when the Hub, the disk or the cache fails, and without the Hub for what is missing.
     """
-    method, draft, target, adapter = options.method, options.draft, options.target.model, options.target.adapter
+    method, draft, target, adapter = (
+        options.method,
+        options.draft,
+        options.target.model,
+        options.target.adapter,
+    )
     if not METHODS[method].is_trained:
-        raise UserError("method", got=f"{method}, which has no weights", expected="a method with something to acquire")
+        raise UserError(
+            "method",
+            got=f"{method}, which has no weights",
+            expected="a method with something to acquire",
+        )
     folder, gguf = split_gguf(target)
     of_target = ModelFiles.of(folder, options.target.revision, key="target.model", expected=TARGET)
     commit = of_target.folder.name if of_target.repository else options.target.revision
-    files = TargetFiles(f"{of_target.repository or of_target.folder}{f'/{gguf}' if gguf else ''}", commit, adapter)
+    files = TargetFiles(
+        f"{of_target.repository or of_target.folder}{f'/{gguf}' if gguf else ''}", commit, adapter
+    )
     if draft is not None:
         name, revision = split_revision(draft)
         wanted = ModelFiles.of(name, revision, key="draft", expected=DRAFT)
@@ -169,8 +222,13 @@ def acquire(options: AcquireOptions) -> Path:
         raise UserError("target.adapter", got=adapter, expected="no such key without draft=…")
     elif (check_native := implementation(method).check_native) is not None:
         check_native({name: tensor.shape for name, tensor in of_target.tensors().items()}, files)
-        logger.info(f"{of_target.name}: its own checkpoint holds the layer that drafts, so the whole of it is needed")
-        wanted, names = of_target, [gguf] if gguf else [*of_target.matching(*MODEL), *of_target.weights()]
+        logger.info(
+            f"{of_target.name}: its own checkpoint holds the layer that drafts, so the whole of it is needed"
+        )
+        wanted, names = (
+            of_target,
+            [gguf] if gguf else [*of_target.matching(*MODEL), *of_target.weights()],
+        )
     else:
         listed = f"`specdistill plan target={shlex.quote(target)}` lists those that the Hub has"
         raise UserError("draft", got="nothing", expected=f"{DRAFT}; {listed}")
@@ -180,9 +238,14 @@ def acquire(options: AcquireOptions) -> Path:
     return wanted.folder
 
 
-def _checked(draft: ModelFiles, options: AcquireOptions, target: TargetFiles, of_target: ModelFiles) -> list[str]:
+def _checked(
+    draft: ModelFiles, options: AcquireOptions, target: TargetFiles, of_target: ModelFiles
+) -> list[str]:
     """The files of a draft that are needed, once the small ones and headers say that it is one of the method for the target."""
-    method, translated = options.method, {"heterogeneous_vocab": True} if options.heterogeneous_vocab else {}
+    method, translated = (
+        options.method,
+        {"heterogeneous_vocab": True} if options.heterogeneous_vocab else {},
+    )
     tokenizer = TOKENIZER if METHODS[method].standalone else ()
     folder, tensors = draft.fetch(draft.matching(*SMALL, *tokenizer)), draft.tensors()
     found = recognized(read_config(folder, "draft"), tensors.keys(), name=draft.name, key="draft")
@@ -190,7 +253,9 @@ def _checked(draft: ModelFiles, options: AcquireOptions, target: TargetFiles, of
         got = f"{draft.name}, which holds a draft of method {found}"
         raise UserError("draft", got=got, expected=f"one of method {method}")
     of_target.fetch(of_target.matching("config.json", INDEX, *tokenizer))
-    implementation(method).check(folder, tensors, target, key="draft", name=draft.name, **translated)
+    implementation(method).check(
+        folder, tensors, target, key="draft", name=draft.name, **translated
+    )
     if recorded_target(folder, "draft") is None:
         _compare_card(draft, of_target)
     else:
@@ -206,9 +271,15 @@ def _compare_card(draft: ModelFiles, target: ModelFiles) -> None:
     except ValueError:
         named = None  # a card is prose; what cannot be read says nothing
     models = [named] if isinstance(named, str) else named or []
-    if target.repository and models and target.repository.lower() not in {str(model).lower() for model in models}:
+    if (
+        target.repository
+        and models
+        and target.repository.lower() not in {str(model).lower() for model in models}
+    ):
         others = ", ".join(map(str, models))
-        logger.info(f"warning: the card of {draft.name} names {others}, not {target.repository}; only sizes say that it fits")
+        logger.info(
+            f"warning: the card of {draft.name} names {others}, not {target.repository}; only sizes say that it fits"
+        )
 
 
 def _announce(wanted: ModelFiles, names: Sequence[str]) -> None:
@@ -216,10 +287,14 @@ def _announce(wanted: ModelFiles, names: Sequence[str]) -> None:
     sizes = {file: wanted.sizes[file] for file in wanted.missing(names)}
     listed = "".join(f"\n  {decimal(size):>10}  {file}" for file, size in sizes.items())
     at = f" (commit {wanted.folder.name})" if wanted.repository else ""
-    logger.info(f"{wanted.key}: {wanted.name}{at}, {len(names)} files, {len(sizes)} of them to fetch{listed}")
+    logger.info(
+        f"{wanted.key}: {wanted.name}{at}, {len(names)} files, {len(sizes)} of them to fetch{listed}"
+    )
     if total := sum(sizes.values()):
         cache = Path(constants.HF_HUB_CACHE)
         what = f"{decimal(total)} into {cache}, whose disk has {decimal(free := free_bytes(cache))} free"
         if total > free:
-            raise ResourceError(f"to fetch: {what}", next_step="free disk space, or set HF_HOME to a larger disk")
+            raise ResourceError(
+                f"to fetch: {what}", next_step="free disk space, or set HF_HOME to a larger disk"
+            )
         logger.info(f"to fetch: {what}")

@@ -28,9 +28,16 @@ from specdistill.targets.files import TargetIdentity
 from specdistill.training.history import History
 
 TEMPLATE = Path(__file__).with_name("card.md.j2")
-METRICS = ("mean_acceptance_length", "acceptance_rate", "speedup")  # of a report's row, that a card's metadata has
+METRICS = (
+    "mean_acceptance_length",
+    "acceptance_rate",
+    "speedup",
+)  # of a report's row, that a card's metadata has
 PICTURE = f"{REPORT}/picture.svg"
-GGUF_FILES = {"model": "TARGET.gguf", "model_draft": "DRAFT.gguf"}  # names, in commands, of what llama.cpp needs
+GGUF_FILES = {
+    "model": "TARGET.gguf",
+    "model_draft": "DRAFT.gguf",
+}  # names, in commands, of what llama.cpp needs
 # Settings of a report that `eval:` has under the same name.
 SAMPLING = ("num_speculative_tokens", "temperature", "top_p", "top_k", "max_new_tokens", "seed")
 SETTINGS = (*SAMPLING, "batch_size", "compile", "repeats", "warmup")
@@ -69,7 +76,9 @@ def model_card(of: CardContents, serving: Iterable[tuple[str, str]]) -> ModelCar
     """
     release, report = of.release, of.release.report
     lookup = measured_lookup(report["settings"])
-    engines = [ENGINES[name] for name in METHODS[release.method].serving() if ENGINES[name].serve_command]
+    engines = [
+        ENGINES[name] for name in METHODS[release.method].serving() if ENGINES[name].serve_command
+    ]
     numbers_of_all = measured({name: part for name, part in report.items() if name != "baseline"})
     card: ModelCard = ModelCard.from_template(
         metadata(of),
@@ -80,7 +89,9 @@ def model_card(of: CardContents, serving: Iterable[tuple[str, str]]) -> ModelCar
         tables=tables,
         plain=plain,
         endpoint=constants.ENDPOINT,
-        overridden=[refusal.replace(f"{release.run}/", "") for refusal in of.overridden],  # a folder of one machine
+        overridden=[
+            refusal.replace(f"{release.run}/", "") for refusal in of.overridden
+        ],  # a folder of one machine
         summary=METHODS[release.method].summary,
         terms=list(dict.fromkeys(part.terms for part in of.parts if part.terms)),
         version=__version__,
@@ -89,9 +100,16 @@ def model_card(of: CardContents, serving: Iterable[tuple[str, str]]) -> ModelCar
         serving=serving,
         is_named_suite=_is_named_suite(report),
         gguf_files=GGUF_FILES.values(),
-        measured=re.sub("^#", "##", numbers_of_all, flags=re.MULTILINE),  # below the heading of a section
-        front=of_lookup(engines, lookup, report["settings"]["num_speculative_tokens"]) if lookup else "",
-        parts=table(("", "what", "licence"), ((part.what, plain(part.name), plain(part.shown)) for part in of.parts)),
+        measured=re.sub(
+            "^#", "##", numbers_of_all, flags=re.MULTILINE
+        ),  # below the heading of a section
+        front=of_lookup(engines, lookup, report["settings"]["num_speculative_tokens"])
+        if lookup
+        else "",
+        parts=table(
+            ("", "what", "licence"),
+            ((part.what, plain(part.name), plain(part.shown)) for part in of.parts),
+        ),
         identity=_identity(release.made_for),
         again=measured_again(of),
     )
@@ -104,7 +122,9 @@ def metadata(of: CardContents) -> ModelCardData:
     """
     method = of.release.method
     standalone = METHODS[method].standalone
-    began = [part.name for part in of.parts if part.what == "initialization" and _is_hub_id(part.name)]
+    began = [
+        part.name for part in of.parts if part.what == "initialization" and _is_hub_id(part.name)
+    ]
     data = [part.name for part in of.parts if part.what == DATA and _is_hub_id(part.name)]
     base = [*filter(None, [of.base_model]), *began]
     return ModelCardData(
@@ -124,7 +144,9 @@ def measured_again(of: CardContents) -> str:
     """The command that measures the published draft as the report's main configuration was."""
     report, settings, target = of.release.report, of.release.report["settings"], of.release.made_for
     section: Any = type(of.release.recipe).model_fields["eval"].annotation
-    values: dict[str, Any] = {"eval.suite": report["suite"]["name"] if _is_named_suite(report) else "SUITE"}
+    values: dict[str, Any] = {
+        "eval.suite": report["suite"]["name"] if _is_named_suite(report) else "SUITE"
+    }
     if report["results"][0]["num_prompts"] < report["suite"]["num_prompts"]:
         values["eval.num_prompts"] = report["results"][0]["num_prompts"]
     if settings.get("tree"):
@@ -136,7 +158,11 @@ def measured_again(of: CardContents) -> str:
     drafting = settings.get("drafting", {})
     for name in (*SETTINGS, *drafting):
         value, key = drafting.get(name, settings.get(name)), of_server.get(name, name)
-        if key in section.model_fields and value is not None and value != default_of(section.model_fields[key]):
+        if (
+            key in section.model_fields
+            and value is not None
+            and value != default_of(section.model_fields[key])
+        ):
             values[f"eval.{key}"] = value
     if engine == "llama.cpp":
         values |= {f"eval.llama_cpp.{key}": file for key, file in GGUF_FILES.items()}
@@ -146,7 +172,9 @@ def measured_again(of: CardContents) -> str:
         values["target.adapter"] = target.adapter
     name = "pico" if target.name_or_path == "pico" else of.base_model or "TARGET"
     named = {"method": of.release.method, "target": name, "draft": f"{of.repository}@{of.tag}"}
-    words = [shlex.quote(one_line(f"{key}={shown(value)}")) for key, value in {**named, **values}.items()]
+    words = [
+        shlex.quote(one_line(f"{key}={shown(value)}")) for key, value in {**named, **values}.items()
+    ]
     return " \\\n    ".join(["specdistill eval", *words])
 
 
@@ -155,7 +183,10 @@ def _results(of: CardContents) -> Iterator[EvalResult]:
     report, row = of.release.report, of.release.report["results"][0]
     for metric in METRICS:
         if metric in row:
-            settings = {key: row[key] for key in ("num_speculative_tokens", "temperature", "batch_size", "num_prompts")}
+            settings = {
+                key: row[key]
+                for key in ("num_speculative_tokens", "temperature", "batch_size", "num_prompts")
+            }
             interval = {"ci95": list(row[f"{metric}_ci95"])} if row.get(f"{metric}_ci95") else {}
             yield EvalResult(
                 task_type="text-generation",
@@ -173,13 +204,19 @@ def _results(of: CardContents) -> Iterator[EvalResult]:
 
 def _identity(target: TargetIdentity) -> str:
     rows = {
-        "name": Path(target.name_or_path).name if Path(target.name_or_path).is_absolute() else target.name_or_path,
+        "name": Path(target.name_or_path).name
+        if Path(target.name_or_path).is_absolute()
+        else target.name_or_path,
         "commit": target.revision,
         "adapter": target.adapter,
         "sha256 of its weights' sha256": target.weights,
         "sha256 of its tokenizer's sha256": target.tokenizer,
     }
-    stated = ((name, f"`{plain(value)}`" if "sha256" in name else plain(value)) for name, value in rows.items() if value)
+    stated = (
+        (name, f"`{plain(value)}`" if "sha256" in name else plain(value))
+        for name, value in rows.items()
+        if value
+    )
     return table(("", ""), stated)
 
 

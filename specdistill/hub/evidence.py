@@ -51,8 +51,12 @@ class Release:
 
 def check_finished(run: Path) -> None:
     """Raises UserError for a folder that is no finished run."""
-    if missing := [part for part in (DRAFT, RECIPE, PROVENANCE, REPORT) if not (run / part).exists()]:
-        raise UserError("run", got=f"{run}, which has no {', no '.join(missing)}", expected=FINISHED)
+    if missing := [
+        part for part in (DRAFT, RECIPE, PROVENANCE, REPORT) if not (run / part).exists()
+    ]:
+        raise UserError(
+            "run", got=f"{run}, which has no {', no '.join(missing)}", expected=FINISHED
+        )
 
 
 def read_release(run: Path, recipe: Recipe, last: Evidence | None = None) -> Release:
@@ -63,9 +67,13 @@ def read_release(run: Path, recipe: Recipe, last: Evidence | None = None) -> Rel
     """
     report, records = read_report(run / REPORT, "run")
     if not records:
-        raise UserError("run", got=f"{run / REPORT}, whose samples.jsonl holds no record", expected=FINISHED)
+        raise UserError(
+            "run", got=f"{run / REPORT}, whose samples.jsonl holds no record", expected=FINISHED
+        )
     recorded, named = recorded_target(run / DRAFT, "run"), recipe.target
-    revision = named.revision or (recorded.revision if recorded and not Path(named.model).is_dir() else None)
+    revision = named.revision or (
+        recorded.revision if recorded and not Path(named.model).is_dir() else None
+    )
     target = TargetFiles(named.model, revision, named.adapter).identity
     judged, refused = _judged(recipe, Evidence(report, records), last)
     return Release(
@@ -90,11 +98,17 @@ def _other_files(
         yield f"other weights: the measured draft's hash is {stated}, that of {run / DRAFT} {found[:SHOWN]}: measure this one"
     if (measured := report["target"].get("weights")) != target.weights:
         stated = measured[:SHOWN] if measured else "not stated"
-        file = "it was measured in llama.cpp with another file; " if report.get("engine", {}).get("name") == "llama.cpp" else ""
+        file = (
+            "it was measured in llama.cpp with another file; "
+            if report.get("engine", {}).get("name") == "llama.cpp"
+            else ""
+        )
         yield f"another target: {file}the hash of the measured one's weights is {stated}, and the recipe's is {target}"
 
 
-def _judged(recipe: Recipe, measured: Evidence, last: Evidence | None) -> tuple[dict[str, Any], list[str]]:
+def _judged(
+    recipe: Recipe, measured: Evidence, last: Evidence | None
+) -> tuple[dict[str, Any], list[str]]:
     """The report with its gate decided again, and the rules that it does not pass."""
     rules = load_gate(recipe.gate)
     try:
@@ -102,12 +116,19 @@ def _judged(recipe: Recipe, measured: Evidence, last: Evidence | None) -> tuple[
         decided, refusals = judged, []
     except UserError as error:  # the two measured different things
         assert last is not None
-        judged = {**judge(rules, measured), "baseline": changes(measured, last)}  # which says why there are none
+        judged = {
+            **judge(rules, measured),
+            "baseline": changes(measured, last),
+        }  # which says why there are none
         decided = judge([rule for rule in rules if rule.requirement != "max_regression"], measured)
         refusals = [f"not compared: {error}"]
     for rule in decided["gate"]["rules"]:
         if rule["verdict"] != "passed" and rule["severity"] != "warn":
-            elsewhere = last is not None and "max_regression" in rule["requirement"] and rule["value"] is None
+            elsewhere = (
+                last is not None
+                and "max_regression" in rule["requirement"]
+                and rule["value"] is None
+            )
             # e.g. on another machine: nobody has measured both alike
             name = "not compared" if elsewhere else f"gate {rule['verdict']}"
             refusals.append(f"{name}: {rule_name(rule)}: {evidence(rule)}")

@@ -25,7 +25,9 @@ CARD = "README.md"
 # What a licence may ask to be passed on with the weights.
 TEXTS = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
 # The identifiers that a card's `license` may have; others are stated as `license_name`, with `other`.
-IDENTIFIERS = frozenset(Path(__file__).with_name("licenses.txt").read_text(encoding="utf-8").split())
+IDENTIFIERS = frozenset(
+    Path(__file__).with_name("licenses.txt").read_text(encoding="utf-8").split()
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,10 @@ def _llama(name: str, built_with: str, prefix: str) -> Terms:
 
 TERMS = {
     "llama3": _llama("Meta Llama 3", "Meta Llama 3", "Llama 3"),
-    **{f"llama{version}": _llama(f"Llama {version}", "Llama", "Llama") for version in ("3.1", "3.2", "3.3", "4")},
+    **{
+        f"llama{version}": _llama(f"Llama {version}", "Llama", "Llama")
+        for version in ("3.1", "3.2", "3.3", "4")
+    },
 }
 
 
@@ -80,15 +85,24 @@ def licensed_data(source: Any) -> list[Licensed]:
 
     Raises UserError for a wrong setting of them, ResourceError when the Hub fails.
     """
-    return [_licensed_source(entry.source, entry.known_license) for _, entry in entries(source) if entry.source != SELF]
+    return [
+        _licensed_source(entry.source, entry.known_license)
+        for _, entry in entries(source)
+        if entry.source != SELF
+    ]
 
 
 def _licensed_source(source: str, license: str | None) -> Licensed:
     """A data set of the Hub has the licence that its card states, where none is given and the Hub shows it."""
     if Path(source).exists() or Path(source).suffix in LOADERS or source.count("/") != 1:
-        return Licensed(DATA, Path(source).name, license)  # without the folders of the machine that trained
+        return Licensed(
+            DATA, Path(source).name, license
+        )  # without the folders of the machine that trained
     if license is None:
-        with hub_errors("data.source", source, expected="a Hub id"), suppress(RepositoryNotFoundError):
+        with (
+            hub_errors("data.source", source, expected="a Hub id"),
+            suppress(RepositoryNotFoundError),
+        ):
             card = HfApi().dataset_info(source).card_data
             license = stated(vars(card)) if card else None
     return Licensed(DATA, source, license)
@@ -115,14 +129,24 @@ def license_of_draft(given: str | None, parts: Sequence[Licensed]) -> str:
 
 def front_matter(license: str) -> dict[str, Any]:
     """The keys of a card that state a licence."""
-    return {"license": license} if license in IDENTIFIERS else {"license": OTHER, "license_name": license}
+    return (
+        {"license": license}
+        if license in IDENTIFIERS
+        else {"license": OTHER, "license_name": license}
+    )
 
 
 def stated(metadata: Mapping[str, Any] | None) -> str | None:
     """The licence that a card's metadata states."""
     value = (metadata or {}).get("license")
     value = value[0] if isinstance(value, list) and value else value
-    return str((metadata or {}).get("license_name") or value) if value == OTHER else str(value) if value else None
+    return (
+        str((metadata or {}).get("license_name") or value)
+        if value == OTHER
+        else str(value)
+        if value
+        else None
+    )
 
 
 def _letters(name: str) -> str:

@@ -22,9 +22,34 @@ from specdistill.files.folders import new_folder
 from specdistill.gate.decide import FIRST_RELEASE, Evidence
 from specdistill.hub.card import PICTURE, CardContents, model_card
 from specdistill.hub.command import PublishOptions
-from specdistill.hub.evidence import DRAFT, FINISHED, PROVENANCE, RECIPE, Release, check_finished, read_release
-from specdistill.hub.licenses import CARD, TEXTS, Licensed, forbidden, license_of_draft, licensed_data, licensed_model
-from specdistill.hub.repository import LICENSES, NOTICE, REPORT, FileChange, Repository, check_names, hub_failures, is_same
+from specdistill.hub.evidence import (
+    DRAFT,
+    FINISHED,
+    PROVENANCE,
+    RECIPE,
+    Release,
+    check_finished,
+    read_release,
+)
+from specdistill.hub.licenses import (
+    CARD,
+    TEXTS,
+    Licensed,
+    forbidden,
+    license_of_draft,
+    licensed_data,
+    licensed_model,
+)
+from specdistill.hub.repository import (
+    LICENSES,
+    NOTICE,
+    REPORT,
+    FileChange,
+    Repository,
+    check_names,
+    hub_failures,
+    is_same,
+)
 from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import link, read_config
 from specdistill.methods.load import draft_files, draft_hash, implementation, locate
@@ -77,10 +102,16 @@ def publish_run(options: PublishOptions) -> Publication:
             HfApi().whoami()
     there = Repository.read(name)
     there.check_visible(config.private)
-    if known := next((it for it in ([tag] if tag else there.tags) if is_released(run, there.at(it))), None):
+    if known := next(
+        (it for it in ([tag] if tag else there.tags) if is_released(run, there.at(it))), None
+    ):
         return Publication(name, known, (), commit=there.tags[known])
     if tag in there.tags:
-        raise UserError("tag", got=f"{tag}, which is another release of {name}", expected=f"a new one, e.g. {there.next_tag}")
+        raise UserError(
+            "tag",
+            got=f"{tag}, which is another release of {name}",
+            expected=f"a new one, e.g. {there.next_tag}",
+        )
     tag, (before, last) = tag or there.next_tag, last_release(there, options.baseline)
     release = read_release(run, recipe, last)
     target, base_model = find_target(release, config.base_model)
@@ -91,7 +122,9 @@ def publish_run(options: PublishOptions) -> Publication:
     if refusals and reason is None:
         return Publication(name, tag, refusals)
     if reason is not None and not refusals:
-        raise UserError("force", got=reason, expected="no such key: nothing speaks against this release")
+        raise UserError(
+            "force", got=reason, expected="no such key: nothing speaks against this release"
+        )
 
     since = phrases.since(release.report) if last else "The first release."
     contents = CardContents(
@@ -108,18 +141,30 @@ def publish_run(options: PublishOptions) -> Publication:
         changes=f"{plain(since)}\n\n{cells(tables.changes(release.report))}" if last else "",
     )
     folder = Path(options.output_dir or run / "release")
-    if options.output_dir is None and folder.exists() and not (folder / Path(PROVENANCE).name).is_file():
-        raise UserError("output_dir", got=f"null, and {folder} holds no earlier release", expected="a new folder")
+    if (
+        options.output_dir is None
+        and folder.exists()
+        and not (folder / Path(PROVENANCE).name).is_file()
+    ):
+        raise UserError(
+            "output_dir",
+            got=f"null, and {folder} holds no earlier release",
+            expected="a new folder",
+        )
     stage(contents, target, config.exports, folder, replaces=options.output_dir is None)
     changes = there.difference(folder)
     if options.dry_run:
         return Publication(name, tag, refusals, folder, changes)
-    message = f"Release {tag}\n\n{phrases.summary(release.report)}\n\n{since}"  # which `git tag` shows
+    message = (
+        f"Release {tag}\n\n{phrases.summary(release.report)}\n\n{since}"  # which `git tag` shows
+    )
     commit = there.upload(folder, changes, tag, message=message, private=config.private)
     return Publication(name, tag, refusals, folder, changes, commit)
 
 
-def last_release(repository: Repository, baseline: str | None) -> tuple[str, Evidence] | tuple[None, None]:
+def last_release(
+    repository: Repository, baseline: str | None
+) -> tuple[str, Evidence] | tuple[None, None]:
     """The tag of the release before the next, and what the next is compared with: its report, as published, or measured again with the
     settings of the new one. None for the first, which is one by name.
 
@@ -137,15 +182,28 @@ def last_release(repository: Repository, baseline: str | None) -> tuple[str, Evi
         expected = f"no such key: {name} has the release {tag}, which this one is compared with"
         raise UserError("baseline", got=baseline, expected=expected)
     patterns = [f"{REPORT}/{REPORT_FILE}", f"{REPORT}/{SAMPLES}"]
-    folder = fetch(name, key="repo", expected="a release", revision=repository.tags[tag], patterns=patterns)
+    folder = fetch(
+        name, key="repo", expected="a release", revision=repository.tags[tag], patterns=patterns
+    )
     key, place = ("baseline", Path(baseline)) if baseline else ("repo", folder / REPORT)
     report, records = read_report(place, key)
     if report.get("digest") != digest(report, records):
-        expected = "one as it was measured; eval measures a release again, and baseline= takes that report"
-        raise UserError(key, got=f"{baseline or f'{name}@{tag}'}, a report that was edited", expected=expected)
-    if baseline and report["draft"].get("weights") != draft_hash(locate(f"{name}@{repository.tags[tag]}", key="repo")):
-        raise UserError(key, got=f"{baseline}, a report of other weights", expected=f"one of {name}@{tag}")
-    report["draft"] |= {"model": name, "revision": tag}  # as a reader knows it, and not where it was measured
+        expected = (
+            "one as it was measured; eval measures a release again, and baseline= takes that report"
+        )
+        raise UserError(
+            key, got=f"{baseline or f'{name}@{tag}'}, a report that was edited", expected=expected
+        )
+    if baseline and report["draft"].get("weights") != draft_hash(
+        locate(f"{name}@{repository.tags[tag]}", key="repo")
+    ):
+        raise UserError(
+            key, got=f"{baseline}, a report of other weights", expected=f"one of {name}@{tag}"
+        )
+    report["draft"] |= {
+        "model": name,
+        "revision": tag,
+    }  # as a reader knows it, and not where it was measured
     return tag, Evidence(report, records)
 
 
@@ -153,7 +211,10 @@ def is_released(run: Path, files: Mapping[str, RepoFile]) -> bool:
     """Whether a commit with these files is the release of this run: of this draft, this training and this measurement."""
     own = {path.name: path for path in (*draft_files(run / DRAFT), run / PROVENANCE)}
     samples = {f"{REPORT}/{SAMPLES}": run / REPORT / SAMPLES}
-    return all(path.is_file() and is_same(path, files.get(name)) for name, path in {**own, **samples}.items())
+    return all(
+        path.is_file() and is_same(path, files.get(name))
+        for name, path in {**own, **samples}.items()
+    )
 
 
 def find_target(release: Release, base_model: str | None) -> tuple[TargetFiles, str | None]:
@@ -169,25 +230,37 @@ def find_target(release: Release, base_model: str | None) -> tuple[TargetFiles, 
         HfApi().model_info(base_model)
     target = TargetFiles(base_model, adapter=named.adapter)
     if not target.identity.is_same(release.made_for):
-        raise UserError("base_model", got=f"{target.identity}", expected=f"the draft's target: {release.made_for}")
+        raise UserError(
+            "base_model",
+            got=f"{target.identity}",
+            expected=f"the draft's target: {release.made_for}",
+        )
     return target, base_model
 
 
 def made_from(recipe: Recipe, target: TargetFiles, base_model: str | None) -> list[Licensed]:
     """What a draft was made from, each with its licence. Raises UserError and ResourceError where that cannot be read."""
-    parts = [licensed_model("target", base_model or Path(recipe.target.model).name, target.fetch(CARD))]
+    parts = [
+        licensed_model("target", base_model or Path(recipe.target.model).name, target.fetch(CARD))
+    ]
     init = getattr(getattr(recipe, "draft", None), "init", None) or ""
     others = {"target's adapter": target.adapter, "initialization": init if "/" in init else None}
     for what, model in others.items():
         if model:
             name, revision = split_revision(model)
-            folder = fetch(name, key=what, expected="a folder or a Hub id", revision=revision, patterns=[CARD])
-            parts.append(licensed_model(what, Path(name).name if Path(name).exists() else name, folder))
+            folder = fetch(
+                name, key=what, expected="a folder or a Hub id", revision=revision, patterns=[CARD]
+            )
+            parts.append(
+                licensed_model(what, Path(name).name if Path(name).exists() else name, folder)
+            )
     data = getattr(recipe, "data", None)
     return [*parts, *(licensed_data(data.source) if data else [])]
 
 
-def stage(of: CardContents, target: TargetFiles, exports: Sequence[str], output: Path, *, replaces: bool) -> None:
+def stage(
+    of: CardContents, target: TargetFiles, exports: Sequence[str], output: Path, *, replaces: bool
+) -> None:
     """Write the folder of a release; the draft's files are linked, not read.
 
     Raises UserError for what is in its place, for a link out of the run and for an export that cannot be, ResourceError when the disk
@@ -195,7 +268,10 @@ def stage(of: CardContents, target: TargetFiles, exports: Sequence[str], output:
     """
     release, draft = of.release, of.release.run / DRAFT
     Shards.open(draft, "run").check()
-    refuse_links([path for part in (DRAFT, "run", REPORT) for path in (release.run / part).iterdir()], release.run)
+    refuse_links(
+        [path for part in (DRAFT, "run", REPORT) for path in (release.run / part).iterdir()],
+        release.run,
+    )
     check_exports(exports, release.method, "exports")
     with new_folder(output, replaces=replaces) as folder:
         for path in (*release.draft, release.run / PROVENANCE):
@@ -207,15 +283,23 @@ def stage(of: CardContents, target: TargetFiles, exports: Sequence[str], output:
         exported = {}
         for engine in exports:
             exported[engine] = export(draft, engine, folder / engine, target, merges=False)
-            (folder / engine / "SERVE.md").unlink()  # with names of this machine; the card says how to serve it
+            (
+                folder / engine / "SERVE.md"
+            ).unlink()  # with names of this machine; the card says how to serve it
             if (config := folder / engine / "config.json").is_file():
-                config.write_text(json.dumps(without_places(read_json(config)), indent=2) + "\n", encoding="utf-8")
+                config.write_text(
+                    json.dumps(without_places(read_json(config)), indent=2) + "\n", encoding="utf-8"
+                )
         pass_on_terms(of.parts, target, folder)
-        (folder / CARD).write_text(str(model_card(of, serving_of(of, target, exported))), encoding="utf-8")
+        (folder / CARD).write_text(
+            str(model_card(of, serving_of(of, target, exported))), encoding="utf-8"
+        )
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             if path.suffix not in WEIGHTS and path.name not in OF_A_SUITE:
                 text = path.read_text(encoding="utf-8", errors="replace")
-                check_no_secret(path.name, text.replace("\N{ZERO WIDTH SPACE}", ""))  # which pages put into addresses
+                check_no_secret(
+                    path.name, text.replace("\N{ZERO WIDTH SPACE}", "")
+                )  # which pages put into addresses
 
 
 def pass_on_terms(parts: Sequence[Licensed], target: TargetFiles, folder: Path) -> None:
@@ -234,11 +318,17 @@ def pass_on_terms(parts: Sequence[Licensed], target: TargetFiles, folder: Path) 
 
 def refuse_links(paths: Iterable[Path], home: Path, key: str = "run") -> None:
     """Raises UserError for the first that is a link out of the folder `home`, or lies behind one."""
-    if out := next((path for path in paths if not path.resolve().is_relative_to(home.resolve())), None):
-        raise UserError(key, got=f"{out}, a link", expected="a file: what a link leads to would be published")
+    if out := next(
+        (path for path in paths if not path.resolve().is_relative_to(home.resolve())), None
+    ):
+        raise UserError(
+            key, got=f"{out}, a link", expected="a file: what a link leads to would be published"
+        )
 
 
-def serving_of(of: CardContents, target: TargetFiles, exported: Mapping[str, Served]) -> Iterator[tuple[str, str]]:
+def serving_of(
+    of: CardContents, target: TargetFiles, exported: Mapping[str, Served]
+) -> Iterator[tuple[str, str]]:
     """(engine's title, commands) for each engine that can be given the draft of a release: see `serving_lines`."""
     report, draft = of.release.report, of.release.run / DRAFT
     served = Served(
@@ -260,10 +350,15 @@ def loads_as_is(engine: Engine, method: str, folder: Path) -> bool:
     config, tensors = read_config(folder, "draft"), Shards.open(folder, "draft").without_content()
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     head = implementation(method).head_shape(config, None)
-    return all(found.severity != "problem" for found in findings_of_engine(engine, method, head, config, shapes))
+    return all(
+        found.severity != "problem"
+        for found in findings_of_engine(engine, method, head, config, shapes)
+    )
 
 
-def serving_lines(served: Served, draft: Path, exports: Mapping[str, Served]) -> Iterator[tuple[str, str]]:
+def serving_lines(
+    served: Served, draft: Path, exports: Mapping[str, Served]
+) -> Iterator[tuple[str, str]]:
     """(engine's title, commands) for each engine that can be given the draft: as it is, or as exported for it.
 
     served: the draft of a tag, in the repository's root. draft: its folder here. exports: engine -> what was exported for it, into a folder
@@ -279,7 +374,13 @@ def serving_lines(served: Served, draft: Path, exports: Mapping[str, Served]) ->
         started = replace(served, num_tokens=k, lookup_first=lookup)
         if name in exports:
             own = exports[name]
-            exported = replace(started, output=Path(local) / name, draft_revision=None, serving=serving, config=own.config)
+            exported = replace(
+                started,
+                output=Path(local) / name,
+                draft_revision=None,
+                serving=serving,
+                config=own.config,
+            )
             at = f"--revision {served.draft_revision} --local-dir {local} --include {shlex.quote(f'{name}/*')}"
             yield engine.title, f"hf download {repository} {at}\n{engine.serve_command(exported)}"
         elif loads_as_is(engine, served.method, draft):
@@ -288,18 +389,29 @@ def serving_lines(served: Served, draft: Path, exports: Mapping[str, Served]) ->
 
 def print_outcome(made: Publication) -> None:
     """Each file and what becomes of it, and what was released; refusals on stderr."""
-    name, url = f"{made.repository}@{made.tag}", f"{constants.ENDPOINT}/{made.repository}/tree/{made.tag}"
+    name, url = (
+        f"{made.repository}@{made.tag}",
+        f"{constants.ENDPOINT}/{made.repository}/tree/{made.tag}",
+    )
     if made.folder is not None:
         for change in made.changes:
             print(f"{change.what:8} {size(change.size):>12}  {change.path}")
         counts = Counter(change.what for change in made.changes)
         total = sum(change.size for change in made.changes if change.what != "removed")
-        print(f"{name}: {size(total)} in {', '.join(f'{count} {what}' for what, count in counts.items())}")
+        print(
+            f"{name}: {size(total)} in {', '.join(f'{count} {what}' for what, count in counts.items())}"
+        )
         print(f"from {made.folder}")
-        print(f"released: {url} (commit {made.commit[:SHOWN]})" if made.commit else "Dry run: nothing was uploaded.")
+        print(
+            f"released: {url} (commit {made.commit[:SHOWN]})"
+            if made.commit
+            else "Dry run: nothing was uploaded."
+        )
     elif made.refusals:
         for refusal in made.refusals:
             logger.error(f"refused: {refusal}")
-        logger.error("nothing was published; force=REASON publishes it anyway, with the reason on the card")
+        logger.error(
+            "nothing was published; force=REASON publishes it anyway, with the reason on the card"
+        )
     else:
         print(f"{name} is this release already: {url}")

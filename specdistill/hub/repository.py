@@ -70,11 +70,20 @@ class Repository:
 
         A release is a tag with a report.
         """
-        report, tagged = f"{REPORT}/{REPORT_FILE}", {commit: tag for tag, commit in self.tags.items()}
-        reports = {tagged[commit]: self.at(tagged[commit]).get(report) for commit in self.commits if commit in tagged}
+        report, tagged = (
+            f"{REPORT}/{REPORT_FILE}",
+            {commit: tag for tag, commit in self.tags.items()},
+        )
+        reports = {
+            tagged[commit]: self.at(tagged[commit]).get(report)
+            for commit in self.commits
+            if commit in tagged
+        }
         releases = {tag: file.blob_id for tag, file in reports.items() if file}
         here = self.files[report].blob_id if report in self.files else None
-        return next((tag for tag, blob in releases.items() if blob == here), next(iter(releases), None))
+        return next(
+            (tag for tag, blob in releases.items() if blob == here), next(iter(releases), None)
+        )
 
     def at(self, tag: str) -> dict[str, RepoFile]:
         """The files of a tag; none where there is no such tag."""
@@ -91,7 +100,11 @@ class Repository:
         if self.commits and private not in (None, self.private):
             is_what = "private" if self.private else "public"
             expected = "null, or another repository: its settings on the Hub say who sees it"
-            raise UserError("private", got=f"{str(private).lower()}, and {self.name} is {is_what}", expected=expected)
+            raise UserError(
+                "private",
+                got=f"{str(private).lower()}, and {self.name} is {is_what}",
+                expected=expected,
+            )
 
     def difference(self, folder: Path) -> list[FileChange]:
         """Every file of a release in a folder, compared with the Hub's, and what is there of another release and has no place in it."""
@@ -99,11 +112,27 @@ class Repository:
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             name = path.relative_to(folder).as_posix()
             same, is_new = is_same(path, self.files.get(name)), name not in self.files
-            changes.append(FileChange(name, "new" if is_new else "same" if same else "changed", path.stat().st_size))
-        removed = sorted(name for name in self.files.keys() - {it.path for it in changes} if is_of_a_release(name))
+            changes.append(
+                FileChange(
+                    name, "new" if is_new else "same" if same else "changed", path.stat().st_size
+                )
+            )
+        removed = sorted(
+            name
+            for name in self.files.keys() - {it.path for it in changes}
+            if is_of_a_release(name)
+        )
         return changes + [FileChange(name, "removed", self.files[name].size) for name in removed]
 
-    def upload(self, folder: Path, changes: Sequence[FileChange], tag: str, *, message: str, private: bool | None) -> str:
+    def upload(
+        self,
+        folder: Path,
+        changes: Sequence[FileChange],
+        tag: str,
+        *,
+        message: str,
+        private: bool | None,
+    ) -> str:
         """Commit a release on top of what the Hub was seen to have, and tag it with a message; returns the commit.
 
         Raises ResourceError when the Hub fails, when it was changed meanwhile, and when the tag was set to something else.
@@ -113,17 +142,28 @@ class Repository:
             if not self.commits:
                 api.create_repo(name, private=private is not False, exist_ok=True)
             head = self.commits[0] if self.commits else str(api.model_info(name).sha)
-            added = [CommitOperationAdd(it.path, str(folder / it.path)) for it in changes if it.what in ("new", "changed")]
+            added = [
+                CommitOperationAdd(it.path, str(folder / it.path))
+                for it in changes
+                if it.what in ("new", "changed")
+            ]
             removed = [CommitOperationDelete(it.path) for it in changes if it.what == "removed"]
             if added or removed:
-                head = api.create_commit(name, [*added, *removed], commit_message=f"Release {tag}", parent_commit=head).oid
+                head = api.create_commit(
+                    name, [*added, *removed], commit_message=f"Release {tag}", parent_commit=head
+                ).oid
             sent = replace(self, files=files_at(name, head)).difference(folder)
             if left := [it.path for it in sent if it.what != "same"]:
                 what = f"repo: the Hub holds other content than was sent in {', '.join(left[:3])}, so {head} is not tagged"
                 raise ResourceError(what, next_step=AGAIN)
             api.create_tag(name, tag=tag, revision=head, tag_message=message, exist_ok=True)
-            if {entry.name: entry.target_commit for entry in api.list_repo_refs(name).tags}[tag] != head:
-                raise ResourceError(f"repo: somebody else set {tag} of {name} meanwhile", next_step="choose another tag")
+            if {entry.name: entry.target_commit for entry in api.list_repo_refs(name).tags}[
+                tag
+            ] != head:
+                raise ResourceError(
+                    f"repo: somebody else set {tag} of {name} meanwhile",
+                    next_step="choose another tag",
+                )
         return head
 
 
@@ -136,8 +176,12 @@ def check_names(repository: str | None, tag: str | None) -> str:
     """The repository; raises UserError for what names none and for what is no name of a tag. The client knows the other rules of names."""
     if not repository or repository.count("/") != 1:
         raise UserError("repo", got=repository or "nothing", expected=NAMES)
-    if tag is not None and (tag == "main" or not re.fullmatch(r"[A-Za-z0-9](?:[\w-]|\.(?!\.|lock$|$))*", tag)):
-        raise UserError("tag", got=tag, expected="a name such as v1 or v1.2, of letters, digits, -, _ and .")
+    if tag is not None and (
+        tag == "main" or not re.fullmatch(r"[A-Za-z0-9](?:[\w-]|\.(?!\.|lock$|$))*", tag)
+    ):
+        raise UserError(
+            "tag", got=tag, expected="a name such as v1 or v1.2, of letters, digits, -, _ and ."
+        )
     return repository
 
 
@@ -168,4 +212,6 @@ def hub_failures(repository: str) -> Iterator[None]:
         # No answer, or a refusal; no token; a card that the Hub refuses; and whatever hf_xet meets: it knows no other class.
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
         what = f"repo: {repository} at {constants.ENDPOINT}: {one_line(str(error))[:300] or type(error).__name__}"
-        raise ResourceError(what, next_step=LOGIN if status in (401, 403, 404) else AGAIN) from error
+        raise ResourceError(
+            what, next_step=LOGIN if status in (401, 403, 404) else AGAIN
+        ) from error

@@ -22,7 +22,9 @@ CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
 
 
 TargetsOf = Callable[[slice], Any]  # rows -> what their logits are compared with; takes no gradient
-LossOf = Callable[[Tensor, Any, int], tuple[Tensor, Tensor]]  # logits [r, W], targets, k -> nats [r] and metrics [M, r]
+LossOf = Callable[
+    [Tensor, Any, int], tuple[Tensor, Tensor]
+]  # logits [r, W], targets, k -> nats [r] and metrics [M, r]
 
 
 def head_loss(
@@ -49,10 +51,14 @@ def head_loss(
     linear = head.linear
     num_positions, vocabulary = len(rows_KRH), len(linear.weight)
     chunk_bytes = CHUNK_BYTES[rows_KRH.device.type] if chunk_bytes is None else chunk_bytes
-    chunk = max(1, min(block // num_positions, chunk_bytes // (4 * vocabulary)) // together) * together
+    chunk = (
+        max(1, min(block // num_positions, chunk_bytes // (4 * vocabulary)) // together) * together
+    )
     size = chunk * max(1, block // (num_positions * chunk))
     products = (rows_KRH, linear.weight, *(correction or ()))
-    trains = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in (linear.bias, *products))
+    trains = torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in (linear.bias, *products)
+    )
     result: tuple[Tensor, Tensor] = _InBlocks.apply(  # type: ignore[no-untyped-call]
         linear.bias, weights_KR, head.finish, targets_of, loss_of, size, chunk, trains, *products
     )
@@ -100,7 +106,10 @@ class _InBlocks(torch.autograd.Function):
         autocast = torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type) if autocast else products[1].dtype
         bias = None if bias_W is None else bias_W.to(dtype)
-        pairs = [(rows, weight.to(dtype)) for rows, weight in zip(products[::2], products[1::2], strict=True)]
+        pairs = [
+            (rows, weight.to(dtype))
+            for rows, weight in zip(products[::2], products[1::2], strict=True)
+        ]
         num_positions, num_rows, _ = products[0].shape
         total = torch.zeros((), dtype=torch.float32, device=device)
         grads = [
@@ -110,9 +119,14 @@ class _InBlocks(torch.autograd.Function):
             for index, x in enumerate(products)
         ]
         bias_grad = (
-            torch.zeros_like(bias_W, dtype=torch.float32) if trains and bias_W is not None and bias_W.requires_grad else None
+            torch.zeros_like(bias_W, dtype=torch.float32)
+            if trains and bias_W is not None and bias_W.requires_grad
+            else None
         )
-        buffers = [weight.new_empty(num_positions * min(size, num_rows), len(weight)) for _, weight in pairs]
+        buffers = [
+            weight.new_empty(num_positions * min(size, num_rows), len(weight))
+            for _, weight in pairs
+        ]
         metrics = []
         for start in range(0, num_rows, size):
             stop = min(start + size, num_rows)
@@ -131,15 +145,21 @@ class _InBlocks(torch.autograd.Function):
                     targets = targets_of(part)
                 found = []
                 for k in range(num_positions):
-                    parts = [logits[k, own].detach().requires_grad_(trains) for logits in logits_KbW]
+                    parts = [
+                        logits[k, own].detach().requires_grad_(trains) for logits in logits_KbW
+                    ]
                     with torch.set_grad_enabled(trains):
-                        logits_rW = finish(parts[0]) if len(parts) == 1 else finish(parts[0]) + parts[1]
+                        logits_rW = (
+                            finish(parts[0]) if len(parts) == 1 else finish(parts[0]) + parts[1]
+                        )
                         losses_r, metrics_Mr = loss_of(logits_rW, targets, k)
                         loss = (losses_r * weights_KR[k, part]).sum()
                     found.append(metrics_Mr.detach())
                     total = total + loss.detach()
                     if trains:
-                        for logits, grad in zip(logits_KbW, torch.autograd.grad(loss, parts), strict=True):
+                        for logits, grad in zip(
+                            logits_KbW, torch.autograd.grad(loss, parts), strict=True
+                        ):
                             logits[k, own] = grad
                 metrics.append(torch.stack(found, dim=1))
             for rows, logits, (_, weight), of_rows, of_weight in zip(

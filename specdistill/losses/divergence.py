@@ -38,7 +38,9 @@ KEY = "loss.divergence"
 LK_DECAY = 3.0
 
 
-Divergence = Callable[..., Tensor]  # (draft logits [R, W], target probabilities [R, W], its options) -> nats [R]
+Divergence = Callable[
+    ..., Tensor
+]  # (draft logits [R, W], target probabilities [R, W], its options) -> nats [R]
 
 
 def forward_kl(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> Tensor:
@@ -58,7 +60,12 @@ def reverse_kl(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> Tensor:
     return (log_q.exp() * (log_q - _floored_log(target_probs_RW))).sum(-1)
 
 
-def jsd(draft_logits_RW: Tensor, target_probs_RW: Tensor, *, beta: Annotated[float, Field(gt=0, lt=1)] = 0.5) -> Tensor:
+def jsd(
+    draft_logits_RW: Tensor,
+    target_probs_RW: Tensor,
+    *,
+    beta: Annotated[float, Field(gt=0, lt=1)] = 0.5,
+) -> Tensor:
     """beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q, 0 < beta < 1 (arXiv 2306.13649, equation 1).
 
     Divided by beta it tends to the forward KL as beta -> 0, and divided by 1 - beta to the reverse KL as beta -> 1. Never above log 2.
@@ -120,7 +127,8 @@ def cross_entropy(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> Tensor:
 
 
 DIVERGENCES: dict[str, Divergence] = {
-    divergence.__name__: divergence for divergence in (forward_kl, reverse_kl, jsd, tvd, tvd_plus_plus, nla, lk, cross_entropy)
+    divergence.__name__: divergence
+    for divergence in (forward_kl, reverse_kl, jsd, tvd, tvd_plus_plus, nla, lk, cross_entropy)
 }
 FORMS = "a name, {name: jsd, beta: 0.3}, or for a sum [{name: forward_kl, weight: 0.5}, {name: tvd, weight: 0.5}]"
 
@@ -138,12 +146,18 @@ def build_divergence(spec: Any) -> Divergence:
     for index, term in enumerate(spec):
         key = f"{KEY}[{index}]"
         if not isinstance(term, Mapping) or "weight" not in term:
-            raise UserError(key, got=repr(term), expected="{name: …, weight: …}, with the options of the divergence if any")
+            raise UserError(
+                key,
+                got=repr(term),
+                expected="{name: …, weight: …}, with the options of the divergence if any",
+            )
         divergence = _named(term, key, weight=(float, Field(gt=0)))
         terms.append((divergence.keywords.pop("weight"), divergence))
 
     def weighted_sum(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> Tensor:
-        return torch.stack([weight * divergence(draft_logits_RW, target_probs_RW) for weight, divergence in terms]).sum(0)
+        return torch.stack(
+            [weight * divergence(draft_logits_RW, target_probs_RW) for weight, divergence in terms]
+        ).sum(0)
 
     return weighted_sum
 
@@ -155,9 +169,15 @@ def _named(spec: Any, key: str, **more: Any) -> partial[Tensor]:
     name = spec["name"]
     if not isinstance(name, str) or name not in DIVERGENCES:
         close = nearest(str(name), DIVERGENCES)
-        raise UserError(key, got=repr(name), expected=f"one of {', '.join(DIVERGENCES)}", nearest=close)
+        raise UserError(
+            key, got=repr(name), expected=f"one of {', '.join(DIVERGENCES)}", nearest=close
+        )
     parameters = inspect.signature(DIVERGENCES[name]).parameters.values()
-    own: Any = {option.name: (option.annotation, option.default) for option in parameters if option.kind is option.KEYWORD_ONLY}
+    own: Any = {
+        option.name: (option.annotation, option.default)
+        for option in parameters
+        if option.kind is option.KEYWORD_ONLY
+    }
     schema: type[Section] = create_model(name, __base__=Section, **own, **more)
     given = {option: value for option, value in spec.items() if option != "name"}
     return partial(DIVERGENCES[name], **vars(validate(schema, given, f"{key}.")))

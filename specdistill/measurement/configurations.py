@@ -39,20 +39,33 @@ class Settings:
     def __post_init__(self) -> None:
         if self.tree and self.tree.depth != self.num_speculative_tokens:
             expected = f"{self.tree.depth}, the depth of the tree, or eval.tree=null"
-            raise UserError("eval.num_speculative_tokens", got=self.num_speculative_tokens, expected=expected)
+            raise UserError(
+                "eval.num_speculative_tokens", got=self.num_speculative_tokens, expected=expected
+            )
         if self.compile and (self.tree or self.batch_size > 1):
             got = f"true with {'a tree' if self.tree else f'{self.batch_size} prompts at a time'}"
-            raise UserError("eval.compile", got=got, expected="false: one shape is compiled, that of a chain")
+            raise UserError(
+                "eval.compile", got=got, expected="false: one shape is compiled, that of a chain"
+            )
 
     @property
     def configuration(self) -> Configuration:
         tree = self.tree.settings if self.tree else None
-        return Configuration(self.num_speculative_tokens, self.sampling.temperature, self.batch_size, tree, self.context_bucket)
+        return Configuration(
+            self.num_speculative_tokens,
+            self.sampling.temperature,
+            self.batch_size,
+            tree,
+            self.context_bucket,
+        )
 
     @property
     def decoding(self) -> dict[str, Any]:
         """Options of `Decoder.generate_all`."""
-        return {name: getattr(self, name) for name in ("max_new_tokens", "num_speculative_tokens", "tree", "sampling")}
+        return {
+            name: getattr(self, name)
+            for name in ("max_new_tokens", "num_speculative_tokens", "tree", "sampling")
+        }
 
     @property
     def described(self) -> dict[str, Any]:
@@ -60,7 +73,12 @@ class Settings:
         named = ("max_new_tokens", "batch_size", "seed", "warmup", "repeats")
         sampling, tree = vars(self.sampling), self.configuration.tree
         values = {name: getattr(self, name) for name in named}
-        return {"num_speculative_tokens": self.num_speculative_tokens, **sampling, "tree": tree, **values}
+        return {
+            "num_speculative_tokens": self.num_speculative_tokens,
+            **sampling,
+            "tree": tree,
+            **values,
+        }
 
     @classmethod
     def of(cls, section: Any) -> "Settings":
@@ -88,7 +106,9 @@ class MeasurementPlan:
     def __post_init__(self) -> None:
         if len(self.prompts) < self.settings.batch_size:
             got = f"{self.settings.batch_size} for {len(self.prompts)} prompts"
-            raise UserError("eval.batch_size", got=got, expected="at most as many as there are prompts")
+            raise UserError(
+                "eval.batch_size", got=got, expected="at most as many as there are prompts"
+            )
 
 
 def plan_configurations(
@@ -100,10 +120,19 @@ def plan_configurations(
     """
     settings, trees = main.settings, [tree_shape(tree) for tree in axes.tree]
     others = [
-        *((replace(settings, num_speculative_tokens=k, tree=None), main.prompts) for k in axes.num_speculative_tokens),
-        *((replace(settings, sampling=replace(settings.sampling, temperature=t)), main.prompts) for t in axes.temperature),
+        *(
+            (replace(settings, num_speculative_tokens=k, tree=None), main.prompts)
+            for k in axes.num_speculative_tokens
+        ),
+        *(
+            (replace(settings, sampling=replace(settings.sampling, temperature=t)), main.prompts)
+            for t in axes.temperature
+        ),
         *((replace(settings, batch_size=size), main.prompts) for size in axes.batch_size),
-        *((replace(settings, num_speculative_tokens=tree.depth, tree=tree), main.prompts) for tree in trees),
+        *(
+            (replace(settings, num_speculative_tokens=tree.depth, tree=tree), main.prompts)
+            for tree in trees
+        ),
         *((replace(settings, context_bucket=str(bucket)), cut) for bucket, cut in contexts.items()),
     ]
     plans = [main]

@@ -18,7 +18,13 @@ from specdistill.measurement.configurations import MeasurementPlan, Settings, pl
 from specdistill.measurement.hardware import fit_threads, resources_used
 from specdistill.measurement.in_engine import measure_in_engine
 from specdistill.measurement.losslessness import greedy_check, sampling_test
-from specdistill.measurement.measure import Journal, calibrate, measure_together, prompt_records, round_costs
+from specdistill.measurement.measure import (
+    Journal,
+    calibrate,
+    measure_together,
+    prompt_records,
+    round_costs,
+)
 from specdistill.measurement.measured import (
     FinishedConfigurations,
     MeasuredConfiguration,
@@ -36,12 +42,21 @@ from specdistill.recipe.sections import EvalConfig
 from specdistill.report.text import print_power_analysis
 from specdistill.statistics.records import ALL, PromptRecord
 from specdistill.suites.conversations import use_template
-from specdistill.suites.suite import Suite, SuiteRow, cut_prompts, load_suite, num_measured, tokenize
+from specdistill.suites.suite import (
+    Suite,
+    SuiteRow,
+    cut_prompts,
+    load_suite,
+    num_measured,
+    tokenize,
+)
 from specdistill.targets.files import TargetFiles, combined
 from specdistill.targets.frozen import FrozenTarget
 
 FINISHED, ENGINE = "configurations", "engine"  # folders next to the report's files
-Pair = tuple[FrozenTarget, Proposer, str | None]  # a target, what drafts for it, and where the draft is
+Pair = tuple[
+    FrozenTarget, Proposer, str | None
+]  # a target, what drafts for it, and where the draft is
 
 
 def measure(recipe: Recipe, folder: Path) -> tuple[dict[str, Any], list[PromptRecord]]:
@@ -64,8 +79,16 @@ def measure(recipe: Recipe, folder: Path) -> tuple[dict[str, Any], list[PromptRe
     target, proposer, draft = pair
     made = None
     if is_first():
-        made = draft_report(target, proposer, suite, found, describe_draft(draft, recipe.method)), found.records
-        add_quality(*made, suite, special_tokens=target.tokenizer.all_special_tokens, run_code=config.run_code)
+        made = (
+            draft_report(target, proposer, suite, found, describe_draft(draft, recipe.method)),
+            found.records,
+        )
+        add_quality(
+            *made,
+            suite,
+            special_tokens=target.tokenizer.all_special_tokens,
+            run_code=config.run_code,
+        )
         if target.device.type == "cuda":
             made[0]["hardware"]["count"] = num_processes
     of_first, *_ = of_all(made)
@@ -94,7 +117,9 @@ def measure_pair(recipe: Recipe, pair: Pair, suite: Suite, folder: Path) -> Meas
         calibrate(target, proposer, prompts, settings)
         tested = sampling_test(target, proposer, prompts, settings, num_draws=config.sampling_draws)
         costs = round_costs(target, proposer, prompts, settings)
-    return Measurement(settings, measured, tested, costs, summed([*(entry.took for entry in measured), took]))
+    return Measurement(
+        settings, measured, tested, costs, summed([*(entry.took for entry in measured), took])
+    )
 
 
 def summed(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -104,7 +129,9 @@ def summed(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def across_adapters(recipe: Recipe, adapters: Sequence[str], suite: Suite, folder: Path) -> tuple[Pair, Suite, Measurement]:
+def across_adapters(
+    recipe: Recipe, adapters: Sequence[str], suite: Suite, folder: Path
+) -> tuple[Pair, Suite, Measurement]:
     """One draft measured with each of a target's adapters in turn: the last pair, the suite with its rows for each adapter, and what was
     measured. An adapter's name, or its path if names repeat, is the rows' category, and in front of their ids.
 
@@ -118,7 +145,9 @@ def across_adapters(recipe: Recipe, adapters: Sequence[str], suite: Suite, folde
     base, draft = recipe.target, draft_of(recipe)
     files = [TargetFiles(base.model, base.revision, adapter) for adapter in (None, *adapters)]
     recorded = recorded_target(locate(draft), "eval.draft") if draft else None
-    made_for = next((each for each in files if recorded and recorded.is_same(each.identity)), files[0])
+    made_for = next(
+        (each for each in files if recorded and recorded.is_same(each.identity)), files[0]
+    )
 
     pair: Pair | None = None
     rows: list[SuiteRow] = []
@@ -134,13 +163,20 @@ def across_adapters(recipe: Recipe, adapters: Sequence[str], suite: Suite, folde
     assert pair is not None
     pair[0].name = f"{base.model} + {', '.join(adapters)}"
     measured = [
-        MeasuredConfiguration([it for one in each for it in one.records], [it for one in each for it in one.compared], {})
+        MeasuredConfiguration(
+            [it for one in each for it in one.records],
+            [it for one in each for it in one.compared],
+            {},
+        )
         for each in zip(*(one.measured for one in found), strict=True)
     ]
     whole = Measurement(
         found[0].settings,
         measured,
-        min((one.tested for one in found), key=lambda test: float("-inf" if isinstance(test, str) else test["p_value"])),
+        min(
+            (one.tested for one in found),
+            key=lambda test: float("-inf" if isinstance(test, str) else test["p_value"]),
+        ),
         found[-1].costs,
         summed([one.took for one in found]),
         combined(each.identity.weights for each in files[1:]),
@@ -160,13 +196,17 @@ def check_shares(recipe: Recipe) -> None:
     refused = {
         "eval.engine": config.engine if config.engine != "specdistill" else None,
         "target.shard": recipe.target.shard if recipe.target.shard != "none" else None,
-        "target.adapter": recipe.target.adapter if isinstance(recipe.target.adapter, list) else None,
+        "target.adapter": recipe.target.adapter
+        if isinstance(recipe.target.adapter, list)
+        else None,
         "method": recipe.method if recipe.method == "suffix" else None,
         "eval.lookup_first.method": lookup.method if lookup and lookup.method == "suffix" else None,
     }
     for key, given in refused.items():
         if given is not None:
-            raise UserError(key, got=f"{given} in several processes", expected="another value, or no launch=…")
+            raise UserError(
+                key, got=f"{given} in several processes", expected="another value, or no launch=…"
+            )
 
 
 def share_of(plan: MeasurementPlan, rank: int, num_processes: int) -> MeasurementPlan:
@@ -198,9 +238,17 @@ def together(
     merged = []
     for plan, own, *rest in zip(plans, first, *others, strict=True):
         place = {prompt.id: index for index, prompt in enumerate(plan.prompts)}
-        records = [replace(record, baseline=None, hf_generate=None) for entry in rest for record in entry.records]
+        records = [
+            replace(record, baseline=None, hf_generate=None)
+            for entry in rest
+            for record in entry.records
+        ]
         records = sorted([*own.records, *records], key=lambda record: place[record.id])
-        merged.append(MeasuredConfiguration(records, [one for entry in (own, *rest) for one in entry.compared], own.took))
+        merged.append(
+            MeasuredConfiguration(
+                records, [one for entry in (own, *rest) for one in entry.compared], own.took
+            )
+        )
     return merged
 
 
@@ -227,7 +275,10 @@ def measure_each(
             records = prompt_records(suite.name, settings.configuration, target, proposer, runs)
         return MeasuredConfiguration(records, compared, took)
 
-    return [finished.measured(plan, partial(measured, number, plan)) for number, plan in enumerate(plans, start=1)]
+    return [
+        finished.measured(plan, partial(measured, number, plan))
+        for number, plan in enumerate(plans, start=1)
+    ]
 
 
 def draft_of(recipe: Recipe) -> str | None:
@@ -246,17 +297,25 @@ def load_pair(recipe: Recipe, made_for: TargetFiles | None = None) -> Pair:
     use_recorded_template([locate(draft)] if draft else [], target.tokenizer, "eval.draft")
     use_template(target.tokenizer, recipe)
     fit_threads(target)
-    shape: dict[str, Any] = {name: getattr(recipe.eval, name) for name in ("lookup_first", "draft_length", "compile")}
-    proposer = load_proposer(recipe.method, draft, target, made_for=made_for, **shape, **recipe.proposer_options())
+    shape: dict[str, Any] = {
+        name: getattr(recipe.eval, name) for name in ("lookup_first", "draft_length", "compile")
+    }
+    proposer = load_proposer(
+        recipe.method, draft, target, made_for=made_for, **shape, **recipe.proposer_options()
+    )
     return target, proposer, draft
 
 
 def plan_all(config: EvalConfig, suite: Suite, target: FrozenTarget) -> list[MeasurementPlan]:
     """The configurations to measure, the one that the report is about first."""
-    axes = suite.sweep.model_copy(update={name: values for name, values in vars(config.sweep).items() if values})
+    axes = suite.sweep.model_copy(
+        update={name: values for name, values in vars(config.sweep).items() if values}
+    )
     room = {"max_new_tokens": config.max_new_tokens, "max_length": target.max_length}
     num_prompts = num_measured(suite, config.num_prompts)
-    prompts = tokenize(suite, target.tokenizer, vocab_size=target.vocab_size, num_prompts=num_prompts, **room)
+    prompts = tokenize(
+        suite, target.tokenizer, vocab_size=target.vocab_size, num_prompts=num_prompts, **room
+    )
     return plan_configurations(
         MeasurementPlan(Settings.of(config), prompts),
         axes,
@@ -264,7 +323,9 @@ def plan_all(config: EvalConfig, suite: Suite, target: FrozenTarget) -> list[Mea
     )
 
 
-def decoded_acceptance_length(recipe: TrainedRecipe, target: FrozenTarget) -> Callable[[Path], float] | None:
+def decoded_acceptance_length(
+    recipe: TrainedRecipe, target: FrozenTarget
+) -> Callable[[Path], float] | None:
     """What chooses the best of a training's checkpoints: (draft folder) -> tokens a target pass, decoding greedily as `eval:` says on the
     prompts of `selection:`; None: not asked for.
 
@@ -274,7 +335,11 @@ def decoded_acceptance_length(recipe: TrainedRecipe, target: FrozenTarget) -> Ca
         return None
     limit = recipe.selection.max_new_tokens
     suite = load_suite(recipe.selection.suite, recipe.target.model)
-    room = {"max_new_tokens": limit, "max_length": target.max_length, "vocab_size": target.vocab_size}
+    room = {
+        "max_new_tokens": limit,
+        "max_length": target.max_length,
+        "vocab_size": target.vocab_size,
+    }
     prompts = tokenize(suite, target.tokenizer, num_prompts=recipe.selection.num_prompts, **room)
     settings = replace(Settings.of(recipe.eval), max_new_tokens=limit, sampling=GREEDY)
 
@@ -286,7 +351,9 @@ def decoded_acceptance_length(recipe: TrainedRecipe, target: FrozenTarget) -> Ca
         accepted = [round.num_accepted for run in runs for round in run.rounds if round.drafted]
         if not accepted:
             raise UserError(
-                "selection.suite", got=f"{suite.name}, whose completions end at once", expected="longer completions"
+                "selection.suite",
+                got=f"{suite.name}, whose completions end at once",
+                expected="longer completions",
             )
         return 1 + sum(accepted) / len(accepted)
 

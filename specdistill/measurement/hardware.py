@@ -16,8 +16,19 @@ import torch
 from specdistill.processes import peak_memory_bytes
 from specdistill.targets.frozen import FrozenTarget
 
-WEIGHTS_A_THREAD = 32 * 2**20  # bytes; a step over fewer is done before two threads have shared it out
-LIBRARIES = ("torch", "transformers", "accelerate", "datasets", "evaluate", "tokenizers", "numpy", "scipy")
+WEIGHTS_A_THREAD = (
+    32 * 2**20
+)  # bytes; a step over fewer is done before two threads have shared it out
+LIBRARIES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "evaluate",
+    "tokenizers",
+    "numpy",
+    "scipy",
+)
 
 
 def fit_threads(target: FrozenTarget) -> None:
@@ -26,7 +37,14 @@ def fit_threads(target: FrozenTarget) -> None:
     Two threads are no faster than one on a model of a few megabytes, but many times slower when another process takes a core.
     """
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, min(torch.get_num_threads(), target.model.get_memory_footprint() // WEIGHTS_A_THREAD)))
+        torch.set_num_threads(
+            max(
+                1,
+                min(
+                    torch.get_num_threads(), target.model.get_memory_footprint() // WEIGHTS_A_THREAD
+                ),
+            )
+        )
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
@@ -39,11 +57,21 @@ def hardware(device: torch.device) -> dict[str, Any]:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     name = names[0] if names else platform.processor() or platform.machine()
-    found = {"device": device.type, "name": name, "count": 1, "memory_bytes": psutil.virtual_memory().total}
+    found = {
+        "device": device.type,
+        "name": name,
+        "count": 1,
+        "memory_bytes": psutil.virtual_memory().total,
+    }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         found |= {"name": properties.name, "memory_bytes": properties.total_memory}
-    return {**found, "cpu": name, "cpu_cores": psutil.cpu_count(logical=False), "cpu_threads": torch.get_num_threads()}
+    return {
+        **found,
+        "cpu": name,
+        "cpu_cores": psutil.cpu_count(logical=False),
+        "cpu_threads": torch.get_num_threads(),
+    }
 
 
 @contextmanager

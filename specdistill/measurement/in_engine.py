@@ -56,7 +56,9 @@ NO_LOGITS = "a server returns no logits that would tell a near-tie from a bug"
 NO_BASELINE = "no eval.baseline_server was given"
 NO_HF = "transformers' generate() is not timed next to a server"
 ROW_REASONS = {
-    **dict.fromkeys(("draft_ms", "verify_ms", "baseline_step_ms", "predicted_speedup", "prediction_gap"), HIDDEN),
+    **dict.fromkeys(
+        ("draft_ms", "verify_ms", "baseline_step_ms", "predicted_speedup", "prediction_gap"), HIDDEN
+    ),
     **dict.fromkeys(("num_rounds", "tokens_per_round", "context_ratio"), SUMS),
     **dict.fromkeys(("hf_generate_tokens_per_second", "hf_generate_num_prompts"), NO_HF),
     **dict.fromkeys(("baseline_over_hf_generate", "speedup_over_hf_generate"), NO_HF),
@@ -64,7 +66,9 @@ ROW_REASONS = {
     "num_looping": "the server does not return its tokens",
     "vocabulary_coverage": "a server does not tell its draft's vocabulary",
 }
-NO_BASELINE_ROW = dict.fromkeys(("baseline_tokens_per_second", "speedup", "overhead_factor"), NO_BASELINE)
+NO_BASELINE_ROW = dict.fromkeys(
+    ("baseline_tokens_per_second", "speedup", "overhead_factor"), NO_BASELINE
+)
 DOCUMENT_REASONS = {
     "theory": HIDDEN,
     "context": SUMS,
@@ -78,7 +82,9 @@ MOST_OTHER = 0.01  # share of the tokens that a converter may spell in another w
 OF_RUNNING = {"hardware": "a server does not say what it runs on", "target.dtype": UNSAID}
 
 
-def measure_in_engine(recipe: Recipe, suite: Suite, folder: Path) -> tuple[dict[str, Any], list[PromptRecord]]:
+def measure_in_engine(
+    recipe: Recipe, suite: Suite, folder: Path
+) -> tuple[dict[str, Any], list[PromptRecord]]:
     """The suite sent to an engine's servers: running ones, or those that are started here with the draft as it is exported for them."""
     config, target, draft = recipe.eval, recipe.target, recipe.eval.draft
     if target.adapter and (config.server or config.engine == "llama.cpp"):
@@ -89,7 +95,9 @@ def measure_in_engine(recipe: Recipe, suite: Suite, folder: Path) -> tuple[dict[
     tokenizer, _, max_length = read_tokenizer(files)
 
     # What can be refused before anything is measured
-    if config.server:  # which does not say what it drafts with, unless that is in the target's checkpoint
+    if (
+        config.server
+    ):  # which does not say what it drafts with, unless that is in the target's checkpoint
         if draft is not None and not METHODS[recipe.method].in_target:
             folder_of_draft = locate(draft, patterns=("config.json", TEMPLATE))
             check_target(folder_of_draft, files, "eval.draft")
@@ -98,7 +106,11 @@ def measure_in_engine(recipe: Recipe, suite: Suite, folder: Path) -> tuple[dict[
         max_length = min(max_length, speculative.identity.max_length or max_length)
     else:
         startable(config.engine, recipe.method)
-        in_gguf = target_file(config.llama_cpp, files, tokenizer) if config.engine == "llama.cpp" else None
+        in_gguf = (
+            target_file(config.llama_cpp, files, tokenizer)
+            if config.engine == "llama.cpp"
+            else None
+        )
         if METHODS[recipe.method].is_trained:
             draft = draft or str(Path(recipe.train["output_dir"]) / "draft")
             check_target(locate(draft), files, "eval.draft")
@@ -124,16 +136,28 @@ def measure_in_engine(recipe: Recipe, suite: Suite, folder: Path) -> tuple[dict[
         of_draft = describe_draft(draft, served.method or recipe.method)
         measurement = measure_started(task, config, target, served, folder)
         found = hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        machine = {name: found[name] for name in ("device", "name", "count", "memory_bytes")}  # threads are the engine's own
+        machine = {
+            name: found[name] for name in ("device", "name", "count", "memory_bytes")
+        }  # threads are the engine's own
 
-    report, records = engine_report(task, measurement, target=of_target, draft=of_draft, hardware=machine)
+    report, records = engine_report(
+        task, measurement, target=of_target, draft=of_draft, hardware=machine
+    )
     if config.lookup_first:
         report["settings"]["drafting"] = {"lookup_first": config.lookup_first.described}
-    add_quality(report, records, suite, special_tokens=tokenizer.all_special_tokens, run_code=config.run_code)
+    add_quality(
+        report,
+        records,
+        suite,
+        special_tokens=tokenizer.all_special_tokens,
+        run_code=config.run_code,
+    )
     return report, records
 
 
-def target_file(config: LlamaCppConfig, target: TargetFiles, tokenizer: Any) -> tuple[Path, dict[str, str]]:
+def target_file(
+    config: LlamaCppConfig, target: TargetFiles, tokenizer: Any
+) -> tuple[Path, dict[str, str]]:
     """The target as a GGUF file, and what a report says of it: its file type as dtype, and as weights sha256 of its sha256.
 
     Raises UserError without such a file, and for one with another vocabulary.
@@ -143,7 +167,9 @@ def target_file(config: LlamaCppConfig, target: TargetFiles, tokenizer: Any) -> 
     if file is None or (config.model and not Path(named).is_file()):
         convert = f"python convert_hf_to_gguf.py {target.name} --outtype f16 --outfile target.gguf"
         raise UserError(
-            MODEL, got=config.model or "null", expected=f"the target as a GGUF file, as llama.cpp writes it: {convert}"
+            MODEL,
+            got=config.model or "null",
+            expected=f"the target as a GGUF file, as llama.cpp writes it: {convert}",
         )
     path = Path(named) if Path(named).is_file() else target.fetch(file) / file
     with refusing((ValueError, KeyError, IndexError), MODEL, path, "the GGUF file of a model"):
@@ -151,8 +177,12 @@ def target_file(config: LlamaCppConfig, target: TargetFiles, tokenizer: Any) -> 
         tokens = fields["tokenizer.ggml.tokens"].contents()
         dtype = gguf.LlamaFileType(fields["general.file_type"].contents()).name
     ours = tokenizer.get_vocab()
-    if config.model and sum(tokens[index : index + 1] != [token] for token, index in ours.items()) > MOST_OTHER * len(ours):
-        raise UserError(MODEL, got=f"{path}, with another vocabulary", expected=f"{target.name}, as a GGUF file")
+    if config.model and sum(
+        tokens[index : index + 1] != [token] for token, index in ours.items()
+    ) > MOST_OTHER * len(ours):
+        raise UserError(
+            MODEL, got=f"{path}, with another vocabulary", expected=f"{target.name}, as a GGUF file"
+        )
     return path, {"dtype": dtype, "weights": combined(file_hashes([path]))}
 
 
@@ -175,13 +205,20 @@ def _served(recipe: Recipe, draft: str | None, folder: Path, files: TargetFiles)
     engine, k = recipe.eval.engine, recipe.eval.num_speculative_tokens
     if draft is not None:
         layout = ENGINES[engine].layouts or engine
-        served = export(locate(draft), layout, folder, files, num_speculative_tokens=k, finds_report=False)
+        served = export(
+            locate(draft), layout, folder, files, num_speculative_tokens=k, finds_report=False
+        )
         return replace(served, lookup_first=recipe.eval.lookup_first)
     if files.adapter:
         files = merge_adapter(files, folder.with_name("target"), recipe.target.dtype)
     serving = startable(engine, recipe.method)
     output, config = Path(files.name), vars(getattr(recipe.eval, recipe.method))
-    told: dict[str, Any] = {"config": config, "serving": serving, "in_target": True, "revision": files.commit}
+    told: dict[str, Any] = {
+        "config": config,
+        "serving": serving,
+        "in_target": True,
+        "revision": files.commit,
+    }
     return Served(recipe.method, output, files.name, k, samples=False, **told)
 
 
@@ -194,11 +231,17 @@ def engine_report(
     a prompt in the main configuration.
     """
     settings, failure, has_baseline = task.settings, measurement.failure, measurement.has_baseline
-    answered = {at: _answered(task, measurement.answers, at, has_baseline) for at in task.configurations}
+    answered = {
+        at: _answered(task, measurement.answers, at, has_baseline) for at in task.configurations
+    }
     if failure and not answered[settings]:
         raise failure
     reasons = {**ROW_REASONS, **({} if has_baseline else NO_BASELINE_ROW)}
-    records = {at: [_record(task, at, entry) for entry in entries] for at, entries in answered.items() if entries}
+    records = {
+        at: [_record(task, at, entry) for entry in entries]
+        for at, entries in answered.items()
+        if entries
+    }
     rows = {
         at: result_rows(found, task.suite, at.configuration, seed=settings.seed, reasons=reasons)
         for at, found in records.items()
@@ -219,7 +262,11 @@ def engine_report(
         headline=headline(rows[settings], records[settings]),
         theory=None,
         lossless=lossless,
-        not_measured={**DOCUMENT_REASONS, **({} if "command" in measurement.engine else OF_RUNNING), **not_compared},
+        not_measured={
+            **DOCUMENT_REASONS,
+            **({} if "command" in measurement.engine else OF_RUNNING),
+            **not_compared,
+        },
         measurement={"seconds": measurement.seconds},
         git_revision=git_revision(),
         engine=measurement.engine,
@@ -236,17 +283,27 @@ class AnsweredPrompt(NamedTuple):
     baseline: list[Completion]
 
 
-def _answered(task: ServerTask, answers: ServerAnswers, settings: Settings, has_baseline: bool) -> list[AnsweredPrompt]:
+def _answered(
+    task: ServerTask, answers: ServerAnswers, settings: Settings, has_baseline: bool
+) -> list[AnsweredPrompt]:
     """The prompts that both sides answered."""
     none: list[list[Completion]] = [[] for _ in task.prompts]
-    sides = (answers.get((k, settings.batch_size), none) for k in (settings.num_speculative_tokens, 0))
+    sides = (
+        answers.get((k, settings.batch_size), none) for k in (settings.num_speculative_tokens, 0)
+    )
     entries = [AnsweredPrompt(*entry) for entry in zip(task.prompts, *sides, strict=True)]
-    return [entry for entry in entries if entry.speculative and (entry.baseline or not has_baseline)]
+    return [
+        entry for entry in entries if entry.speculative and (entry.baseline or not has_baseline)
+    ]
 
 
 def _record(task: ServerTask, settings: Settings, entry: AnsweredPrompt) -> PromptRecord:
     """The repetition of median speed of each side; its tokens, counts and seconds belong together."""
-    prompt, drafted, plain = entry.prompt, _median(entry.speculative), _median(entry.baseline) if entry.baseline else None
+    prompt, drafted, plain = (
+        entry.prompt,
+        _median(entry.speculative),
+        _median(entry.baseline) if entry.baseline else None,
+    )
     return PromptRecord(
         suite=task.suite.name,
         configuration=settings.configuration,
@@ -260,7 +317,9 @@ def _record(task: ServerTask, settings: Settings, entry: AnsweredPrompt) -> Prom
         rounds=(),
         # Shares of the server's time: as many requests as the load are in flight, so that they add up to what passed (Little's law).
         speculative=Timing(drafted.num_tokens, None, drafted.seconds / settings.batch_size),
-        baseline=Timing(plain.num_tokens, None, plain.seconds / settings.batch_size) if plain else None,
+        baseline=Timing(plain.num_tokens, None, plain.seconds / settings.batch_size)
+        if plain
+        else None,
         baseline_text=_text(task.tokenizer, plain) if plain else None,
         counts=drafted.counts,
         cluster=prompt.cluster,
@@ -284,7 +343,9 @@ def _compare(
     """The report's `lossless`, and reasons for what it lacks. Greedy outputs of both servers are compared by tokens, or else by text."""
     if not has_baseline or not settings.sampling.is_greedy:
         reason = "sampled outputs differ by chance" if has_baseline else NO_BASELINE
-        return {"prompts_checked": 0}, dict.fromkeys(("lossless.greedy_identical", "lossless.unexplained_divergences"), reason)
+        return {"prompts_checked": 0}, dict.fromkeys(
+            ("lossless.greedy_identical", "lossless.unexplained_divergences"), reason
+        )
     lossless = summary([_divergence(entry) for entry in answers])
     unknown = [name for name in ("near_ties", "unexplained_divergences") if name not in lossless]
     return lossless, {f"lossless.{name}": NO_LOGITS for name in unknown}

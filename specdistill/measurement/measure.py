@@ -32,14 +32,23 @@ from specdistill.measurement.configurations import Settings
 from specdistill.measurement.hardware import frozen_garbage_collector
 from specdistill.measurement.reference import timed_generate
 from specdistill.progress import progress
-from specdistill.statistics.records import Configuration, HFGenerate, PromptRecord, RoundRecord, Timing
+from specdistill.statistics.records import (
+    Configuration,
+    HFGenerate,
+    PromptRecord,
+    RoundRecord,
+    Timing,
+)
 from specdistill.statistics.theory import RoundCost
 from specdistill.suites.suite import Prompt, evenly
 from specdistill.targets.frozen import FrozenTarget
 
 NUM_COST_PROMPTS = 4  # prompts on which rounds with fewer draft tokens are timed
 COST_TOKENS = 32  # generated for each of them: costs of a round, as medians, need no more
-NUM_CALIBRATION_PROMPTS, CALIBRATION_TOKENS = 8, 64  # of the draft length: some 200 rounds, where each request learns more
+NUM_CALIBRATION_PROMPTS, CALIBRATION_TOKENS = (
+    8,
+    64,
+)  # of the draft length: some 200 rounds, where each request learns more
 NUM_HF_PROMPTS = 32  # prompts on which transformers `generate()` is timed as well; fewer leave its interval wider than 5 %
 MOST_AGAIN = 3  # times that a prompt is decoded again because rounds of it were disturbed
 SPELLING_CONTEXT = 8  # tokens before a token that decide its text (spaces, halves of characters)
@@ -69,7 +78,9 @@ class Journal:
         """The next batch: as it was decoded before the interruption, or now."""
         if self.known:
             ways = GENERATIONS.validate_json(self.known.popleft())
-            self.seconds += sum(generation.seconds for generations in ways for generation in generations)
+            self.seconds += sum(
+                generation.seconds for generations in ways for generation in generations
+            )
             return ways
         ways = decode()
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -109,7 +120,10 @@ def measure_together(
     settings, own = each[0], each if len(each) > 1 else each * len(proposers)
     ways = [
         (Decoder(target, compiled=settings.compile), settings),
-        *((Decoder(target, proposer, compiled=one.compile), one) for proposer, one in zip(proposers, own, strict=True)),
+        *(
+            (Decoder(target, proposer, compiled=one.compile), one)
+            for proposer, one in zip(proposers, own, strict=True)
+        ),
     ]
     batches = in_batches(prompts, settings.batch_size)
     kept: list[list[list[Generation]]] = [
@@ -129,22 +143,41 @@ def measure_together(
         made: Ways = [[] for _ in ways]
         for way in [*range(first, len(ways)), *range(first)]:  # 0 is plain decoding
             made[way] = decode(ways[way][0], batch, ways[way][1])
-        return [*made, generate_as_long(target, batch, made[0], settings)] if batch in hf_batches else made
+        return (
+            [*made, generate_as_long(target, batch, made[0], settings)]
+            if batch in hf_batches
+            else made
+        )
 
     def measure(batch: PromptBatch, first: int) -> None:
         again = bool(journal and journal.known)
-        made = journal.decoded(lambda: decode_all_ways(batch, first)) if journal else decode_all_ways(batch, first)
+        made = (
+            journal.decoded(lambda: decode_all_ways(batch, first))
+            if journal
+            else decode_all_ways(batch, first)
+        )
         for generations, of_way in zip(made, kept, strict=False):
-            for repetitions, generation in zip(of_way[batch.start : batch.end], generations, strict=True):
+            for repetitions, generation in zip(
+                of_way[batch.start : batch.end], generations, strict=True
+            ):
                 repetitions.append(generation)
         advance(0 if again else len(batch.prompts))
 
     def is_disturbed(batch: PromptBatch) -> bool:
         """Whether a prompt of the batch has fewer undisturbed repetitions than it should."""
-        decoded = (repetitions for of_way in kept for repetitions in of_way[batch.start : batch.end] if repetitions)
-        return any(disturbed_rounds(repetitions).count(0) < settings.repeats for repetitions in decoded)
+        decoded = (
+            repetitions
+            for of_way in kept
+            for repetitions in of_way[batch.start : batch.end]
+            if repetitions
+        )
+        return any(
+            disturbed_rounds(repetitions).count(0) < settings.repeats for repetitions in decoded
+        )
 
-    order = [(repeat, number) for repeat in range(settings.repeats) for number in range(len(batches))]
+    order = [
+        (repeat, number) for repeat in range(settings.repeats) for number in range(len(batches))
+    ]
     num_known = len(journal.known) if journal else 0  # which take no time
     num_runs = sum(len(batches[number].prompts) for _, number in order[num_known:])
     title = f"Measuring {len(prompts)} prompts, {settings.repeats} times each"
@@ -154,17 +187,28 @@ def measure_together(
             generate_as_long(target, batch, untimed[0], settings)
         for repeat, number in order:
             measure(batches[number], first=(repeat + number) % len(ways))
-        for again in range(MOST_AGAIN if settings.repeats > 1 else 0):  # one repetition has nothing to be compared with
+        for again in range(
+            MOST_AGAIN if settings.repeats > 1 else 0
+        ):  # one repetition has nothing to be compared with
             disturbed = [*filter(is_disturbed, batches)]
             advance(0, more=sum(len(batch.prompts) for batch in disturbed))
             for number, batch in enumerate(disturbed):
                 measure(batch, first=(again + number) % len(ways))
     remember([])
-    seeds = [settings.seed + batch.start if settings.batch_size > 1 else None for batch in batches for _ in batch.prompts]
-    return [[PromptRuns(*run) for run in zip(prompts, seeds, of_draft, plain, hf, strict=True)] for of_draft in drafted]
+    seeds = [
+        settings.seed + batch.start if settings.batch_size > 1 else None
+        for batch in batches
+        for _ in batch.prompts
+    ]
+    return [
+        [PromptRuns(*run) for run in zip(prompts, seeds, of_draft, plain, hf, strict=True)]
+        for of_draft in drafted
+    ]
 
 
-def round_costs(target: FrozenTarget, proposer: Proposer, prompts: Sequence[Prompt], settings: Settings) -> list[RoundCost]:
+def round_costs(
+    target: FrozenTarget, proposer: Proposer, prompts: Sequence[Prompt], settings: Settings
+) -> list[RoundCost]:
     """What a round costs at every K' up to K, timed on a few prompts, the lengths one right after the other.
 
     Of chains only, and neither behind a lookup nor of lengths that are chosen online: how many tokens a round drafts then depends on what
@@ -174,12 +218,19 @@ def round_costs(target: FrozenTarget, proposer: Proposer, prompts: Sequence[Prom
         return []
     settings = replace(settings, max_new_tokens=min(settings.max_new_tokens, COST_TOKENS))
     decoder = Decoder(target, proposer, compiled=settings.compile)
-    batches = some(in_batches(prompts, settings.batch_size), math.ceil(NUM_COST_PROMPTS / settings.batch_size))
+    batches = some(
+        in_batches(prompts, settings.batch_size), math.ceil(NUM_COST_PROMPTS / settings.batch_size)
+    )
     rounds: dict[int, list[Round]] = {k: [] for k in range(1, settings.num_speculative_tokens + 1)}
-    with progress("Timing shorter drafts", len(batches) * len(rounds), "runs") as advance, frozen_garbage_collector():
+    with (
+        progress("Timing shorter drafts", len(batches) * len(rounds), "runs") as advance,
+        frozen_garbage_collector(),
+    ):
         for batch in batches:
             for k, timed in rounds.items():
-                for generation in decode(decoder, batch, replace(settings, num_speculative_tokens=k)):
+                for generation in decode(
+                    decoder, batch, replace(settings, num_speculative_tokens=k)
+                ):
                     timed += [entry for entry in generation.rounds if len(entry.drafted) == k]
                 advance()
     return [
@@ -193,7 +244,9 @@ def round_costs(target: FrozenTarget, proposer: Proposer, prompts: Sequence[Prom
     ]
 
 
-def calibrate(target: FrozenTarget, proposer: Proposer, prompts: Sequence[Prompt], settings: Settings) -> None:
+def calibrate(
+    target: FrozenTarget, proposer: Proposer, prompts: Sequence[Prompt], settings: Settings
+) -> None:
     """Measure what rounds of each length cost and yield on a few prompts, for a draft whose length is chosen online; else nothing.
 
     Lengths from 0 to K follow each other round by round, so that their times compare. Behind a lookup the draft decodes here alone.
@@ -204,10 +257,17 @@ def calibrate(target: FrozenTarget, proposer: Proposer, prompts: Sequence[Prompt
     if not isinstance(draft, OnlineLengthProposer):
         return
     draft.rule.calibrate()
-    settings = replace(settings, num_speculative_tokens=k, max_new_tokens=min(settings.max_new_tokens, CALIBRATION_TOKENS))
+    settings = replace(
+        settings,
+        num_speculative_tokens=k,
+        max_new_tokens=min(settings.max_new_tokens, CALIBRATION_TOKENS),
+    )
     decoder, rounds = Decoder(target, draft, compiled=settings.compile), dict[int, list[Round]]()
     with frozen_garbage_collector():
-        for batch in some(in_batches(prompts, settings.batch_size), math.ceil(NUM_CALIBRATION_PROMPTS / settings.batch_size)):
+        for batch in some(
+            in_batches(prompts, settings.batch_size),
+            math.ceil(NUM_CALIBRATION_PROMPTS / settings.batch_size),
+        ):
             for generation in decode(decoder, batch, settings):
                 for entry in generation.rounds:
                     rounds.setdefault(len(entry.drafted), []).append(entry)
@@ -221,14 +281,32 @@ def cost_and_yield(rounds: Mapping[int, Sequence[Round]]) -> tuple[float, float,
     rounds: by their draft tokens. A line through their medians, which single ones are too noisy for. Where nothing was drafted drafts are
     taken to cost nothing: nothing speaks against them.
     """
-    seconds = {k: statistics.median(one.draft_seconds + one.verify_seconds for one in same) for k, same in rounds.items()}
+    seconds = {
+        k: statistics.median(one.draft_seconds + one.verify_seconds for one in same)
+        for k, same in rounds.items()
+    }
     if not (step := seconds.pop(0, 0.0)) or not seconds:
         return 1.0, 0.0, 1.0, 0.5
-    line = statistics.linear_regression([*seconds], [*seconds.values()]) if len(seconds) > 1 else (0.0, *seconds.values())
+    line = (
+        statistics.linear_regression([*seconds], [*seconds.values()])
+        if len(seconds) > 1
+        else (0.0, *seconds.values())
+    )
     slope, base = (part / step for part in line)
-    goodput = max(statistics.mean(len(one.emitted) for one in rounds[k]) / (base + slope * k) for k in seconds)
-    judged = [(one.num_accepted, min(one.num_accepted + 1, k)) for k, same in rounds.items() for one in same]
-    return base, slope, goodput, sum(accepted for accepted, _ in judged) / sum(reached for _, reached in judged)
+    goodput = max(
+        statistics.mean(len(one.emitted) for one in rounds[k]) / (base + slope * k) for k in seconds
+    )
+    judged = [
+        (one.num_accepted, min(one.num_accepted + 1, k))
+        for k, same in rounds.items()
+        for one in same
+    ]
+    return (
+        base,
+        slope,
+        goodput,
+        sum(accepted for accepted, _ in judged) / sum(reached for _, reached in judged),
+    )
 
 
 @dataclass(frozen=True)
@@ -245,7 +323,10 @@ class PromptBatch:
 
 def in_batches(prompts: Sequence[Prompt], size: int) -> list[PromptBatch]:
     """In their order, the last batch with what is left."""
-    return [PromptBatch(start, tuple(prompts[start : start + size])) for start in range(0, len(prompts), size)]
+    return [
+        PromptBatch(start, tuple(prompts[start : start + size]))
+        for start in range(0, len(prompts), size)
+    ]
 
 
 def some(batches: Sequence[PromptBatch], count: int) -> list[PromptBatch]:
@@ -255,9 +336,16 @@ def some(batches: Sequence[PromptBatch], count: int) -> list[PromptBatch]:
 
 def decode(decoder: Decoder, batch: PromptBatch, settings: Settings) -> list[Generation]:
     """Each prompt's generation; its seed is its own, whatever batch it is in."""
-    generators = [torch.Generator().manual_seed(settings.seed + index) for index in range(batch.start, batch.end)]
-    options = settings.decoding | ({} if decoder.proposer else {"num_speculative_tokens": 0, "tree": None})
-    return decoder.generate_all([prompt.token_ids for prompt in batch.prompts], generators=generators, **options)
+    generators = [
+        torch.Generator().manual_seed(settings.seed + index)
+        for index in range(batch.start, batch.end)
+    ]
+    options = settings.decoding | (
+        {} if decoder.proposer else {"num_speculative_tokens": 0, "tree": None}
+    )
+    return decoder.generate_all(
+        [prompt.token_ids for prompt in batch.prompts], generators=generators, **options
+    )
 
 
 def generate_as_long(
@@ -265,12 +353,20 @@ def generate_as_long(
 ) -> list[Generation]:
     """The batch in transformers' `generate()`: sampled, as many tokens as the `plain` generations have."""
     greedy = settings.sampling.is_greedy
-    counts = [settings.max_new_tokens if greedy else len(generation.token_ids) for generation in plain]
-    return timed_generate(target, [prompt.token_ids for prompt in batch.prompts], counts, sampling=settings.sampling)
+    counts = [
+        settings.max_new_tokens if greedy else len(generation.token_ids) for generation in plain
+    ]
+    return timed_generate(
+        target, [prompt.token_ids for prompt in batch.prompts], counts, sampling=settings.sampling
+    )
 
 
 def prompt_records(
-    suite: str, configuration: Configuration, target: FrozenTarget, proposer: Proposer, runs: Sequence[PromptRuns]
+    suite: str,
+    configuration: Configuration,
+    target: FrozenTarget,
+    proposer: Proposer,
+    runs: Sequence[PromptRuns],
 ) -> list[PromptRecord]:
     """The records of a suite's prompts. Tokens are those of the first repetition, times are robust over all (see `prompt_timing`)."""
     tokenizer, vocabulary, records = target.tokenizer, proposer.vocabulary, []
@@ -280,9 +376,16 @@ def prompt_records(
         context.append(generation.token_ids[0])
         rounds = []
         for entry in generation.rounds:
-            texts = spell(tokenizer, context, entry.drafted), spell(tokenizer, context, entry.emitted)
+            texts = (
+                spell(tokenizer, context, entry.drafted),
+                spell(tokenizer, context, entry.emitted),
+            )
             accepted = entry.drafted[: entry.num_accepted]
-            rounds.append(RoundRecord(entry.drafted, texts[0], accepted, entry.emitted, texts[1], entry.num_off_path))
+            rounds.append(
+                RoundRecord(
+                    entry.drafted, texts[0], accepted, entry.emitted, texts[1], entry.num_off_path
+                )
+            )
             context += entry.emitted
         plain, hf = run.baseline[0].token_ids, run.hf_generate
         record = PromptRecord(
@@ -299,7 +402,9 @@ def prompt_records(
             speculative=prompt_timing(run.speculative),
             baseline=prompt_timing(run.baseline),
             hf_generate=HFGenerate(len(hf[0].token_ids), prompt_timing(hf).seconds) if hf else None,
-            num_in_draft_vocabulary=None if vocabulary is None else sum(token in vocabulary for token in plain),
+            num_in_draft_vocabulary=None
+            if vocabulary is None
+            else sum(token in vocabulary for token in plain),
             batch=run.batch,
             cluster=prompt.cluster,
             baseline_text=tokenizer.decode(plain, skip_special_tokens=False),
@@ -315,7 +420,9 @@ def spell(tokenizer: Any, context: Sequence[int], token_ids: Sequence[int]) -> t
     for token in token_ids:
         tokens.append(token)
         after = tokenizer.decode(tokens)
-        texts.append(after[len(before) :] if after.startswith(before) else tokenizer.decode([token]))
+        texts.append(
+            after[len(before) :] if after.startswith(before) else tokenizer.decode([token])
+        )
         before = after
     return tuple(texts)
 
@@ -346,7 +453,8 @@ def prompt_timing(repetitions: Sequence[Generation]) -> Timing:
 def disturbed_rounds(repetitions: Sequence[Generation]) -> list[int]:
     """How many rounds of each repetition, the prefill among them, took far longer than the same round of the others."""
     times = [
-        [one.prefill_seconds, *(entry.draft_seconds + entry.verify_seconds for entry in one.rounds)] for one in repetitions
+        [one.prefill_seconds, *(entry.draft_seconds + entry.verify_seconds for entry in one.rounds)]
+        for one in repetitions
     ]
     usual = [statistics.median_low(same) for same in zip(*times, strict=False)]
     allowed = [max(DISTURBED_RATIO * seconds, seconds + DISTURBED_SECONDS) for seconds in usual]

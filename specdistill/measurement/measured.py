@@ -73,7 +73,9 @@ class FinishedConfigurations:
     folder: Path
     identity: Mapping[str, Any]
 
-    def measured(self, plan: MeasurementPlan, measure: Callable[[Journal], MeasuredConfiguration]) -> MeasuredConfiguration:
+    def measured(
+        self, plan: MeasurementPlan, measure: Callable[[Journal], MeasuredConfiguration]
+    ) -> MeasuredConfiguration:
         """As an earlier run has finished it, or measured now, with what that had decoded, and kept whole or not at all.
 
         Raises ResourceError when the disk fails.
@@ -83,7 +85,9 @@ class FinishedConfigurations:
             return TypeAdapter(MeasuredConfiguration).validate_json(path.read_bytes())
         journal = Journal(path.with_suffix(".jsonl"))
         if journal.known:
-            logger.info(f"Resuming: {len(journal.known)} batches were decoded before the measurement was interrupted")
+            logger.info(
+                f"Resuming: {len(journal.known)} batches were decoded before the measurement was interrupted"
+            )
         made = measure(journal)
         made.took["seconds"] += journal.seconds
         with staged(self.folder) as staging:
@@ -105,11 +109,25 @@ def measurement_identity(
     target: FrozenTarget, proposer: Proposer, suite: Suite, *, method: str, draft: str | None
 ) -> dict[str, Any]:
     """What records depend on in addition to a plan. draft: the folder or Hub id; None for a method without weights."""
-    files = (path for path in locate(draft, key="eval.draft").rglob("*") if path.is_file()) if draft else ()
+    files = (
+        (path for path in locate(draft, key="eval.draft").rglob("*") if path.is_file())
+        if draft
+        else ()
+    )
     return {
         "specdistill": [__version__, git_revision()],
-        "target": [target.identity.weights, target.quantization, target.dtype, target.config._attn_implementation],
-        "draft": [method, content_hash(files), dict(proposer.settings), proposer.vocabulary is None],
+        "target": [
+            target.identity.weights,
+            target.quantization,
+            target.dtype,
+            target.config._attn_implementation,
+        ],
+        "draft": [
+            method,
+            content_hash(files),
+            dict(proposer.settings),
+            proposer.vocabulary is None,
+        ],
         "suite": [suite.name, suite.version, suite.sha256],
         "machine": [hardware(target.device), software()],
     }
@@ -123,16 +141,29 @@ def fingerprint(plan: MeasurementPlan, identity: Mapping[str, Any]) -> str:
 
 
 def draft_report(
-    target: FrozenTarget, proposer: Proposer, suite: Suite, found: Measurement, draft: Mapping[str, Any]
+    target: FrozenTarget,
+    proposer: Proposer,
+    suite: Suite,
+    found: Measurement,
+    draft: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The report of the main configuration, with rows for the others. draft: see `describe_draft`."""
     settings, tested = found.settings, not isinstance(found.tested, str)
-    rows = [result_rows(entry.records, suite, entry.records[0].configuration, seed=settings.seed) for entry in found.measured]
+    rows = [
+        result_rows(entry.records, suite, entry.records[0].configuration, seed=settings.seed)
+        for entry in found.measured
+    ]
     if "draft_length" in proposer.settings:
         for entry, of_configuration in zip(found.measured, rows, strict=True):
             for row in of_configuration:
-                lengths = [round.num_drafted for record in records_of(row, entry.records) for round in record.rounds]
-                row["num_rounds_per_length"] = [lengths.count(k) for k in range(row["num_speculative_tokens"] + 1)]
+                lengths = [
+                    round.num_drafted
+                    for record in records_of(row, entry.records)
+                    for round in record.rounds
+                ]
+                row["num_rounds_per_length"] = [
+                    lengths.count(k) for k in range(row["num_speculative_tokens"] + 1)
+                ]
     weights = found.weights or (target.identity.weights if target.files else None)
     stated = {"weights": weights, "quantization": target.quantization}
     described = {"model": target.name, "revision": target.revision, "dtype": target.dtype}
@@ -145,14 +176,18 @@ def draft_report(
         settings={
             **settings.described,
             "compile": settings.compile,
-            "draft_sampling": "probabilistic" if proposer.draws(settings.sampling, settings.tree) else "greedy",
+            "draft_sampling": "probabilistic"
+            if proposer.draws(settings.sampling, settings.tree)
+            else "greedy",
             "drafting": dict(proposer.settings),
         },
         suite=suite,
         results=[row for of_configuration in rows for row in of_configuration],
         context=context_rows(found.measured[0].records),
         headline=headline(rows[0], found.measured[0].records),
-        theory=theory(rows[0][0], found.costs, proposer.passes, depends_on_width=proposer.depends_on_width),
+        theory=theory(
+            rows[0][0], found.costs, proposer.passes, depends_on_width=proposer.depends_on_width
+        ),
         lossless={
             **summary([one for entry in found.measured for one in entry.compared]),
             **({"sampling_test": found.tested} if tested else {}),

@@ -34,7 +34,10 @@ from specdistill.statistics.metrics import Metric
 from specdistill.statistics.records import PromptRecord, records_of
 from specdistill.suites.suite import Suite, SuiteRow
 
-DIFFERENCE = Metric(("with_draft", "without_draft", "num_prompts"), lambda ours, theirs, number: (ours - theirs) / number)
+DIFFERENCE = Metric(
+    ("with_draft", "without_draft", "num_prompts"),
+    lambda ours, theirs, number: (ours - theirs) / number,
+)
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 INDENT = 4
 FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
@@ -61,7 +64,12 @@ os.write(int(sys.argv[1]), nonce.encode())
 
 
 def add_quality(
-    report: dict[str, Any], records: Sequence[PromptRecord], suite: Suite, *, special_tokens: Sequence[str], run_code: bool
+    report: dict[str, Any],
+    records: Sequence[PromptRecord],
+    suite: Suite,
+    *,
+    special_tokens: Sequence[str],
+    run_code: bool,
 ) -> None:
     """Add `quality` to a report that is not yet judged: by metric both scores and their paired difference; a finding where the scores
     differ; and reasons for what is absent.
@@ -73,8 +81,13 @@ def add_quality(
     rows = {row.id: row for row in suite.rows}
     report["quality"], absent = {}, report["not_measured"]
     for name in METRICS:
-        every = ((rows[record.id], record, _reference(name, suite, rows[record.id], record)) for record in main)
-        chosen = [(row, record, reference) for row, record, reference in every if reference is not None]
+        every = (
+            (rows[record.id], record, _reference(name, suite, rows[record.id], record))
+            for record in main
+        )
+        chosen = [
+            (row, record, reference) for row, record, reference in every if reference is not None
+        ]
         if not chosen:
             absent[f"quality.{name}"] = f"suite {suite.name} has nothing to score by it"
             continue
@@ -88,7 +101,10 @@ def add_quality(
         references = [reference for _, _, reference in chosen]
         with_draft, without_draft = (
             metric.compute(
-                predictions=[_answer(name, row, record, getattr(record, side), special_tokens) for row, record, _ in chosen],
+                predictions=[
+                    _answer(name, row, record, getattr(record, side), special_tokens)
+                    for row, record, _ in chosen
+                ],
                 references=references,
             )["outcomes"]
             for side in ("text", "baseline_text")
@@ -97,12 +113,16 @@ def add_quality(
         entry = report["quality"][name] = paired(with_draft, without_draft, clusters, seed=seed)
         low, high = entry.get("difference_ci95", (0.0, 0.0))
         if low > 0 or high < 0:
-            scores = f"{entry['with_draft']:.1%} with the draft and {entry['without_draft']:.1%} without"
+            scores = (
+                f"{entry['with_draft']:.1%} with the draft and {entry['without_draft']:.1%} without"
+            )
             message = f"Answers score {scores} by {name}: chance does not explain the difference."
             report["findings"].append({"name": "quality", "message": message})
 
 
-def paired(with_draft: Sequence[bool], without_draft: Sequence[bool], clusters: Sequence[str], *, seed: int) -> dict[str, Any]:
+def paired(
+    with_draft: Sequence[bool], without_draft: Sequence[bool], clusters: Sequence[str], *, seed: int
+) -> dict[str, Any]:
     """Share of prompts that succeed on each side, and their difference with its interval (bootstrap over clusters).
 
     p_value: McNemar's exact test on the prompts that succeed on one side only, as if drawn one by one; 1 when there are none.
@@ -120,21 +140,31 @@ def paired(with_draft: Sequence[bool], without_draft: Sequence[bool], clusters: 
         **({"difference_ci95": list(ends)} if ends else {}),
         "only_with_draft": only_ours,
         "only_without_draft": only_theirs,
-        "p_value": float(stats.binomtest(only_ours, only_ours + only_theirs).pvalue) if only_ours + only_theirs else 1.0,
+        "p_value": float(stats.binomtest(only_ours, only_ours + only_theirs).pvalue)
+        if only_ours + only_theirs
+        else 1.0,
     }
 
 
 def _reference(name: str, suite: Suite, row: SuiteRow, record: PromptRecord) -> str | None:
     """What a metric scores an answer by; None where it does not apply. Only continuations of Python are checked for syntax."""
     if name == "python_syntax":
-        beginning = "" if row.kind == "messages" else record.prompt  # the text that the answer continues
+        beginning = (
+            "" if row.kind == "messages" else record.prompt
+        )  # the text that the answer continues
         return beginning if suite.quality == name and is_python_so_far(beginning) else None
     return row.reference if name == "exact_match" else row.test
 
 
-def _answer(name: str, row: SuiteRow, record: PromptRecord, text: str, special_tokens: Sequence[str]) -> str:
+def _answer(
+    name: str, row: SuiteRow, record: PromptRecord, text: str, special_tokens: Sequence[str]
+) -> str:
     plain = re.sub("|".join(map(re.escape, special_tokens)), "", text) if special_tokens else text
-    return program(None if row.kind == "messages" else record.prompt, plain) if name == "pass_rate" else plain
+    return (
+        program(None if row.kind == "messages" else record.prompt, plain)
+        if name == "pass_rate"
+        else plain
+    )
 
 
 def is_match(text: str, reference: str) -> bool:
@@ -158,7 +188,9 @@ def is_python_so_far(source: str) -> bool:
     """Whether a source has no syntax error. It may begin inside a block and end anywhere, also within a line. Nothing is run."""
     first = next((line for line in source.splitlines() if line.strip()), "")
     indent = len(first) - len(first.lstrip())
-    blocks = "".join(f"{' ' * level}def _():\n" for level in range(0, indent, INDENT))  # around the first line
+    blocks = "".join(
+        f"{' ' * level}def _():\n" for level in range(0, indent, INDENT)
+    )  # around the first line
     source = blocks + source
     return _compiles(source) or _compiles(source.rpartition("\n")[0])
 
@@ -167,7 +199,13 @@ def _compiles(source: str) -> bool:
     """Whether a source is valid Python, or the beginning of valid Python."""
     try:
         codeop.compile_command(source, "<text>", "exec")
-    except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError):  # all that compiling can raise
+    except (
+        SyntaxError,
+        ValueError,
+        OverflowError,
+        RecursionError,
+        MemoryError,
+    ):  # all that compiling can raise
         return False
     return True
 
@@ -184,11 +222,17 @@ def program(prompt: str | None, text: str) -> str:
 
 def passes(program: str, seconds: float = SECONDS) -> bool:
     """Whether a program runs to its last line, in time and without an error. Its child processes are ended with it."""
-    if sys.platform == "linux":  # PR_SET_DUMPABLE, for kernels without Landlock; it stays, as what a program has started may
+    if (
+        sys.platform == "linux"
+    ):  # PR_SET_DUMPABLE, for kernels without Landlock; it stays, as what a program has started may
         ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
     nonce, (reading, writing) = secrets.token_hex(16), os.pipe()
     os.set_blocking(reading, False)
-    with tempfile.TemporaryDirectory() as folder, open(reading, "rb") as verdict, open(writing, "wb"):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        open(reading, "rb") as verdict,
+        open(writing, "wb"),
+    ):
         child = subprocess.Popen(
             [sys.executable, "-I", "-c", LIMITED, str(writing)],
             pass_fds=[writing],
@@ -225,8 +269,12 @@ class Answers(evaluate.Metric):  # type: ignore[misc]
     """Of texts, the share that is right by their references, under the name of a metric, and `outcomes`, one by one."""
 
     def _info(self) -> evaluate.MetricInfo:
-        features = datasets.Features(dict.fromkeys(("predictions", "references"), datasets.Value("string")))
-        return evaluate.MetricInfo("The share of texts that are right by their references.", "", features)
+        features = datasets.Features(
+            dict.fromkeys(("predictions", "references"), datasets.Value("string"))
+        )
+        return evaluate.MetricInfo(
+            "The share of texts that are right by their references.", "", features
+        )
 
     def _compute(self, predictions: Sequence[str], references: Sequence[str]) -> dict[str, Any]:
         outcomes = list(map(METRICS[self.config_name], predictions, references))

@@ -39,7 +39,11 @@ def generate(
 
 
 def timed_generate(
-    target: FrozenTarget, prompts: Sequence[Sequence[int]], counts: Sequence[int], *, sampling: Sampling = GREEDY
+    target: FrozenTarget,
+    prompts: Sequence[Sequence[int]],
+    counts: Sequence[int],
+    *,
+    sampling: Sampling = GREEDY,
 ) -> list[Generation]:
     """The completions with times as plain decoding has them: a round for each step after the first, in which all prompts take part.
 
@@ -47,11 +51,16 @@ def timed_generate(
     The prompts of a batch share the time of a step by their numbers of tokens. What `generate()` does before its first step and after
     its last is in the prefill.
     """
-    limits = {"max_new_tokens": max(counts), "min_new_tokens": 0 if sampling.is_greedy else max(counts)}
+    limits = {
+        "max_new_tokens": max(counts),
+        "min_new_tokens": 0 if sampling.is_greedy else max(counts),
+    }
     clock, start = _Clock(), time.perf_counter()
     whole = generate(target, prompts, sampling=sampling, streamer=clock, **limits)
     seconds = time.perf_counter() - start
-    steps = [later - earlier for earlier, later in pairwise(clock.times[1:])]  # the first is before the prefill
+    steps = [
+        later - earlier for earlier, later in pairwise(clock.times[1:])
+    ]  # the first is before the prefill
     completions = [completion[:count] for completion, count in zip(whole, counts, strict=True)]
     num_tokens = sum(map(len, completions))
     generations = []
@@ -60,7 +69,9 @@ def timed_generate(
         rounds = tuple(Round((), 0, (), 0.0, step * share) for step in steps)
         prefill = (seconds - sum(steps)) * share
         stopped = completion[-1] in target.eos_token_ids
-        generations.append(Generation(tuple(prompt), completion, rounds, prefill, seconds * share, stopped))
+        generations.append(
+            Generation(tuple(prompt), completion, rounds, prefill, seconds * share, stopped)
+        )
     return generations
 
 
@@ -77,7 +88,9 @@ class _Clock(BaseStreamer):
         pass
 
 
-def next_token_probabilities(target: FrozenTarget, token_ids: Sequence[int], sampling: Sampling) -> Tensor:
+def next_token_probabilities(
+    target: FrozenTarget, token_ids: Sequence[int], sampling: Sampling
+) -> Tensor:
     """[V] float64: the distribution that transformers samples from, after its own logits processors."""
     output = _generate(target, [token_ids], sampling, None, max_new_tokens=1, output_scores=True)
     probabilities: Tensor = output.scores[0][0].double().softmax(-1)
@@ -93,16 +106,28 @@ def logits(target: FrozenTarget, token_ids: Sequence[int]) -> Tensor:
 
 
 def _generate(
-    target: FrozenTarget, prompts: Sequence[Sequence[int]], sampling: Sampling, streamer: BaseStreamer | None, **options: Any
+    target: FrozenTarget,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    streamer: BaseStreamer | None,
+    **options: Any,
 ) -> Any:
     longest, stop_ids = max(map(len, prompts)), sorted(target.eos_token_ids)
     pad = min(stop_ids, default=0)
-    ids = torch.tensor([[pad] * (longest - len(row)) + [*row] for row in prompts], device=target.device)
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in prompts], device=target.device)
+    ids = torch.tensor(
+        [[pad] * (longest - len(row)) + [*row] for row in prompts], device=target.device
+    )
+    mask = torch.tensor(
+        [[0] * (longest - len(row)) + [1] * len(row) for row in prompts], device=target.device
+    )
     chosen = {"do_sample": False} if sampling.is_greedy else {"do_sample": True, **vars(sampling)}
     own = target.model.generation_config  # where generate() finds whatever it is not given
     target.model.generation_config = GenerationConfig(
-        eos_token_id=stop_ids or None, pad_token_id=pad, return_dict_in_generate=True, **chosen, **options
+        eos_token_id=stop_ids or None,
+        pad_token_id=pad,
+        return_dict_in_generate=True,
+        **chosen,
+        **options,
     )
     try:
         return target.model.generate(ids, attention_mask=mask, streamer=streamer)
@@ -111,5 +136,8 @@ def _generate(
 
 
 def _up_to_stop(token_ids: Sequence[int], stop_ids: frozenset[int]) -> tuple[int, ...]:
-    end = next((index for index, token in enumerate(token_ids, start=1) if token in stop_ids), len(token_ids))
+    end = next(
+        (index for index, token in enumerate(token_ids, start=1) if token in stop_ids),
+        len(token_ids),
+    )
     return tuple(token_ids[:end])

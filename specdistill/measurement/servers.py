@@ -46,11 +46,15 @@ class ConnectedServer:
 
     def complete(self, prompt: Prompt, settings: Settings, seed: int) -> Completion:
         model, sampling = self.identity.models[0], vars(settings.sampling)
-        request = CompletionRequest(model, prompt.token_ids, settings.max_new_tokens, **sampling, seed=seed)
+        request = CompletionRequest(
+            model, prompt.token_ids, settings.max_new_tokens, **sampling, seed=seed
+        )
         return self.client.complete(self.server, request, self.k)
 
 
-def connect(engine: str, address: str, key: str, target: Sequence[str], timeout: float, k: int) -> ConnectedServer:
+def connect(
+    engine: str, address: str, key: str, target: Sequence[str], timeout: float, k: int
+) -> ConnectedServer:
     """A running server. target: the names that its model may have, a folder or Hub id last. key: of the recipe, that led to it.
     k: draft tokens that it should draft per round.
 
@@ -62,11 +66,15 @@ def connect(engine: str, address: str, key: str, target: Sequence[str], timeout:
     folders = [os.path.realpath(name) for name in target if os.path.isdir(name)]
     if not any(name in target or os.path.realpath(name) in folders for name in identity.models):
         got = f"{address}, which serves {identity.models[0]}"
-        raise UserError(key, got=got, expected=f"a server of {target[-1]} (or {client.name_option} {target[0]})")
+        raise UserError(
+            key, got=got, expected=f"a server of {target[-1]} (or {client.name_option} {target[0]})"
+        )
     return ConnectedServer(engine, client, server, identity, k)
 
 
-def connect_pair(config: EvalConfig, target: Sequence[str]) -> tuple[ConnectedServer, ConnectedServer | None]:
+def connect_pair(
+    config: EvalConfig, target: Sequence[str]
+) -> tuple[ConnectedServer, ConnectedServer | None]:
     """A recipe's server with a draft and the one without, as `connect`.
 
     Raises UserError also when they draft another number of tokens, draft where they should not, or have different versions.
@@ -75,18 +83,34 @@ def connect_pair(config: EvalConfig, target: Sequence[str]) -> tuple[ConnectedSe
     engine, address, k = config.engine, config.server, config.num_speculative_tokens
     speculative = connect(engine, address, "eval.server", target, config.server_timeout, k)
     if not speculative.k:
-        raise UserError("eval.server", got=f"{address}, which does not draft", expected="a server started with a draft")
+        raise UserError(
+            "eval.server",
+            got=f"{address}, which does not draft",
+            expected="a server started with a draft",
+        )
     if speculative.k != k:
-        raise UserError("eval.num_speculative_tokens", got=k, expected=f"{speculative.k}, as the server at {address} drafts")
+        raise UserError(
+            "eval.num_speculative_tokens",
+            got=k,
+            expected=f"{speculative.k}, as the server at {address} drafts",
+        )
     if config.baseline_server is None:
         return speculative, None
-    baseline = connect(engine, config.baseline_server, "eval.baseline_server", target, config.server_timeout, k)
+    baseline = connect(
+        engine, config.baseline_server, "eval.baseline_server", target, config.server_timeout, k
+    )
     if baseline.k:
         got = f"{config.baseline_server}, which drafts"
-        raise UserError("eval.baseline_server", got=got, expected="a server started without a draft")
+        raise UserError(
+            "eval.baseline_server", got=got, expected="a server started without a draft"
+        )
     if baseline.identity.version != speculative.identity.version:
         got = f"{engine} {baseline.identity.version}"
-        raise UserError("eval.baseline_server", got=got, expected=f"{speculative.identity.version}, as eval.server runs")
+        raise UserError(
+            "eval.baseline_server",
+            got=got,
+            expected=f"{speculative.identity.version}, as eval.server runs",
+        )
     return speculative, baseline
 
 
@@ -105,18 +129,33 @@ class ServerTask:
     def of(cls, config: EvalConfig, suite: Suite, tokenizer: Any, max_length: int) -> "ServerTask":
         """A recipe's own K and load first. max_length: of prompt and completion. Raises UserError for more load than prompts."""
         room = {"max_new_tokens": config.max_new_tokens, "max_length": max_length}
-        prompts = tokenize(suite, tokenizer, num_prompts=num_measured(suite, config.num_prompts), **room)
+        prompts = tokenize(
+            suite, tokenizer, num_prompts=num_measured(suite, config.num_prompts), **room
+        )
         ks = dict.fromkeys([config.num_speculative_tokens, *config.sweep.num_speculative_tokens])
         loads = dict.fromkeys([config.concurrency, *config.sweep.concurrency])
         if max(loads) > len(prompts):
             got = f"{max(loads)} for {len(prompts)} prompts"
-            raise UserError("eval.concurrency", got=got, expected="at most as many as there are prompts")
-        return cls(suite, prompts, tokenizer, replace(Settings.of(config), batch_size=config.concurrency), [*ks], [*loads])
+            raise UserError(
+                "eval.concurrency", got=got, expected="at most as many as there are prompts"
+            )
+        return cls(
+            suite,
+            prompts,
+            tokenizer,
+            replace(Settings.of(config), batch_size=config.concurrency),
+            [*ks],
+            [*loads],
+        )
 
     @property
     def configurations(self) -> list[Settings]:
         """The main one first."""
-        grid = [replace(self.settings, num_speculative_tokens=k, batch_size=load) for load in self.loads for k in self.ks]
+        grid = [
+            replace(self.settings, num_speculative_tokens=k, batch_size=load)
+            for load in self.loads
+            for k in self.ks
+        ]
         return [self.settings, *(settings for settings in grid if settings != self.settings)]
 
 
@@ -125,12 +164,22 @@ def startable(engine: str, method: str) -> Serving:
     it does not serve.
     """
     if ENGINES[engine].program is None:
-        raise UserError("eval.server", got="null", expected=f"the address of a running {engine} server")
+        raise UserError(
+            "eval.server", got="null", expected=f"the address of a running {engine} server"
+        )
     given = METHODS[method].serving()
-    able = {name: given[key] for name in engines_with("program") if (key := ENGINES[name].layouts or name) in given}
+    able = {
+        name: given[key]
+        for name in engines_with("program")
+        if (key := ENGINES[name].layouts or name) in given
+    }
     if engine not in able:
         got = f"{method} with eval.engine={engine}"
-        raise UserError("method", got=got, expected=f"a method that {engine} serves, or eval.engine={' or '.join(able)}")
+        raise UserError(
+            "method",
+            got=got,
+            expected=f"a method that {engine} serves, or eval.engine={' or '.join(able)}",
+        )
     return able[engine]
 
 
@@ -153,16 +202,23 @@ class ServerMeasurement:
         self.engine["version"] = peers[-1].identity.version
         categories = [prompt.category for prompt in prompts]
         warmups = {load: evenly(prompts, categories, load * settings.warmup) for load in task.loads}
-        num_untimed, num_timed = sum(map(len, warmups.values())), len(task.loads) * settings.repeats * len(prompts)
+        num_untimed, num_timed = (
+            sum(map(len, warmups.values())),
+            len(task.loads) * settings.repeats * len(prompts),
+        )
         try:
-            with progress("Measuring", len(peers) * (num_untimed + num_timed), "completions") as advance:
+            with progress(
+                "Measuring", len(peers) * (num_untimed + num_timed), "completions"
+            ) as advance:
                 for load, warmup in warmups.items():
                     for peer in peers:
                         for _ in complete_all(peer, warmup, settings, load):
                             advance()
                     for repeat in range(settings.repeats):
                         for peer in reversed(peers) if repeat % 2 else peers:
-                            repetitions = self.answers.setdefault((peer.k, load), [[] for _ in prompts])
+                            repetitions = self.answers.setdefault(
+                                (peer.k, load), [[] for _ in prompts]
+                            )
                             answered = complete_all(peer, prompts, settings, load)
                             for completions, completion in zip(repetitions, answered, strict=True):
                                 completions.append(completion)
@@ -171,9 +227,16 @@ class ServerMeasurement:
             self.seconds += time.perf_counter() - start
 
 
-def measure_running(task: ServerTask, speculative: ConnectedServer, baseline: ConnectedServer | None) -> ServerMeasurement:
-    addresses = {"server": speculative.server.address, "baseline_server": baseline.server.address if baseline else None}
-    measurement = ServerMeasurement({"name": speculative.engine, **addresses}, has_baseline=baseline is not None)
+def measure_running(
+    task: ServerTask, speculative: ConnectedServer, baseline: ConnectedServer | None
+) -> ServerMeasurement:
+    addresses = {
+        "server": speculative.server.address,
+        "baseline_server": baseline.server.address if baseline else None,
+    }
+    measurement = ServerMeasurement(
+        {"name": speculative.engine, **addresses}, has_baseline=baseline is not None
+    )
     try:
         measurement.ask([*filter(None, (baseline, speculative))], task)
     except ReportedError as error:
@@ -189,12 +252,18 @@ def measure_started(
     served: the recipe's draft, exported. logs: the folder of what the engine prints.
     """
     longest = max(len(prompt.token_ids) for prompt in task.prompts) + config.max_new_tokens
-    key, commands = "eval.engine_command", {k: start_command(config, target, served, k, longest) for k in (0, *task.ks)}
+    key, commands = (
+        "eval.engine_command",
+        {k: start_command(config, target, served, k, longest) for k in (0, *task.ks)},
+    )
     program = ENGINES[config.engine].program
     assert program is not None, config.engine
     variables = {k: program.variables(replace(served, num_tokens=k)) if k else {} for k in commands}
     named = [f"{name}={shlex.quote(value)}" for name, value in variables[task.ks[0]].items()]
-    shown = {"command": " ".join([*named, shlex.join(commands[task.ks[0]])]), "baseline_command": shlex.join(commands[0])}
+    shown = {
+        "command": " ".join([*named, shlex.join(commands[task.ks[0]])]),
+        "baseline_command": shlex.join(commands[0]),
+    }
     measurement = ServerMeasurement({"name": config.engine, **shown}, has_baseline=True)
     # Multi-token prediction is served in the draft's own folder.
     names = (target.model, str(served.output), served.target_name)
@@ -216,16 +285,25 @@ def measure_started(
     return measurement
 
 
-def start_command(config: EvalConfig, target: TargetConfig, served: Served, k: int, longest: int) -> list[str]:
+def start_command(
+    config: EvalConfig, target: TargetConfig, served: Served, k: int, longest: int
+) -> list[str]:
     """What starts the engine that serves with K draft tokens per round, 0: without the draft. longest: tokens of a sequence."""
     program = ENGINES[config.engine].program
     assert program is not None, config.engine
     words = shlex.split(config.engine_command or program.command)
     words += program.arguments(replace(served, num_tokens=k) if k else replace(served, method=None))
-    return [*words, *program.settings(target, config, longest), *program.measured, *(program.measured_draft if k else ())]
+    return [
+        *words,
+        *program.settings(target, config, longest),
+        *program.measured,
+        *(program.measured_draft if k else ()),
+    ]
 
 
-def complete_all(peer: ConnectedServer, prompts: Sequence[Prompt], settings: Settings, load: int) -> Iterator[Completion]:
+def complete_all(
+    peer: ConnectedServer, prompts: Sequence[Prompt], settings: Settings, load: int
+) -> Iterator[Completion]:
     """The completions in the order of the prompts, `load` requests in flight until the last have begun.
 
     Raises ResourceError when the server served others meanwhile.
@@ -233,7 +311,9 @@ def complete_all(peer: ConnectedServer, prompts: Sequence[Prompt], settings: Set
     before, num_tokens = peer.client.read(peer.server), 0
     with asking(load, peer.server) as pool:
         seeds = range(settings.seed, settings.seed + len(prompts))
-        for completion in pool.map(lambda prompt, seed: peer.complete(prompt, settings, seed), prompts, seeds):
+        for completion in pool.map(
+            lambda prompt, seed: peer.complete(prompt, settings, seed), prompts, seeds
+        ):
             num_tokens += completion.num_tokens
             yield completion
     peer.client.check_alone(peer.server, before, num_tokens)

@@ -58,9 +58,17 @@ class Method:
 
 # A draft is recognized by the first that claims it, so heads stand before whole models.
 ROWS = {
-    "eagle3": Method("a head that reads three of the target's layers (arXiv 2503.01840)", passes="K", features=4, positions=5),
+    "eagle3": Method(
+        "a head that reads three of the target's layers (arXiv 2503.01840)",
+        passes="K",
+        features=4,
+        positions=5,
+    ),
     "eagle": Method(
-        "a head that continues the target's last hidden states (arXiv 2401.15077)", passes="K", features=1, positions=1
+        "a head that continues the target's last hidden states (arXiv 2401.15077)",
+        passes="K",
+        features=1,
+        positions=1,
     ),
     "mtp": Method(
         "a layer of the target's own kind that predicts on from its last hidden state (arXiv 2412.19437)",
@@ -82,17 +90,30 @@ ROWS = {
         positions=2,
     ),
     "dspark": Method(
-        "a block whose tokens are corrected by those before them (arXiv 2607.05147)", passes="1", features=6, positions=2
+        "a block whose tokens are corrected by those before them (arXiv 2607.05147)",
+        passes="1",
+        features=6,
+        positions=2,
     ),
     "pard": Method(
-        "a smaller language model that fills masks in one pass (arXiv 2504.18583)", passes="1", positions=3, standalone=True
+        "a smaller language model that fills masks in one pass (arXiv 2504.18583)",
+        passes="1",
+        positions=3,
+        standalone=True,
     ),
     "draft_model": Method(
-        "a smaller language model that drafts for the target (arXiv 2211.17192)", passes="K", positions=1, standalone=True
+        "a smaller language model that drafts for the target (arXiv 2211.17192)",
+        passes="K",
+        positions=1,
+        standalone=True,
     ),
-    "ngram": Method("proposes what followed the last tokens when they occurred before (arXiv 2304.04487)", passes="0"),
+    "ngram": Method(
+        "proposes what followed the last tokens when they occurred before (arXiv 2304.04487)",
+        passes="0",
+    ),
     "suffix": Method(
-        "proposes what most often followed the last tokens, in earlier outputs too (arXiv 2411.04975)", passes="0"
+        "proposes what most often followed the last tokens, in earlier outputs too (arXiv 2411.04975)",
+        passes="0",
     ),
 }
 METHODS = {name: replace(row, package=f"{__name__}.{name}") for name, row in ROWS.items()}
@@ -101,5 +122,10 @@ METHODS = {name: replace(row, package=f"{__name__}.{name}") for name, row in ROW
 def method_named(name: str) -> Method:
     """A row of the table. Raises UserError for a name that is not in it."""
     if name not in METHODS:
-        raise UserError("method", got=name, expected=f"one of {', '.join(METHODS)}", nearest=nearest(name, METHODS))
+        raise UserError(
+            "method",
+            got=name,
+            expected=f"one of {', '.join(METHODS)}",
+            nearest=nearest(name, METHODS),
+        )
     return METHODS[name]

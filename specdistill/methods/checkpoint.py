@@ -23,13 +23,24 @@ from specdistill.engines.engine import HeadExport, Layout
 from specdistill.errors import UserError, refusing
 from specdistill.methods.layers import HeadShape, Rotary
 from specdistill.targets import files
-from specdistill.targets.files import EMBEDDING, HEAD, INDEX, SINGLE, Shards, TargetFiles, needed, stated
+from specdistill.targets.files import (
+    EMBEDDING,
+    HEAD,
+    INDEX,
+    SINGLE,
+    Shards,
+    TargetFiles,
+    needed,
+    stated,
+)
 from specdistill.targets.frozen import FrozenTarget
 
 AnyTarget = FrozenTarget | TargetFiles
 # Whose angles do not depend on the sequence's length, so that cached keys stay right as it grows.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-read_config = functools.partial(files.read_config, expected="the folder of a trained draft: config.json and weights")
+read_config = functools.partial(
+    files.read_config, expected="the folder of a trained draft: config.json and weights"
+)
 PICKLED = "pytorch_model.bin"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
@@ -82,7 +93,9 @@ def read_tensors(folder: Path, key: str) -> dict[str, Tensor]:
     elif (folder / PICKLED).is_file():
         tensors = unpickled(folder / PICKLED, key)
     else:
-        raise UserError(key, got=f"{folder}, which has no weights", expected=f"{SINGLE}, {INDEX} or {PICKLED}")
+        raise UserError(
+            key, got=f"{folder}, which has no weights", expected=f"{SINGLE}, {INDEX} or {PICKLED}"
+        )
     check_finite(tensors, folder, key)
     return tensors
 
@@ -90,9 +103,13 @@ def read_tensors(folder: Path, key: str) -> dict[str, Tensor]:
 def check_finite(tensors: Mapping[str, Tensor], folder: Path | str, key: str) -> None:
     """Raises UserError for weights that are NaN or infinite."""
     floats = ((name, tensor) for name, tensor in tensors.items() if tensor.dtype in FLOATS)
-    broken = next((name for name, tensor in floats if not all(map(math.isfinite, extremes(tensor)))), None)
+    broken = next(
+        (name for name, tensor in floats if not all(map(math.isfinite, extremes(tensor)))), None
+    )
     if broken:
-        raise UserError(key, got=f"{folder} with NaN or infinity in {broken}", expected="finite weights")
+        raise UserError(
+            key, got=f"{folder} with NaN or infinity in {broken}", expected="finite weights"
+        )
 
 
 def extremes(tensor: Tensor) -> tuple[float, float]:
@@ -105,10 +122,21 @@ def extremes(tensor: Tensor) -> tuple[float, float]:
 
 def unpickled(path: Path, key: str, device: str = "cpu") -> dict[str, Tensor]:
     """The tensors of a pickle that holds no other objects; on the meta device without content. Raises UserError for any other."""
-    with refusing((RuntimeError, ValueError, EOFError, OSError, UnpicklingError), key, path, "plain tensors (weights_only)"):
+    with refusing(
+        (RuntimeError, ValueError, EOFError, OSError, UnpicklingError),
+        key,
+        path,
+        "plain tensors (weights_only)",
+    ):
         tensors: Any = torch.load(path, map_location=device, weights_only=True)
-    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
-        raise UserError(key, got=f"{path}, which holds other things", expected="plain tensors by name (weights_only)")
+    if not isinstance(tensors, dict) or not all(
+        isinstance(tensor, Tensor) for tensor in tensors.values()
+    ):
+        raise UserError(
+            key,
+            got=f"{path}, which holds other things",
+            expected="plain tensors by name (weights_only)",
+        )
     return tensors
 
 
@@ -126,17 +154,24 @@ def check_tensors(
     Floating-point dtypes stand for each other, and so do integers. `what` is the kind of draft that it is, for errors.
     """
     missing = expected.keys() - tensors.keys() - set(optional)
-    problems = {f"without {name}": f"{name} of shape {tuple(expected[name].shape)}" for name in sorted(missing)}
+    problems = {
+        f"without {name}": f"{name} of shape {tuple(expected[name].shape)}"
+        for name in sorted(missing)
+    }
     problems |= {f"with unknown {name}": "" for name in sorted(tensors.keys() - expected.keys())}
     for name in sorted(expected.keys() & tensors.keys()):
         wanted, found = expected[name], tensors[name]
         if wanted.shape != found.shape:
-            problems[f"with {name} of shape {tuple(found.shape)}"] = f"{name} of shape {tuple(wanted.shape)}"
+            problems[f"with {name} of shape {tuple(found.shape)}"] = (
+                f"{name} of shape {tuple(wanted.shape)}"
+            )
         if _kind(wanted) != _kind(found):
             problems[f"with {name} in {found.dtype}"] = f"{name} in {_kind(wanted)}"
     if problems:
         instead = list(filter(None, problems.values()))[:3] or [f"the tensors of {what} alone"]
-        raise UserError(key, got=f"{folder} {', '.join(list(problems)[:3])}", expected="; ".join(instead))
+        raise UserError(
+            key, got=f"{folder} {', '.join(list(problems)[:3])}", expected="; ".join(instead)
+        )
 
 
 def _kind(tensor: Tensor) -> str:
@@ -159,7 +194,9 @@ def load_reading(
     Raises UserError when files are missing or broken, when a tensor is missing, unknown or of another shape or kind, when the config asks
     for what such drafts do not have here, or when the draft is for another hidden size, vocabulary or depth than the target's.
     """
-    config, tensors = check(Path(folder), read_tensors(Path(folder), key), target, key=key, name=folder)
+    config, tensors = check(
+        Path(folder), read_tensors(Path(folder), key), target, key=key, name=folder
+    )
     draft = make(config)
     for parameter in draft.parameters():
         nn.init.constant_(parameter, torch.nan)
@@ -170,7 +207,9 @@ def load_reading(
 
 def stored_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
     """The smallest dtype that holds all weights exactly: their own, where they have but one."""
-    return functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors if tensor.is_floating_point()])
+    return functools.reduce(
+        torch.promote_types, [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
+    )
 
 
 def is_copy(given: Tensor, own: Tensor) -> bool:
@@ -178,12 +217,16 @@ def is_copy(given: Tensor, own: Tensor) -> bool:
     return given.shape == own.shape and torch.equal(given.to(own), own.to(given.dtype).to(own))
 
 
-def check_fit(sizes: Mapping[str, int | None], target: AnyTarget, folder: Path | str, key: str) -> None:
+def check_fit(
+    sizes: Mapping[str, int | None], target: AnyTarget, folder: Path | str, key: str
+) -> None:
     """Raises UserError for the first of a draft's sizes that is not the target's; their names in config.json may say `target_`."""
     for name, got in sizes.items():
         expected = getattr(target, name.replace("target_", ""))
         if got != expected:
-            raise UserError(key, got=f"{folder} with {name} {got}", expected=f"{expected}, as {target.name} has")
+            raise UserError(
+                key, got=f"{folder} with {name} {got}", expected=f"{expected}, as {target.name} has"
+            )
 
 
 def check_offsets(d2t_W: Tensor, vocab_size: int, folder: Path | str, key: str) -> None:
@@ -203,8 +246,14 @@ def vocabulary_maps(d2t_W: Tensor, vocab_size: int) -> dict[str, Tensor]:
 def shape_to_json(shape: HeadShape, dtype: torch.dtype) -> dict[str, Any]:
     """The keys of a Llama's config.json, with the rotary embedding for readers before transformers 5 and since."""
     # vLLM gives a layer its window by `layer_types` alone.
-    windowed = {} if shape.sliding_window is None else {"layer_types": ["sliding_attention"] * shape.num_layers}
-    same_names = [field.name for field in dataclasses.fields(HeadShape) if field.name != "num_layers"]
+    windowed = (
+        {}
+        if shape.sliding_window is None
+        else {"layer_types": ["sliding_attention"] * shape.num_layers}
+    )
+    same_names = [
+        field.name for field in dataclasses.fields(HeadShape) if field.name != "num_layers"
+    ]
     return {
         "model_type": "llama",
         "attention_bias": False,
@@ -213,7 +262,11 @@ def shape_to_json(shape: HeadShape, dtype: torch.dtype) -> dict[str, Any]:
         "initializer_range": 0.02,
         "mlp_bias": False,
         "num_hidden_layers": shape.num_layers,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta, **(shape.rope_scaling or {})},
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": shape.rope_theta,
+            **(shape.rope_scaling or {}),
+        },
         "tie_word_embeddings": False,
         "torch_dtype": str(dtype).removeprefix("torch."),
         "use_cache": True,
@@ -241,23 +294,34 @@ def shape_from_json(raw: Mapping[str, Any], key: str, *, what: str) -> dict[str,
 
     Raises UserError for a size that is not there, and for a setting that a head cannot have.
     """
-    raw = {name: value for name, value in raw.items() if value is not None}  # null is as if it were absent
+    raw = {
+        name: value for name, value in raw.items() if value is not None
+    }  # null is as if it were absent
     check_settings(raw, FIXED, key, what=what)
-    rope = {**(raw.get("rope_parameters") or {}), **(raw.get("rope_scaling") or {})}  # of both, transformers takes the second
+    rope = {
+        **(raw.get("rope_parameters") or {}),
+        **(raw.get("rope_scaling") or {}),
+    }  # of both, transformers takes the second
     older_name = rope.pop("type", None)
     rope["rope_type"] = rope.get("rope_type") or older_name or "default"
     theta = rope.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0
     check_settings(rope, FIXED, key, what=what)
     if rope["rope_type"] not in ROPE_TYPES:
         raise UserError(
-            key, got=f"a config.json with rope_type {rope['rope_type']}", expected=f"one of {', '.join(ROPE_TYPES)}"
+            key,
+            got=f"a config.json with rope_type {rope['rope_type']}",
+            expected=f"one of {', '.join(ROPE_TYPES)}",
         )
     kinds = set(raw.get("layer_types") or ["full_attention"])
     if len(kinds) > 1 or not kinds <= {"full_attention", "sliding_attention"}:
-        raise UserError(key, got=f"layer_types {raw['layer_types']}", expected=f"one kind of layer in {what}")
+        raise UserError(
+            key, got=f"layer_types {raw['layer_types']}", expected=f"one kind of layer in {what}"
+        )
     stated_sizes(raw, SIZES, key, what=what)
     stated_sizes(raw, filter(raw.__contains__, OPTIONAL_SIZES), key, what=what)
-    shape = {field.name: raw[field.name] for field in dataclasses.fields(HeadShape) if field.name in raw} | {
+    shape = {
+        field.name: raw[field.name] for field in dataclasses.fields(HeadShape) if field.name in raw
+    } | {
         "num_key_value_heads": raw.get("num_key_value_heads") or raw["num_attention_heads"],
         "head_dim": raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
         "num_layers": raw.get("num_hidden_layers", 1),
@@ -266,12 +330,19 @@ def shape_from_json(raw: Mapping[str, Any], key: str, *, what: str) -> dict[str,
         # Many configs repeat a window that no layer has.
         "sliding_window": raw.get("sliding_window") if kinds == {"sliding_attention"} else None,
     }
-    with refusing((KeyError, ValueError, TypeError), key, f"rotary frequencies {rope}", "those of a Llama in transformers"):
+    with refusing(
+        (KeyError, ValueError, TypeError),
+        key,
+        f"rotary frequencies {rope}",
+        "those of a Llama in transformers",
+    ):
         Rotary(HeadShape(**shape))
     return shape
 
 
-def stated_sizes(raw: Mapping[str, Any], names: Iterable[str], key: str, *, what: str) -> dict[str, int]:
+def stated_sizes(
+    raw: Mapping[str, Any], names: Iterable[str], key: str, *, what: str
+) -> dict[str, int]:
     """The sizes of these names in a config.json. Raises UserError for one that is missing, and for what is no size."""
     sizes = {name: stated(raw, name, size_from(1), key) for name in names}
     if missing := next((name for name, size in sizes.items() if size is None), None):
@@ -285,7 +356,9 @@ def size_from(least: int) -> Any:
     return Annotated[int, Field(ge=least, lt=2**31)]
 
 
-def check_settings(raw: Mapping[str, Any], fixed: Mapping[str, Any], key: str, *, what: str) -> None:
+def check_settings(
+    raw: Mapping[str, Any], fixed: Mapping[str, Any], key: str, *, what: str
+) -> None:
     """Raises UserError for the first setting with another value than the fixed one; absent and null stand for that."""
     for name, value in fixed.items():
         got = raw.get(name)

@@ -69,9 +69,15 @@ class Implementation:
     check: Callable[..., Any] = lambda folder, tensors, target, **options: None
     check_native: Callable[[Mapping[str, Size], TargetFiles], int] | None = None
     simulated: Callable[[Draft, int], nn.Module] | None = None
-    repaired: Callable[[Draft, FrozenTarget], Iterator[tuple[str, Draft]]] = lambda draft, target: iter(())
+    repaired: Callable[[Draft, FrozenTarget], Iterator[tuple[str, Draft]]] = lambda draft, target: (
+        iter(())
+    )
     likely_cause: str = "the features it was trained on came from elsewhere (other layers, quantised, before the final norm)"
-    check_served: Callable[[str, Layout, Draft, FrozenTarget], None] = lambda engine, layout, draft, target: None
+    check_served: Callable[[str, Layout, Draft, FrozenTarget], None] = (
+        lambda engine, layout, draft, target: None
+    )
     export: Callable[..., None] = inapplicable
     is_described: Callable[[Any, Any], bool] = lambda draft, target: False
-    native_layers: Callable[[Mapping[str, Any], Set[str], Any], tuple[str, int] | None] = lambda config, names, text: None
+    native_layers: Callable[[Mapping[str, Any], Set[str], Any], tuple[str, int] | None] = (
+        lambda config, names, text: None
+    )

@@ -19,10 +19,17 @@ from specdistill.targets.frozen import FrozenTarget
 
 
 def loaded_proposer(
-    load: Callable[..., Any], proposer: Callable[[Any], Proposer], folder: Path, target: FrozenTarget, *, key: str
+    load: Callable[..., Any],
+    proposer: Callable[[Any], Proposer],
+    folder: Path,
+    target: FrozenTarget,
+    *,
+    key: str,
 ) -> Proposer:
     """Of a draft that a method's `load(folder, target, key=)` gives: in the target's dtype, on its device."""
-    return proposer(load(folder, target, key=key).to(device=target.device, dtype=target.model.dtype))
+    return proposer(
+        load(folder, target, key=key).to(device=target.device, dtype=target.model.dtype)
+    )
 
 
 class TokenProposer:
@@ -39,7 +46,11 @@ class TokenProposer:
     reader: Any = None
 
     def __init__(
-        self, draft: Any, target_ids_W: Tensor | None = None, target_vocab_size: int = 0, shared: Set[str] = frozenset()
+        self,
+        draft: Any,
+        target_ids_W: Tensor | None = None,
+        target_vocab_size: int = 0,
+        shared: Set[str] = frozenset(),
     ) -> None:
         self.draft = draft.eval()
         self.settings: dict[str, Any] = {}
@@ -76,17 +87,25 @@ class TokenProposer:
             else:
                 distributions.append(sampling.probabilities(logits_BW))
                 chosen.append(draw(distributions[-1], uniforms_BK[:, step].to(logits_BW.device)))
-            if self.is_enough and self.is_enough(sampling.confidence(logits_BW) if confidence_B is None else confidence_B):
+            if self.is_enough and self.is_enough(
+                sampling.confidence(logits_BW) if confidence_B is None else confidence_B
+            ):
                 break
         proposals = [Proposal([])] * len(lengths)
         for b, length in enumerate(lengths):
             if length:
                 index_K = torch.stack([index_B[b] for index_B in chosen[:length]])
-                probs_KW = torch.stack([probs_BW[b] for probs_BW in distributions[:length]]) if distributions else None
+                probs_KW = (
+                    torch.stack([probs_BW[b] for probs_BW in distributions[:length]])
+                    if distributions
+                    else None
+                )
                 proposals[b] = self.proposal(index_K, probs_KW)
         return proposals
 
-    def proposal(self, index_N: Tensor, probs_NW: Tensor | None, tree: Tree | None = None) -> Proposal:
+    def proposal(
+        self, index_N: Tensor, probs_NW: Tensor | None, tree: Tree | None = None
+    ) -> Proposal:
         """In the target's ids."""
         if self.target_ids_W is not None and probs_NW is not None:
             probs_NV = probs_NW.new_zeros(len(probs_NW), self.target_vocab_size)
@@ -109,7 +128,9 @@ class FeatureProposer(TokenProposer):
         self.rotary, self.device = partial(draft.rotary, draft.fc.weight), draft.fc.weight.device
 
     def begin(self, max_lengths: Sequence[int]) -> None:
-        self.cache = DraftKVCache(len(max_lengths), self.rotary, self.device, self.config.sliding_window)
+        self.cache = DraftKVCache(
+            len(max_lengths), self.rotary, self.device, self.config.sliding_window
+        )
 
     def keep(self, rows: Sequence[int]) -> None:
         self.cache.keep(rows)

@@ -12,7 +12,11 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
 
 from specdistill.errors import UserError
 from specdistill.methods.sizes import ModelShape
@@ -73,7 +77,9 @@ class KVCache(Protocol):
     def append(self, layer: int, key_BGTd: Tensor, value_BGTd: Tensor) -> None:
         """Take in this step's keys and values; a context that nothing is asked of has no queries."""
 
-    def attend(self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor) -> Tensor:
+    def attend(
+        self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor
+    ) -> Tensor:
         """Take in this step's keys and values and return the attention output [B, N, T, d of the values]."""
 
 
@@ -83,22 +89,43 @@ class Attention(nn.Module):
     def __init__(self, config: HeadShape, input_size: int, *, head_norms: bool = False) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.q_proj = nn.Linear(input_size, config.num_attention_heads * config.head_dim, bias=False)
-        self.k_proj = nn.Linear(input_size, config.num_key_value_heads * config.head_dim, bias=False)
-        self.v_proj = nn.Linear(input_size, config.num_key_value_heads * config.head_dim, bias=False)
-        self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=False)
-        self.q_norm, self.k_norm = (RMSNorm(config.head_dim, config.rms_norm_eps) if head_norms else None for _ in range(2))
+        self.q_proj = nn.Linear(
+            input_size, config.num_attention_heads * config.head_dim, bias=False
+        )
+        self.k_proj = nn.Linear(
+            input_size, config.num_key_value_heads * config.head_dim, bias=False
+        )
+        self.v_proj = nn.Linear(
+            input_size, config.num_key_value_heads * config.head_dim, bias=False
+        )
+        self.o_proj = nn.Linear(
+            config.num_attention_heads * config.head_dim, config.hidden_size, bias=False
+        )
+        self.q_norm, self.k_norm = (
+            RMSNorm(config.head_dim, config.rms_norm_eps) if head_norms else None for _ in range(2)
+        )
 
-    def forward(self, x_BTI: Tensor, rotary: tuple[Tensor, Tensor], layer: int, kv_cache: KVCache) -> Tensor:
-        query, key = self.heads(self.q_proj, self.q_norm, x_BTI), self.heads(self.k_proj, self.k_norm, x_BTI)
+    def forward(
+        self, x_BTI: Tensor, rotary: tuple[Tensor, Tensor], layer: int, kv_cache: KVCache
+    ) -> Tensor:
+        query, key = (
+            self.heads(self.q_proj, self.q_norm, x_BTI),
+            self.heads(self.k_proj, self.k_norm, x_BTI),
+        )
         query, key = apply_rotary_pos_emb(query, key, *rotary)
         context_BNTd = kv_cache.attend(layer, query, key, self.heads(self.v_proj, None, x_BTI))
         return self.o_proj(context_BNTd.transpose(1, 2).flatten(2))
 
-    def remember(self, context_BTI: Tensor, rotary: tuple[Tensor, Tensor], layer: int, kv_cache: KVCache) -> None:
+    def remember(
+        self, context_BTI: Tensor, rotary: tuple[Tensor, Tensor], layer: int, kv_cache: KVCache
+    ) -> None:
         """Make keys and values of a context that nothing is asked of."""
         key = self.heads(self.k_proj, self.k_norm, context_BTI)
-        kv_cache.append(layer, apply_rotary_pos_emb(key, key, *rotary)[0], self.heads(self.v_proj, None, context_BTI))
+        kv_cache.append(
+            layer,
+            apply_rotary_pos_emb(key, key, *rotary)[0],
+            self.heads(self.v_proj, None, context_BTI),
+        )
 
     def heads(self, project: nn.Linear, norm: nn.Module | None, x_BTI: Tensor) -> Tensor:
         """[B, N or G, T, d]."""
@@ -110,16 +137,24 @@ class Attention(nn.Module):
 class PlainLayer(nn.Module):
     """An ordinary Llama layer: what every layer after a head's first one is. Without `input_norm`, the first of an EAGLE-1 head."""
 
-    def __init__(self, config: HeadShape, index: int, *, input_norm: bool = True, head_norms: bool = False) -> None:
+    def __init__(
+        self, config: HeadShape, index: int, *, input_norm: bool = True, head_norms: bool = False
+    ) -> None:
         super().__init__()
         self.index = index
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps) if input_norm else nn.Identity()
+        self.input_layernorm = (
+            RMSNorm(config.hidden_size, config.rms_norm_eps) if input_norm else nn.Identity()
+        )
         self.self_attn = Attention(config, config.hidden_size, head_norms=head_norms)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
 
-    def forward(self, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache) -> Tensor:
-        hidden = hidden_BTH + self.self_attn(self.input_layernorm(hidden_BTH), rotary, self.index, kv_cache)
+    def forward(
+        self, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache
+    ) -> Tensor:
+        hidden = hidden_BTH + self.self_attn(
+            self.input_layernorm(hidden_BTH), rotary, self.index, kv_cache
+        )
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -138,10 +173,15 @@ class FeatureDraft(nn.Module):
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
 
     @torch.no_grad()
-    def begin(self, target: FrozenTarget, draft_vocabulary: Tensor | None, scale: float = 1.0) -> None:
+    def begin(
+        self, target: FrozenTarget, draft_vocabulary: Tensor | None, scale: float = 1.0
+    ) -> None:
         """With the target's tables and final norm, where it is as wide. draft_vocabulary: sorted target ids [W], None for all."""
         if draft_vocabulary is not None:
-            self.d2t.copy_(draft_vocabulary - torch.arange(len(draft_vocabulary), device=draft_vocabulary.device))
+            self.d2t.copy_(
+                draft_vocabulary
+                - torch.arange(len(draft_vocabulary), device=draft_vocabulary.device)
+            )
         if self.config.hidden_size == target.hidden_size:
             self.embed_tokens.weight.copy_(target.tensor("embed_tokens.weight"))
             self.lm_head.weight.copy_(target.tensor("lm_head.weight")[self.target_ids_W] * scale)
@@ -174,7 +214,11 @@ class Rotary(LlamaRotaryEmbedding):
             num_attention_heads=1,  # only the head's size counts
             head_dim=shape.head_dim,
             max_position_embeddings=shape.max_position_embeddings,
-            rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta, **(shape.rope_scaling or {})},
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": shape.rope_theta,
+                **(shape.rope_scaling or {}),
+            },
         )
         super().__init__(config)
 

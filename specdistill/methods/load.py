@@ -79,7 +79,11 @@ def load_proposer(
     if method_named(method).is_trained:
         folder = locate(str(draft), key=key)
         if (found := method_of(folder, key=key)) != method:
-            raise UserError(key, got=f"{draft}, which holds a draft of method {found}", expected=f"one of method {method}")
+            raise UserError(
+                key,
+                got=f"{draft}, which holds a draft of method {found}",
+                expected=f"one of method {method}",
+            )
         if (files := made_for or target.files) is not None:
             check_target(folder, files, key, **options)
     proposer = implementation(method).load_proposer(folder, target, key=key, **options)
@@ -114,12 +118,18 @@ def locate(
     Raises UserError for a path that is no folder, ResourceError when the Hub fails.
     """
     name, revision = split_revision(draft)
-    return fetch(resolve(name, key), key=key, expected=expected, revision=revision, patterns=patterns)
+    return fetch(
+        resolve(name, key), key=key, expected=expected, revision=revision, patterns=patterns
+    )
 
 
 def draft_files(folder: Path) -> list[Path]:
     """The files of a folder that are the draft: those of the names in WHOLE_DRAFT, in order."""
-    return sorted(path for path in folder.iterdir() if path.is_file() and any(fnmatch(path.name, name) for name in WHOLE_DRAFT))
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if path.is_file() and any(fnmatch(path.name, name) for name in WHOLE_DRAFT)
+    )
 
 
 def draft_hash(folder: Path) -> str:
@@ -137,9 +147,18 @@ def describe_draft(draft: str | None, method: str) -> dict[str, Any]:
         return {"model": None, "revision": None, "method": method}
     folder = locate(draft)
     is_here = Path(resolve(split_revision(draft)[0])).is_dir()
-    described = {"model": draft, "revision": None if is_here else folder.name, "method": method, "weights": draft_hash(folder)}
+    described = {
+        "model": draft,
+        "revision": None if is_here else folder.name,
+        "method": method,
+        "weights": draft_hash(folder),
+    }
     history = read_history(folder, key="eval.draft")
-    found = {"training": history.before_and_after(), "acceptance_curve": history.acceptance_curve()} if history else {}
+    found = (
+        {"training": history.before_and_after(), "acceptance_curve": history.acceptance_curve()}
+        if history
+        else {}
+    )
     return described | {name: part for name, part in found.items() if part}
 
 
@@ -156,7 +175,11 @@ def recognized(config: Mapping[str, Any], names: Set[str], *, name: Path | str, 
     if found := next(itertools.chain(certain, named), None):
         return found
     if names and (other := other_method(config)):
-        raise UserError(key, got=f"{name}, a draft of method {other}, which is not decoded here yet", expected=EXPECTED)
+        raise UserError(
+            key,
+            got=f"{name}, a draft of method {other}, which is not decoded here yet",
+            expected=EXPECTED,
+        )
     architectures = config.get("architectures") or []
     weights = f"{len(names)} tensors" if names else "no weights"
     what = f"architectures {', '.join(map(str, architectures)) or 'not named'} and {weights}"
@@ -165,8 +188,12 @@ def recognized(config: Mapping[str, Any], names: Set[str], *, name: Path | str, 
 
 def other_method(config: Mapping[str, Any]) -> str | None:
     """The method of another project that a draft's config.json speaks of; None where it speaks of none that is known."""
-    stated = " ".join(map(str, [*(config.get("architectures") or []), config.get("speculators_model_type")])).lower()
-    return next((method for method, pattern in OTHER_METHODS.items() if re.search(pattern, stated)), None)
+    stated = " ".join(
+        map(str, [*(config.get("architectures") or []), config.get("speculators_model_type")])
+    ).lower()
+    return next(
+        (method for method, pattern in OTHER_METHODS.items() if re.search(pattern, stated)), None
+    )
 
 
 def _tensor_names(folder: Path, key: str) -> set[str]:
@@ -176,5 +203,7 @@ def _tensor_names(folder: Path, key: str) -> set[str]:
     if (folder / PICKLED).is_file():
         return set(unpickled(folder / PICKLED, key, device="meta"))
     index = next(iter(sorted(folder.glob("*.index.json"))), None)  # of shards that are pickles
-    with refusing((ValueError, KeyError, TypeError, OSError), key, index, "an index with a weight_map"):
+    with refusing(
+        (ValueError, KeyError, TypeError, OSError), key, index, "an index with a weight_map"
+    ):
         return set(read_json(index)["weight_map"]) if index else set()

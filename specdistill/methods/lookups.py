@@ -54,8 +54,13 @@ class LookupProposer:
         for row in self.rows:
             row.restart()
 
-    def propose(self, state: DecodingState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
-        return [Proposal(row.find(text, k)) for row, text in zip(self.rows, state.token_ids, strict=True)]
+    def propose(
+        self, state: DecodingState, k: int, sampling: Sampling, generators: Generators
+    ) -> list[Proposal]:
+        return [
+            Proposal(row.find(text, k))
+            for row, text in zip(self.rows, state.token_ids, strict=True)
+        ]
 
     def keep(self, rows: Sequence[int]) -> None:
         self.rows = [self.rows[row] for row in rows]
@@ -68,10 +73,18 @@ def lookup_method(
     tokens that agree. note, published: of `PlannedDraft`. There are no weights, and nothing to train.
     """
 
-    def load_proposer(folder: Path | None, target: FrozenTarget, *, key: str, **sections: Section) -> Proposer:
+    def load_proposer(
+        folder: Path | None, target: FrozenTarget, *, key: str, **sections: Section
+    ) -> Proposer:
         return LookupProposer(lookup(**vars(sections[method]) if sections else {}))
 
-    def planned(target: sizes.Described, given: sizes.Described | None, settings: dict[str, Any]) -> sizes.PlannedDraft:
-        return sizes.PlannedDraft(sizes.ParameterCounts(0, 0, 0), None, target.text.vocab_size, note, published)
+    def planned(
+        target: sizes.Described, given: sizes.Described | None, settings: dict[str, Any]
+    ) -> sizes.PlannedDraft:
+        return sizes.PlannedDraft(
+            sizes.ParameterCounts(0, 0, 0), None, target.text.vocab_size, note, published
+        )
 
-    return Implementation(load_proposer, planned, lambda fewest, most: LookupProposer(lookup(min=fewest, max=most)))
+    return Implementation(
+        load_proposer, planned, lambda fewest, most: LookupProposer(lookup(min=fewest, max=most))
+    )

@@ -26,7 +26,11 @@ def mask_token(target: FrozenTarget, asked: int | None) -> int:
         tokenizer.unk_token_id,
         *target.eos_token_ids,
     }
-    special = (id for id, token in tokenizer.added_tokens_decoder.items() if token.special and id not in taken)
+    special = (
+        id
+        for id, token in tokenizer.added_tokens_decoder.items()
+        if token.special and id not in taken
+    )
     if (free := max(special, default=None)) is None:
         got = f"null with {target.name}, whose tokenizer has no token that is never generated"
         raise UserError("draft.mask_token_id", got=got, expected="a token that texts do not hold")

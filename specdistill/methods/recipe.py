@@ -10,21 +10,42 @@ from pydantic.fields import FieldInfo
 from specdistill.errors import UserError, nearest
 from specdistill.methods import METHODS, method_named
 from specdistill.recipe.fields import ReadWhen, Section, default_of, like, option, section
-from specdistill.recipe.sections import DataConfig, EvalConfig, HiddenStatesConfig, PublishConfig, SelectionConfig, TargetConfig
+from specdistill.recipe.sections import (
+    DataConfig,
+    EvalConfig,
+    HiddenStatesConfig,
+    PublishConfig,
+    SelectionConfig,
+    TargetConfig,
+)
 
 DEFAULT_METHOD = "eagle3"
 # Training arguments that the Trainer reads for an optimizer of its own; of these, muon_adamw takes learning_rate and weight_decay alone.
-READ_BY_ADAMW = ("optim", "optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon")
+READ_BY_ADAMW = (
+    "optim",
+    "optim_args",
+    "optim_target_modules",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+)
 # Patterns of training arguments that a draft's training does not follow, and why.
 UNREAD = {
     "label_smoothing_factor": "a draft's loss has no labels to smooth",
     "neftune_noise_alpha": "a draft reads the target's features or tokens as they are",
-    **dict.fromkeys(("push_to_hub", "hub_*"), "`specdistill publish` releases a draft that passed its gate, with the evidence"),
+    **dict.fromkeys(
+        ("push_to_hub", "hub_*"),
+        "`specdistill publish` releases a draft that passed its gate, with the evidence",
+    ),
     "*liger_kernel*": "its kernels are for whole models of transformers",
     "*_full_eval": "a draft is evaluated as it is trained",
     "label_names": "a draft's batches have no labels",
-    **dict.fromkeys(("fsdp*", "deepspeed", "parallelism_config"), "accelerate_configs/ say how to shard"),
-    **dict.fromkeys(("save_only_model", "ignore_data_skip"), "an interrupted run resumes to the same draft"),
+    **dict.fromkeys(
+        ("fsdp*", "deepspeed", "parallelism_config"), "accelerate_configs/ say how to shard"
+    ),
+    **dict.fromkeys(
+        ("save_only_model", "ignore_data_skip"), "an interrupted run resumes to the same draft"
+    ),
     "enable_jit_checkpoint": "an interrupted run saves by itself",
     "auto_find_batch_size": "processes share out the rows of a step, which stay as many",
     "accelerator_config": "rows are shared out so that each is read once in an epoch",
@@ -72,10 +93,20 @@ class Recipe(Section):
             raise UserError("train.output_dir", got=got, expected="the folder of the run")
         if self.target.quantization and self.eval.engine != "specdistill":
             got = f"{self.target.quantization} with eval.engine={self.eval.engine}"
-            raise UserError("target.quantization", got=got, expected="null: an engine has options of its own, in its command")
-        if self.target.quantization and getattr(getattr(self, "hidden_states", None), "server", None):
+            raise UserError(
+                "target.quantization",
+                got=got,
+                expected="null: an engine has options of its own, in its command",
+            )
+        if self.target.quantization and getattr(
+            getattr(self, "hidden_states", None), "server", None
+        ):
             got = f"{self.target.quantization} with hidden_states.server"
-            raise UserError("target.quantization", got=got, expected="null: servers compute as they were started")
+            raise UserError(
+                "target.quantization",
+                got=got,
+                expected="null: servers compute as they were started",
+            )
         return self
 
 
@@ -84,7 +115,9 @@ class DraftSection(Section):
 
     NOT_OF_SHAPE: ClassVar[frozenset[str]] = frozenset({"init"})
 
-    init: str | None = option(None, "initialization: the folder or Hub id of a trained draft; null: new weights")
+    init: str | None = option(
+        None, "initialization: the folder or Hub id of a trained draft; null: new weights"
+    )
 
     def shape(self) -> dict[str, Any]:
         """What a fresh draft is built from."""
@@ -103,7 +136,8 @@ class TrainedRecipe(Recipe):
     draft: Section = section(Section)
     loss: Section = section(Section)
     selection: SelectionConfig | None = option(
-        None, f"prompts decoded at each evaluation for train.metric_for_best_model={DECODED}; null: none"
+        None,
+        f"prompts decoded at each evaluation for train.metric_for_best_model={DECODED}; null: none",
     )
     optimizer: Literal["muon_adamw", "adamw"] = option(
         "muon_adamw", "optimizer of the draft; adamw: the Trainer's, chosen by train.optim"
@@ -123,11 +157,17 @@ class TrainedRecipe(Recipe):
     @property
     def measured_on(self) -> list[str]:
         """The suites that the draft is measured on, as far as the recipe says."""
-        return [suite for suite in (self.eval.suite, self.selection and self.selection.suite) if suite]
+        return [
+            suite for suite in (self.eval.suite, self.selection and self.selection.suite) if suite
+        ]
 
     @model_validator(mode="after")
     def _trainer_reads_its_keys(self) -> "TrainedRecipe":
-        if other := next((name for name in READ_BY_ADAMW if name in self.train), None) if self.optimizer != "adamw" else None:
+        if (
+            other := next((name for name in READ_BY_ADAMW if name in self.train), None)
+            if self.optimizer != "adamw"
+            else None
+        ):
             got = f"{self.train[other]} with optimizer {self.optimizer}"
             raise UserError(f"train.{other}", got=got, expected="no such key, or optimizer=adamw")
         for name, value in self.train.items():
@@ -137,11 +177,20 @@ class TrainedRecipe(Recipe):
         epochs, steps = (self.train.get(name) for name in ("num_train_epochs", "max_steps"))
         if epochs is not None and steps not in (None, -1):
             got = f"{epochs} with train.max_steps={steps}, which would decide"
-            raise UserError("train.num_train_epochs", got=got, expected="one of both, e.g. with train.max_steps=-1")
+            raise UserError(
+                "train.num_train_epochs",
+                got=got,
+                expected="one of both, e.g. with train.max_steps=-1",
+            )
         metric, metrics = self.train.get("metric_for_best_model"), self.metrics()
         if metric is not None and str(metric).removeprefix("eval_") not in metrics:
             close = nearest(str(metric), metrics)
-            raise UserError("train.metric_for_best_model", got=metric, expected=f"one of {', '.join(metrics)}", nearest=close)
+            raise UserError(
+                "train.metric_for_best_model",
+                got=metric,
+                expected=f"one of {', '.join(metrics)}",
+                nearest=close,
+            )
         decodes = metric is not None and str(metric).removeprefix("eval_") == DECODED
         if decodes != (self.selection is not None):
             got = f"suite {self.selection.suite}" if self.selection else "null"
@@ -149,7 +198,11 @@ class TrainedRecipe(Recipe):
             raise UserError("selection", got=got, expected=expected)
         if decodes and self.target.shard != "none":  # one process decodes
             got = f"{DECODED} with target.shard={self.target.shard}"
-            raise UserError("train.metric_for_best_model", got=got, expected="acceptance_length, or target.shard=none")
+            raise UserError(
+                "train.metric_for_best_model",
+                got=got,
+                expected="acceptance_length, or target.shard=none",
+            )
         return self
 
     @property
@@ -164,7 +217,11 @@ class TrainedRecipe(Recipe):
 
     def metrics(self) -> list[str]:
         """What is measured in training, of held-out rows and by decoding: names for `train.metric_for_best_model`."""
-        measured = [f"{name}_{k}" for name in ("loss", "accuracy", "acceptance") for k in range(1, self.num_positions + 1)]
+        measured = [
+            f"{name}_{k}"
+            for name in ("loss", "accuracy", "acceptance")
+            for k in range(1, self.num_positions + 1)
+        ]
         return ["acceptance_length", "acceptance_length_sampled", "loss", *measured, DECODED]
 
 
@@ -176,7 +233,9 @@ class LayerSizes(DraftSection):
     num_attention_heads: int | None = option(None, "null: the target's", ge=1)
     num_key_value_heads: int | None = option(None, "null: the target's", ge=1)
     head_dim: int | None = option(None, "null: the target's", ge=2, multiple_of=2)
-    sliding_window: int | None = option(None, "sliding attention window in tokens; null: full attention", ge=2)
+    sliding_window: int | None = option(
+        None, "sliding attention window in tokens; null: full attention", ge=2
+    )
 
 
 class DivergenceConfig(Section):
@@ -189,7 +248,9 @@ class DivergenceConfig(Section):
 class SoftLossConfig(DivergenceConfig):
     """At several drafted positions."""
 
-    step_decay: float = option(0.8, "loss weight of drafted position k is step_decay ** k", ge=0, le=1)
+    step_decay: float = option(
+        0.8, "loss weight of drafted position k is step_decay ** k", ge=0, le=1
+    )
 
 
 class FeatureRecipe(TrainedRecipe):
@@ -208,7 +269,11 @@ class FeatureRecipe(TrainedRecipe):
 def own_eval_keys(schema: type[Recipe]) -> dict[str, FieldInfo]:
     """Keys of `eval:` that only recipes of this schema have."""
     own: Any = schema.model_fields["eval"].annotation
-    return {name: field for name, field in own.model_fields.items() if name not in EvalConfig.model_fields}
+    return {
+        name: field
+        for name, field in own.model_fields.items()
+        if name not in EvalConfig.model_fields
+    }
 
 
 def eval_keys_of_methods(*, read_when: ReadWhen | None = None) -> dict[str, tuple[Any, Any]]:
@@ -226,21 +291,34 @@ def eval_keys_of_methods(*, read_when: ReadWhen | None = None) -> dict[str, tupl
 
 def options_by_method(options: Section, methods: Sequence[str]) -> list[dict[str, Any]]:
     """The options of a command that each method's proposer takes. Raises UserError for one that is set and that none of them reads."""
-    by_method = [{name: getattr(options, name) for name in own_eval_keys(METHODS[method].recipe())} for method in methods]
+    by_method = [
+        {name: getattr(options, name) for name in own_eval_keys(METHODS[method].recipe())}
+        for method in methods
+    ]
     for name in eval_keys_of_methods():
         value, default = getattr(options, name), default_of(type(options).model_fields[name])
         if value != default and not any(name in own for own in by_method):
-            readers = [method for method, row in METHODS.items() if name in own_eval_keys(row.recipe())]
+            readers = [
+                method for method, row in METHODS.items() if name in own_eval_keys(row.recipe())
+            ]
             got = f"{value} with method {' and '.join(dict.fromkeys(methods))}"
-            raise UserError(name, got=got, expected=f"no such key: only {' and '.join(readers)} reads it")
+            raise UserError(
+                name, got=got, expected=f"no such key: only {' and '.join(readers)} reads it"
+            )
     return by_method
 
 
 def trainable(recipe: Recipe) -> TrainedRecipe:
     """The recipe. Raises UserError for a method that needs no training, and for a divergence or a tree that cannot be built."""
     if not isinstance(recipe, TrainedRecipe):
-        raise UserError("method", got=f"{recipe.method}, which needs no training", expected="a method that is trained")
-    from specdistill.decoding.tree import tree_shape  # not at the top: recipes are read without torch
+        raise UserError(
+            "method",
+            got=f"{recipe.method}, which needs no training",
+            expected="a method that is trained",
+        )
+    from specdistill.decoding.tree import (
+        tree_shape,
+    )  # not at the top: recipes are read without torch
     from specdistill.losses.divergence import build_divergence
 
     if recipe.eval.tree:

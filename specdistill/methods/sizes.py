@@ -14,7 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+)
 
 from specdistill.errors import UserError, refusing
 from specdistill.targets.anatomy import CLASS_ERRORS, auto_class, reads_images
@@ -46,8 +49,10 @@ def shape_of(config: Any) -> ModelShape:
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
         num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        num_key_value_heads=getattr(config, "num_key_value_heads", None)
+        or config.num_attention_heads,
+        head_dim=getattr(config, "head_dim", None)
+        or config.hidden_size // config.num_attention_heads,
     )
 
 
@@ -69,18 +74,27 @@ Weigh = Callable[[str, nn.Parameter], float]  # what a parameter of this name co
 
 
 def weights_read(
-    model: PreTrainedModel, num_tokens: int = 1, weigh: Weigh = lambda name, parameter: parameter.numel()
+    model: PreTrainedModel,
+    num_tokens: int = 1,
+    weigh: Weigh = lambda name, parameter: parameter.numel(),
 ) -> float:
     """Parameters that one pass over `num_tokens` tokens reads: all but an embedding table that is not the head."""
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    unread = 0.0 if head.weight is embedding.weight else weigh(names[id(embedding.weight)], embedding.weight)
+    unread = (
+        0.0
+        if head.weight is embedding.weight
+        else weigh(names[id(embedding.weight)], embedding.weight)
+    )
     return parameters_read(model, model.config.get_text_config(), num_tokens, weigh) - unread
 
 
 def parameters_read(
-    module: nn.Module, config: Any, num_tokens: int = 1, weigh: Weigh = lambda name, parameter: parameter.numel()
+    module: nn.Module,
+    config: Any,
+    num_tokens: int = 1,
+    weigh: Weigh = lambda name, parameter: parameter.numel(),
 ) -> float:
     """A module's parameters, of a mixture's E experts those that the tokens are sent to.
 
@@ -90,7 +104,10 @@ def parameters_read(
     num_experts = next((size for name in names if (size := getattr(config, name, None))), 1)
     chosen = getattr(config, "num_experts_per_tok", None) or num_experts
     share = 1 - (1 - chosen / num_experts) ** num_tokens
-    sizes = (("experts" in name.split("."), weigh(name, parameter)) for name, parameter in module.named_parameters())
+    sizes = (
+        ("experts" in name.split("."), weigh(name, parameter))
+        for name, parameter in module.named_parameters()
+    )
     return sum(size * share if of_expert else size for of_expert, size in sizes)
 
 
@@ -141,7 +158,9 @@ class Described:
     @property
     def calls_itself(self) -> str:
         """Its architectures and model type, in small letters."""
-        return " ".join([*(self.raw.get("architectures") or []), str(self.raw.get("model_type"))]).lower()
+        return " ".join(
+            [*(self.raw.get("architectures") or []), str(self.raw.get("model_type"))]
+        ).lower()
 
     @property
     def is_causal_lm(self) -> bool:
@@ -150,8 +169,14 @@ class Described:
             return True
         named = set(self.raw.get("architectures") or [])
         # The language model of one for text and images is a causal one, whatever the whole is called.
-        right = not named or "text_config" in self.raw or bool(named & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
-        known = reads_images(self.config) or (right and type(self.config) in MODEL_FOR_CAUSAL_LM_MAPPING)
+        right = (
+            not named
+            or "text_config" in self.raw
+            or bool(named & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
+        )
+        known = reads_images(self.config) or (
+            right and type(self.config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        )
         return known and not self.config.is_encoder_decoder
 
     @cached_property
@@ -161,9 +186,18 @@ class Described:
             raise UserError(self.key, got=f"{self.name}, a {self.kind}", expected=CAUSAL_LM)
         for size in ("num_hidden_layers", "hidden_size", "vocab_size"):
             if (got := getattr(self.text, size)) < 1:
-                raise UserError(self.key, got=f"{self.name} with {size} {got}", expected="1 or more")
-        with refusing(CLASS_ERRORS, self.key, f"{self.name}, of which no model can be built", CAUSAL_LM), torch.device("meta"):
-            return auto_class(self.config).from_config(self.config, trust_remote_code=self.trust_remote_code)
+                raise UserError(
+                    self.key, got=f"{self.name} with {size} {got}", expected="1 or more"
+                )
+        with (
+            refusing(
+                CLASS_ERRORS, self.key, f"{self.name}, of which no model can be built", CAUSAL_LM
+            ),
+            torch.device("meta"),
+        ):
+            return auto_class(self.config).from_config(
+                self.config, trust_remote_code=self.trust_remote_code
+            )
 
     @cached_property
     def parameters(self) -> int:
@@ -188,10 +222,15 @@ class Described:
         """Parameters that quantization took: matrices that are no table of tokens, and that it does not name as kept."""
         if self.quantization is None:
             return frozenset()
-        kept = [*(self.quantization.get("modules_to_not_convert") or []), *(self.quantization.get("ignore") or [])]
+        kept = [
+            *(self.quantization.get("modules_to_not_convert") or []),
+            *(self.quantization.get("ignore") or []),
+        ]
         kept += ["*embed_tokens", "*lm_head"]
         matrices = (name for name, parameter in self.model.named_parameters() if parameter.ndim > 1)
-        return frozenset(name for name in matrices if not any(fnmatch(name, f"{pattern}*") for pattern in kept))
+        return frozenset(
+            name for name in matrices if not any(fnmatch(name, f"{pattern}*") for pattern in kept)
+        )
 
     @cached_property
     def converted_itemsize(self) -> float:
@@ -210,7 +249,8 @@ class Described:
     def weigh(self, dtype: torch.dtype | None = None) -> Weigh:
         """Bytes of a parameter of `model`, in a dtype or as the checkpoint has it."""
         return lambda name, parameter: (
-            parameter.numel() * (self.converted_itemsize if name in self.converted else self.itemsize(dtype))
+            parameter.numel()
+            * (self.converted_itemsize if name in self.converted else self.itemsize(dtype))
         )
 
     @cached_property
@@ -239,16 +279,25 @@ class WeightlessTarget(FrozenTarget):
 
     def __init__(self, target: Described) -> None:
         own, dtype = target.tried(lambda tiny_random: None), target.dtype or ASSUMED_DTYPE
-        model = auto_class(target.config).from_config(target.config, dtype=dtype, trust_remote_code=target.trust_remote_code)
+        model = auto_class(target.config).from_config(
+            target.config, dtype=dtype, trust_remote_code=target.trust_remote_code
+        )
         names = {part: name for name, part in own.model.named_modules()}
         vars(self).update(
-            vars(own), model=model.eval().requires_grad_(False), config=model.config.get_text_config(decoder=True)
+            vars(own),
+            model=model.eval().requires_grad_(False),
+            config=model.config.get_text_config(decoder=True),
         )
-        self.backbone, self.layers = (model.get_submodule(names[part]) for part in (own.backbone, own.layers))
+        self.backbone, self.layers = (
+            model.get_submodule(names[part]) for part in (own.backbone, own.layers)
+        )
         self.norm = None if own.norm is None else model.get_submodule(names[own.norm])
         self.lm_head = model.get_output_embeddings()
         self.logits = replace(own.logits, linear=self.lm_head)
-        self.hidden_size, self.vocab_size = int(self.config.hidden_size), int(self.config.vocab_size)
+        self.hidden_size, self.vocab_size = (
+            int(self.config.hidden_size),
+            int(self.config.vocab_size),
+        )
 
     def features(self, input_ids_BT: Tensor, aux_layers: Sequence[int], **options: Any) -> Features:
         shape, dtype = (*input_ids_BT.shape, self.hidden_size), self.lm_head.weight.dtype
@@ -283,10 +332,20 @@ class PlannedDraft:
     build: Callable[[FrozenTarget], Any] | None = None
 
 
-def planned_shape(target: Described, given: Described | None, settings: Mapping[str, Any]) -> ModelShape:
+def planned_shape(
+    target: Described, given: Described | None, settings: Mapping[str, Any]
+) -> ModelShape:
     """Of the head that is given, or of the one that a recipe with these keys of `draft:` would train."""
-    sizes = {name: size for name in ModelShape.__annotations__ if (size := settings.get(name)) is not None}
-    return shape_of(given.text) if given else replace(shape_of(target.text), **{"num_layers": 1, **sizes})
+    sizes = {
+        name: size
+        for name in ModelShape.__annotations__
+        if (size := settings.get(name)) is not None
+    }
+    return (
+        shape_of(given.text)
+        if given
+        else replace(shape_of(target.text), **{"num_layers": 1, **sizes})
+    )
 
 
 def cache_of_head(shape: ModelShape, given: Described | None) -> CacheSize:

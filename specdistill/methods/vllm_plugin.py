@@ -62,24 +62,56 @@ def parameters(given: str) -> LookupFirstConfig:
 
 def check_version(version: str) -> None:
     if ".".join(version.split(".")[:2]) not in re.findall(r"\d+\.\d+", VLLM.versions):
-        raise UserError(LOOKUP_VARIABLE, got=f"vLLM {version}", expected=f"a version that it knows, {VLLM.versions}")
+        raise UserError(
+            LOOKUP_VARIABLE,
+            got=f"vLLM {version}",
+            expected=f"a version that it knows, {VLLM.versions}",
+        )
 
 
 def check(vllm_config: Any, config: LookupFirstConfig) -> None:
     """Raises UserError where vLLM was started so that tokens cannot be looked up, or would not be verified as what they are."""
     draft = vllm_config.speculative_config
     if draft is None:
-        raise UserError(LOOKUP_VARIABLE, got="vLLM without a draft", expected="--speculative-config, or no such variable")
+        raise UserError(
+            LOOKUP_VARIABLE,
+            got="vLLM without a draft",
+            expected="--speculative-config, or no such variable",
+        )
     k = draft.num_speculative_tokens
     one_by_one = f"{', '.join(DRAFTS)}, not in parallel"
     for is_refused, got, expected in (
-        (vllm_config.use_v2_model_runner, "vLLM's model runner V2", "V1: VLLM_USE_V2_MODEL_RUNNER=0"),
-        (vllm_config.scheduler_config.async_scheduling, "asynchronous scheduling", "--no-async-scheduling"),
-        (vllm_config.parallel_config.data_parallel_size > 1, "data parallelism", "a server for each device"),
-        (draft.method not in DRAFTS or draft.parallel_drafting, f"method {draft.method}", one_by_one),
-        (draft.draft_sample_method != "greedy", f"draft_sample_method {draft.draft_sample_method}", "greedy"),
+        (
+            vllm_config.use_v2_model_runner,
+            "vLLM's model runner V2",
+            "V1: VLLM_USE_V2_MODEL_RUNNER=0",
+        ),
+        (
+            vllm_config.scheduler_config.async_scheduling,
+            "asynchronous scheduling",
+            "--no-async-scheduling",
+        ),
+        (
+            vllm_config.parallel_config.data_parallel_size > 1,
+            "data parallelism",
+            "a server for each device",
+        ),
+        (
+            draft.method not in DRAFTS or draft.parallel_drafting,
+            f"method {draft.method}",
+            one_by_one,
+        ),
+        (
+            draft.draft_sample_method != "greedy",
+            f"draft_sample_method {draft.draft_sample_method}",
+            "greedy",
+        ),
         (draft.disable_padded_drafter_batch, "disable_padded_drafter_batch", "false"),
-        (config.levels > k, f"draft_tokens {config.levels} with num_speculative_tokens {k}", "at most as many"),
+        (
+            config.levels > k,
+            f"draft_tokens {config.levels} with num_speculative_tokens {k}",
+            "at most as many",
+        ),
     ):
         if is_refused:
             raise UserError(LOOKUP_VARIABLE, got=got, expected=expected)
@@ -90,15 +122,21 @@ def put_in_front(config: LookupFirstConfig) -> None:
     """In this process, which runs the model. Its log says so."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    GPUModelRunner.propose_draft_token_ids = looked_up_first(GPUModelRunner.propose_draft_token_ids, config)
+    GPUModelRunner.propose_draft_token_ids = looked_up_first(
+        GPUModelRunner.propose_draft_token_ids, config
+    )
     print(f"{LOOKUP_MARK} {config.described}", file=sys.stderr, flush=True)
 
 
-def looked_up_first(propose: Callable[..., Any], config: LookupFirstConfig) -> Callable[..., list[list[int]]]:
+def looked_up_first(
+    propose: Callable[..., Any], config: LookupFirstConfig
+) -> Callable[..., list[list[int]]]:
     """`GPUModelRunner.propose_draft_token_ids` behind a lookup: draft tokens of each row, of different lengths."""
 
     @wraps(propose)
-    def proposed(runner: Any, scheduler_output: Any, sampled_token_ids: Any, *others: Any) -> list[list[int]]:
+    def proposed(
+        runner: Any, scheduler_output: Any, sampled_token_ids: Any, *others: Any
+    ) -> list[list[int]]:
         own, k = copy.copy(scheduler_output), scheduler_output.num_spec_tokens_to_schedule
         own.num_spec_tokens_to_schedule = min(k, config.levels)
         drafted = propose(runner, own, sampled_token_ids, *others).tolist()
@@ -108,7 +146,9 @@ def looked_up_first(propose: Callable[..., Any], config: LookupFirstConfig) -> C
     return proposed
 
 
-def looked_up(runner: Any, sampled: list[list[int]], k: int, config: LookupFirstConfig) -> Iterator[list[int]]:
+def looked_up(
+    runner: Any, sampled: list[list[int]], k: int, config: LookupFirstConfig
+) -> Iterator[list[int]]:
     """Up to k tokens for each row, none where nothing is found and for a prompt that is not read to its end.
 
     sampled: of each row in this round, which its text does not hold yet; what is no token of the vocabulary was rejected. A request carries

@@ -29,7 +29,10 @@ from specdistill.statistics.intervals import macro_interval
 from specdistill.statistics.metrics import METRICS, MIN_BUCKET_DRAFTS, value
 
 SHARE, BLUR = 0.25, 0.01
-POSSIBLE = {"mean_acceptance_length": (1.0, np.inf), "acceptance_rate": (0.0, 1.0)}  # metrics, and what each can be
+POSSIBLE = {
+    "mean_acceptance_length": (1.0, np.inf),
+    "acceptance_rate": (0.0, 1.0),
+}  # metrics, and what each can be
 
 
 def engine_of(server: Server) -> tuple[str, Client]:
@@ -40,7 +43,9 @@ def engine_of(server: Server) -> tuple[str, Client]:
     for engine, client in clients.items():
         if any(name.startswith(f"{client.prefix}:") for name, _, _ in page):
             return engine, client
-    raise ResourceError(f"{server.address}/metrics has no counters of {', '.join(clients)}", next_step=hint)
+    raise ResourceError(
+        f"{server.address}/metrics has no counters of {', '.join(clients)}", next_step=hint
+    )
 
 
 def acceptance(client: Client, pages: Sequence[Counters], seconds: float) -> dict[str, Any]:
@@ -49,17 +54,29 @@ def acceptance(client: Client, pages: Sequence[Counters], seconds: float) -> dic
     seconds: between the two. Raises as `Client.drafted`, and for more accepted than drafted tokens.
     """
     row = client.drafted(pages[0], pages[-1])
-    num_drafts, drafted, accepted = row["num_drafts"], row["num_draft_tokens"], row["num_accepted_tokens"]
+    num_drafts, drafted, accepted = (
+        row["num_drafts"],
+        row["num_draft_tokens"],
+        row["num_accepted_tokens"],
+    )
     if not 0 <= accepted <= drafted + _blur(client, pages[-1], client.drafting[1]):
         what = f"the server says that it accepted {accepted} of {drafted} draft tokens"
         raise ResourceError(what, next_step="look at its /metrics")
-    idle = list(takewhile(lambda page: not page.keys() >= set(client.drafting), pages))  # SGLang, until a request has ended
+    idle = list(
+        takewhile(lambda page: not page.keys() >= set(client.drafting), pages)
+    )  # SGLang, until a request has ended
     grown = (client.drafted(*pair) for pair in pairwise([*idle[:1], *pages[len(idle) :]]))
     parts = [part for part in grown if part["num_drafts"] and part["num_draft_tokens"]]
     if lacking := _no_numbers(client, pages, seconds):
         return {**row, "verdict": "inconclusive", "reason": lacking}
-    sums = {name: np.array([part[name] for part in parts], float) for name in row if name != "accepted_per_position"}
-    row["acceptance_rate_per_position"] = [count / num_drafts for count in row["accepted_per_position"] if num_drafts]
+    sums = {
+        name: np.array([part[name] for part in parts], float)
+        for name in row
+        if name != "accepted_per_position"
+    }
+    row["acceptance_rate_per_position"] = [
+        count / num_drafts for count in row["accepted_per_position"] if num_drafts
+    ]
     lacking = _no_interval(client, pages, seconds, num_drafts, len(parts))
     for name, (least, most) in POSSIBLE.items():
         if (point := value(METRICS[name], sums)) is not None:
@@ -83,7 +100,10 @@ def _no_numbers(client: Client, pages: Sequence[Counters], seconds: float) -> st
     """Why what was counted says nothing; empty where it does."""
     needed = 0.0  # of `seconds`
     for name in client.drafting[:2]:
-        growth, most = pages[-1][name] - pages[0].get(name, 0.0), _blur(client, pages[-1], name) * (len(pages) - 1) / BLUR
+        growth, most = (
+            pages[-1][name] - pages[0].get(name, 0.0),
+            _blur(client, pages[-1], name) * (len(pages) - 1) / BLUR,
+        )
         needed = max(needed, most / growth if growth else math.inf if most else 0.0)
     if needed <= 1:
         return ""
@@ -94,7 +114,9 @@ def _longer(seconds: float) -> str:
     return f"use seconds={math.ceil(seconds)} or more" if seconds < math.inf else "raise seconds"
 
 
-def _no_interval(client: Client, pages: Sequence[Counters], seconds: float, num_drafts: int, num_parts: int) -> str:
+def _no_interval(
+    client: Client, pages: Sequence[Counters], seconds: float, num_drafts: int, num_parts: int
+) -> str:
     """Why there is none; empty where there is one. num_parts: those in which something was drafted."""
     if num_drafts < MIN_BUCKET_DRAFTS:
         return f"{num_drafts} drafts are too few, at least {MIN_BUCKET_DRAFTS}"

@@ -22,7 +22,9 @@ SOME_TIME = ReadWhen("with seconds above 0", lambda it: it.seconds > 0)
 
 
 class MonitorOptions(Section):
-    server: str = option(..., "address of a running vLLM, SGLang or llama.cpp, e.g. http://127.0.0.1:8000")
+    server: str = option(
+        ..., "address of a running vLLM, SGLang or llama.cpp, e.g. http://127.0.0.1:8000"
+    )
     seconds: float = option(
         60.0,
         f"time to watch, in {NUM_PARTS} parts; 0: everything since the server started",
@@ -41,18 +43,30 @@ def monitor(arguments: list[str]) -> int:
     options = load_recipe(MonitorOptions, keys_of(arguments))
     output, seconds = Path(os.path.realpath(options.output or "")), options.seconds
     if options.output is not None or "output=" in arguments:
-        if output.exists() and not output.is_file():  # a folder or a device, whose place it would take
+        if (
+            output.exists() and not output.is_file()
+        ):  # a folder or a device, whose place it would take
             raise UserError("output", got=repr(options.output or ""), expected="a JSON file")
         check_writable(output.parent, "output")
-    server = Server(options.server, key="server", timeout=options.server_timeout, timeout_key="server_timeout")
-    server.session.headers["Connection"] = "close"  # no engine keeps one alive from reading to reading
-    from specdistill.gate.decide import EXIT_CODES  # here, and not above, because these import scipy
+    server = Server(
+        options.server, key="server", timeout=options.server_timeout, timeout_key="server_timeout"
+    )
+    server.session.headers["Connection"] = (
+        "close"  # no engine keeps one alive from reading to reading
+    )
+    from specdistill.gate.decide import (
+        EXIT_CODES,
+    )  # here, and not above, because these import scipy
     from specdistill.monitor.acceptance import acceptance, engine_of
     from specdistill.report.files import staged
 
     engine, client = engine_of(server)
     num_parts = NUM_PARTS if seconds else 1
-    intervals = f"95% intervals over {num_parts} parts of {duration(seconds / num_parts)}" if seconds else "since it started"
+    intervals = (
+        f"95% intervals over {num_parts} parts of {duration(seconds / num_parts)}"
+        if seconds
+        else "since it started"
+    )
     print(f"{engine} at {server.address}, {intervals}", flush=True)
     pages: list[Counters] = [client.counters(server) if seconds else {}]
     while True:
@@ -61,18 +75,29 @@ def monitor(arguments: list[str]) -> int:
             time.sleep(max(0.0, start + seconds * part / num_parts - time.monotonic()))
             pages.append(client.counters(server))
         found = acceptance(client, pages, seconds)
-        found = {"server": server.address, "engine": engine, "time": time.time(), "seconds": seconds, **found}
+        found = {
+            "server": server.address,
+            "engine": engine,
+            "time": time.time(),
+            "seconds": seconds,
+            **found,
+        }
         print(f"{time.strftime('%H:%M:%S')} {line(found)}", flush=True)
         result(found)
         if options.output:
             with staged(output.parent) as staging:  # whole at any time
-                (staging / output.name).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+                (staging / output.name).write_text(
+                    json.dumps(found, indent=2) + "\n", encoding="utf-8"
+                )
         if not options.watch:
             return EXIT_CODES[found["verdict"]]
 
 
 def line(row: Mapping[str, Any]) -> str:
-    length, rate = (f"{number(row.get(name))}{between(row, name)}" for name in ("mean_acceptance_length", "acceptance_rate"))
+    length, rate = (
+        f"{number(row.get(name))}{between(row, name)}"
+        for name in ("mean_acceptance_length", "acceptance_rate")
+    )
     return (
         f"{row['verdict']}: acceptance length {length}, accepted at position 1, 2, …: {per_position(row)}, acceptance rate {rate}, "
         f"{row['num_drafts']:,} drafts; {row['reason']}"

@@ -28,11 +28,33 @@ from specdistill.rows.packing import collate
 from specdistill.targets.frozen import FrozenTarget
 
 aten = torch.ops.aten
-UNWRITTEN = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
+UNWRITTEN = {
+    aten.empty,
+    aten.empty_like,
+    aten.empty_strided,
+    aten.new_empty,
+    aten.new_empty_strided,
+}
 # What is in their first operand is not read.
-OVERWRITES = {aten.copy_, aten.fill_, aten.zero_, aten.full_like, aten.ones_like, aten.rand_like, aten.zeros_like}
-MATRIX_SHARE, TRAFFIC_SHARE = 0.5, 0.8  # of a device's peaks, reached by matrix products and by all other operations: assumed
-LOOKUPS = {aten.embedding, aten.gather, aten.index, aten.index_select}  # they read as much of a table as they return
+OVERWRITES = {
+    aten.copy_,
+    aten.fill_,
+    aten.zero_,
+    aten.full_like,
+    aten.ones_like,
+    aten.rand_like,
+    aten.zeros_like,
+}
+MATRIX_SHARE, TRAFFIC_SHARE = (
+    0.5,
+    0.8,
+)  # of a device's peaks, reached by matrix products and by all other operations: assumed
+LOOKUPS = {
+    aten.embedding,
+    aten.gather,
+    aten.index,
+    aten.index_select,
+}  # they read as much of a table as they return
 
 
 @dataclass(frozen=True)
@@ -77,9 +99,13 @@ class Ledger(TorchDispatchMode):
         if operation in flop_registry:
             self.flops += flop_registry[operation](*args, **kwargs, out_val=result)
         elif operation in LOOKUPS:
-            self.traffic += sum(min(_size(tensor), _size(result)) for tensor in given) + _size(result)
+            self.traffic += sum(min(_size(tensor), _size(result)) for tensor in given) + _size(
+                result
+            )
         elif (any(new) or func._schema.is_mutable) and operation not in UNWRITTEN:  # else a view
-            self.traffic += sum(map(_size, given[operation in OVERWRITES :])) + sum(map(_size, made))
+            self.traffic += sum(map(_size, given[operation in OVERWRITES :])) + sum(
+                map(_size, made)
+            )
         return result
 
     def _enter(self, tensor: Tensor, size: int) -> bool:
@@ -124,21 +150,33 @@ def training_step(
     build: (the target, its tensors without content) -> the draft. prepare: what is done with the objective before the step. ledger: one
     that counts more.
     """
-    values = {"method": method, "target": {"model": method}, "data": {"source": method}, "train": {"output_dir": method}}
+    values = {
+        "method": method,
+        "target": {"model": method},
+        "data": {"source": method},
+        "train": {"output_dir": method},
+    }
     recipe = validate(METHODS[method].recipe(), {**values, "draft": dict(draft)})
     row = {"input_ids": [0], "loss_mask": [1], "document_ids": [0]}
-    packed = {name: value * length for name, value in row.items()} | {"position_ids": list(range(length))}
+    packed = {name: value * length for name, value in row.items()} | {
+        "position_ids": list(range(length))
+    }
     mode = FakeTensorMode()
     with mode:
         weightless = WeightlessTarget(target)
-        objective: Any = METHODS[method].implementation().objective(build(weightless), recipe, weightless)
+        objective: Any = (
+            METHODS[method].implementation().objective(build(weightless), recipe, weightless)
+        )
         prepare(objective)
         for parameter in objective.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)
     batch = objective.prepare(collate([packed] * rows), None)  # which looks at the tokens
     with mode:
-        batch = {name: mode.from_tensor(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
+        batch = {
+            name: mode.from_tensor(value) if isinstance(value, Tensor) else value
+            for name, value in batch.items()
+        }
         ledger = Ledger() if ledger is None else ledger
         with ledger:  # as the Trainer takes the loss
             with torch.autocast("cpu", torch.bfloat16):

@@ -20,7 +20,9 @@ ENGINE_BYTES = 2**30  # its kernels and graphs, and buffers through which device
 PASS_TOKENS = 8192  # of prompts in a pass, as vLLM takes them
 NO_LIMIT = 2**30  # tokens: more than that are not counted
 MOST_DEVICES = 64
-USABLE = 0.92  # of a device's memory: the rest is the driver's context and what the allocator cannot use
+USABLE = (
+    0.92  # of a device's memory: the rest is the driver's context and what the allocator cannot use
+)
 
 
 def torch_dtype(name: str | None) -> torch.dtype | None:
@@ -33,7 +35,9 @@ def kv_itemsize(serving: ServingOptions, target: Described) -> int:
     return target.itemsize(torch_dtype(serving.kv_cache_dtype) or torch_dtype(serving.dtype))
 
 
-def served(serving: ServingOptions, target: Described, draft: Described | None = None) -> ServingOptions:
+def served(
+    serving: ServingOptions, target: Described, draft: Described | None = None
+) -> ServingOptions:
     """What a target is to serve, with a context: without one CONTEXT, or what the target has if that is less.
 
     Raises UserError for what no engine would serve: more context than the target has, heads that devices cannot share.
@@ -50,7 +54,9 @@ def served(serving: ServingOptions, target: Described, draft: Described | None =
         heads = getattr(model.text, "num_attention_heads", serving.tensor_parallel)
         if heads % serving.tensor_parallel:
             expected = f"a divisor of {heads}, the attention heads of {model.name}"
-            raise UserError("serving.tensor_parallel", got=serving.tensor_parallel, expected=expected)
+            raise UserError(
+                "serving.tensor_parallel", got=serving.tensor_parallel, expected=expected
+            )
     return serving.model_copy(update={"context": context})
 
 
@@ -80,25 +86,35 @@ def budget(
     num_speculative_tokens: int = 0,
 ) -> Budget:
     """Of a target with a draft, or alone without bytes and cache of one."""
-    dtype, devices, itemsize = torch_dtype(serving.dtype), serving.tensor_parallel, kv_itemsize(serving, target)
+    dtype, devices, itemsize = (
+        torch_dtype(serving.dtype),
+        serving.tensor_parallel,
+        kv_itemsize(serving, target),
+    )
     verified = serving.batch_size * (num_speculative_tokens + 1)
     parts = {
         "target": weight_bytes(target, dtype) / devices,
         "KV cache": 0,
         "draft": draft_bytes / devices,
         "draft's KV cache": 0,
-        "engine": ENGINE_BYTES + _activations(target.text, target.itemsize(dtype), verified, devices),
+        "engine": ENGINE_BYTES
+        + _activations(target.text, target.itemsize(dtype), verified, devices),
     }
 
     def caches(context: int) -> list[int]:
         both = (target.cache, draft_cache)
-        return [size.num_bytes(context, serving.batch_size, itemsize, devices) if size else 0 for size in both]
+        return [
+            size.num_bytes(context, serving.batch_size, itemsize, devices) if size else 0
+            for size in both
+        ]
 
     assert serving.context is not None
     usable, fixed = serving.gpu_memory_utilization * serving.memory_gb * 2**30, sum(parts.values())
     parts["KV cache"], parts["draft's KV cache"] = caches(serving.context)
     total = int(sum(parts.values()))
-    beyond = bisect.bisect_left(range(NO_LIMIT + 1), True, key=lambda context: fixed + sum(caches(context)) > usable)
+    beyond = bisect.bisect_left(
+        range(NO_LIMIT + 1), True, key=lambda context: fixed + sum(caches(context)) > usable
+    )
     longest = max(0, beyond - 1)
     made = Budget(
         parts={name: int(size) for name, size in parts.items() if size},

@@ -17,13 +17,25 @@ from specdistill.losses.chunked import BLOCK
 from specdistill.methods import METHODS, sizes
 from specdistill.methods.sizes import Described, PlannedDraft, weights_read
 from specdistill.planning.accounting import H100, MATRIX_SHARE, TRAFFIC_SHARE, training_step
-from specdistill.planning.budget import ENGINE_BYTES, PASS_TOKENS, USABLE, Budget, budget, kv_itemsize, torch_dtype
+from specdistill.planning.budget import (
+    ENGINE_BYTES,
+    PASS_TOKENS,
+    USABLE,
+    Budget,
+    budget,
+    kv_itemsize,
+    torch_dtype,
+)
 from specdistill.planning.command import ServingOptions
 from specdistill.project import LAUNCHES, RECIPES
 from specdistill.statistics.theory import expected_acceptance_length, predicted_speedup
 from specdistill.targets.cache_size import CacheSize
 
-MAX_K = {"K": 8, "1": 15, "0": 8}  # by the draft's passes per round; of a block of 16 the first token is given
+MAX_K = {
+    "K": 8,
+    "1": 15,
+    "0": 8,
+}  # by the draft's passes per round; of a block of 16 the first token is given
 # What an engine adds to bytes and layers: Llama-3.1-8B with its EAGLE-3 head in vLLM issue 20780 takes 8.35 + 1.016 K ms per round where a
 # plain step takes 7.07, so v = 1.18 and c = 0.144, against v = 1 and c = 0.050 of the bytes alone; 0.094 of 32 layers are 3.
 VERIFY_OVERHEAD = 0.18
@@ -32,10 +44,14 @@ LAYERS_OVERHEAD = 3.0
 FLOPS_PER_BYTE = MATRIX_SHARE * H100.flops / (TRAFFIC_SHARE * H100.bandwidth)
 # float32 weight, gradient and two AdamW moments; Muon keeps one moment of the matrices.
 BYTES_PER_TRAINED, BYTES_PER_COPIED = 16, 4
-TRAINING_FLOPS = 4e14  # a second, of one H100 or H200 in bfloat16: 40 % of what its tensor cores can
+TRAINING_FLOPS = (
+    4e14  # a second, of one H100 or H200 in bfloat16: 40 % of what its tensor cores can
+)
 BATCH_SIZE, MAX_LENGTH = 4, 2048
 GPUS_PER_MACHINE = 8
-LAUNCH = re.compile(r"accelerate_configs/(\w+)\.yaml(?: --num_processes (\d+))?")  # in a recipe's header
+LAUNCH = re.compile(
+    r"accelerate_configs/(\w+)\.yaml(?: --num_processes (\d+))?"
+)  # in a recipe's header
 SMALL = 100_000_000  # parameters of the largest target that the recipes of small ones are meant for as they stand
 
 
@@ -160,13 +176,25 @@ class Scenario:
     @cached_property
     def _read(self) -> Callable[[int], float]:
         """Bytes of the target's weights that a pass over this many tokens reads."""
-        return cache(partial(weights_read, self.target.model, weigh=self.target.weigh(torch_dtype(self.serving.dtype))))
+        return cache(
+            partial(
+                weights_read,
+                self.target.model,
+                weigh=self.target.weigh(torch_dtype(self.serving.dtype)),
+            )
+        )
 
-    def pass_bytes(self, weights: float, cache: CacheSize | None, parameters: float, num_tokens: int) -> float:
+    def pass_bytes(
+        self, weights: float, cache: CacheSize | None, parameters: float, num_tokens: int
+    ) -> float:
         """A pass over this many tokens of each sequence. weights: bytes that it reads. parameters: that a token is multiplied with."""
         context, batch_size = self.serving.context, self.serving.batch_size
         assert context is not None
-        held = cache.num_bytes(context, batch_size, kv_itemsize(self.serving, self.target)) if cache else 0
+        held = (
+            cache.num_bytes(context, batch_size, kv_itemsize(self.serving, self.target))
+            if cache
+            else 0
+        )
         return max(weights + held, 2 * parameters * batch_size * num_tokens / FLOPS_PER_BYTE)
 
 
@@ -177,7 +205,9 @@ def row_of(method: str, given: Described | None, scenario: Scenario) -> PlanRow:
     if not settings and recipe and target.parameters <= SMALL:
         settings = read_recipe(recipe)
     try:
-        planned: PlannedDraft = METHODS[method].implementation().planned(target, given, settings.get("draft", {}))
+        planned: PlannedDraft = (
+            METHODS[method].implementation().planned(target, given, settings.get("draft", {}))
+        )
     except UserError as error:
         if given is not None:
             raise
@@ -195,7 +225,9 @@ def row_of(method: str, given: Described | None, scenario: Scenario) -> PlanRow:
         num_layers=planned.parts.num_layers,
         parameters=planned.parts.parameters,
         bytes=int(size),
-        kv_bytes=planned.cache.per_token(kv_itemsize(scenario.serving, target)) if planned.cache else None,
+        kv_bytes=planned.cache.per_token(kv_itemsize(scenario.serving, target))
+        if planned.cache
+        else None,
         acceptance_source=planned.published.acceptance_source,
         training_tokens=tokens,
         training_source=f"recipe {recipe}" if generated else planned.published.training_source,
@@ -207,10 +239,17 @@ def row_of(method: str, given: Described | None, scenario: Scenario) -> PlanRow:
     )
 
 
-def _bytes(method: str, planned: PlannedDraft, given: Described | None, scenario: Scenario) -> tuple[float, float]:
+def _bytes(
+    method: str, planned: PlannedDraft, given: Described | None, scenario: Scenario
+) -> tuple[float, float]:
     """Of a draft's weights, and of those that a step reads."""
     parts, target = planned.parts, scenario.target
-    itemsize = (torch_dtype(scenario.serving.dtype) or (given or target).dtype or target.dtype or sizes.ASSUMED_DTYPE).itemsize
+    itemsize = (
+        torch_dtype(scenario.serving.dtype)
+        or (given or target).dtype
+        or target.dtype
+        or sizes.ASSUMED_DTYPE
+    ).itemsize
     if not (METHODS[method].in_target and target.native_mtp and target.quantization):
         return parts.parameters * float(itemsize), parts.read * float(itemsize)
     tables = parts.copied / 2  # all but these are stored as the target's own layers
@@ -220,50 +259,107 @@ def _bytes(method: str, planned: PlannedDraft, given: Described | None, scenario
 
 def _speed(planned: PlannedDraft, passes: str, scenario: Scenario, read: float) -> dict[str, Any]:
     """What a step costs and a round promises, as fields of a row. read: bytes of weights that a step reads."""
-    parts, num_layers, alphas = planned.parts, scenario.target.text.num_hidden_layers, planned.published.alphas
+    parts, num_layers, alphas = (
+        planned.parts,
+        scenario.target.text.num_hidden_layers,
+        planned.published.alphas,
+    )
     step = scenario.pass_bytes(read, planned.cache, parts.read, 1) if parts.read else 0.0
     shares = {"weights": step / scenario.plain, "layers": parts.num_layers / num_layers}
     low = high = None
     if alphas:
         best, verify = (scenario.verified(MAX_K[passes], spread=spread) for spread in (False, True))
         low, high = speedup_range(alphas, verify, shares, num_layers, passes, verify_at_best=best)
-    return {"step_ratio": max(shares.values()), "step_shares": shares, "alphas": alphas, "low": low, "high": high}
+    return {
+        "step_ratio": max(shares.values()),
+        "step_shares": shares,
+        "alphas": alphas,
+        "low": low,
+        "high": high,
+    }
 
 
-def _serving(planned: PlannedDraft, scenario: Scenario, size: float, high: ExpectedSpeedup | None) -> Budget | None:
+def _serving(
+    planned: PlannedDraft, scenario: Scenario, size: float, high: ExpectedSpeedup | None
+) -> Budget | None:
     """What each device holds with a draft of this size, and the context that it costs; None for one without weights."""
     if not planned.parts.parameters:
         return None
     alone = budget(scenario.target, scenario.serving)
-    held = budget(scenario.target, scenario.serving, size, planned.cache, high.num_speculative_tokens if high else 0)
-    return held if held.room is None or alone.room is None else replace(held, cost=alone.room - held.room)
+    held = budget(
+        scenario.target,
+        scenario.serving,
+        size,
+        planned.cache,
+        high.num_speculative_tokens if high else 0,
+    )
+    return (
+        held
+        if held.room is None or alone.room is None
+        else replace(held, cost=alone.room - held.room)
+    )
 
 
 def _training(
-    method: str, planned: PlannedDraft, scenario: Scenario, name: str | None, recipe: Mapping[str, Any], tokens: int | None
+    method: str,
+    planned: PlannedDraft,
+    scenario: Scenario,
+    name: str | None,
+    recipe: Mapping[str, Any],
+    tokens: int | None,
 ) -> dict[str, Any]:
     """What training takes, as fields of a row. recipe: keys of the one called `name` where the row describes its run."""
     if planned.shape is None:
         nothing = None if tokens is None else 0
         return {"disk_bytes": nothing, "training_memory": {}, "training_hours": nothing}
-    target, parts, row, itemsize = scenario.target, planned.parts, METHODS[method], scenario.target.itemsize()
-    train, draft = recipe.get("train", {}), {key: value for key, value in recipe.get("draft", {}).items() if key == "ttt_steps"}
+    target, parts, row, itemsize = (
+        scenario.target,
+        planned.parts,
+        METHODS[method],
+        scenario.target.itemsize(),
+    )
+    train, draft = (
+        recipe.get("train", {}),
+        {key: value for key, value in recipe.get("draft", {}).items() if key == "ttt_steps"},
+    )
     rows = scenario.batch_size or train.get("per_device_train_batch_size", BATCH_SIZE)
     length = scenario.max_length or recipe.get("data", {}).get("max_length", MAX_LENGTH)
     length = min(length, getattr(target.text, "max_position_embeddings", None) or length)
     read, positions = weights_read(target.model), draft.get("ttt_steps", row.positions)
-    memory = training_memory(parts, target.parameters * itemsize, planned.shape, planned.vocabulary, positions, rows * length)
+    memory = training_memory(
+        parts,
+        target.parameters * itemsize,
+        planned.shape,
+        planned.vocabulary,
+        positions,
+        rows * length,
+    )
     rate = TRAINING_FLOPS / (2 * read + 6 * parts.read * positions)
     if build := planned.build if scenario.computed else None:
-        step = training_step(method, build, {**planned.counted_with, **draft}, target, rows=rows, length=length)
+        step = training_step(
+            method, build, {**planned.counted_with, **draft}, target, rows=rows, length=length
+        )
         memory["activations"] = step.peak
         rate = H100.tokens_per_second(step, rows * length, 2 * read * rows * length)
     launch, trained = _launch(target, memory, scenario.serving.memory_gb * 2**30), tokens
     if recipe:
-        launch = _launched(target, memory, *launch_of(str(name)), is_sharded=recipe["target"].get("shard") == "layers")
-        trained = train["max_steps"] * train.get("gradient_accumulation_steps", 1) * rows * length * launch.num_processes
+        launch = _launched(
+            target,
+            memory,
+            *launch_of(str(name)),
+            is_sharded=recipe["target"].get("shard") == "layers",
+        )
+        trained = (
+            train["max_steps"]
+            * train.get("gradient_accumulation_steps", 1)
+            * rows
+            * length
+            * launch.num_processes
+        )
     return {
-        "disk_bytes": None if tokens is None else row.features * target.text.hidden_size * itemsize * tokens,
+        "disk_bytes": None
+        if tokens is None
+        else row.features * target.text.hidden_size * itemsize * tokens,
         "micro_batch": (rows, length),
         "trained_tokens": trained,
         "training_memory": memory,
@@ -276,24 +372,43 @@ def _launch(target: Described, memory: Mapping[str, int], device_memory: float) 
     """The fewest devices of a machine on which training fits, and the first configuration under which it does."""
     ways = ((name, number) for number in (1, 2, 4, GPUS_PER_MACHINE) for name in ("ddp", "zero2"))
     launches = (_launched(target, memory, *way, is_sharded=way[1] > 1) for way in ways)
-    return next((launch for launch in launches if launch.device_bytes <= USABLE * device_memory), None)
+    return next(
+        (launch for launch in launches if launch.device_bytes <= USABLE * device_memory), None
+    )
 
 
-def _launched(target: Described, memory: Mapping[str, int], name: str, number: int, *, is_sharded: bool) -> Launch:
+def _launched(
+    target: Described, memory: Mapping[str, int], name: str, number: int, *, is_sharded: bool
+) -> Launch:
     """With what each process holds: of the target's layers a part and a gathered one, of the draft what the configuration leaves."""
-    layers = target.itemsize() * sum(size.numel() for key, size in target.model.named_parameters() if ".layers." in key)
-    spared = layers - (layers / number + layers / target.text.num_hidden_layers) if is_sharded else 0
-    kept = {"zero2": 0.25 + 0.75 / number, "zero3": 0.25 + 1 / number}.get(name.partition("_")[0], 1.0)
-    return Launch(name, number, is_sharded, int(sum(memory.values()) - spared - (1 - kept) * memory["draft"]))
+    layers = target.itemsize() * sum(
+        size.numel() for key, size in target.model.named_parameters() if ".layers." in key
+    )
+    spared = (
+        layers - (layers / number + layers / target.text.num_hidden_layers) if is_sharded else 0
+    )
+    kept = {"zero2": 0.25 + 0.75 / number, "zero3": 0.25 + 1 / number}.get(
+        name.partition("_")[0], 1.0
+    )
+    return Launch(
+        name, number, is_sharded, int(sum(memory.values()) - spared - (1 - kept) * memory["draft"])
+    )
 
 
 def recipe_for(method: str, target: str) -> tuple[str | None, dict[str, Any]]:
     """The target's own recipe of a method, with its keys; else that of small targets, or of pico, without."""
-    names = sorted(path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml"))
+    names = sorted(
+        path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml")
+    )
     found = {name: keys for name in names if (keys := read_recipe(name)).get("method") == method}
-    if own := next((name for name, keys in found.items() if keys["target"]["model"] == target), None):
+    if own := next(
+        (name for name, keys in found.items() if keys["target"]["model"] == target), None
+    ):
         return own, found[own]
-    return next((name for folder in ("small", "pico") for name in found if name.startswith(f"{folder}/")), None), {}
+    return next(
+        (name for folder in ("small", "pico") for name in found if name.startswith(f"{folder}/")),
+        None,
+    ), {}
 
 
 def launch_of(recipe: str) -> tuple[str, int]:
@@ -338,12 +453,19 @@ def speedup_range(
     sequences. shares: of a row. passes: of `best_k`. A draft that runs no layers launches none.
     """
     overhead = LAYERS_OVERHEAD / target_layers if shares["layers"] else 0.0
-    low = best_k(alphas[0], [v + VERIFY_OVERHEAD for v in verify], max(shares.values()) + overhead, passes)
+    low = best_k(
+        alphas[0], [v + VERIFY_OVERHEAD for v in verify], max(shares.values()) + overhead, passes
+    )
     return low, best_k(alphas[1], verify_at_best or [1.0] * len(verify), shares["weights"], passes)
 
 
 def training_memory(
-    parts: sizes.ParameterCounts, target_bytes: int, shape: sizes.ModelShape, vocabulary: int, num_steps: int, num_tokens: int
+    parts: sizes.ParameterCounts,
+    target_bytes: int,
+    shape: sizes.ModelShape,
+    vocabulary: int,
+    num_steps: int,
+    num_tokens: int,
 ) -> dict[str, int]:
     """Device memory of online training by part, roughly: the draft with gradients and AdamW in float32; of activations 28H + 4I numbers per
     layer, token and drafted position in bfloat16, as `accounting` counts them in EAGLE-3 heads, and the logits of a block of the loss.

@@ -34,7 +34,9 @@ METHOD_PATTERNS = OTHER_METHODS | {
 SEARCHES = ("eagle", "speculator", "draft", "dflash", "dspark", "mtp", "pard")
 
 
-def read(name: str, *, key: str, revision: str | None = None, trust_remote_code: bool = False) -> Described:
+def read(
+    name: str, *, key: str, revision: str | None = None, trust_remote_code: bool = False
+) -> Described:
     """Read the config.json of `pico`, a folder or a Hub id, or the config of a GGUF file; `key` is what errors name.
 
     Raises UserError when there is none or it cannot be read, ResourceError when the Hub fails.
@@ -46,13 +48,19 @@ def read(name: str, *, key: str, revision: str | None = None, trust_remote_code:
         config = read_gguf_config(folder, file, key=key, name=name)
         hub_id, revision = (None, None) if Path(path).is_dir() else (name, folder.name)
         stored = (folder / file).stat().st_size
-        return Described(name, key, hub_id, revision, config.to_dict(), config, None, stored_bytes=stored)
+        return Described(
+            name, key, hub_id, revision, config.to_dict(), config, None, stored_bytes=stored
+        )
     patterns = ["config.json", INDEX, *(["*.py"] if trust_remote_code else [])]
     folder = fetch(path, key=key, expected=expected, revision=revision, patterns=patterns)
     raw, methods = read_config(folder, key), [row.implementation() for row in METHODS.values()]
-    nested = raw.get("transformer_layer_config") or raw.get("model")  # as speculators and vLLM wrap a head's
+    nested = raw.get("transformer_layer_config") or raw.get(
+        "model"
+    )  # as speculators and vLLM wrap a head's
     with refusing((OSError, *CLASS_ERRORS), key, name, CAUSAL_LM):
-        if str(raw.get("model_type")).startswith("specdistill_"):  # a draft in a layout of this project's own
+        if str(raw.get("model_type")).startswith(
+            "specdistill_"
+        ):  # a draft in a layout of this project's own
             config = PreTrainedConfig.from_dict(raw.get("text_config") or raw)
         elif isinstance(nested, dict):
             config = AutoConfig.for_model(**nested)
@@ -64,7 +72,9 @@ def read(name: str, *, key: str, revision: str | None = None, trust_remote_code:
     names, stored_bytes = _stored(folder, key)
     layers = (method.native_layers(raw, names, config.get_text_config()) for method in methods)
     native_mtp, revision = next(filter(None, layers), None), folder.name if hub_id else None
-    return Described(name, key, hub_id, revision, raw, config, native_mtp, trust_remote_code, stored_bytes)
+    return Described(
+        name, key, hub_id, revision, raw, config, native_mtp, trust_remote_code, stored_bytes
+    )
 
 
 def _stored(folder: Path, key: str) -> tuple[set[str], int | None]:
@@ -83,7 +93,10 @@ def method_of_config(draft: Described, target: Described) -> str:
     if other := other_method(draft.raw):
         got = f"{draft.name}, a draft of method {other}, which is not decoded here yet"
         raise UserError("draft", got=got, expected=DRAFT)
-    if found := next((name for name, row in METHODS.items() if row.implementation().is_described(draft, target)), None):
+    if found := next(
+        (name for name, row in METHODS.items() if row.implementation().is_described(draft, target)),
+        None,
+    ):
         return found
     raise UserError("draft", got=f"{draft.name}, a {draft.kind}", expected=DRAFT)
 
@@ -97,7 +110,11 @@ def check_fit(draft: Described, target: Described, method: str) -> list[str]:
     standalone, depth = METHODS[method].standalone, target.text.num_hidden_layers
     got, expected = draft.text.vocab_size, target.text.vocab_size
     if got != expected and not (standalone and abs(got - expected) <= 0.01 * expected):
-        raise UserError("draft", got=f"{draft.name} with a vocabulary of {got:,}", expected=f"{expected:,}, the target's")
+        raise UserError(
+            "draft",
+            got=f"{draft.name} with a vocabulary of {got:,}",
+            expected=f"{expected:,}, the target's",
+        )
     if got != expected:
         what = f"{draft.name} has a vocabulary of {got:,}, the target of {expected:,}"
         return [f"{what}: taken for one tokenizer, padded differently"]
@@ -108,8 +125,14 @@ def check_fit(draft: Described, target: Described, method: str) -> list[str]:
         got = f"{draft.name} for a width of {width:,}"
         raise UserError("draft", got=got, expected=f"{target.text.hidden_size:,}, the target's")
     if (made_for := draft.raw.get("num_target_layers") or depth) != depth:
-        raise UserError("draft", got=f"{draft.name} for a target of {made_for} layers", expected=f"{depth}, the target's")
-    layers = getattr(METHODS[method].implementation().head_shape(draft.raw, depth), "aux_layers", ())
+        raise UserError(
+            "draft",
+            got=f"{draft.name} for a target of {made_for} layers",
+            expected=f"{depth}, the target's",
+        )
+    layers = getattr(
+        METHODS[method].implementation().head_shape(draft.raw, depth), "aux_layers", ()
+    )
     if beyond := [layer for layer in layers if not 0 <= layer <= depth]:
         got = f"{draft.name}, which reads the target after layers {', '.join(map(str, beyond))}"
         raise UserError("draft", got=got, expected=f"layers of its {depth}")
@@ -138,31 +161,51 @@ def known_drafts(name: str, hub_id: str | None) -> tuple[list[KnownDraft], str |
     found: dict[str, KnownDraft] = {}
     try:
         # First with a time limit: the listing has none, and tries an unreachable Hub for half a minute.
-        answer = get_session().get(f"{constants.ENDPOINT}/api/models", params={"limit": 1}, timeout=TIMEOUT_SECONDS)
+        answer = get_session().get(
+            f"{constants.ENDPOINT}/api/models", params={"limit": 1}, timeout=TIMEOUT_SECONDS
+        )
         answer.raise_for_status()
         for search in SEARCHES:
             for base in [f"base_model:{hub_id}", None] if hub_id else [None]:
-                models = api.list_models(filter=base, search=search, sort="downloads", limit=500, expand=["downloads", "tags"])
+                models = api.list_models(
+                    filter=base,
+                    search=search,
+                    sort="downloads",
+                    limit=500,
+                    expand=["downloads", "tags"],
+                )
                 for model in models:
                     method = infer_method(model.id, model.tags or [])
                     if method and model.id != hub_id and (base or names_target(model.id, name)):
-                        known = KnownDraft(model.id, method, "card" if base else "name", model.downloads or 0)
+                        known = KnownDraft(
+                            model.id, method, "card" if base else "name", model.downloads or 0
+                        )
                         found.setdefault(model.id, known)
     except (HfHubHTTPError, OfflineModeIsEnabled, HTTP_ERROR, ValueError) as error:
-        return [], f"not asked: {constants.ENDPOINT} did not answer ({str(error).splitlines()[0] or type(error).__name__})"
+        return (
+            [],
+            f"not asked: {constants.ENDPOINT} did not answer ({str(error).splitlines()[0] or type(error).__name__})",
+        )
     return sorted(found.values(), key=lambda draft: -draft.downloads), None
 
 
 def infer_method(repository: str, tags: list[str]) -> str | None:
     """What a repository's name and tags say it is, the more special word counting; None where nothing sounds like a draft."""
     text = " ".join([repository, *tags]).lower()
-    return next((method for method, pattern in METHOD_PATTERNS.items() if re.search(pattern, text)), None)
+    return next(
+        (method for method, pattern in METHOD_PATTERNS.items() if re.search(pattern, text)), None
+    )
 
 
 def names_target(repository: str, target: str) -> bool:
     """Whether every word and number of the target's name is among the draft's: `EAGLE3-LLaMA3.1-Instruct-8B`, `Llama-3.1-8B-Instruct`."""
     words, wanted = (
-        set(re.findall(r"\d+(?:\.\d+)?[bm]?|[a-z]+", re.sub(r"eagle[-_ ]?3(\.1)?", " ", name.split("/")[-1].lower())))
+        set(
+            re.findall(
+                r"\d+(?:\.\d+)?[bm]?|[a-z]+",
+                re.sub(r"eagle[-_ ]?3(\.1)?", " ", name.split("/")[-1].lower()),
+            )
+        )
         for name in (repository, target)
     )
     return bool(wanted) and wanted <= words

@@ -81,5 +81,7 @@ class Counts:
         total = max(1, self.kept + self.filtered.total())
         table.add_row("kept", f"{self.kept:,}", f"{self.kept / total:.1%}", "")
         for name, count in self.filtered.most_common():
-            table.add_row(name, f"{count:,}", f"{count / total:.1%}", repr(self.examples.get(name, ""))[:80])
+            table.add_row(
+                name, f"{count:,}", f"{count / total:.1%}", repr(self.examples.get(name, ""))[:80]
+            )
         return table

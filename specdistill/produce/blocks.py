@@ -47,15 +47,28 @@ class Block(NamedTuple):
     def own(self, order: Sequence[int]) -> tuple[list[int], int, int]:
         """What this block has of some rows, and its place among how many blocks that have the same: more than one where rows are few."""
         if own := order[self.number :: self.num_blocks]:
-            return list(own), 0, -(-(self.num_blocks - self.number) // len(order)) if len(order) < self.num_blocks else 1
+            return (
+                list(own),
+                0,
+                -(-(self.num_blocks - self.number) // len(order))
+                if len(order) < self.num_blocks
+                else 1,
+            )
         shared = self.number % len(order)
-        return [order[shared]], self.number // len(order), -(-(self.num_blocks - shared) // len(order))
+        return (
+            [order[shared]],
+            self.number // len(order),
+            -(-(self.num_blocks - shared) // len(order)),
+        )
 
 
 def blocks(num_tokens: int) -> list[Block]:
     """One for TOKENS of them, but MANY for as few as FEWEST_TOKENS each, so that a launch has something to share."""
     count = min(MOST, max(-(-num_tokens // TOKENS), min(MANY, num_tokens // FEWEST_TOKENS), 1))
-    return [Block(number, count, num_tokens * (number + 1) // count - num_tokens * number // count) for number in range(count)]
+    return [
+        Block(number, count, num_tokens * (number + 1) // count - num_tokens * number // count)
+        for number in range(count)
+    ]
 
 
 @dataclass(frozen=True)
@@ -76,7 +89,12 @@ class AnswerFile:
     plan: of the recipe; what another left in the file is dropped, and so is a line that a kill cut short. added: is given new answers.
     """
 
-    def __init__(self, path: Path, plan: str, added: Callable[[Sequence[Answer], int], object] = lambda answers, size: None):
+    def __init__(
+        self,
+        path: Path,
+        plan: str,
+        added: Callable[[Sequence[Answer], int], object] = lambda answers, size: None,
+    ):
         self.path, self._added = path, added
         self._head = json.dumps({"plan": plan, "version": VERSION}).encode()
         self.turns: dict[str, list[Answer]] = {}
@@ -91,13 +109,22 @@ class AnswerFile:
             head, *lines = self._file.read().split(b"\n")
             whole = lines[:-1] if head == self._head else []
             for line in whole:
-                self.turns |= {name: [Answer(**it) for it in turns] for name, turns in parse_json(line).items()}
-            self._file.truncate(sum(len(line) + 1 for line in (head, *whole)) if head == self._head and lines else 0)
+                self.turns |= {
+                    name: [Answer(**it) for it in turns] for name, turns in parse_json(line).items()
+                }
+            self._file.truncate(
+                sum(len(line) + 1 for line in (head, *whole)) if head == self._head and lines else 0
+            )
             if self._file.seek(0, os.SEEK_END) == 0:
                 self._file.write(self._head + b"\n")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._file.close()
 
     def add(self, made: Mapping[str, list[Answer]]) -> None:
@@ -106,7 +133,9 @@ class AnswerFile:
         line = json.dumps(content, ensure_ascii=False).encode() + b"\n"
         with self._lock, on_disk(self.path.parent):
             start = self._file.tell()
-            if self._file.write(line) != len(line):  # a full disk takes a part, and says so at the next write
+            if self._file.write(line) != len(
+                line
+            ):  # a full disk takes a part, and says so at the next write
                 self._file.truncate(start)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self.turns |= made

@@ -47,7 +47,9 @@ class SuiteIndex:
     """The word n-grams of suites' prompts, and shorter prompts whole. One that several suites hold is the first one's."""
 
     def __init__(self, suites: Iterable[Suite]) -> None:
-        self.pieces: dict[WordTuple, dict[WordTuple, str]] = {}  # by their first SHORT words, or all of fewer
+        self.pieces: dict[
+            WordTuple, dict[WordTuple, str]
+        ] = {}  # by their first SHORT words, or all of fewer
         for suite in suites:
             for row in suite.rows:
                 texts = [row.content]
@@ -55,13 +57,21 @@ class SuiteIndex:
                     texts = [turn["content"] for turn in row.content if turn["role"] == "user"]
                 for prompt in map(words, texts):
                     for piece in ngrams(prompt, min(SUITE_NGRAM, max(1, len(prompt)))):
-                        self.pieces.setdefault(piece[:SHORT], {}).setdefault(piece, f"{suite.name}: {row.id}")
+                        self.pieces.setdefault(piece[:SHORT], {}).setdefault(
+                            piece, f"{suite.name}: {row.id}"
+                        )
 
     def overlap(self, row: Mapping[str, Any]) -> tuple[str, str] | None:
         """(`suite: prompt`, the words in common) of the first overlap of a row in one of the common forms of `sources`."""
-        texts = [row["text"]] if row["text"] is not None else [turn["content"] or "" for turn in row["messages"]]
+        texts = (
+            [row["text"]]
+            if row["text"] is not None
+            else [turn["content"] or "" for turn in row["messages"]]
+        )
         for own in map(tuple, map(words, texts)):
-            for start in range(max(1, len(own) - SHORT + 1)):  # a piece of fewer words is found only where it is all of `own`
+            for start in range(
+                max(1, len(own) - SHORT + 1)
+            ):  # a piece of fewer words is found only where it is all of `own`
                 for piece, place in self.pieces.get(own[start : start + SHORT], {}).items():
                     if own[start : start + len(piece)] == piece:
                         return place, " ".join(piece)
@@ -74,7 +84,11 @@ def load_suites(names: Sequence[str], measured_on: Sequence[str]) -> list[Suite]
     `all` stands for every suite that ships and those that the draft will be measured on: of these, what the network does not give is
     skipped. Raises UserError for a name that is none, ResourceError for a suite that is named and cannot be fetched.
     """
-    implied = [*sorted(path.stem for path in SUITES.glob("*.yaml")), *measured_on] if "all" in names else []
+    implied = (
+        [*sorted(path.stem for path in SUITES.glob("*.yaml")), *measured_on]
+        if "all" in names
+        else []
+    )
     suites: dict[str, Suite] = {}
     missing: dict[str, None] = {}
     for name in [*(name for name in names if name != "all"), *implied]:
@@ -87,7 +101,10 @@ def load_suites(names: Sequence[str], measured_on: Sequence[str]) -> list[Suite]
         else:
             suites.setdefault(suite.sha256, suite)
     if missing and is_first_here():
-        logger.warning("data.decontaminate: %s could not be fetched, and no row is compared with them", ", ".join(missing))
+        logger.warning(
+            "data.decontaminate: %s could not be fetched, and no row is compared with them",
+            ", ".join(missing),
+        )
     return list(suites.values())
 
 
@@ -111,25 +128,45 @@ def cleaned(
             for number, source in enumerate(sources):
                 for position, row in enumerate(source.rows):
                     if overlap := index.overlap(row):
-                        found.append({"source": number, "row": position, "of": overlap[0], "shared": overlap[1]})
+                        found.append(
+                            {
+                                "source": number,
+                                "row": position,
+                                "of": overlap[0],
+                                "shared": overlap[1],
+                            }
+                        )
                     advance()
         aside = path.with_suffix(f".{os.getpid()}.part")
         with on_disk(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
-            aside.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            aside.write_text(
+                json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+            )
             os.replace(aside, path)
         if found:
             of = Counter(row["of"].partition(":")[0] for row in found).most_common()
             holds = ", ".join(f"{count:,} with prompts of {suite}" for suite, count in of)
-            logger.info(f"{len(found):,} of {num_rows:,} rows are filtered ({holds}), listed in {path}")
+            logger.info(
+                f"{len(found):,} of {num_rows:,} rows are filtered ({holds}), listed in {path}"
+            )
     found = read_json(path)
     gone = {(row["source"], row["row"]) for row in found}
-    kept = [[row for row in range(len(source.rows)) if (number, row) not in gone] for number, source in enumerate(sources)]
+    kept = [
+        [row for row in range(len(source.rows)) if (number, row) not in gone]
+        for number, source in enumerate(sources)
+    ]
     if not any(kept):
         expected = "rows that overlap no suite, or other data.decontaminate"
-        raise UserError("data.source", got=f"{len(gone)} rows that are all filtered (see {path})", expected=expected)
+        raise UserError(
+            "data.source",
+            got=f"{len(gone)} rows that are all filtered (see {path})",
+            expected=expected,
+        )
     with quiet():
         return [
-            source if len(rows) == len(source.rows) else replace(source, rows=source.rows.select(rows).flatten_indices())
+            source
+            if len(rows) == len(source.rows)
+            else replace(source, rows=source.rows.select(rows).flatten_indices())
             for source, rows in zip(sources, kept, strict=True)
         ], +Counter(contaminated=len(found))

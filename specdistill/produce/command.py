@@ -32,17 +32,30 @@ def data(arguments: list[str]) -> int:
     verb, *others = arguments if arguments and "=" not in arguments[0] else ["show", *arguments]
     if verb == "features":
         options, others = load_own_keys(LaunchOptions, others)
-        return run_script("train/features.py", [*others, "train.output_dir=runs"], options)  # features have no run
+        return run_script(
+            "train/features.py", [*others, "train.output_dir=runs"], options
+        )  # features have no run
     if verb not in VERBS:
-        raise UserError("specdistill data", got=verb, expected=f"one of {', '.join(VERBS)}", nearest=nearest(verb, VERBS))
+        raise UserError(
+            "specdistill data",
+            got=verb,
+            expected=f"one of {', '.join(VERBS)}",
+            nearest=nearest(verb, VERBS),
+        )
     keys, show_options, fleet = keys_of(others), ShowOptions(), FleetOptions()
     if verb == "show":
         show_options, keys = load_own_keys(ShowOptions, keys)
     if verb == "make":
         fleet, keys = load_own_keys(FleetOptions, keys)
-    recipe = load_recipe(Recipe, [*keys, "train.output_dir=runs"])  # a recipe needs it, the rows do not
+    recipe = load_recipe(
+        Recipe, [*keys, "train.output_dir=runs"]
+    )  # a recipe needs it, the rows do not
     if not isinstance(recipe, TrainedRecipe):
-        raise UserError("method", got=f"{recipe.method}, which needs no training", expected="a method that is trained")
+        raise UserError(
+            "method",
+            got=f"{recipe.method}, which needs no training",
+            expected="a method that is trained",
+        )
     if verb == "show":
         return _show(recipe, show_options)
     return _make_on(fleet, recipe, keys) if fleet.on else _make(recipe, merges_only=verb == "merge")
@@ -90,19 +103,27 @@ def _make(recipe: TrainedRecipe, *, merges_only: bool) -> ExitCode:
     from specdistill.rows.row_set import read_rows
 
     if merges_only and recipe.data.shard is not None:
-        raise UserError("data.shard", got=recipe.data.shard, expected="null: `specdistill data merge` takes all shards")
+        raise UserError(
+            "data.shard",
+            got=recipe.data.shard,
+            expected="null: `specdistill data merge` takes all shards",
+        )
     index, count = shard_of(recipe.data.shard)
     job = _job(recipe, generates=not merges_only)
     job.check()
     if not merges_only:
         make_blocks(job, index, count)
     if recipe.data.shard is not None and not merges_only:
-        print(f"{job.blocks}: shard {index} of {count} is made; when all are: specdistill data merge")
+        print(
+            f"{job.blocks}: shard {index} of {count} is made; when all are: specdistill data merge"
+        )
         result({"blocks": job.blocks, "shard": index, "of": count})
         return ExitCode.DONE
     merge(job)
     *_, manifest = read_rows(job.folder)
-    counts = " and ".join(f"{it.tokens:,} tokens in {it.documents:,} documents" for it in manifest.splits.values())
+    counts = " and ".join(
+        f"{it.tokens:,} tokens in {it.documents:,} documents" for it in manifest.splits.values()
+    )
     print(f"{job.folder}: for training and validation {counts}")
     result({"folder": job.folder, **manifest.model_dump(mode="json")})
     return ExitCode.DONE

@@ -83,48 +83,76 @@ def feature_store(
     computed = " in ".join(filter(None, (target.quantization, target.dtype)))
     computed += "" if autocast is None else f" under {str(autocast).removeprefix('torch.')}"
     layers = tuple(aux_layers)
-    origin = Origin(identity.weights, identity.tokenizer, computed, config.dtype, target.hidden_size, layers)
+    origin = Origin(
+        identity.weights, identity.tokenizer, computed, config.dtype, target.hidden_size, layers
+    )
     if config.mode == "offline":
         return FeatureStore.open(Path(str(config.path)), sets, origin)
-    make = by_servers(target, layers, config.server, config.timeout) if config.server else by_target(target, layers, autocast)
+    make = (
+        by_servers(target, layers, config.server, config.timeout)
+        if config.server
+        else by_target(target, layers, autocast)
+    )
     generated = OfGenerated(config.waiting, target, layers, make) if config.waiting else None
     store = fill(config, sets, origin, generated or make, batch_size, force=force)
-    without = f", {generated.num_rows:,} as they were generated" if generated and generated.num_rows else ""
-    logger.info(f"{config.path}: features of {store.num_rows - store.num_missing:,} of {store.num_rows:,} rows{without}")
+    without = (
+        f", {generated.num_rows:,} as they were generated"
+        if generated and generated.num_rows
+        else ""
+    )
+    logger.info(
+        f"{config.path}: features of {store.num_rows - store.num_missing:,} of {store.num_rows:,} rows{without}"
+    )
     return store
 
 
-def by_target(target: FrozenTarget, aux_layers: Sequence[int], autocast: torch.dtype | None) -> MakeFeatures:
+def by_target(
+    target: FrozenTarget, aux_layers: Sequence[int], autocast: torch.dtype | None
+) -> MakeFeatures:
     """Passes as a training's steps make them."""
 
     @torch.no_grad()
     def make(rows: Rows) -> list[Tensor]:
         batch = collate(rows)
         documents = Documents(batch["cumulative_lengths"].to(target.device), batch["longest"])
-        ids_BT, positions_BT = (batch[name].to(target.device) for name in ("input_ids", "position_ids"))
+        ids_BT, positions_BT = (
+            batch[name].to(target.device) for name in ("input_ids", "position_ids")
+        )
         with torch.autocast(target.device.type, autocast, enabled=autocast is not None):
-            features = target.features(ids_BT, aux_layers, position_ids_BT=positions_BT, documents=documents)
+            features = target.features(
+                ids_BT, aux_layers, position_ids_BT=positions_BT, documents=documents
+            )
         lengths = (batch["document_ids"] != PADDING_DOCUMENT).sum(1).tolist()
-        return [row[:, :length] for row, length in zip(torch.stack(features.tensors, dim=1).cpu(), lengths, strict=True)]
+        return [
+            row[:, :length]
+            for row, length in zip(torch.stack(features.tensors, dim=1).cpu(), lengths, strict=True)
+        ]
 
     return make
 
 
-def by_servers(target: FrozenTarget, aux_layers: Sequence[int], addresses: Sequence[str], timeout: float) -> MakeFeatures:
+def by_servers(
+    target: FrozenTarget, aux_layers: Sequence[int], addresses: Sequence[str], timeout: float
+) -> MakeFeatures:
     """Passes of vLLM servers of the target, between which the documents alternate. timeout: seconds that an answer may take.
 
     The answer to a request for one token names a file (see `server_states`).
 
     Raises UserError for servers of other layers or another dtype, ResourceError when one fails.
     """
-    servers = [Server(address, key=SERVER_KEY, timeout=timeout, timeout_key="hidden_states.timeout") for address in addresses]
+    servers = [
+        Server(address, key=SERVER_KEY, timeout=timeout, timeout_key="hidden_states.timeout")
+        for address in addresses
+    ]
     models = [server.json("/v1/models", ServedModels).data[0].id for server in servers]
 
     def states(number: int, ids: list[int]) -> Tensor:
         """[A + 1, L, D] of a document."""
         server, model = servers[number % len(servers)], models[number % len(servers)]
         body = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0}
-        hidden_LND = take(Path(server.json("/v1/completions", Passed, body).path or ""), ids, server)
+        hidden_LND = take(
+            Path(server.json("/v1/completions", Passed, body).path or ""), ids, server
+        )
         return _features(hidden_LND, len(ids), target, aux_layers, server.address)
 
     def make(rows: Rows) -> list[Tensor]:
@@ -139,18 +167,30 @@ def by_servers(target: FrozenTarget, aux_layers: Sequence[int], addresses: Seque
 
 def _documents(row: dict[str, Any]) -> list[list[int]]:
     tokens = Tokens.of(row)
-    return [ids.tolist() for ids in torch.from_numpy(tokens.input_ids).split(tokens.document_lengths.tolist())]
+    return [
+        ids.tolist()
+        for ids in torch.from_numpy(tokens.input_ids).split(tokens.document_lengths.tolist())
+    ]
 
 
-def _features(hidden_LND: Tensor, num_tokens: int, target: FrozenTarget, aux_layers: Sequence[int], of: str) -> Tensor:
+def _features(
+    hidden_LND: Tensor, num_tokens: int, target: FrozenTarget, aux_layers: Sequence[int], of: str
+) -> Tensor:
     """[A + 1, L, D] of what a server wrote: of the layers that the draft reads, and the last one. Raises UserError for other ones.
 
     vLLM counts them as we do, passes them on in ascending order, and takes the last before the target's final norm, which is applied here.
     """
     layers = sorted({*aux_layers, target.num_layers})
-    if hidden_LND.shape != (num_tokens, len(layers), target.hidden_size) or str(hidden_LND.dtype) != f"torch.{target.dtype}":
+    if (
+        hidden_LND.shape != (num_tokens, len(layers), target.hidden_size)
+        or str(hidden_LND.dtype) != f"torch.{target.dtype}"
+    ):
         got = f"{of}, which writes {list(hidden_LND.shape)} {hidden_LND.dtype} for {num_tokens} tokens"
-        raise UserError(SERVER_KEY, got=got, expected=f"layers {layers} of {target.hidden_size} in {target.dtype}")
+        raise UserError(
+            SERVER_KEY,
+            got=got,
+            expected=f"layers {layers} of {target.hidden_size} in {target.dtype}",
+        )
     wanted = [layers.index(layer) for layer in (*aux_layers, target.num_layers)]
     features_ALD = hidden_LND[:, wanted].transpose(0, 1).contiguous()
     with torch.no_grad():
@@ -202,7 +242,13 @@ class OfGenerated:
 
 
 def fill(
-    config: HiddenStatesConfig, sets: Sequence[Dataset], origin: Origin, make: MakeFeatures, batch_size: int, *, force: bool
+    config: HiddenStatesConfig,
+    sets: Sequence[Dataset],
+    origin: Origin,
+    make: MakeFeatures,
+    batch_size: int,
+    *,
+    force: bool,
 ) -> FeatureStore:
     """The store of the rows of some sets, or of the first of them that have room in its `max_bytes`. Every process has to call it.
 
@@ -218,7 +264,10 @@ def fill(
     with ExitStack() as stack, on_disk(folder, free):
         if rank == 0:
             check_holds(
-                folder, KEY, "a feature store", lambda name: name in (LOCK, ASIDE, WAITING) or SHARD.fullmatch(name) is not None
+                folder,
+                KEY,
+                "a feature store",
+                lambda name: name in (LOCK, ASIDE, WAITING) or SHARD.fullmatch(name) is not None,
             )
             stack.enter_context(alone(folder / LOCK, KEY, folder))
             _clear(folder, shards)
@@ -229,11 +278,22 @@ def fill(
             for name, part in own:
                 begin, shard_rows = time.monotonic(), rows.select(part)
                 is_new = _complete(folder / name, shard_rows, origin, make, batch_size)
-                left = sum(len(other) for file, other in shards.items() if not (folder / file).exists())
+                left = sum(
+                    len(other) for file, other in shards.items() if not (folder / file).exists()
+                )
                 if is_new and left and not is_announced:
-                    is_announced, sample = True, _cost(folder / name, shard_rows, (time.monotonic() - begin) / count)
+                    is_announced, sample = (
+                        True,
+                        _cost(folder / name, shard_rows, (time.monotonic() - begin) / count),
+                    )
                     estimate = sample.times(left / len(part))
-                    announce("storing features", estimate, f"the first {len(part):,} rows", folder, force=force)
+                    announce(
+                        "storing features",
+                        estimate,
+                        f"the first {len(part):,} rows",
+                        folder,
+                        force=force,
+                    )
                 advance(len(part))
         of_all(None)
         if rank == 0:
@@ -245,10 +305,14 @@ def fill(
         raise UserError(KEY, got=error.got, expected="a folder that all machines share") from error
 
 
-def _plan(rows: Dataset, origin: Origin, shard_tokens: int, max_bytes: int | None) -> dict[str, range]:
+def _plan(
+    rows: Dataset, origin: Origin, shard_tokens: int, max_bytes: int | None
+) -> dict[str, range]:
     """The rows of each shard, as many shards as have room."""
     per_shard = max(1, shard_tokens // len(rows[0]["input_ids"]))
-    parts = [range(first, min(first + per_shard, len(rows))) for first in range(0, len(rows), per_shard)]
+    parts = [
+        range(first, min(first + per_shard, len(rows))) for first in range(0, len(rows), per_shard)
+    ]
     plan: dict[str, range] = {}
     room = max_bytes
     for index, part in enumerate(parts):
@@ -280,7 +344,9 @@ def _clear(folder: Path, shards: dict[str, range]) -> None:
             path.unlink()
 
 
-def _complete(path: Path, rows: Dataset, origin: Origin, make: MakeFeatures, batch_size: int) -> bool:
+def _complete(
+    path: Path, rows: Dataset, origin: Origin, make: MakeFeatures, batch_size: int
+) -> bool:
     """Have a shard of these rows: the one that is there, if it is, or a new one. Whether it is new."""
     tokens = [Tokens.of(row) for row in numpy_rows(rows)]
     try:
@@ -295,12 +361,17 @@ def _complete(path: Path, rows: Dataset, origin: Origin, make: MakeFeatures, bat
             logger.info(f"{error.got}: it is made again")
     features: list[Tensor] = []
     for batch in rows.iter(batch_size):
-        features += make([dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)])
+        features += make(
+            [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
+        )
     write_shard(path, origin, tokens, features)
     return True
 
 
 def _cost(path: Path, rows: Dataset, seconds: float) -> Cost:
     """The cost of a shard that was made in these seconds."""
-    tokens, loss_tokens = sum(len(Tokens.of(row)) for row in numpy_rows(rows)), sum(map(sum, rows["loss_mask"]))
+    tokens, loss_tokens = (
+        sum(len(Tokens.of(row)) for row in numpy_rows(rows)),
+        sum(map(sum, rows["loss_mask"])),
+    )
     return Cost(len(rows), tokens, loss_tokens, path.stat().st_size, seconds)

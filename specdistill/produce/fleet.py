@@ -42,27 +42,43 @@ class FleetOptions(Section):
     shards: int = option(1, "number of shards, at least one per node", ge=1, read_when=ON_CLUSTER)
     gpus: int = option(1, "GPUs of a node per shard", ge=0, read_when=ON_CLUSTER)
     cpus: int = option(1, "CPU cores of a node per shard", ge=1, read_when=ON_CLUSTER)
-    image: str = option("specdistill:cuda", "container image with specdistill", read_when=ON_KUBERNETES)
+    image: str = option(
+        "specdistill:cuda", "container image with specdistill", read_when=ON_KUBERNETES
+    )
 
     def check(self, config: DataConfig) -> None:
         """Raises UserError for data that these shards cannot divide."""
-        from specdistill.produce.blocks import blocks  # here, and not above, because it imports transformers
+        from specdistill.produce.blocks import (
+            blocks,
+        )  # here, and not above, because it imports transformers
 
         if config.shard is not None:
-            raise UserError("data.shard", got=config.shard, expected=f"null with on={self.on}, which makes all shards")
+            raise UserError(
+                "data.shard",
+                got=config.shard,
+                expected=f"null with on={self.on}, which makes all shards",
+            )
         num_tokens = config.regenerate.num_tokens
         if self.shards > (most := len(blocks(num_tokens)) if num_tokens else 0):
-            raise UserError("shards", got=self.shards, expected=f"at most {most}, the blocks of {num_tokens:,} tokens")
+            raise UserError(
+                "shards",
+                got=self.shards,
+                expected=f"at most {most}, the blocks of {num_tokens:,} tokens",
+            )
 
 
-def make_on_ray(make: Callable[[list[str]], int], keys: Sequence[str], options: FleetOptions) -> None:
+def make_on_ray(
+    make: Callable[[list[str]], int], keys: Sequence[str], options: FleetOptions
+) -> None:
     """Have `make(["make", *keys, "data.shard=…"])` run for each shard by the cluster of RAY_ADDRESS, or that of this machine.
 
     Raises what a shard raised, ResourceError without a cluster and for a shard whose worker died too often, UserError where no node fits.
     """
     if find_spec("ray") is None:
         missing = "on=ray: Ray is not installed. Run: pip install 'specdistill[ray]'"
-        raise UserError("on", got="ray without its package", expected="an installed package", text=missing)
+        raise UserError(
+            "on", got="ray without its package", expected="an installed package", text=missing
+        )
     import ray  # slow to import
 
     try:
@@ -72,12 +88,28 @@ def make_on_ray(make: Callable[[list[str]], int], keys: Sequence[str], options: 
         raise ResourceError(f"no Ray cluster answers ({error})", next_step=next_step) from error
     try:
         free = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        if not any(it.get("CPU", 0) >= options.cpus and it.get("GPU", 0) >= options.gpus for it in free):
-            got, most = f"{options.gpus} with cpus={options.cpus}", max(int(it.get("GPU", 0)) for it in free)
-            raise UserError("gpus", got=got, expected=f"what a node of the Ray cluster has: at most {most} GPUs")
-        placed = {"num_cpus": options.cpus, "num_gpus": options.gpus, "scheduling_strategy": "SPREAD"}
-        shard = ray.remote(_make_shard).options(max_retries=REPEATS, retry_exceptions=[ResourceError], **placed)
-        arguments = [["make", *keys, f"data.shard={index}/{options.shards}"] for index in range(options.shards)]
+        if not any(
+            it.get("CPU", 0) >= options.cpus and it.get("GPU", 0) >= options.gpus for it in free
+        ):
+            got, most = (
+                f"{options.gpus} with cpus={options.cpus}",
+                max(int(it.get("GPU", 0)) for it in free),
+            )
+            raise UserError(
+                "gpus", got=got, expected=f"what a node of the Ray cluster has: at most {most} GPUs"
+            )
+        placed = {
+            "num_cpus": options.cpus,
+            "num_gpus": options.gpus,
+            "scheduling_strategy": "SPREAD",
+        }
+        shard = ray.remote(_make_shard).options(
+            max_retries=REPEATS, retry_exceptions=[ResourceError], **placed
+        )
+        arguments = [
+            ["make", *keys, f"data.shard={index}/{options.shards}"]
+            for index in range(options.shards)
+        ]
         waiting = [shard.remote(make, os.getcwd(), words) for words in arguments]
         with progress("Making shards", len(waiting), "shards") as advance:
             while waiting:
@@ -88,7 +120,9 @@ def make_on_ray(make: Callable[[list[str]], int], keys: Sequence[str], options: 
                     raise error.cause from error
                 except ray.exceptions.RayError as error:
                     next_step = "the same command makes what is missing"
-                    raise ResourceError(f"a shard's worker died {REPEATS + 1} times ({error})", next_step=next_step) from error
+                    raise ResourceError(
+                        f"a shard's worker died {REPEATS + 1} times ({error})", next_step=next_step
+                    ) from error
                 advance()
     finally:
         ray.shutdown()
@@ -106,15 +140,25 @@ def _make_shard(make: Callable[[list[str]], int], folder: str, arguments: list[s
         raise ResourceError(str(error), next_step="end the other process") from error
 
 
-def array_job(keys: Sequence[str], options: FleetOptions, target: TargetConfig, config: DataConfig) -> str:
+def array_job(
+    keys: Sequence[str], options: FleetOptions, target: TargetConfig, config: DataConfig
+) -> str:
     """The script for `sbatch`, which repeats shards 3 and 17 with `--array=3,17` on its command line, or the manifest for `kubectl apply`.
 
     A server of a node's own starts before the shard, and ends after it.
     """
-    quoted, shard = (shlex.join, []) if options.on == "slurm" else (json.dumps, [f"data.shard=auto/{options.shards}"])
+    quoted, shard = (
+        (shlex.join, [])
+        if options.on == "slurm"
+        else (json.dumps, [f"data.shard=auto/{options.shards}"])
+    )
     command, port = _server(target, config, options) or ([], 0)
-    templates = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
-    return templates.from_string(Path(__file__).with_name(TEMPLATES[options.on]).read_text(encoding="utf-8")).render(
+    templates = Environment(
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
+    )
+    return templates.from_string(
+        Path(__file__).with_name(TEMPLATES[options.on]).read_text(encoding="utf-8")
+    ).render(
         options=options,
         repeats=REPEATS,
         folder=shlex.quote(os.getcwd()),
@@ -125,13 +169,20 @@ def array_job(keys: Sequence[str], options: FleetOptions, target: TargetConfig, 
     )
 
 
-def _server(target: TargetConfig, config: DataConfig, options: FleetOptions) -> tuple[list[str], int] | None:
+def _server(
+    target: TargetConfig, config: DataConfig, options: FleetOptions
+) -> tuple[list[str], int] | None:
     """The command and port of the server that each node starts; None where the recipe names none of its own, or an adapted target."""
     address = urlsplit(config.regenerate.server[0]) if len(config.regenerate.server) == 1 else None
     if address is None or address.hostname not in LOOPBACK or target.adapter:
         return None
-    words = {"--revision": target.revision, "--tensor-parallel-size": options.gpus if options.gpus > 1 else None}
-    given = [word for name, value in words.items() if value is not None for word in (name, str(value))]
+    words = {
+        "--revision": target.revision,
+        "--tensor-parallel-size": options.gpus if options.gpus > 1 else None,
+    }
+    given = [
+        word for name, value in words.items() if value is not None for word in (name, str(value))
+    ]
     port = address.port or 80
     trust = ["--trust-remote-code"] * target.trust_remote_code
     return ["vllm", "serve", target.model, "--port", str(port), *given, *trust], port

@@ -46,7 +46,9 @@ class TransformersBackend:
         """
         while batch := list(islice(tasks, max(1, min(self.batch_size, wanted())))):
             if known.turns.get(batch[0].name) is None:
-                known.add(dict(zip((task.name for task in batch), self._generated(batch), strict=True)))
+                known.add(
+                    dict(zip((task.name for task in batch), self._generated(batch), strict=True))
+                )
             for task in batch:
                 yield task, known.turns.get(task.name) or []
 
@@ -55,24 +57,47 @@ class TransformersBackend:
         room = min(task.max_length - len(task.prompt.ids) for task in batch)
         temperatures = [task.temperature for task in batch]
         try:
-            made = generate(self.model, prompts, temperatures, max_new_tokens=room, end_ids=ends, seed=batch[0].seed)
+            made = generate(
+                self.model,
+                prompts,
+                temperatures,
+                max_new_tokens=room,
+                end_ids=ends,
+                seed=batch[0].seed,
+            )
         except torch.OutOfMemoryError as error:
             what = f"the device ran out of memory while it generated {len(batch)} rows at a time"
-            raise ResourceError(what, next_step="lower data.regenerate.batch_size or data.max_length") from error
+            raise ResourceError(
+                what, next_step="lower data.regenerate.batch_size or data.max_length"
+            ) from error
         return [
-            [Answer(ids, continuation, "stop" if continuation[-1:] and continuation[-1] in ends else "length")]
+            [
+                Answer(
+                    ids,
+                    continuation,
+                    "stop" if continuation[-1:] and continuation[-1] in ends else "length",
+                )
+            ]
             for ids, continuation in zip(prompts, made, strict=True)
         ]
 
 
 @contextmanager
-def transformers_backend(target: RowTarget, num_tokens: int, batch_size: int) -> Iterator[TransformersBackend]:
+def transformers_backend(
+    target: RowTarget, num_tokens: int, batch_size: int
+) -> Iterator[TransformersBackend]:
     """Generation in this process, by the target that it holds. Raises UserError for one that is not whole here."""
     model = target.model
     if is_shared(model) or any(weight.is_meta for weight in model.parameters()):
         why = "target.shard" if is_shared(model) else "hidden_states.mode=offline"
-        expected = "data.regenerate.server, or `specdistill data make` first, with target.shard=none"
-        raise UserError("data.regenerate.num_tokens", got=f"{num_tokens} with {why}, and no rows yet", expected=expected)
+        expected = (
+            "data.regenerate.server, or `specdistill data make` first, with target.shard=none"
+        )
+        raise UserError(
+            "data.regenerate.num_tokens",
+            got=f"{num_tokens} with {why}, and no rows yet",
+            expected=expected,
+        )
     with generation_mode(model, fast_dtype(model.device)) as prepared:
         yield TransformersBackend(prepared, target.end_ids, batch_size)
 
@@ -118,10 +143,16 @@ class BlockOutput:
 
     def add(self, task: GenerationTask, answers: Sequence[Answer]) -> None:
         """An answer that breaks a rule is filtered, with the turns after it, and does not count. Raises UserError where all are."""
-        kept = list(takewhile(lambda answer: self.counts.keeps(self.checked(task, answer), self.rules), answers))
+        kept = list(
+            takewhile(
+                lambda answer: self.counts.keeps(self.checked(task, answer), self.rules), answers
+            )
+        )
         prompt = task.prompt
         for row in documents(kept, all_tokens=self.all_tokens or not prompt.messages):
-            self.rows.append({**row, "source": prompt.source, "row": prompt.row, "asked": prompt.asked})
+            self.rows.append(
+                {**row, "source": prompt.source, "row": prompt.row, "asked": prompt.asked}
+            )
         tokens = sum(len(answer.token_ids) for answer in kept)
         self.tokens += tokens
         self.advance(tokens)
@@ -133,7 +164,13 @@ class BlockOutput:
             raise UserError("data.regenerate.filter", got=got, expected="some to keep")
 
 
-def generate_block(num_tokens: int, streams: Sequence[Stream], backend: Backend, known: AnswerFile, made: BlockOutput) -> None:
+def generate_block(
+    num_tokens: int,
+    streams: Sequence[Stream],
+    backend: Backend,
+    known: AnswerFile,
+    made: BlockOutput,
+) -> None:
     """Have a block's tasks answered: of each stream the first that give its share of the tokens, and what earlier ones were short of."""
     for stream in streams:
         made.wanted += stream.share * num_tokens
@@ -142,7 +179,11 @@ def generate_block(num_tokens: int, streams: Sequence[Stream], backend: Backend,
 
 
 def _answer(
-    first: GenerationTask, others: Iterator[GenerationTask], backend: Backend, known: AnswerFile, made: BlockOutput
+    first: GenerationTask,
+    others: Iterator[GenerationTask],
+    backend: Backend,
+    known: AnswerFile,
+    made: BlockOutput,
 ) -> None:
     begin, count, longest = made.tokens, 0, max(1, first.max_length - len(first.prompt.ids))
 

@@ -33,7 +33,9 @@ class Job:
     @cached_property
     def folder(self) -> Path:
         """`data.rows`, or the recipe's own place in the cache."""
-        return Path(self.config.rows or cache_folder(self.config.cache_dir) / "rows" / self.fingerprint)
+        return Path(
+            self.config.rows or cache_folder(self.config.cache_dir) / "rows" / self.fingerprint
+        )
 
     @cached_property
     def plan(self) -> str:
@@ -48,7 +50,9 @@ class Job:
     @cached_property
     def sources(self) -> tuple[list[Source], Counter[str]]:
         """The sources without the rows that are filtered, and how many these are."""
-        return cleaned(load_sources(self.config, self.target.tokenizer), self.config, self.measured_on)
+        return cleaned(
+            load_sources(self.config, self.target.tokenizer), self.config, self.measured_on
+        )
 
     @cached_property
     def suite_index(self) -> SuiteIndex:

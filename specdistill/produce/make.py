@@ -86,7 +86,11 @@ def _shares(folder: Path) -> tuple[int, int]:
     is_common = all(of_all(mark.exists()))
     if rank == 0:
         mark.unlink()
-    return (rank, count) if is_common else (int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    return (
+        (rank, count)
+        if is_common
+        else (int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    )
 
 
 def shard_of(stated: str | None) -> tuple[int, int]:
@@ -99,7 +103,10 @@ def shard_of(stated: str | None) -> tuple[int, int]:
             index = str(int(env["SLURM_ARRAY_TASK_ID"]) - int(env.get("SLURM_ARRAY_TASK_MIN", "0")))
             count = count or env.get("SLURM_ARRAY_TASK_COUNT", "")
         else:
-            index, count = env.get("JOB_COMPLETION_INDEX", ""), count or env.get("JOB_COMPLETIONS", "")
+            index, count = (
+                env.get("JOB_COMPLETION_INDEX", ""),
+                count or env.get("JOB_COMPLETIONS", ""),
+            )
         if not index or not count:
             got = "auto without SLURM_ARRAY_TASK_ID and SLURM_ARRAY_TASK_COUNT, or JOB_COMPLETION_INDEX and JOB_COMPLETIONS"
             raise UserError("data.shard", got=got, expected=expected)
@@ -110,7 +117,11 @@ def shard_of(stated: str | None) -> tuple[int, int]:
 
 def make_blocks(job: Job, index: int = 0, count: int = 1) -> None:
     """The blocks of a shard that are not complete yet; nothing where the row set is there, or nothing is generated."""
-    own = blocks(job.config.regenerate.num_tokens)[index::count] if job.config.regenerate.num_tokens > 0 else []
+    own = (
+        blocks(job.config.regenerate.num_tokens)[index::count]
+        if job.config.regenerate.num_tokens > 0
+        else []
+    )
     missing = [block for block in own if not (job.blocks / f"{block.name}.arrow").exists()]
     if is_whole(job.folder) or not missing:
         return
@@ -118,19 +129,36 @@ def make_blocks(job: Job, index: int = 0, count: int = 1) -> None:
     settings, target = job.config.regenerate, job.target
     with ExitStack() as stack:
         advance = stack.enter_context(progress("Generating training data", num_tokens, "tokens"))
-        pool = stack.enter_context(asking(AT_ONCE))  # ends after the backend, which stops what its threads wait for
+        pool = stack.enter_context(
+            asking(AT_ONCE)
+        )  # ends after the backend, which stops what its threads wait for
         _ = job.sources  # read once, before threads share them
         if settings.server:
-            servers = [CompletionServer(address, settings.timeout, job.states) for address in settings.server]
+            servers = [
+                CompletionServer(address, settings.timeout, job.states)
+                for address in settings.server
+            ]
             for server in servers:
                 server.find_model([target.name, Path(target.name).name])
             tokenizer = ServerTokenizer(target.tokenizer, target.end_ids, settings.template)
-            backend: Backend = stack.enter_context(ServerBackend(servers, tokenizer, settings.batch_size))
+            backend: Backend = stack.enter_context(
+                ServerBackend(servers, tokenizer, settings.batch_size)
+            )
         else:
-            backend = stack.enter_context(transformers_backend(target, settings.num_tokens, settings.batch_size))
-        made = partial(_make_block, job, backend=backend, estimate=GenerationEstimate(job, num_tokens), advance=advance)
+            backend = stack.enter_context(
+                transformers_backend(target, settings.num_tokens, settings.batch_size)
+            )
+        made = partial(
+            _make_block,
+            job,
+            backend=backend,
+            estimate=GenerationEstimate(job, num_tokens),
+            advance=advance,
+        )
         if settings.server:
-            found: Iterator[Counts] = (it.result() for it in as_completed([pool.submit(made, block) for block in missing]))
+            found: Iterator[Counts] = (
+                it.result() for it in as_completed([pool.submit(made, block) for block in missing])
+            )
         else:
             found = map(made, missing)
         for block_counts in found:
@@ -139,11 +167,18 @@ def make_blocks(job: Job, index: int = 0, count: int = 1) -> None:
 
 
 def _make_block(
-    job: Job, block: Block, *, backend: Backend, estimate: "GenerationEstimate", advance: Callable[[int], object]
+    job: Job,
+    block: Block,
+    *,
+    backend: Backend,
+    estimate: "GenerationEstimate",
+    advance: Callable[[int], object],
 ) -> Counts:
     """A block from its first answer, or from where a killed process left it, to its documents."""
     path, config, target = job.blocks / f"{block.name}.arrow", job.config, job.target
-    rules: Rules = {name: RULES[name] for name in config.regenerate.filter if config.regenerate.server}
+    rules: Rules = {
+        name: RULES[name] for name in config.regenerate.filter if config.regenerate.server
+    }
     plan = BlockPlan(block, config, job.sources[0], copy.deepcopy(target.tokenizer), target.end_ids)
     decoder = ServerTokenizer(plan.tokenizer, target.end_ids, {})
     special = decoder.special - inner_ids(plan.tokenizer) if rules else decoder.special
@@ -160,13 +195,22 @@ def _make_block(
         with AnswerFile(path.with_suffix(".jsonl"), job.plan, estimate.add) as known:
             for number, source in enumerate(plan.sources):
                 if source.entry.source == SELF:
-                    to_others = {"contaminated": lambda it: job.suite_index.overlap(user_row(it.text)) is not None}
+                    to_others = {
+                        "contaminated": lambda it: (
+                            job.suite_index.overlap(user_row(it.text)) is not None
+                        )
+                    }
                     of_self[number], counts = self_prompts(plan, number, backend, known, to_others)
                     made.counts.add(replace(counts, kept=0))
             planned = streams(plan, *prompts_of(plan, of_self, made.counts.filtered))
             generate_block(block.num_tokens, planned, backend, known, made)
         filtered = dict(sorted(made.counts.filtered.items()))
-        header = {"plan": job.plan, "block": block.number, "tokens": made.tokens, "filtered": filtered}
+        header = {
+            "plan": job.plan,
+            "block": block.number,
+            "tokens": made.tokens,
+            "filtered": filtered,
+        }
         with on_disk(job.blocks):
             columns = {name: [row[name] for row in made.rows] for name in BLOCK_COLUMNS}
             write_arrow(path, BLOCK_COLUMNS, [columns], json.dumps(header))
@@ -179,7 +223,13 @@ class GenerationEstimate:
 
     def __init__(self, job: Job, num_tokens: int) -> None:
         self.job, self.num_tokens = job, num_tokens
-        self.begin, self.answers, self.tokens, self.generated, self.num_bytes = time.monotonic(), 0, 0, 0, 0
+        self.begin, self.answers, self.tokens, self.generated, self.num_bytes = (
+            time.monotonic(),
+            0,
+            0,
+            0,
+            0,
+        )
         self.is_announced, self.lock = False, Lock()
 
     def add(self, answers: Sequence[Answer], size: int) -> None:
@@ -193,10 +243,21 @@ class GenerationEstimate:
             if self.is_announced or not is_enough or not self.generated:
                 return
             self.is_announced, seconds = True, time.monotonic() - self.begin
-        sample = Cost(self.answers, self.tokens, self.generated, self.num_bytes + PREPARED_BYTES * self.tokens, seconds)
-        basis, folder = f"{self.answers:,} answers in {seconds:.1f} s", cache_folder(self.job.config.cache_dir)
+        sample = Cost(
+            self.answers,
+            self.tokens,
+            self.generated,
+            self.num_bytes + PREPARED_BYTES * self.tokens,
+            seconds,
+        )
+        basis, folder = (
+            f"{self.answers:,} answers in {seconds:.1f} s",
+            cache_folder(self.job.config.cache_dir),
+        )
         times, force = self.num_tokens / self.generated, self.job.config.force
         announce("generating", sample.times(times), basis, folder, force=force)
-        if (states := self.job.states) and (sizes := [it.stat().st_size for it in states.glob("*.safetensors")]):
+        if (states := self.job.states) and (
+            sizes := [it.stat().st_size for it in states.glob("*.safetensors")]
+        ):
             waiting = sample._replace(num_bytes=self.answers * sum(sizes) / len(sizes))
             announce("keeping hidden states", waiting.times(times), basis, states, force=force)

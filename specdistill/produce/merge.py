@@ -33,12 +33,21 @@ def merge(job: Job) -> None:
         if is_whole(job.folder):
             return
         config, tokenizer = job.config, job.target.tokenizer
-        train, validation, filtered = _from_blocks(job) if config.regenerate.num_tokens > 0 else _from_sources(job)
-        padding = next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
+        train, validation, filtered = (
+            _from_blocks(job) if config.regenerate.num_tokens > 0 else _from_sources(job)
+        )
+        padding = next(
+            token
+            for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+            if token is not None
+        )
         halves = {}
         for split, documents in (("train", train), ("validation", validation)):
             packed = Packed(documents, config.max_length, config.packing, padding, config.seed)
-            halves[split] = packed, SplitCounts(rows=len(packed), documents=len(documents), **_tokens(documents))
+            halves[split] = (
+                packed,
+                SplitCounts(rows=len(packed), documents=len(documents), **_tokens(documents)),
+            )
         facts = {
             "fingerprint": job.fingerprint,
             "fit": Fit.of(config, job.target),
@@ -50,13 +59,18 @@ def merge(job: Job) -> None:
 
 
 def _tokens(documents: Dataset) -> dict[str, int]:
-    masks = (int(np.concatenate(batch["loss_mask"]).sum()) for batch in documents.with_format("numpy").iter(batch_size=1024))
+    masks = (
+        int(np.concatenate(batch["loss_mask"]).sum())
+        for batch in documents.with_format("numpy").iter(batch_size=1024)
+    )
     return {"tokens": int(array(documents, "length").sum()), "loss_tokens": sum(masks)}
 
 
 def _counted(job: Job, train: Dataset) -> list[SourceCounts]:
     place, found = array(train, "source"), []
-    for number, (source, name) in enumerate(zip(job.sources[0], source_names(job.config.source), strict=True)):
+    for number, (source, name) in enumerate(
+        zip(job.sources[0], source_names(job.config.source), strict=True)
+    ):
         own, entry = np.flatnonzero(place == number), source.entry
         counts = SourceCounts(
             source=name,
@@ -76,7 +90,11 @@ def _counted(job: Job, train: Dataset) -> list[SourceCounts]:
 def _generation(job: Job) -> dict[str, Any]:
     settings = job.config.regenerate
     facts = settings.model_dump(include={"num_tokens", "prompt_tokens", "temperatures", "template"})
-    facts |= {"seed": job.config.seed, "blocks": len(blocks(settings.num_tokens)), "model": job.target.name}
+    facts |= {
+        "seed": job.config.seed,
+        "blocks": len(blocks(settings.num_tokens)),
+        "model": job.target.name,
+    }
     if settings.server:
         return {**facts, "by": "servers", "filter": settings.filter, "sampling": SAMPLING}
     return {**facts, "by": "transformers", "batch_size": settings.batch_size}
@@ -86,31 +104,54 @@ def _from_blocks(job: Job) -> tuple[Dataset, Dataset, Counter[str]]:
     """(training, validation, how many were filtered): the documents of all blocks in their order, with the columns input_ids, loss_mask,
     length and source, without those of prompts that are nearly the same as one of an earlier block.
     """
-    paths = [job.blocks / f"{block.name}.arrow" for block in blocks(job.config.regenerate.num_tokens)]
+    paths = [
+        job.blocks / f"{block.name}.arrow" for block in blocks(job.config.regenerate.num_tokens)
+    ]
     if missing := [path.stem for path in paths if not path.exists()]:
         got = f"{job.blocks}, which lacks {len(missing)} of {len(paths)} blocks: {', '.join(missing[:8])}"
-        expected = "every block: `specdistill data make` of the same recipe makes those that are missing"
+        expected = (
+            "every block: `specdistill data make` of the same recipe makes those that are missing"
+        )
         raise UserError("data.shard", got=got, expected=expected)
     headers = [parse_json(read_header(path) or "{}") for path in paths]
     for number, (path, header) in enumerate(zip(paths, headers, strict=True)):
         if (header.get("plan"), header.get("block")) != (job.plan, number):
             got = f"{path}, block {header.get('block')} of rows {header.get('plan')}"
-            raise UserError("data.shard", got=got, expected=f"block {number} of {job.plan}: shards of one recipe")
+            raise UserError(
+                "data.shard",
+                got=got,
+                expected=f"block {number} of {job.plan}: shards of one recipe",
+            )
     documents = concatenate_datasets([Dataset.from_file(str(path)) for path in paths])
     filtered = sum((Counter(header["filtered"]) for header in headers), Counter(job.sources[1]))
     if not len(documents) and any(source.entry.source == SELF for source in job.sources[0]):
         expected = "a target that generates a user's turn (instruct models do), or prompts of your own: a file or a Hub id"
-        raise UserError("data.source", got="self, which gave no prompt that is kept", expected=expected)
+        raise UserError(
+            "data.source", got="self, which gave no prompt that is kept", expected=expected
+        )
     if not len(documents):
         half = f"texts of {job.config.regenerate.prompt_tokens} tokens (data.regenerate.prompt_tokens) or questions of half of it at most"
-        raise UserError("data.max_length", got=f"{job.config.max_length}, and no row that gives a prompt", expected=half)
-    total, num_tokens = sum(header["tokens"] for header in headers), job.config.regenerate.num_tokens
+        raise UserError(
+            "data.max_length",
+            got=f"{job.config.max_length}, and no row that gives a prompt",
+            expected=half,
+        )
+    total, num_tokens = (
+        sum(header["tokens"] for header in headers),
+        job.config.regenerate.num_tokens,
+    )
     if total < ENOUGH * num_tokens:
-        logger.warning("the prompts of data.source were used up after %d of %d tokens", total, num_tokens)
+        logger.warning(
+            "the prompts of data.source were used up after %d of %d tokens", total, num_tokens
+        )
     alike = _alike([Dataset.from_file(str(path))["asked"] for path in paths])
     if alike.any():
         filtered["near_duplicate"] += int(alike.sum())
-        logger.warning("data.source: %d of %d answers are to prompts of self that others are like", alike.sum(), len(documents))
+        logger.warning(
+            "data.source: %d of %d answers are to prompts of self that others are like",
+            alike.sum(),
+            len(documents),
+        )
     lengths = array(documents, "length")
     indices = usable(lengths, False, job.config.max_length, filtered)
     indices = indices[~alike[indices]]
@@ -135,22 +176,30 @@ def _alike(asked: Sequence[Sequence[str | None]]) -> NDArray[np.bool_]:
 def _from_sources(job: Job) -> tuple[Dataset, Dataset, Counter[str]]:
     """As `_from_blocks`, the source's rows as they are. Training has each row of a source of weight 2 twice."""
     config, (sources, counts) = job.config, job.sources
-    documents = concatenate_datasets([_encoded(source, number, job) for number, source in enumerate(sources)])
+    documents = concatenate_datasets(
+        [_encoded(source, number, job) for number, source in enumerate(sources)]
+    )
     columns = ("length", "is_text", "source", "row", "hash")
     lengths, is_text, number, row, hashes = (array(documents, name) for name in columns)
     filtered = Counter(counts)
     indices = usable(lengths, is_text, config.max_length, filtered)
     # Of a row that was cut all documents are on one side.
     first_rows = np.cumsum([0, *(len(source.rows) for source in sources[:-1])])
-    _, first, row_of = np.unique(first_rows[number[indices]] + row[indices], return_index=True, return_inverse=True)
+    _, first, row_of = np.unique(
+        first_rows[number[indices]] + row[indices], return_index=True, return_inverse=True
+    )
     is_held_out = held_out(hashes[indices[first]], config)[row_of]
     generator = random.Random(config.seed)
     train: list[int] = []
     for place, source in enumerate(sources):
         own = indices[(number[indices] == place) & ~is_held_out].tolist()
-        train += own * int(source.entry.weight) + generator.sample(own, round(source.entry.weight % 1 * len(own)))
+        train += own * int(source.entry.weight) + generator.sample(
+            own, round(source.entry.weight % 1 * len(own))
+        )
     if not train:
-        raise UserError("data.source", got="weights that leave no row to train on", expected="larger weights")
+        raise UserError(
+            "data.source", got="weights that leave no row to train on", expected="larger weights"
+        )
     return documents.select(train), documents.select(indices[is_held_out]), filtered
 
 
@@ -162,19 +211,35 @@ def held_out(hashes: NDArray[np.int64], config: DataConfig) -> NDArray[np.bool_]
     """
     distinct, is_sample = np.unique(hashes), config.validation_split == "sample"
     if (len(hashes) if is_sample else len(distinct)) < 2:
-        got = "a single usable row" if len(hashes) < 2 else f"{len(hashes)} usable rows that are all alike"
-        raise UserError("data.source", got=got, expected="two or more: one at least is held out for validation")
+        got = (
+            "a single usable row"
+            if len(hashes) < 2
+            else f"{len(hashes)} usable rows that are all alike"
+        )
+        raise UserError(
+            "data.source", got=got, expected="two or more: one at least is held out for validation"
+        )
     if is_sample:
         count = min(len(hashes) - 1, max(1, round(config.validation_fraction * len(hashes))))
-        return np.isin(np.arange(len(hashes)), random.Random(config.seed).sample(range(len(hashes)), count))
+        return np.isin(
+            np.arange(len(hashes)), random.Random(config.seed).sample(range(len(hashes)), count)
+        )
     count = int(np.searchsorted(distinct, math.ceil(config.validation_fraction * HASH_RANGE)))
     return hashes < distinct[min(max(count, 1), len(distinct) - 1)]
 
 
 def _encoded(source: Source, number: int, job: Job) -> Dataset:
     config, tokenizer = job.config, job.target.tokenizer
-    encoder = Encoder(tokenizer, config.loss_mask, config.max_length, source.key, number, config.seed)
-    made_with = [tokenizer_fingerprint(tokenizer), tokenizer.chat_template, config.loss_mask, config.max_length, config.seed]
+    encoder = Encoder(
+        tokenizer, config.loss_mask, config.max_length, source.key, number, config.seed
+    )
+    made_with = [
+        tokenizer_fingerprint(tokenizer),
+        tokenizer.chat_template,
+        config.loss_mask,
+        config.max_length,
+        config.seed,
+    ]
     inputs = ["encoded", source.rows._fingerprint, number, *made_with]
     encoded = mapped(source.rows, encoder, ENCODED_COLUMNS, inputs, "Tokenizing", config)
     _, num_documents = np.unique(array(encoded, "row"), return_counts=True)

@@ -23,12 +23,24 @@ from specdistill.produce.sources import Source
 from specdistill.recipe.sections import DataConfig
 from specdistill.rows.chat import prompt_ids
 from specdistill.rows.encoding import row_hash
-from specdistill.suites.conversations import Message, Tools, check_expressed, is_learned, is_unanswered
+from specdistill.suites.conversations import (
+    Message,
+    Tools,
+    check_expressed,
+    is_learned,
+    is_unanswered,
+)
 
-CHARACTERS_PER_TOKEN = 16  # more than a token has on average, so that a snippet surely has enough tokens
+CHARACTERS_PER_TOKEN = (
+    16  # more than a token has on average, so that a snippet surely has enough tokens
+)
 TEXTS_AT_ONCE = 64
 # Where a prompt may start within a text, the most natural places first: paragraphs, lines, words.
-STARTS = (re.compile(r"(?<=\n\n)(?=[^\n]*\S)"), re.compile(r"(?<=\n)(?=[^\n]*\S)"), re.compile(r"(?<=\s)(?=\S)"))
+STARTS = (
+    re.compile(r"(?<=\n\n)(?=[^\n]*\S)"),
+    re.compile(r"(?<=\n)(?=[^\n]*\S)"),
+    re.compile(r"(?<=\s)(?=\S)"),
+)
 # Share of the tokens, if the source has both conversations and texts. Answers are short, so that most rows are answers.
 CHAT_SHARE = 1 / 3
 SHORT_ROW = 256  # tokens of a text, prompt and continuation, that are always worth generating
@@ -88,7 +100,9 @@ class Stream(NamedTuple):
     share: float
 
 
-def chat_prompts(plan: BlockPlan, rows: Iterable[dict[str, Any]], filtered: Counter[str]) -> Iterator[GenerationPrompt]:
+def chat_prompts(
+    plan: BlockPlan, rows: Iterable[dict[str, Any]], filtered: Counter[str]
+) -> Iterator[GenerationPrompt]:
     """A prompt of at most half a row for each turn of the assistant; longer ones are counted."""
     config = plan.config
     template, is_served = config.regenerate.template, bool(config.regenerate.server)
@@ -96,7 +110,12 @@ def chat_prompts(plan: BlockPlan, rows: Iterable[dict[str, Any]], filtered: Coun
         if row["messages"] is None:
             continue
         tools = row.get("tools")
-        check_expressed(plan.tokenizer, [it for it in row["messages"] if not is_unanswered(it)], tools, **template)
+        check_expressed(
+            plan.tokenizer,
+            [it for it in row["messages"] if not is_unanswered(it)],
+            tools,
+            **template,
+        )
         turns = [*before_turns(row["messages"])]
         filtered.update(["not_learned"] * (not turns))  # all of weight 0
         for messages in turns:
@@ -105,7 +124,9 @@ def chat_prompts(plan: BlockPlan, rows: Iterable[dict[str, Any]], filtered: Coun
                 yield GenerationPrompt(ids, row_hash(row, config.seed), tuple(messages), tools)
             else:
                 filtered["long_prompt"] += 1
-            if (left := sum(map(is_unanswered, messages))) and not is_served:  # the first one is generated here
+            if (
+                left := sum(map(is_unanswered, messages))
+            ) and not is_served:  # the first one is generated here
                 filtered["follow_up"] += left
 
 
@@ -123,18 +144,33 @@ def before_turns(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
 
 
 def text_prompts(
-    plan: BlockPlan, rows: Iterable[dict[str, Any]], per_text: int, generator: random.Random, part: tuple[int, int]
+    plan: BlockPlan,
+    rows: Iterable[dict[str, Any]],
+    per_text: int,
+    generator: random.Random,
+    part: tuple[int, int],
 ) -> Iterator[GenerationPrompt]:
     """Prompts of `prompt_tokens`: for each text its beginning and `per_text` - 1 places within it. part: of how many that share them."""
-    texts, num_tokens = (row for row in rows if row["text"] is not None), plan.config.regenerate.prompt_tokens
+    texts, num_tokens = (
+        (row for row in rows if row["text"] is not None),
+        plan.config.regenerate.prompt_tokens,
+    )
     first, step = part
     while batch := list(islice(texts, TEXTS_AT_ONCE)):
-        starts = [(row, start) for row in batch for start in _starts(row["text"], per_text * step, generator)[first::step]]
-        snippets = [row["text"][start : start + num_tokens * CHARACTERS_PER_TOKEN] for row, start in starts]
+        starts = [
+            (row, start)
+            for row in batch
+            for start in _starts(row["text"], per_text * step, generator)[first::step]
+        ]
+        snippets = [
+            row["text"][start : start + num_tokens * CHARACTERS_PER_TOKEN] for row, start in starts
+        ]
         tokens = plan.tokenizer(snippets, verbose=False)["input_ids"] if snippets else []
         for (row, start), ids in zip(starts, tokens, strict=True):
             if len(ids) >= num_tokens:
-                yield GenerationPrompt(list(ids[:num_tokens]), row_hash(row, plan.config.seed), is_beginning=start == 0)
+                yield GenerationPrompt(
+                    list(ids[:num_tokens]), row_hash(row, plan.config.seed), is_beginning=start == 0
+                )
 
 
 def _starts(text: str, count: int, generator: random.Random) -> list[int]:
@@ -155,30 +191,48 @@ def prompts_of(
     """(conversations, texts) of the block's own rows; each source gives its weighted share of them. of_self: by the source's number."""
     block, config, sources = plan.block, plan.config, plan.sources
     own_sizes = {number: len(prompts) * block.num_blocks for number, prompts in of_self.items()}
-    weights = [source.entry.weight * own_sizes.get(number, len(source.rows)) for number, source in enumerate(sources)]
-    shortest = row_lengths(config.max_length, config.regenerate.prompt_tokens)[0] - config.regenerate.prompt_tokens
+    weights = [
+        source.entry.weight * own_sizes.get(number, len(source.rows))
+        for number, source in enumerate(sources)
+    ]
+    shortest = (
+        row_lengths(config.max_length, config.regenerate.prompt_tokens)[0]
+        - config.regenerate.prompt_tokens
+    )
     placed: list[list[tuple[float, GenerationPrompt]]] = [[], []]
     for number, (source, weight) in enumerate(zip(sources, weights, strict=True)):
         if number in of_self:
-            placed[0] += [((place + 0.5) / weight, prompt) for place, prompt in enumerate(of_self[number])]
+            placed[0] += [
+                ((place + 0.5) / weight, prompt) for place, prompt in enumerate(of_self[number])
+            ]
             continue
         num_chats, num_texts = (
-            math.ceil(block.num_tokens / length * weight / sum(weights)) for length in (SHORT_ANSWER, shortest)
+            math.ceil(block.num_tokens / length * weight / sum(weights))
+            for length in (SHORT_ANSWER, shortest)
         )
         order = list(range(len(source.rows)))
         random.Random(config.seed).shuffle(order)
         own, first, num_sharing = block.own(order)
         shared = Dataset.select(source.rows, own)
-        generator = random.Random(f"{config.seed} {number} {own[0] if num_sharing > 1 else block.number}")
+        generator = random.Random(
+            f"{config.seed} {number} {own[0] if num_sharing > 1 else block.number}"
+        )
         texts = sum(row is not None for row in shared.with_format(None)["text"])
         chats = chat_prompts(plan, shared, filtered)
         per_text = -(-2 * num_texts // max(1, texts))  # twice the need: some texts are short
-        several = list(islice(text_prompts(plan, shared, per_text, generator, (first, num_sharing)), 2 * num_texts))
+        several = list(
+            islice(
+                text_prompts(plan, shared, per_text, generator, (first, num_sharing)), 2 * num_texts
+            )
+        )
         generator.shuffle(several)
         several.sort(key=lambda prompt: not prompt.is_beginning)
         for kind, prompts in enumerate((islice(chats, num_chats), several)):
             placed[kind] += [
-                ((place + 0.5) / weight, replace(prompt, source=number, is_first=first == 0 or kind == 1))
+                (
+                    (place + 0.5) / weight,
+                    replace(prompt, source=number, is_first=first == 0 or kind == 1),
+                )
                 for place, prompt in enumerate(prompts)
             ]
     # More prompts than will be needed: as many of the first ones are of each source as its weight says.
@@ -186,7 +240,9 @@ def prompts_of(
     return in_order[0], in_order[1]
 
 
-def streams(plan: BlockPlan, chats: Sequence[GenerationPrompt], texts: Sequence[GenerationPrompt]) -> list[Stream]:
+def streams(
+    plan: BlockPlan, chats: Sequence[GenerationPrompt], texts: Sequence[GenerationPrompt]
+) -> list[Stream]:
     """The tasks of a block: of conversations, of texts that stop half way, of those as long as a row. Shares add up to 1."""
     prompt_tokens = plan.config.regenerate.prompt_tokens
     short, whole = row_lengths(plan.config.max_length, prompt_tokens)
@@ -198,20 +254,32 @@ def streams(plan: BlockPlan, chats: Sequence[GenerationPrompt], texts: Sequence[
         stopped = [text for number, text in enumerate(texts) if number % 4 != 3]
         weights = 3 * (short - prompt_tokens), whole - prompt_tokens
         planned.append((f"text{short}", stopped, share * weights[0] / sum(weights), short))
-        planned.append((f"text{whole}", texts[3::4] or texts[:1], share * weights[1] / sum(weights), whole))
-    return [Stream(_tasks(plan, name, own, length), part) for name, own, part, length in planned if own]
+        planned.append(
+            (f"text{whole}", texts[3::4] or texts[:1], share * weights[1] / sum(weights), whole)
+        )
+    return [
+        Stream(_tasks(plan, name, own, length), part) for name, own, part, length in planned if own
+    ]
 
 
-def _tasks(plan: BlockPlan, kind: str, prompts: Sequence[GenerationPrompt], length: int) -> Iterator[GenerationTask]:
+def _tasks(
+    plan: BlockPlan, kind: str, prompts: Sequence[GenerationPrompt], length: int
+) -> Iterator[GenerationTask]:
     pairs = repeated(prompts, plan.config.regenerate.temperatures)
     if kind == "chat":
-        pairs = _by_length(pairs, min(SORTED, len(prompts)), random.Random(f"{plan.config.seed} {plan.block.number}"))
+        pairs = _by_length(
+            pairs,
+            min(SORTED, len(prompts)),
+            random.Random(f"{plan.config.seed} {plan.block.number}"),
+        )
     for number, (prompt, temperature) in enumerate(pairs):
         name = f"{kind}-{number}"
         yield GenerationTask(name, prompt, temperature, plan.seed_of(name), length)
 
 
-def repeated(prompts: Sequence[GenerationPrompt], temperatures: Sequence[float]) -> Iterator[tuple[GenerationPrompt, float]]:
+def repeated(
+    prompts: Sequence[GenerationPrompt], temperatures: Sequence[float]
+) -> Iterator[tuple[GenerationPrompt, float]]:
     """Every prompt at every temperature, then again and again at those above 0, which generate something new. A prompt that other blocks
     have, too, at those alone.
     """

@@ -29,7 +29,10 @@ LONGEST = 256  # tokens of a prompt
 SHORTEST_ROOM = 16  # tokens that a prompt must have room for
 LONG_ANSWER = 200  # tokens, or half a row: what each of the target's own prompts is assumed to give
 NGRAM, HASHES = 5, 128
-MISSED, ALSO_COMPARED = 0.9, 0.1  # weights of a pair that is missed, and of one that is compared for nothing
+MISSED, ALSO_COMPARED = (
+    0.9,
+    0.1,
+)  # weights of a pair that is missed, and of one that is compared for nothing
 ALIKE = 0.5  # similarity of near duplicates: prompts are short, and a single word changes five of their 5-grams
 MOST = 10  # prompts generated for each that is wanted, before the target is taken to have no more
 
@@ -49,13 +52,19 @@ class Opening:
     special: frozenset[int]
 
     @classmethod
-    def of(cls, tokenizer: Any, system: str | None, end_ids: Sequence[int], where: str) -> "Opening":
+    def of(
+        cls, tokenizer: Any, system: str | None, end_ids: Sequence[int], where: str
+    ) -> "Opening":
         """end_ids: of the target's generations. Raises UserError for a tokenizer without a template, and for a template that does not write
         the content as it is, once, after others.
         """
         expected = "prompts of your own, a file or a Hub id, or a target.model with a chat template that opens a user's turn"
         if tokenizer.chat_template is None:
-            raise UserError(where, got="self for a target whose tokenizer has no chat template", expected=expected)
+            raise UserError(
+                where,
+                got="self for a target whose tokenizer has no chat template",
+                expected=expected,
+            )
         first = [] if system is None else [{"role": "system", "content": system}]
         rendered = render(tokenizer, [*first, {"role": "user", "content": MARKER}], True, where)
         before, *after = rendered.split(MARKER)
@@ -66,10 +75,15 @@ class Opening:
             before.rstrip(" "),
             after[0].strip(),
         )  # content brings its own space, which would be a token of its own here
-        ids, last, rest = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (before, closing, after[0]))
+        ids, last, rest = (
+            tokenizer(text, add_special_tokens=False)["input_ids"]
+            for text in (before, closing, after[0])
+        )
         added = tokenizer.added_tokens_decoder
         ends = frozenset(end_ids) | (added.keys() & last[:1])
-        special = {token for token in added if added[token].special or token in ids or token in last}
+        special = {
+            token for token in added if added[token].special or token in ids or token in last
+        }
         return cls(tuple(ids), closing, len(ids) + len(rest), ends, ends | special)
 
     def ends(self, ids: Sequence[int]) -> bool:
@@ -83,7 +97,12 @@ class Opening:
         if self.closing and self.closing in text:
             text, is_whole = text.partition(self.closing)[0], True
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return CheckedAnswer(Answer([*self.ids], ids, "stop" if is_whole else "length"), text.strip(), False, self.special)
+        return CheckedAnswer(
+            Answer([*self.ids], ids, "stop" if is_whole else "length"),
+            text.strip(),
+            False,
+            self.special,
+        )
 
 
 def self_prompts(
@@ -102,7 +121,9 @@ def self_prompts(
     count = block.share(source.entry.num_prompts or answers)
     kept: list[dict[str, Any]] = []
     near = NearDuplicates()
-    rules = {name: RULES[name] for name in ("empty", "truncated", "looping", "off_template")} | dict(more_rules)
+    rules = {
+        name: RULES[name] for name in ("empty", "truncated", "looping", "off_template")
+    } | dict(more_rules)
     rules["near_duplicate"] = lambda it: not near.add(it.text)
     counts, num_generated = Counts(), 0
     while len(kept) < count and num_generated < MOST * count:
@@ -123,7 +144,11 @@ def self_prompts(
     for row in kept:
         (message,) = row["messages"]
         ids = prompt_ids(tokenizer, [message], **config.regenerate.template)
-        prompts.append(GenerationPrompt(ids, row_hash(row, config.seed), (message,), source=number, asked=message["content"]))
+        prompts.append(
+            GenerationPrompt(
+                ids, row_hash(row, config.seed), (message,), source=number, asked=message["content"]
+            )
+        )
     return prompts, counts
 
 
@@ -155,7 +180,12 @@ class NearDuplicates:
 
 
 def _generated(
-    plan: BlockPlan, opened: Mapping[str, Opening], longest: int, temperature: float, backend: Backend, known: AnswerFile
+    plan: BlockPlan,
+    opened: Mapping[str, Opening],
+    longest: int,
+    temperature: float,
+    backend: Backend,
+    known: AnswerFile,
 ) -> dict[str, list[int]]:
     """Contents as tokens, each up to the one that ends it or `longest`. opened: by names that those of their tasks begin with."""
     found: dict[str, list[int]] = {name: [] for name in opened}
@@ -165,10 +195,23 @@ def _generated(
         tasks: list[GenerationTask] = []
         for name in unfinished:
             context, task = [*opened[name].ids, *found[name]], f"{name}-{turn}"
-            tasks.append(GenerationTask(task, GenerationPrompt(context), temperature, plan.seed_of(task), len(context) + room))
-        made = [turns[0].token_ids if turns else [] for _, turns in backend.answers(iter(tasks), known, tasks.__len__)]
+            tasks.append(
+                GenerationTask(
+                    task,
+                    GenerationPrompt(context),
+                    temperature,
+                    plan.seed_of(task),
+                    len(context) + room,
+                )
+            )
+        made = [
+            turns[0].token_ids if turns else []
+            for _, turns in backend.answers(iter(tasks), known, tasks.__len__)
+        ]
         for name, new in zip(unfinished, made, strict=True):
-            end = next((place for place, token in enumerate(new, 1) if token in opened[name].end_ids), None)
+            end = next(
+                (place for place, token in enumerate(new, 1) if token in opened[name].end_ids), None
+            )
             found[name] += new[:end]
         unfinished = [
             name

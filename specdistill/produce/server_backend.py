@@ -35,9 +35,17 @@ class ServerTokenizer:
     """Contexts and answers as token ids. One thread at a time: fast tokenizers are not safe for several."""
 
     def __init__(self, tokenizer: Any, end_ids: Sequence[int], template: dict[str, Any]) -> None:
-        self.end_ids, self.special, self.template = frozenset(end_ids), frozenset(tokenizer.all_special_ids), template
+        self.end_ids, self.special, self.template = (
+            frozenset(end_ids),
+            frozenset(tokenizer.all_special_ids),
+            template,
+        )
         # Which of several ended an answer its text does not say: the tokenizer's own ends a turn. A server may know more of them.
-        self._end = tokenizer.eos_token_id if tokenizer.eos_token_id in self.end_ids else next(iter(sorted(self.end_ids)), None)
+        self._end = (
+            tokenizer.eos_token_id
+            if tokenizer.eos_token_id in self.end_ids
+            else next(iter(sorted(self.end_ids)), None)
+        )
         self._tokenizer, self._num_ids, self._lock = tokenizer, len(tokenizer), threading.Lock()
 
     def context(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
@@ -55,12 +63,16 @@ class ServerTokenizer:
         ids = choice.token_ids or choice.tokens
         if not ids:
             with self._lock:
-                ids = self._tokenizer(choice.text, add_special_tokens=False, verbose=False)["input_ids"]
+                ids = self._tokenizer(choice.text, add_special_tokens=False, verbose=False)[
+                    "input_ids"
+                ]
                 if self._tokenizer.decode(ids, skip_special_tokens=False) != choice.text:
                     return None
         if max(ids, default=0) >= self._num_ids:
             return None
-        lacks_end = choice.finish_reason == "stop" and not (ids and ids[-1] in self.end_ids | self.special)
+        lacks_end = choice.finish_reason == "stop" and not (
+            ids and ids[-1] in self.end_ids | self.special
+        )
         return [*ids, self._end] if lacks_end and self._end is not None else list(ids)
 
 
@@ -70,7 +82,9 @@ class ServerBackend:
     Raises ResourceError when no server answers any more.
     """
 
-    def __init__(self, servers: Sequence[CompletionServer], tokenizer: ServerTokenizer, concurrency: int) -> None:
+    def __init__(
+        self, servers: Sequence[CompletionServer], tokenizer: ServerTokenizer, concurrency: int
+    ) -> None:
         self.servers, self.tokenizer, self.concurrency = servers, tokenizer, concurrency
         self._in_flight = dict.fromkeys(servers, 0)
         self._given_up: dict[CompletionServer, str] = {}
@@ -80,7 +94,12 @@ class ServerBackend:
         self._pool = ThreadPoolExecutor(len(self.servers) * self.concurrency)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """What is in flight is finished and kept, unless the user interrupts."""
         with self._changed:
             self._is_stopped = True
@@ -138,8 +157,12 @@ class ServerBackend:
             while True:
                 usable = [server for server in self.servers if server not in self._given_up]
                 if not usable or self._is_stopped:
-                    why = "; ".join(f"{server.address}: {error}" for server, error in self._given_up.items())[:400]
-                    next_step = "start them again: what was generated is kept, and the same command resumes"
+                    why = "; ".join(
+                        f"{server.address}: {error}" for server, error in self._given_up.items()
+                    )[:400]
+                    next_step = (
+                        "start them again: what was generated is kept, and the same command resumes"
+                    )
                     raise ResourceError(f"no server answers any more ({why})", next_step=next_step)
                 free = [server for server in usable if self._in_flight[server] < self.concurrency]
                 pauses = {server: max(0.0, server.until - time.monotonic()) for server in free}
@@ -150,13 +173,19 @@ class ServerBackend:
                 self._changed.wait(None if server is None else pauses[server])
 
 
-def converse(server: CompletionServer, task: GenerationTask, tokenizer: ServerTokenizer) -> list[Answer]:
+def converse(
+    server: CompletionServer, task: GenerationTask, tokenizer: ServerTokenizer
+) -> list[Answer]:
     """The turns of a task, each after the ones before it. It ends early with an answer that is no complete turn."""
     turns: list[Answer] = []
     messages: list[Message] = []
     for before in _contexts(task.prompt.messages):
         messages += before
-        context = tokenizer.context(messages, task.prompt.tools) if task.prompt.messages else task.prompt.ids
+        context = (
+            tokenizer.context(messages, task.prompt.tools)
+            if task.prompt.messages
+            else task.prompt.ids
+        )
         if len(context) >= task.max_length:
             break
         answer = ask(server, context, task, tokenizer)
@@ -180,7 +209,9 @@ def _contexts(messages: Sequence[Message]) -> Iterator[list[Message]]:
         yield before
 
 
-def ask(server: CompletionServer, context: list[int], task: GenerationTask, tokenizer: ServerTokenizer) -> Answer:
+def ask(
+    server: CompletionServer, context: list[int], task: GenerationTask, tokenizer: ServerTokenizer
+) -> Answer:
     """One answer. Raises UnavailableError when the server may give it later."""
     body = {
         "model": server.model,
@@ -201,5 +232,9 @@ def ask(server: CompletionServer, context: list[int], task: GenerationTask, toke
         read = [*context, *(choice.token_ids or ())][:-1]
         take(Path(choice.states), read, server.server, server.states, context)
     ids, reason = tokenizer.answer(choice), str(choice.finish_reason)
-    error = None if ids is not None else f"an answer in other tokens than the target's: {json.dumps(choice.text[:80])}"
+    error = (
+        None
+        if ids is not None
+        else f"an answer in other tokens than the target's: {json.dumps(choice.text[:80])}"
+    )
     return Answer(context, ids or [], reason, error)

@@ -18,7 +18,9 @@ NonNegative = Annotated[float, Field(ge=0)]
 class Section(BaseModel):
     """A section of a recipe, or the options of a command."""
 
-    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config: ClassVar[ConfigDict] = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False
+    )
 
     @classmethod
     def schema_for(cls, values: Mapping[str, Any]) -> "type[Section]":
@@ -44,7 +46,9 @@ class Choices:
         return value
 
 
-def one_of(names: Callable[[], Sequence[str]], *, also: Callable[[str], bool] = lambda _: False) -> AfterValidator:
+def one_of(
+    names: Callable[[], Sequence[str]], *, also: Callable[[str], bool] = lambda _: False
+) -> AfterValidator:
     """For `Annotated[str, one_of(…)]`."""
     return AfterValidator(Choices(names, also))
 
@@ -93,7 +97,9 @@ def default_of(field: FieldInfo) -> Any:
 def section_of(hint: Any) -> type[Section] | None:
     """The schema of a section, also of one that may be null; None for values and lists."""
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    return next((kind for kind in options if isinstance(kind, type) and issubclass(kind, Section)), None)
+    return next(
+        (kind for kind in options if isinstance(kind, type) and issubclass(kind, Section)), None
+    )
 
 
 def describe(schema: type[Section]) -> list[tuple[str, str, str, str]]:
@@ -108,7 +114,12 @@ def describe(schema: type[Section]) -> list[tuple[str, str, str, str]]:
             readers.setdefault(row, []).append(name)
     keys = list(dict.fromkeys(key for key, *_ in readers))
     return [
-        (*row[:3], row[3] if len(readers[row]) == len(variants) else f"{', '.join(readers[row])}: {row[3]}")
+        (
+            *row[:3],
+            row[3]
+            if len(readers[row]) == len(variants)
+            else f"{', '.join(readers[row])}: {row[3]}",
+        )
         for row in sorted(readers, key=lambda row: keys.index(row[0]))
     ]
 
@@ -119,7 +130,9 @@ def leaves(schema: type[Section], prefix: str = "") -> Iterator[tuple[str, str, 
         key, inner = f"{prefix}{name}", section_of(field.annotation)
         if inner is not field.annotation:
             condition = read_when_of(field)
-            help = (field.description or "") + (f" (read only {condition.text})" if condition else "")
+            help = (field.description or "") + (
+                f" (read only {condition.text})" if condition else ""
+            )
             yield key, kind_of(field), shown(default_of(field)), help
         if inner:
             yield from leaves(inner, f"{key}.")
@@ -131,14 +144,29 @@ def kind_of(field: FieldInfo) -> str:
     for rule in rules:
         if isinstance(rule, AfterValidator) and isinstance(rule.func, Choices):
             kind = kind.replace("str", "|".join(rule.func.names()))
-    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below", "multiple_of": "a multiple of"}
-    limits = (f"{words[name]} {getattr(rule, name):g}" for name in words for rule in rules if hasattr(rule, name))
+    words = {
+        "ge": "at least",
+        "gt": "above",
+        "le": "at most",
+        "lt": "below",
+        "multiple_of": "a multiple of",
+    }
+    limits = (
+        f"{words[name]} {getattr(rule, name):g}"
+        for name in words
+        for rule in rules
+        if hasattr(rule, name)
+    )
     return ", ".join([kind, *limits])
 
 
 def _rules(hint: Any) -> list[Any]:
     """Limits of the items of a list, or of what may also be null."""
-    own = [part for rule in getattr(hint, "__metadata__", ()) for part in getattr(rule, "metadata", [rule])]
+    own = [
+        part
+        for rule in getattr(hint, "__metadata__", ())
+        for part in getattr(rule, "metadata", [rule])
+    ]
     return own + [rule for inner in get_args(hint) for rule in _rules(inner)]
 
 
@@ -149,7 +177,9 @@ def _kind(hint: Any) -> str:
     if origin is Literal:
         return "|".join(map(str, arguments))
     if origin in (Union, types.UnionType):
-        return " or ".join("null" if argument is types.NoneType else _kind(argument) for argument in arguments)
+        return " or ".join(
+            "null" if argument is types.NoneType else _kind(argument) for argument in arguments
+        )
     if origin is list:
         return f"list of {_kind(arguments[0])}"
     if hint is Any:
@@ -165,4 +195,8 @@ def shown(default: Any) -> str:
         return "required"
     if isinstance(default, dict):
         return f"{{{', '.join(f'{name}: {shown(value)}' for name, value in default.items())}}}"
-    return default if isinstance(default, str) else json.dumps(default, default=lambda value: value.model_dump())
+    return (
+        default
+        if isinstance(default, str)
+        else json.dumps(default, default=lambda value: value.model_dump())
+    )

@@ -24,7 +24,16 @@ from specdistill.credentials import check_no_secret, without_places
 from specdistill.errors import UserError, nearest, one_line, refusing
 from specdistill.files.documents import LARGEST, check_yaml, parse_yaml, read_text
 from specdistill.project import RECIPES, find_yaml
-from specdistill.recipe.fields import Section, default_of, describe, kind_of, leaves, read_when_of, section_of, shown
+from specdistill.recipe.fields import (
+    Section,
+    default_of,
+    describe,
+    kind_of,
+    leaves,
+    read_when_of,
+    section_of,
+    shown,
+)
 
 S = TypeVar("S", bound=Section)
 
@@ -40,7 +49,10 @@ RUNS_NOTHING = ("target.trust_remote_code=false", "eval.run_code=false", "eval.e
 # Names that other tools have for our keys, and for our values.
 ALIASES = {
     **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), "train.num_train_epochs"),
-    **dict.fromkeys(("batch_size", "train_batch_size"), "train.per_device_train_batch_size (to measure: eval.batch_size)"),
+    **dict.fromkeys(
+        ("batch_size", "train_batch_size"),
+        "train.per_device_train_batch_size (to measure: eval.batch_size)",
+    ),
     **dict.fromkeys(("max_seq_length", "max_seq_len", "model_max_length"), "data.max_length"),
     **dict.fromkeys(("dataset", "dataset_name", "train_file"), "data.source"),
     **dict.fromkeys(("lr", "learning_rate"), "train.learning_rate"),
@@ -56,7 +68,9 @@ def _environment(name: str, *default: Any) -> Any:
     """${oc.env:NAME} and ${oc.env:NAME,default}."""
     if name not in HARMLESS:
         readable = f"recipes read {', '.join(HARMLESS)}"
-        raise ValueError(f"{name} of the environment, of which {readable}; a shell writes out any other on the command line")
+        raise ValueError(
+            f"{name} of the environment, of which {readable}; a shell writes out any other on the command line"
+        )
     if name not in os.environ and not default:
         raise ValueError(f"{name}, which the environment does not have")
     return os.environ.get(name, *default)
@@ -71,13 +85,23 @@ def load_recipe(schema: type[S], arguments: Sequence[str]) -> S:
     A list may be given without brackets, which shells expand.
     """
     bare = _bare_list(schema)
-    arguments = [bare.sub(r"\1=[\2]", argument) if bare and bare.fullmatch(argument) else argument for argument in arguments]
-    recipe, typed = validate(schema, merged(arguments)), dict(argument.split("=", 1) for argument in arguments)
+    arguments = [
+        bare.sub(r"\1=[\2]", argument) if bare and bare.fullmatch(argument) else argument
+        for argument in arguments
+    ]
+    recipe, typed = (
+        validate(schema, merged(arguments)),
+        dict(argument.split("=", 1) for argument in arguments),
+    )
     for argument in consent(recipe.model_dump()):
         key, _, value = argument.partition("=")
         if key not in typed:
-            expected = f"it on the command line, after you have read the code: {shlex.quote(argument)}"
-            raise UserError(key, got=f"{value} in {typed.get('recipe', 'a section')}", expected=expected)
+            expected = (
+                f"it on the command line, after you have read the code: {shlex.quote(argument)}"
+            )
+            raise UserError(
+                key, got=f"{value} in {typed.get('recipe', 'a section')}", expected=expected
+            )
     return recipe
 
 
@@ -85,12 +109,20 @@ def load_recipe(schema: type[S], arguments: Sequence[str]) -> S:
 def _bare_list(schema: type[Section]) -> re.Pattern[str] | None:
     """Matches a list without brackets: its key and what it is given. None where no key has a list."""
     lists = [key for key, kind, *_ in describe(schema) if kind.startswith("list of ")]
-    return re.compile(rf"({'|'.join(map(re.escape, lists))})=(?!\[|\$|null$|$)(.*)", re.DOTALL) if lists else None
+    return (
+        re.compile(rf"({'|'.join(map(re.escape, lists))})=(?!\[|\$|null$|$)(.*)", re.DOTALL)
+        if lists
+        else None
+    )
 
 
 def consent(values: Mapping[str, Any]) -> list[str]:
     """`key=value` of each key of CONSENT that is set, as whoever gives it types it."""
-    pairs = ((key, (values.get(section) or {}).get(name)) for key in CONSENT for section, name in [key.split(".")])
+    pairs = (
+        (key, (values.get(section) or {}).get(name))
+        for key in CONSENT
+        for section, name in [key.split(".")]
+    )
     return [f"{key}={json.dumps(value)}" for key, value in pairs if value]
 
 
@@ -104,9 +136,17 @@ def merged(arguments: Sequence[str]) -> dict[str, Any]:
         key, separator, value = argument.partition("=")
         if argument.startswith("-"):
             typed = f"{key.lstrip('-').replace('-', '_')}={value or following or 'VALUE'}"
-            raise UserError(key, got="an unknown option", text=f"unknown option {key}. Options are key=value: {typed}")
+            raise UserError(
+                key,
+                got="an unknown option",
+                text=f"unknown option {key}. Options are key=value: {typed}",
+            )
         if not separator or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
-            raise UserError(argument, got="an argument without key=", expected="key=value, e.g. recipe=pico/eagle3")
+            raise UserError(
+                argument,
+                got="an argument without key=",
+                expected="key=value, e.g. recipe=pico/eagle3",
+            )
         if key == "recipe":
             file = value
             continue
@@ -116,16 +156,28 @@ def merged(arguments: Sequence[str]) -> dict[str, Any]:
         except (yaml.YAMLError, ValueError, OmegaConfBaseException) as error:
             raise UserError(key, got=repr(value), expected="a YAML value") from error
     try:
-        layers = overrides if file is None else [_read_yaml(find_yaml(file, RECIPES, "recipe")), *overrides]
+        layers = (
+            overrides
+            if file is None
+            else [_read_yaml(find_yaml(file, RECIPES, "recipe")), *overrides]
+        )
         if (number := sum(str(layer).count("${") for layer in layers)) > MOST_INTERPOLATIONS:
-            raise UserError("recipe", got=f"{number} interpolations", expected=f"at most {MOST_INTERPOLATIONS} of ${{…}}")
+            raise UserError(
+                "recipe",
+                got=f"{number} interpolations",
+                expected=f"at most {MOST_INTERPOLATIONS} of ${{…}}",
+            )
         over_each_other = OmegaConf.create(reduce(_over, map(OmegaConf.to_container, layers), {}))
         values = cast(dict[str, Any], OmegaConf.to_container(over_each_other, resolve=True))
     except OmegaConfBaseException as error:
         got = one_line(str(error).split("\n")[0])
-        raise UserError(error.full_key or "recipe", got=got, expected="a value, or ${another.key}") from error
+        raise UserError(
+            error.full_key or "recipe", got=got, expected="a value, or ${another.key}"
+        ) from error
     given = {argument.partition("=")[0] for argument in arguments}
-    if "train.num_train_epochs" in given and "train.max_steps" not in given:  # of the file, which would decide
+    if (
+        "train.num_train_epochs" in given and "train.max_steps" not in given
+    ):  # of the file, which would decide
         values["train"].pop("max_steps", None)
     _check_values(values)
     return values
@@ -150,14 +202,20 @@ def validate(schema: type[S], values: Mapping[str, Any], prefix: str = "") -> S:
     prefix: of the keys in errors, for a section that stands in another file.
     """
     if not isinstance(values, Mapping):
-        raise UserError(prefix.rstrip(".: ") or "recipe", got=repr(values), expected="a section with keys of its own")
+        raise UserError(
+            prefix.rstrip(".: ") or "recipe",
+            got=repr(values),
+            expected="a section with keys of its own",
+        )
     chosen = schema.schema_for(values)
     try:
         made = chosen.model_validate(_without_required(values, _required(chosen)))
     except ValidationError as error:
         # Unknown keys come before wrong values, and those before missing ones: a misspelt key explains a missing one.
         order = {"extra_forbidden": 0, "missing": 2}
-        raise _user_error(schema, chosen, min(error.errors(), key=lambda it: order.get(it["type"], 1)), prefix) from error
+        raise _user_error(
+            schema, chosen, min(error.errors(), key=lambda it: order.get(it["type"], 1)), prefix
+        ) from error
     _check_read(made, prefix)
     assert isinstance(made, schema)
     return made
@@ -165,7 +223,9 @@ def validate(schema: type[S], values: Mapping[str, Any], prefix: str = "") -> S:
 
 @cache
 def _required(schema: type[Section]) -> frozenset[str]:
-    return frozenset(key for key, _, default, _ in leaves(schema) if default == shown(PydanticUndefined))
+    return frozenset(
+        key for key, _, default, _ in leaves(schema) if default == shown(PydanticUndefined)
+    )
 
 
 def flattened(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -185,7 +245,9 @@ def recipe_yaml(recipe: Section | dict[str, Any], *, public: bool = False) -> st
 
 def _read_yaml(path: Path) -> DictConfig:
     with refusing((yaml.YAMLError, ValueError, OSError), "recipe", path, "a readable YAML file"):
-        check_no_secret("recipe", text := read_text(path))  # first, because an error of YAML quotes the line
+        check_no_secret(
+            "recipe", text := read_text(path)
+        )  # first, because an error of YAML quotes the line
         if not isinstance(parse_yaml(text) or {}, dict):
             raise UserError("recipe", got=f"{path}, which holds no keys", expected="YAML with keys")
         return cast(DictConfig, OmegaConf.load(io.StringIO(text)))
@@ -199,7 +261,11 @@ def _check_values(node: Any, *place: Any) -> None:
     elif isinstance(node, str):
         check_no_secret(_spelled(list(place)), node)
     elif isinstance(node, int) and abs(node) > LARGEST:
-        raise UserError(_spelled(list(place)), got=f"an integer of {len(str(node))} digits", expected=f"at most {LARGEST:,}")
+        raise UserError(
+            _spelled(list(place)),
+            got=f"an integer of {len(str(node))} digits",
+            expected=f"at most {LARGEST:,}",
+        )
 
 
 def _without_required(node: Any, required: Collection[str], prefix: str = "") -> Any:
@@ -216,23 +282,41 @@ def _without_required(node: Any, required: Collection[str], prefix: str = "") ->
     }
 
 
-def _user_error(schema: type[Section], chosen: type[Section], detail: ErrorDetails, prefix: str) -> UserError:
+def _user_error(
+    schema: type[Section], chosen: type[Section], detail: ErrorDetails, prefix: str
+) -> UserError:
     place, value, kind = list(detail["loc"]), detail["input"], detail["type"]
     key = prefix + _spelled(place)
     if kind == "extra_forbidden":
         return _unknown(schema, chosen, place, value, prefix)
     if kind == "min_above_max":
         least, most = (prefix + _spelled([*place, name]) for name in ("min", "max"))
-        return UserError(least, got=detail["ctx"]["min"], expected=f"at most {most}, which is {detail['ctx']['max']}")
+        return UserError(
+            least,
+            got=detail["ctx"]["min"],
+            expected=f"at most {most}, which is {detail['ctx']['max']}",
+        )
     field = _field_at(chosen, place)
     if kind == "missing":
         while inner := section_of(field.annotation):  # a section that has a required key
-            name, field = next((name, entry) for name, entry in inner.model_fields.items() if entry.is_required())
+            name, field = next(
+                (name, entry) for name, entry in inner.model_fields.items() if entry.is_required()
+            )
             key = f"{key}.{name}"
-        start = ", or a recipe that names it (recipe=pico/eagle3)" if "train" in schema.model_fields else ""
+        start = (
+            ", or a recipe that names it (recipe=pico/eagle3)"
+            if "train" in schema.model_fields
+            else ""
+        )
         return UserError(key, got="nothing", expected=f"{field.description}{start}")
     if kind == "literal_error":
-        choices = kind_of(field).split(", ")[0].replace(" or null", "").removeprefix("list of ").split("|")
+        choices = (
+            kind_of(field)
+            .split(", ")[0]
+            .replace(" or null", "")
+            .removeprefix("list of ")
+            .split("|")
+        )
         return UserError(
             key,
             got=repr(value),
@@ -240,23 +324,41 @@ def _user_error(schema: type[Section], chosen: type[Section], detail: ErrorDetai
             nearest=nearest(ALIASES.get(str(value), str(value)), choices),
         )
     if kind in ("model_type", "model_attributes_type"):
-        null = "null or " * (section_of(field.annotation) is not field.annotation and isinstance(place[-1], str))
+        null = "null or " * (
+            section_of(field.annotation) is not field.annotation and isinstance(place[-1], str)
+        )
         return UserError(key, got=repr(value), expected=f"{null}a section with keys of its own")
     if isinstance(value, dict) and value:
-        return UserError(key, got=f"keys below it ({', '.join(map(str, value))})", expected=kind_of(field))
+        return UserError(
+            key, got=f"keys below it ({', '.join(map(str, value))})", expected=kind_of(field)
+        )
     is_number = {"ge", "gt", "le", "lt", "multiple_of"} & detail.get("ctx", {}).keys()
-    got = str(value) if is_number else f"{value!r} ({'null' if value is None else type(value).__name__})"
+    got = (
+        str(value)
+        if is_number
+        else f"{value!r} ({'null' if value is None else type(value).__name__})"
+    )
     is_in_mapping = kind_of(field) == "mapping" and kind != "dict_type"
-    return UserError(key, got=got, expected=detail["msg"].removeprefix("Input should be ") if is_in_mapping else kind_of(field))
+    return UserError(
+        key,
+        got=got,
+        expected=detail["msg"].removeprefix("Input should be ")
+        if is_in_mapping
+        else kind_of(field),
+    )
 
 
-def _unknown(schema: type[Section], chosen: type[Section], place: list[Any], value: Any, prefix: str) -> UserError:
+def _unknown(
+    schema: type[Section], chosen: type[Section], place: list[Any], value: Any, prefix: str
+) -> UserError:
     """A key of another variant is refused by naming who reads it, any other one by the nearest key."""
     key, name = prefix + _spelled(place), str(place[-1])
     plain = ".".join(part for part in place if isinstance(part, str))
     variants = schema.variants()
     keys = {variant: [f"{row[0]}." for row in leaves(other)] for variant, other in variants.items()}
-    if readers := [variant for variant, own in keys.items() if any(key.startswith(f"{plain}.") for key in own)]:
+    if readers := [
+        variant for variant, own in keys.items() if any(key.startswith(f"{plain}.") for key in own)
+    ]:
         mine = next((variant for variant, other in variants.items() if other is chosen), "this one")
         expected = f"no such key: only {' and '.join(readers)} reads it"
         return UserError(key, got=f"{value!r} with method {mine}", expected=expected)
@@ -267,7 +369,12 @@ def _unknown(schema: type[Section], chosen: type[Section], place: list[Any], val
     near = f"{key.removesuffix(name)}{close}" if close else elsewhere.get(name)
     if "train" in chosen.model_fields:
         near = ALIASES.get(name, near)
-    return UserError(key, got="an unknown key", expected=f"one of {', '.join(known)}" if known else "no keys", nearest=near)
+    return UserError(
+        key,
+        got="an unknown key",
+        expected=f"one of {', '.join(known)}" if known else "no keys",
+        nearest=near,
+    )
 
 
 def _field_at(schema: type[Section], place: list[Any]) -> FieldInfo:
@@ -286,7 +393,11 @@ def _section_in(field: FieldInfo) -> type[Section] | None:
 
 def _spelled(place: list[Any]) -> str:
     """('eval', 'tree', 0, 'budget') -> eval.tree[0].budget"""
-    return re.sub(r"\.\[", "[", ".".join(f"[{part}]" if isinstance(part, int) else str(part) for part in place))
+    return re.sub(
+        r"\.\[",
+        "[",
+        ".".join(f"[{part}]" if isinstance(part, int) else str(part) for part in place),
+    )
 
 
 def _check_read(values: Section, prefix: str) -> None:
@@ -294,10 +405,24 @@ def _check_read(values: Section, prefix: str) -> None:
     for name, field in type(values).model_fields.items():
         value, condition = getattr(values, name), read_when_of(field)
         if condition and value != (default := default_of(field)) and not condition.holds(values):
-            if isinstance(value, Section) and isinstance(default, Section):  # which of its keys was changed?
-                inner = next(inner for inner in type(value).model_fields if getattr(value, inner) != getattr(default, inner))
-                name, value, default = f"{name}.{inner}", getattr(value, inner), getattr(default, inner)
-            raise UserError(f"{prefix}{name}", got=shown(value), expected=f"{shown(default)}: it is read only {condition.text}")
+            if isinstance(value, Section) and isinstance(
+                default, Section
+            ):  # which of its keys was changed?
+                inner = next(
+                    inner
+                    for inner in type(value).model_fields
+                    if getattr(value, inner) != getattr(default, inner)
+                )
+                name, value, default = (
+                    f"{name}.{inner}",
+                    getattr(value, inner),
+                    getattr(default, inner),
+                )
+            raise UserError(
+                f"{prefix}{name}",
+                got=shown(value),
+                expected=f"{shown(default)}: it is read only {condition.text}",
+            )
         if isinstance(value, Section):
             _check_read(value, f"{prefix}{name}.")
         for index, item in enumerate(value if isinstance(value, list) else ()):

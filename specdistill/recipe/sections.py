@@ -9,7 +9,16 @@ from pydantic_core import PydanticCustomError
 from specdistill.engines import ENGINES, engines_with
 from specdistill.engines.server import MOST_IN_FLIGHT
 from specdistill.errors import UserError
-from specdistill.recipe.fields import AtLeastOne, NonNegative, ReadWhen, Section, one_of, option, section, shown
+from specdistill.recipe.fields import (
+    AtLeastOne,
+    NonNegative,
+    ReadWhen,
+    Section,
+    one_of,
+    option,
+    section,
+    shown,
+)
 
 
 def swept(it: Any, axis: str) -> list[Any]:
@@ -19,17 +28,26 @@ def swept(it: Any, axis: str) -> list[Any]:
 
 
 # Commands that measure have some of the keys of `eval:` and not others: without an engine they decode in this process.
-BY_SERVER = ReadWhen(f"with eval.engine={' or '.join(engines_with('client'))}", lambda it: it.engine != "specdistill")
+BY_SERVER = ReadWhen(
+    f"with eval.engine={' or '.join(engines_with('client'))}", lambda it: it.engine != "specdistill"
+)
 STARTED = ReadWhen(
     f"with eval.engine={' or '.join(engines_with('program'))} and no eval.server",
     lambda it: it.engine != "specdistill" and it.server is None,
 )
-LLAMA_CPP = ReadWhen("with eval.engine=llama.cpp and no eval.server", lambda it: STARTED.holds(it) and it.engine == "llama.cpp")
+LLAMA_CPP = ReadWhen(
+    "with eval.engine=llama.cpp and no eval.server",
+    lambda it: STARTED.holds(it) and it.engine == "llama.cpp",
+)
 SEVERAL_GPUS = ReadWhen(
-    "with eval.engine=vllm or sglang and no eval.server", lambda it: STARTED.holds(it) and it.engine in ("vllm", "sglang")
+    "with eval.engine=vllm or sglang and no eval.server",
+    lambda it: STARTED.holds(it) and it.engine in ("vllm", "sglang"),
 )
 RUNNING = ReadWhen("with eval.server", lambda it: it.server is not None)
-NOT_RUNNING = ReadWhen("without eval.server: a server drafts as it was started", lambda it: getattr(it, "server", None) is None)
+NOT_RUNNING = ReadWhen(
+    "without eval.server: a server drafts as it was started",
+    lambda it: getattr(it, "server", None) is None,
+)
 IN_PROCESS = ReadWhen(
     "with eval.engine=specdistill: a server drafts as it was started",
     lambda it: getattr(it, "engine", "specdistill") == "specdistill",
@@ -37,10 +55,15 @@ IN_PROCESS = ReadWhen(
 # A suite's own YAML may say which temperatures to sweep.
 SAMPLED = ReadWhen(
     "at a temperature above 0",
-    lambda it: it.temperature > 0 or any(swept(it, "temperature")) or (it.suite or "").endswith((".yaml", ".yml")),
+    lambda it: (
+        it.temperature > 0
+        or any(swept(it, "temperature"))
+        or (it.suite or "").endswith((".yaml", ".yml"))
+    ),
 )
 A_CHAIN = ReadWhen(
-    "without eval.tree, or as the depth of that", lambda it: it.tree is None or it.num_speculative_tokens == it.tree.levels
+    "without eval.tree, or as the depth of that",
+    lambda it: it.tree is None or it.num_speculative_tokens == it.tree.levels,
 )
 CHAINS = ReadWhen("without lookup_first.draft_tree", lambda it: it.draft_tree is None)
 LOOKED_UP = ReadWhen(
@@ -57,15 +80,23 @@ LONE_CHAINS = ReadWhen(
 )
 ALL_CHAINS = ReadWhen(
     "with eval.engine=specdistill and without trees, which have a size of their own",
-    lambda it: IN_PROCESS.holds(it) and not (it.tree or swept(it, "tree") or (it.lookup_first and it.lookup_first.draft_tree)),
+    lambda it: (
+        IN_PROCESS.holds(it)
+        and not (it.tree or swept(it, "tree") or (it.lookup_first and it.lookup_first.draft_tree))
+    ),
 )
 FROM_HUB = ReadWhen(
     "of a model on the Hub: pico and folders have no revisions",
     lambda it: it.model is not None and it.model != "pico" and not Path(it.model).exists(),
 )
-UNMERGED = ReadWhen("without target.adapter: merge that into a checkpoint first", lambda it: it.adapter is None)
+UNMERGED = ReadWhen(
+    "without target.adapter: merge that into a checkpoint first", lambda it: it.adapter is None
+)
 WHOLE = ReadWhen("with target.shard=none", lambda it: it.shard == "none")
-GENERATED = ReadWhen("when num_tokens is above 0; data.regenerate=null resets the section", lambda it: it.num_tokens > 0)
+GENERATED = ReadWhen(
+    "when num_tokens is above 0; data.regenerate=null resets the section",
+    lambda it: it.num_tokens > 0,
+)
 SERVED = ReadWhen("with data.regenerate.server", lambda it: it.num_tokens > 0 and bool(it.server))
 
 STORED = ReadWhen("with hidden_states.mode=offline or hybrid", lambda it: it.mode != "online")
@@ -75,7 +106,14 @@ MADE_BY_SERVERS = ReadWhen("with hidden_states.server", lambda it: bool(it.serve
 
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"]
 AnswerRule = Literal["refused", "empty", "truncated", "looping", "off_template"]
-ATTENTION = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3", "ORG/KERNEL")
+ATTENTION = (
+    "sdpa",
+    "eager",
+    "flex_attention",
+    "flash_attention_2",
+    "flash_attention_3",
+    "ORG/KERNEL",
+)
 AttentionImplementation = Annotated[str, one_of(lambda: ATTENTION, also=lambda name: "/" in name)]
 
 
@@ -103,9 +141,12 @@ class TargetConfig(Section):
         read_when=UNMERGED,
     )
     attn: AttentionImplementation | None = option(
-        None, "attention implementation of transformers, or a kernel on the Hub; null: the default of the model class"
+        None,
+        "attention implementation of transformers, or a kernel on the Hub; null: the default of the model class",
     )
-    trust_remote_code: bool = option(False, "run Python code from the model's repository; must be given on the command line")
+    trust_remote_code: bool = option(
+        False, "run Python code from the model's repository; must be given on the command line"
+    )
     shard: Literal["none", "layers"] = option(
         "none",
         "how a launch splits the target: none: a copy per process; layers: parameters sharded, gathered layer by layer; "
@@ -121,12 +162,23 @@ class TargetConfig(Section):
 
 
 class RegenerateConfig(Section):
-    num_tokens: int = option(0, "tokens of training data that the target generates; 0: train on the source as it is", ge=0)
-    prompt_tokens: int = option(32, "tokens from the start of a text row that are its prompt", ge=1, read_when=GENERATED)
-    temperatures: list[NonNegative] = option(
-        [0.0, 0.8], "sampling temperatures, each for an equal share of the rows; 0 is greedy", min_length=1, read_when=GENERATED
+    num_tokens: int = option(
+        0,
+        "tokens of training data that the target generates; 0: train on the source as it is",
+        ge=0,
     )
-    batch_size: int = option(128, "sequences generated at a time, per process or server", ge=1, read_when=GENERATED)
+    prompt_tokens: int = option(
+        32, "tokens from the start of a text row that are its prompt", ge=1, read_when=GENERATED
+    )
+    temperatures: list[NonNegative] = option(
+        [0.0, 0.8],
+        "sampling temperatures, each for an equal share of the rows; 0 is greedy",
+        min_length=1,
+        read_when=GENERATED,
+    )
+    batch_size: int = option(
+        128, "sequences generated at a time, per process or server", ge=1, read_when=GENERATED
+    )
     server: list[str] = option(
         [],
         "addresses of OpenAI-compatible servers of the target (vLLM, SGLang, llama.cpp) that generate instead of this process",
@@ -134,7 +186,9 @@ class RegenerateConfig(Section):
     )
     timeout: float = option(600.0, "timeout of a response, in seconds", gt=0, read_when=SERVED)
     template: dict[str, Any] = option(
-        {}, "additional arguments of the chat template, e.g. {enable_thinking: false}", read_when=GENERATED
+        {},
+        "additional arguments of the chat template, e.g. {enable_thinking: false}",
+        read_when=GENERATED,
     )
     filter: list[AnswerRule] = option(
         [*get_args(AnswerRule)], "kinds of responses that are dropped and counted", read_when=SERVED
@@ -148,13 +202,19 @@ class DataConfig(Section):
         "or a list of {source, weight, split}",
     )
     split: str = option("train", "split of the source")
-    columns: dict[str, str] = option({}, "column names, ours to the source's, e.g. {messages: turns}; {}: detected")
+    columns: dict[str, str] = option(
+        {}, "column names, ours to the source's, e.g. {messages: turns}; {}: detected"
+    )
     chat_template: str | None = option(
         None,
         "file of a chat template that replaces the target's, in rows, evaluation and the draft's folder; null: the target's",
     )
-    max_length: int = option(512, "tokens per packed row; longer texts are cut, longer conversations at a turn", ge=8)
-    validation_fraction: float = option(0.02, "fraction of the rows held out for evaluation during training", ge=0, le=0.9)
+    max_length: int = option(
+        512, "tokens per packed row; longer texts are cut, longer conversations at a turn", ge=8
+    )
+    validation_fraction: float = option(
+        0.02, "fraction of the rows held out for evaluation during training", ge=0, le=0.9
+    )
     validation_split: Literal["hash", "sample"] = option(
         "hash",
         "how held-out rows are chosen: hash: by content, so that duplicates stay together and added rows move no others; sample: a "
@@ -165,8 +225,12 @@ class DataConfig(Section):
         "drop rows that share 13 consecutive words with a prompt of these suites; "
         "all: built-in suites and those of eval and selection; []: none",
     )
-    packing: bool = option(True, "pack several documents into a row, with attention kept within each")
-    loss_mask: Literal["assistant", "all"] = option("assistant", "tokens that carry loss: of the assistant, or all")
+    packing: bool = option(
+        True, "pack several documents into a row, with attention kept within each"
+    )
+    loss_mask: Literal["assistant", "all"] = option(
+        "assistant", "tokens that carry loss: of the assistant, or all"
+    )
     regenerate: RegenerateConfig = section(RegenerateConfig)
     seed: int = option(0, "seed of the document order and of regeneration", ge=0)
     num_proc: int | None = option(
@@ -174,11 +238,16 @@ class DataConfig(Section):
         "processes that prepare rows; null: one per core, at most 16, fewer for few rows",
         ge=1,
     )
-    rows: str | None = option(None, "row set made by `specdistill data make`; null: the recipe's own, made if missing")
-    shard: str | None = option(
-        None, "for `data make`: i/n generates blocks i, i + n, …; auto: from the array job's environment; null: all"
+    rows: str | None = option(
+        None, "row set made by `specdistill data make`; null: the recipe's own, made if missing"
     )
-    cache_dir: str | None = option(None, "folder for row sets and intermediate files; null: the cache of the datasets library")
+    shard: str | None = option(
+        None,
+        "for `data make`: i/n generates blocks i, i + n, …; auto: from the array job's environment; null: all",
+    )
+    cache_dir: str | None = option(
+        None, "folder for row sets and intermediate files; null: the cache of the datasets library"
+    )
     force: bool = option(False, "start even if the disk has less free space than estimated")
 
     @field_validator("regenerate", mode="before")
@@ -196,10 +265,17 @@ class HiddenStatesConfig(Section):
         "filled before the first step, and target passes for rows that do not fit",
     )
     path: str | None = option(None, "folder of the store", read_when=STORED)
-    dtype: Literal["bfloat16", "float32"] = option("bfloat16", "data type of the store", read_when=STORED)
-    max_bytes: int | None = option(None, "maximum size of the store in bytes; null: unlimited", ge=1, read_when=MADE)
+    dtype: Literal["bfloat16", "float32"] = option(
+        "bfloat16", "data type of the store", read_when=STORED
+    )
+    max_bytes: int | None = option(
+        None, "maximum size of the store in bytes; null: unlimited", ge=1, read_when=MADE
+    )
     shard_tokens: int = option(
-        32_768, "tokens per file of the store: at most this much is repeated after a kill", ge=1, read_when=MADE
+        32_768,
+        "tokens per file of the store: at most this much is repeated after a kill",
+        ge=1,
+        read_when=MADE,
     )
     server: list[str] = option(
         [],
@@ -207,17 +283,25 @@ class HiddenStatesConfig(Section):
         "computes them",
         read_when=MADE,
     )
-    timeout: float = option(600.0, "timeout of a server's response, in seconds", gt=0, read_when=MADE_BY_SERVERS)
+    timeout: float = option(
+        600.0, "timeout of a server's response, in seconds", gt=0, read_when=MADE_BY_SERVERS
+    )
 
     @property
     def runs_layers(self) -> bool:
         """Whether training may have to run the target's layers."""
-        return self.mode == "online" or (self.mode == "hybrid" and (not self.server or self.max_bytes is not None))
+        return self.mode == "online" or (
+            self.mode == "hybrid" and (not self.server or self.max_bytes is not None)
+        )
 
     @property
     def waiting(self) -> Path | None:
         """Where the hidden states of what servers generate wait for the store of all rows; None without one."""
-        return Path(self.path) / WAITING if self.path and self.mode == "hybrid" and self.max_bytes is None else None
+        return (
+            Path(self.path) / WAITING
+            if self.path and self.mode == "hybrid" and self.max_bytes is None
+            else None
+        )
 
     @model_validator(mode="after")
     def _a_store_has_a_place(self) -> "HiddenStatesConfig":
@@ -227,10 +311,16 @@ class HiddenStatesConfig(Section):
 
 
 class TreeConfig(Section):
-    budget: int | None = option(None, "dynamic tree (EAGLE-2): nodes proposed per round; needs depth and top_k", ge=1)
+    budget: int | None = option(
+        None, "dynamic tree (EAGLE-2): nodes proposed per round; needs depth and top_k", ge=1
+    )
     depth: int | None = option(None, "dynamic tree: levels, one draft step each", ge=1)
-    top_k: int | None = option(None, "dynamic tree: nodes expanded per level, and children of each", ge=1)
-    branching: list[AtLeastOne] | None = option(None, "static tree: children per node at each level, e.g. 4,2,1")
+    top_k: int | None = option(
+        None, "dynamic tree: nodes expanded per level, and children of each", ge=1
+    )
+    branching: list[AtLeastOne] | None = option(
+        None, "static tree: children per node at each level, e.g. 4,2,1"
+    )
 
     @property
     def levels(self) -> int:
@@ -240,7 +330,9 @@ class TreeConfig(Section):
 def check_lengths(it: Any) -> Any:
     """The validator of a section with lengths `min` and `max`; `validate` makes the error, with the keys where it stands."""
     if it.min > it.max:
-        raise PydanticCustomError("min_above_max", "min {min} is above max {max}", {"min": it.min, "max": it.max})
+        raise PydanticCustomError(
+            "min_above_max", "min {min} is above max {max}", {"min": it.min, "max": it.max}
+        )
     return it
 
 
@@ -256,7 +348,9 @@ class LookupFirstConfig(Section):
         ge=1,
         read_when=CHAINS,
     )
-    draft_tree: TreeConfig | None = option(None, "draft a token tree instead of draft_tokens; null: a chain")
+    draft_tree: TreeConfig | None = option(
+        None, "draft a token tree instead of draft_tokens; null: a chain"
+    )
 
     _has_lengths = model_validator(mode="after")(check_lengths)
 
@@ -283,24 +377,38 @@ class LookupFirstConfig(Section):
         """Raises UserError where it cannot stand in front of a draft that is measured so, with K = k."""
         key = f"{settings.SECTION}lookup_first"
         if self.levels > k:
-            name, shape = ("draft_tree", "a tree of depth ") if self.draft_tree else ("draft_tokens", "")
+            name, shape = (
+                ("draft_tree", "a tree of depth ") if self.draft_tree else ("draft_tokens", "")
+            )
             got = f"{shape}{self.levels} with K = {k}"
             raise UserError(f"{key}.{name}", got=got, expected="at most K, which a lookup gives")
-        self.check_engine(key, getattr(settings, "engine", "specdistill"), getattr(settings, "smallest_k", k))
+        self.check_engine(
+            key, getattr(settings, "engine", "specdistill"), getattr(settings, "smallest_k", k)
+        )
         if self.draft_tree and settings.compile:
             expected = f"false, or {key}.draft_tokens"
-            raise UserError(f"{settings.SECTION}compile", got=f"true with {key}.draft_tree", expected=expected)
+            raise UserError(
+                f"{settings.SECTION}compile", got=f"true with {key}.draft_tree", expected=expected
+            )
 
 
 class SweepConfig(Section):
-    num_speculative_tokens: list[AtLeastOne] = option([], "additional K to measure; each axis is varied alone")
+    num_speculative_tokens: list[AtLeastOne] = option(
+        [], "additional K to measure; each axis is varied alone"
+    )
     temperature: list[NonNegative] = option([], "additional temperatures to measure")
-    batch_size: list[Annotated[int, Field(ge=1, le=64)]] = option([], "additional batch sizes to measure")
+    batch_size: list[Annotated[int, Field(ge=1, le=64)]] = option(
+        [], "additional batch sizes to measure"
+    )
     concurrency: list[Annotated[int, Field(ge=1, le=MOST_IN_FLIGHT)]] = option(
         [], "additional concurrencies to measure, of a server"
     )
-    tree: list[TreeConfig] = option([], "additional trees to measure, each with the keys of eval.tree")
-    context: list[AtLeastOne] = option([], "prompt lengths to measure, powers of two: long prompts are cut to that many tokens")
+    tree: list[TreeConfig] = option(
+        [], "additional trees to measure, each with the keys of eval.tree"
+    )
+    context: list[AtLeastOne] = option(
+        [], "prompt lengths to measure, powers of two: long prompts are cut to that many tokens"
+    )
 
 
 class MeasurementConfig(Section):
@@ -321,12 +429,18 @@ class MeasurementConfig(Section):
         "fixed: K draft tokens per round; online: up to K, by acceptance so far and measured costs",
         read_when=ALL_CHAINS,
     )
-    tree: TreeConfig | None = option(None, "draft a token tree of depth K instead of a chain", read_when=IN_PROCESS)
+    tree: TreeConfig | None = option(
+        None, "draft a token tree of depth K instead of a chain", read_when=IN_PROCESS
+    )
     lookup_first: LookupFirstConfig | None = option(
-        None, "try an n-gram or suffix lookup first, and the draft where that finds nothing", read_when=LOOKED_UP
+        None,
+        "try an n-gram or suffix lookup first, and the draft where that finds nothing",
+        read_when=LOOKED_UP,
     )
     temperature: float = option(0.0, "0 is greedy", ge=0)
-    top_p: float = option(1.0, "nucleus sampling, for target and draft", ge=0.01, le=1, read_when=SAMPLED)
+    top_p: float = option(
+        1.0, "nucleus sampling, for target and draft", ge=0.01, le=1, read_when=SAMPLED
+    )
     top_k: int = option(0, "top-k sampling, for target and draft; 0: off", ge=0, read_when=SAMPLED)
     max_new_tokens: int = option(128, "tokens generated per prompt", ge=1)
     num_prompts: int | None = option(
@@ -334,18 +448,25 @@ class MeasurementConfig(Section):
         "number of prompts, spread evenly over the categories; null: all of a suite, at most 200 of a file of prompts",
         ge=1,
     )
-    batch_size: int = option(1, "prompts decoded together, with and without the draft", ge=1, le=64, read_when=IN_PROCESS)
+    batch_size: int = option(
+        1, "prompts decoded together, with and without the draft", ge=1, le=64, read_when=IN_PROCESS
+    )
     compile: bool = option(
         False,
         "compile the target's verification pass (torch.compile), with and without the draft, and a head's passes",
         read_when=LONE_CHAINS,
     )
     repeats: int = option(
-        3, "timed repetitions per prompt, with and without the draft; the lower median of each round counts", ge=1
+        3,
+        "timed repetitions per prompt, with and without the draft; the lower median of each round counts",
+        ge=1,
     )
     warmup: int = option(2, "untimed prompts or batches before timing", ge=0)
     sampling_draws: int = option(
-        400, "draws of the test that sampling is lossless; 0: skip the test", ge=0, read_when=IN_PROCESS
+        400,
+        "draws of the test that sampling is lossless; 0: skip the test",
+        ge=0,
+        read_when=IN_PROCESS,
     )
     seed: int = option(0, "seed of sampling and bootstrap", ge=0)
 
@@ -362,11 +483,17 @@ class LlamaCppConfig(Section):
     """
 
     model: str | None = option(None, "the target as a GGUF file; null: target.model is one")
-    model_draft: str | None = option(None, "the draft as a GGUF file, which llama.cpp's converter makes of its export")
-    ctx_size: int | None = option(
-        None, "tokens of all slots together, in the target and in the draft; null: the longest sequence in each slot", ge=1
+    model_draft: str | None = option(
+        None, "the draft as a GGUF file, which llama.cpp's converter makes of its export"
     )
-    parallel: int | None = option(None, "slots, requests decoded together; null: one for each request in flight", ge=1)
+    ctx_size: int | None = option(
+        None,
+        "tokens of all slots together, in the target and in the draft; null: the longest sequence in each slot",
+        ge=1,
+    )
+    parallel: int | None = option(
+        None, "slots, requests decoded together; null: one for each request in flight", ge=1
+    )
     batch_size: int | None = option(None, "most tokens in a batch", ge=1)
     ubatch_size: int | None = option(None, "most tokens computed together", ge=1)
     threads: int | None = option(None, "CPU threads", ge=1)
@@ -387,7 +514,8 @@ class EvalConfig(MeasurementConfig):
     SECTION = "eval."
 
     engine: Annotated[str, one_of(lambda: ["specdistill", *engines_with("client")])] = option(
-        "specdistill", "what decodes: this package, or an inference engine, started here or already running (eval.server)"
+        "specdistill",
+        "what decodes: this package, or an inference engine, started here or already running (eval.server)",
     )
     engine_command: str | None = option(
         None,
@@ -396,27 +524,43 @@ class EvalConfig(MeasurementConfig):
         read_when=STARTED,
     )
     tensor_parallel: int | None = option(
-        None, "tensor parallel size of an engine started here; null: 1", ge=1, read_when=SEVERAL_GPUS
+        None,
+        "tensor parallel size of an engine started here; null: 1",
+        ge=1,
+        read_when=SEVERAL_GPUS,
     )
-    llama_cpp: LlamaCppConfig = option(LlamaCppConfig(), "files and options of llama.cpp's server", read_when=LLAMA_CPP)
+    llama_cpp: LlamaCppConfig = option(
+        LlamaCppConfig(), "files and options of llama.cpp's server", read_when=LLAMA_CPP
+    )
     server: str | None = option(
-        None, "address of a running server with the draft, e.g. http://127.0.0.1:8000; null: start one", read_when=BY_SERVER
+        None,
+        "address of a running server with the draft, e.g. http://127.0.0.1:8000; null: start one",
+        read_when=BY_SERVER,
     )
     baseline_server: str | None = option(
-        None, "address of a running server without a draft; null: no speedup is measured", read_when=RUNNING
+        None,
+        "address of a running server without a draft; null: no speedup is measured",
+        read_when=RUNNING,
     )
-    server_timeout: float = option(300.0, "timeout of a response, in seconds", ge=0.1, read_when=BY_SERVER)
+    server_timeout: float = option(
+        300.0, "timeout of a response, in seconds", ge=0.1, read_when=BY_SERVER
+    )
     draft: str | None = option(None, "draft folder; null: <train.output_dir>/draft")
     output_dir: str | None = option(None, "folder of the report; null: <train.output_dir>/report")
-    concurrency: int = option(1, "requests in flight at a server", ge=1, le=MOST_IN_FLIGHT, read_when=BY_SERVER)
+    concurrency: int = option(
+        1, "requests in flight at a server", ge=1, le=MOST_IN_FLIGHT, read_when=BY_SERVER
+    )
     run_code: bool = option(
-        False, "run generated programs of rows with a `test`, with your permissions; must be given on the command line"
+        False,
+        "run generated programs of rows with a `test`, with your permissions; must be given on the command line",
     )
     baseline: str | None = option(
-        None, "report that max_regression rules compare with: a report.json, its folder, or a Hub revision, e.g. org/name@v1.2"
+        None,
+        "report that max_regression rules compare with: a report.json, its folder, or a Hub revision, e.g. org/name@v1.2",
     )
     sweep: SweepConfig = option(
-        SweepConfig(), "additional settings to measure, one axis at a time; with an engine, every K at every concurrency"
+        SweepConfig(),
+        "additional settings to measure, one axis at a time; with an engine, every K at every concurrency",
     )
 
     @property
@@ -427,9 +571,15 @@ class EvalConfig(MeasurementConfig):
     @model_validator(mode="after")
     def _sweeps_are_of_what_decodes(self) -> "EvalConfig":
         for name, values in vars(self.sweep).items():
-            condition = {"concurrency": BY_SERVER, "num_speculative_tokens": NOT_RUNNING}.get(name, IN_PROCESS)
+            condition = {"concurrency": BY_SERVER, "num_speculative_tokens": NOT_RUNNING}.get(
+                name, IN_PROCESS
+            )
             if values and not condition.holds(self):
-                raise UserError(f"eval.sweep.{name}", got=shown(values), expected=f"[]: it is read only {condition.text}")
+                raise UserError(
+                    f"eval.sweep.{name}",
+                    got=shown(values),
+                    expected=f"[]: it is read only {condition.text}",
+                )
         return self
 
 
@@ -437,7 +587,9 @@ class SelectionConfig(Section):
     """Prompts on which each evaluation of a training decodes. Best not those of eval.suite, which would judge what it has chosen."""
 
     suite: str = option(..., "prompts: suite name, suite YAML or jsonl file, as for eval.suite")
-    num_prompts: int | None = option(16, "number of prompts, spread evenly over the categories; null: all", ge=1)
+    num_prompts: int | None = option(
+        16, "number of prompts, spread evenly over the categories; null: all", ge=1
+    )
     max_new_tokens: int = option(64, "tokens generated per prompt", ge=1)
 
 
@@ -445,9 +597,15 @@ class PublishConfig(Section):
     """What `specdistill publish` does with a finished run, unless its command says otherwise."""
 
     repo: str | None = option(None, "Hub repository, org/name; created if missing")
-    private: bool | None = option(None, "private repository; null: new repositories are private, existing ones unchanged")
-    license: str | None = option(None, "licence of the draft, as the Hub names it; null: the target's")
-    base_model: str | None = option(None, "Hub id of a target that was read from a folder; its files must have the same hashes")
+    private: bool | None = option(
+        None, "private repository; null: new repositories are private, existing ones unchanged"
+    )
+    license: str | None = option(
+        None, "licence of the draft, as the Hub names it; null: the target's"
+    )
+    base_model: str | None = option(
+        None, "Hub id of a target that was read from a folder; its files must have the same hashes"
+    )
     exports: list[Annotated[str, one_of(lambda: engines_with("serve_command"))]] = option(
         [], "engines for which an export is published too, each in its own folder"
     )

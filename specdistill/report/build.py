@@ -16,18 +16,43 @@ from specdistill import __version__
 from specdistill.credentials import without_places
 from specdistill.engines import ENGINES
 from specdistill.statistics.intervals import interval, macro_interval
-from specdistill.statistics.metrics import METRICS, PromptSums, acceptance, accepted_by_bucket, prompt_sums, value
+from specdistill.statistics.metrics import (
+    METRICS,
+    PromptSums,
+    acceptance,
+    accepted_by_bucket,
+    prompt_sums,
+    value,
+)
 from specdistill.statistics.records import ALL, Configuration, PromptRecord
-from specdistill.statistics.theory import BETTER_K_GAIN, RoundCost, alpha_from_acceptance_length, best_point, speedup_curve
+from specdistill.statistics.theory import (
+    BETTER_K_GAIN,
+    RoundCost,
+    alpha_from_acceptance_length,
+    best_point,
+    speedup_curve,
+)
 from specdistill.suites.suite import Suite
 
-NAMING = ("engine", "suite", "target", "draft", "not_measured")  # parts that name files and servers of the machine
+NAMING = (
+    "engine",
+    "suite",
+    "target",
+    "draft",
+    "not_measured",
+)  # parts that name files and servers of the machine
 PREDICTED = ("overhead_factor", "predicted_speedup", "prediction_gap")
 WITHOUT_INTERVAL = ("draft_ms", "verify_ms", "baseline_step_ms", *PREDICTED, "decode_speedup")
 ACCEPTANCE = ("mean_acceptance_length", "acceptance_rate")
 SPEEDS = ("tokens_per_second", "baseline_tokens_per_second", "speedup")
 WITH_INTERVAL = ("mean_acceptance_length", "tokens_per_round", "acceptance_rate", *SPEEDS)
-NEED_DRAFTS = (*ACCEPTANCE, "acceptance_rate_per_position", "conditional_acceptance_rate", "draft_ms", *PREDICTED)
+NEED_DRAFTS = (
+    *ACCEPTANCE,
+    "acceptance_rate_per_position",
+    "conditional_acceptance_rate",
+    "draft_ms",
+    *PREDICTED,
+)
 NEED_ROUNDS = ("tokens_per_round", "verify_ms", "baseline_step_ms", "decode_speedup")
 SLOW_BASELINE = 0.95  # below this share of the speed of transformers' `generate()` the baseline flatters the draft
 MAX_PREDICTION_GAP = {"cpu": 0.10, "cuda": 0.03}  # by device: times on a CPU vary more
@@ -64,7 +89,10 @@ def build_report(
         **{name: part for name, part in optional.items() if part},
         "engine": dict(engine or {"name": "specdistill", "version": __version__}),
         "suite": {
-            **{name: getattr(suite, name) for name in ("name", "version", "licence", "source", "sha256")},
+            **{
+                name: getattr(suite, name)
+                for name in ("name", "version", "licence", "source", "sha256")
+            },
             "num_prompts": len(suite.rows),
         },
         "headline": headline,
@@ -73,7 +101,12 @@ def build_report(
         "not_measured": absent,
     }
     report |= without_places({name: report[name] for name in NAMING})
-    return {**report, "findings": [{"name": name, "message": message} for name, message in findings(report).items()]}
+    return {
+        **report,
+        "findings": [
+            {"name": name, "message": message} for name, message in findings(report).items()
+        ],
+    }
 
 
 def result_rows(
@@ -93,7 +126,12 @@ def result_rows(
         groups.setdefault(record.category, []).append(record)
     scope = {"suite": suite.name, "suite_version": suite.version}
     return [
-        {**scope, "category": category, **asdict(configuration), **_numbers(group, configuration, seed, reasons)}
+        {
+            **scope,
+            "category": category,
+            **asdict(configuration),
+            **_numbers(group, configuration, seed, reasons),
+        }
         for category, group in groups.items()
     ]
 
@@ -103,12 +141,22 @@ def context_rows(records: Sequence[PromptRecord]) -> list[dict[str, Any]]:
     rows = []
     for bucket, accepted in sorted(accepted_by_bucket(records).items()):
         length = 1 + sum(accepted) / len(accepted)
-        rows.append({"bucket": f"{bucket}-{2 * bucket - 1}", "num_drafts": len(accepted), "mean_acceptance_length": length})
+        rows.append(
+            {
+                "bucket": f"{bucket}-{2 * bucket - 1}",
+                "num_drafts": len(accepted),
+                "mean_acceptance_length": length,
+            }
+        )
     return rows
 
 
 def theory(
-    row: dict[str, Any], costs: Sequence[RoundCost], passes: Callable[[int], int], *, depends_on_width: bool = False
+    row: dict[str, Any],
+    costs: Sequence[RoundCost],
+    passes: Callable[[int], int],
+    *,
+    depends_on_width: bool = False,
 ) -> dict[str, Any] | None:
     """What the suite's row implies: alpha, v and c at K, and the speedup to expect at K' up to K; None without drafts.
 
@@ -116,11 +164,19 @@ def theory(
     in such a round. Of a tree K is the depth, and c·K the cost of drafting all its nodes. depends_on_width: acceptance is known at K alone
     (see `Proposer`), so the curve has no K' between.
     """
-    needed = ("acceptance_rate_per_position", "verify_ms", "draft_ms", "baseline_step_ms", "predicted_speedup")
+    needed = (
+        "acceptance_rate_per_position",
+        "verify_ms",
+        "draft_ms",
+        "baseline_step_ms",
+        "predicted_speedup",
+    )
     if any(name not in row for name in needed):
         return None
     rates, step = row["acceptance_rate_per_position"], row["baseline_step_ms"]
-    num_drafted = row["num_draft_tokens"] / row["num_drafts"]  # all nodes of a tree; fewer than K where a draft stops early
+    num_drafted = (
+        row["num_draft_tokens"] / row["num_drafts"]
+    )  # all nodes of a tree; fewer than K where a draft stops early
     cost = RoundCost(len(rates), row["verify_ms"], row["draft_ms"] * num_drafted)
     curve = speedup_curve(rates, step, cost, () if depends_on_width else costs)
     return {
@@ -139,7 +195,11 @@ def headline(rows: Sequence[dict[str, Any]], records: Sequence[PromptRecord]) ->
     categories, and as the micro-averages of the whole suite, in which a category counts by its drafts or its time.
     """
     by_category = [row for row in rows if row["category"] != ALL]
-    quoted = [name for name in ("mean_acceptance_length", "speedup") if by_category and all(name in row for row in by_category)]
+    quoted = [
+        name
+        for name in ("mean_acceptance_length", "speedup")
+        if by_category and all(name in row for row in by_category)
+    ]
     if not quoted:
         return {}
     sums, categories = prompt_sums(records), [record.category for record in records]
@@ -152,14 +212,22 @@ def headline(rows: Sequence[dict[str, Any]], records: Sequence[PromptRecord]) ->
         **macro,
         "average": f"macro over {len(by_category)} categories, each a micro-average over its drafts",
         "micro": {
-            **{key: rows[0][key] for name in quoted for key in (name, f"{name}_ci95") if key in rows[0]},
+            **{
+                key: rows[0][key]
+                for name in quoted
+                for key in (name, f"{name}_ci95")
+                if key in rows[0]
+            },
             "average": f"micro over {rows[0]['num_drafts']} drafts and {rows[0]['num_new_tokens']} tokens of {len(records)} prompts",
         },
     }
 
 
 def _numbers(
-    records: Sequence[PromptRecord], configuration: Configuration, seed: int, reasons: Mapping[str, str]
+    records: Sequence[PromptRecord],
+    configuration: Configuration,
+    seed: int,
+    reasons: Mapping[str, str],
 ) -> dict[str, Any]:
     sums, drafts = prompt_sums(records), [draft for record in records for draft in record.drafts()]
     timed = sum(record.hf_generate is not None for record in records)
@@ -167,16 +235,29 @@ def _numbers(
         "num_prompts": len(records),
         "num_batches": len(np.unique(sums["batch"])) if "batch" in sums else len(records),
         "num_new_tokens": int(sums["num_tokens"].sum()),
-        **({} if np.isnan(sums["num_rounds"]).any() else {"num_rounds": int(sums["num_rounds"].sum())}),
-        **({"num_looping": sum(map(is_looping, records))} if all(record.token_ids for record in records) else {}),
+        **(
+            {}
+            if np.isnan(sums["num_rounds"]).any()
+            else {"num_rounds": int(sums["num_rounds"].sum())}
+        ),
+        **(
+            {"num_looping": sum(map(is_looping, records))}
+            if all(record.token_ids for record in records)
+            else {}
+        ),
         **({"hf_generate_num_prompts": timed} if timed else {}),
         "num_empty": int((sums["num_tokens"] <= 1).sum()),
-        "num_disturbed_rounds": int(sum(np.nansum(sums[f"{side}num_disturbed_rounds"]) for side in ("", "baseline_"))),
+        "num_disturbed_rounds": int(
+            sum(np.nansum(sums[f"{side}num_disturbed_rounds"]) for side in ("", "baseline_"))
+        ),
         **acceptance(drafts, configuration.num_speculative_tokens),
         **_estimates(sums, seed),
     }
     absent = {**_reasons(row), **reasons}
-    return {**row, "not_measured": {name: reason for name, reason in absent.items() if name not in row}}
+    return {
+        **row,
+        "not_measured": {name: reason for name, reason in absent.items() if name not in row},
+    }
 
 
 def _estimates(sums: PromptSums, seed: int) -> dict[str, Any]:
@@ -184,7 +265,9 @@ def _estimates(sums: PromptSums, seed: int) -> dict[str, Any]:
     numbers: dict[str, Any] = {}
     is_slow = (value(METRICS["baseline_over_hf_generate"], sums) or 1.0) < SLOW_BASELINE
     for name, metric in METRICS.items():
-        if (is_slow or name != "speedup_over_hf_generate") and (point := value(metric, sums)) is not None:
+        if (is_slow or name != "speedup_over_hf_generate") and (
+            point := value(metric, sums)
+        ) is not None:
             numbers[name] = point
             if name not in WITHOUT_INTERVAL and (bounds := interval(metric, sums, seed=seed)):
                 numbers[f"{name}_ci95"] = list(bounds)
@@ -200,9 +283,15 @@ def is_looping(record: PromptRecord) -> bool:
 def _reasons(row: Mapping[str, Any]) -> dict[str, str]:
     """Why a row lacks each number that it may lack."""
     hf = "none of these prompts was among those timed"
-    fast = "the baseline is as fast as transformers' generate()" if "baseline_over_hf_generate" in row else hf
+    fast = (
+        "the baseline is as fast as transformers' generate()"
+        if "baseline_over_hf_generate" in row
+        else hf
+    )
     few = (
-        "fewer than two prompts" if row["num_prompts"] < 2 else "its resamples are undefined: too few prompts or conversations"
+        "fewer than two prompts"
+        if row["num_prompts"] < 2
+        else "its resamples are undefined: too few prompts or conversations"
     )
     one_batch = row["num_batches"] == 1 < row["num_prompts"]
     timed = "its prompts share the times of one batch" if one_batch else few
@@ -212,15 +301,25 @@ def _reasons(row: Mapping[str, Any]) -> dict[str, str]:
         **dict.fromkeys(NEED_ROUNDS, "every completion ended with its first token"),
         **dict.fromkeys(("hf_generate_tokens_per_second", "baseline_over_hf_generate"), hf),
         "speedup_over_hf_generate": fast,
-        "context_ratio": "too few drafts at a long or a short context" if row["num_drafts"] else "nothing was drafted",
+        "context_ratio": "too few drafts at a long or a short context"
+        if row["num_drafts"]
+        else "nothing was drafted",
         "vocabulary_coverage": "this method can propose any token",
-        **{f"{name}_ci95": timed if METRICS[name].is_timed else few for name in WITH_INTERVAL if name in row},
+        **{
+            f"{name}_ci95": timed if METRICS[name].is_timed else few
+            for name in WITH_INTERVAL
+            if name in row
+        },
     }
 
 
 def findings(report: Mapping[str, Any]) -> dict[str, str]:
     """Name -> one sentence, for what the numbers alone do not show."""
-    return {**dict(_of_times(report)), **dict(_of_losslessness(report)), **dict(_of_drafting(report))}
+    return {
+        **dict(_of_times(report)),
+        **dict(_of_losslessness(report)),
+        **dict(_of_drafting(report)),
+    }
 
 
 def _of_times(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -228,7 +327,10 @@ def _of_times(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     row = report["results"][0]
     if report.get("incomplete"):
         reason = report["not_measured"]["incomplete"]
-        yield "incomplete", f"The measurement was cut short: {reason}. Its numbers are those of a part."
+        yield (
+            "incomplete",
+            f"The measurement was cut short: {reason}. Its numbers are those of a part.",
+        )
     bound = MAX_PREDICTION_GAP.get(report["hardware"]["device"], MAX_PREDICTION_GAP["cpu"])
     if "speedup" in row and row.get("prediction_gap", 0) > bound:
         yield (
@@ -247,7 +349,10 @@ def _of_times(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "disturbed", f"Dropped as outliers: {which}; their prompts were timed again."
     low, high = row.get("speedup_ci95", (0.0, 0.0))
     if (half := (high - low) / 2 / row.get("speedup", 1.0)) > WIDE_INTERVAL:
-        yield "wide_interval", f"{row['num_prompts']} prompts: the speedup is only known to ±{half:.0%}."
+        yield (
+            "wide_interval",
+            f"{row['num_prompts']} prompts: the speedup is only known to ±{half:.0%}.",
+        )
 
 
 def _of_losslessness(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -265,7 +370,10 @@ def _of_losslessness(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         which = f"{count} of {lossless['prompts_checked']} greedy completions"
         yield "divergence", f"{which} are not the target's, where rounding does not explain it."
     if count := lossless.get("near_ties"):
-        yield "near_ties", f"{count} greedy completions diverge from the target's at a near-tie of its best logits."
+        yield (
+            "near_ties",
+            f"{count} greedy completions diverge from the target's at a near-tie of its best logits.",
+        )
     if lossless.get("sampling_test", {}).get("negative_control_p_value", 0) > 0.05:
         message = "The sampling test did not detect a rule that is wrong on purpose: it shows little here."
         yield "insensitive_sampling_test", message
@@ -274,7 +382,11 @@ def _of_losslessness(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _of_drafting(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """What drafting did, and what would be better."""
     row = report["results"][0]
-    without = 1 - row["num_drafts"] / row["num_rounds"] if row["num_drafts"] and "num_rounds" in row else 0.0
+    without = (
+        1 - row["num_drafts"] / row["num_rounds"]
+        if row["num_drafts"] and "num_rounds" in row
+        else 0.0
+    )
     if without > 0.05:
         yield (
             "rounds_without_draft",

@@ -17,7 +17,10 @@ LEFT, RIGHT = 46, 22  # margins of plots with a vertical axis
 TOP, BOTTOM = 22, 30
 AXIS = 16  # the height of an axis's name
 LETTER = 7.6  # the width that a character of a label takes, generously
-ABOVE, LONGEST = 14, int(WIDTH / LETTER)  # the height of a name above what it names, and the characters that fit there
+ABOVE, LONGEST = (
+    14,
+    int(WIDTH / LETTER),
+)  # the height of a name above what it names, and the characters that fit there
 
 NamedRows = Sequence[tuple[str, ResultRow]]
 Ticks = Sequence[tuple[float, str]]  # (value, label)
@@ -34,7 +37,9 @@ class Scale:
     end: float
 
     def __call__(self, value: float) -> float:
-        return round(self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start), 1)
+        return round(
+            self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start), 1
+        )
 
 
 def acceptance_by_position(row: ResultRow) -> Markup | None:
@@ -47,10 +52,19 @@ def acceptance_by_position(row: ResultRow) -> Markup | None:
     slot = (WIDTH - LEFT - RIGHT) / len(rates)
     width = round(min(slot * 0.56, 56), 1)
     drawn, titles = _y_axis(y, [(share, percent(share)) for share in (0, 0.25, 0.5, 0.75, 1)]), []
-    for index, (rate, conditional) in enumerate(zip(rates, row["conditional_acceptance_rate"], strict=True)):
+    for index, (rate, conditional) in enumerate(
+        zip(rates, row["conditional_acceptance_rate"], strict=True)
+    ):
         centre, top, label = round(LEFT + slot * (index + 0.5), 1), y(rate), percent(rate)
-        titles.append(f"position {index + 1}: {label} of drafts, {percent(conditional)} once reached")
-        place = {"x": round(centre - width / 2, 1), "y": top, "width": width, "height": round(y.start - top, 1)}
+        titles.append(
+            f"position {index + 1}: {label} of drafts, {percent(conditional)} once reached"
+        )
+        place = {
+            "x": round(centre - width / 2, 1),
+            "y": top,
+            "width": width,
+            "height": round(y.start - top, 1),
+        }
         drawn.append(_tag("rect", _tag("title", titles[-1]), **place, fill="var(--bar)"))
         if width > 4 * LETTER and y.start - top > 20:
             drawn.append(_text(centre, y.start - 7, label, anchor="middle", kind="strong"))
@@ -58,7 +72,9 @@ def acceptance_by_position(row: ResultRow) -> Markup | None:
             drawn.append(_dot(centre, y(conditional), 4.5, "paper", "mine"))
         name = index + 1 if slot > 2 * LETTER or index % 4 == 0 else ""
         drawn.append(_text(centre, y.start + 17, name, anchor="middle"))
-    drawn.append(_text((LEFT + WIDTH - RIGHT) / 2, height - 6, "position in the draft", anchor="middle"))
+    drawn.append(
+        _text((LEFT + WIDTH - RIGHT) / 2, height - 6, "position in the draft", anchor="middle")
+    )
     return _svg(height, "Acceptance rate by position in the draft", drawn, titles)
 
 
@@ -72,13 +88,18 @@ def acceptance_by(what: str, named: NamedRows, k: int) -> Markup | None:
 
 def speedup_by(what: str, named: NamedRows, axis: str) -> Markup | None:
     """One line per row: the speedup and its interval; dashed: plain decoding."""
-    ends = [1.0, *(end for _, row in named if "speedup" in row for end in _interval(row, "speedup"))]
+    ends = [
+        1.0,
+        *(end for _, row in named if "speedup" in row for end in _interval(row, "speedup")),
+    ]
     x = Scale(*_round_bounds(ends), 16, WIDTH - 52)
     ticks = [(value, f"{value:g}×") for value in _ticks(x.low, x.high)]
     return _lines(named, "speedup", times, x, ticks, f"Speedup {what}", axis)
 
 
-def _lines(named: NamedRows, metric: str, formatted: Format, x: Scale, ticks: Ticks, label: str, axis: str) -> Markup | None:
+def _lines(
+    named: NamedRows, metric: str, formatted: Format, x: Scale, ticks: Ticks, label: str, axis: str
+) -> Markup | None:
     """A line for each row with the metric: its value and its interval, below its name."""
     named = [(name, row) for name, row in named if metric in row]
     if not named:
@@ -90,10 +111,20 @@ def _lines(named: NamedRows, metric: str, formatted: Format, x: Scale, ticks: Ti
     if metric == "speedup":
         drawn.append(_line(x(1.0), top, x(1.0), bottom, "muted", stroke_dasharray="3 4"))
     for index, (name, row) in enumerate(named):
-        y, shown = top + step * index + ABOVE + 15, name if len(name) <= LONGEST else f"…{name[1 - LONGEST :]}"
+        y, shown = (
+            top + step * index + ABOVE + 15,
+            name if len(name) <= LONGEST else f"…{name[1 - LONGEST :]}",
+        )
         low, high = _interval(row, metric)
         drawn += [
-            _tag("rect", x=0, y=y - 22, width=round(len(shown) * LETTER), height=14, fill="var(--paper)"),  # over the lines
+            _tag(
+                "rect",
+                x=0,
+                y=y - 22,
+                width=round(len(shown) * LETTER),
+                height=14,
+                fill="var(--paper)",
+            ),  # over the lines
             _text(0, y - 11, shown),
             _line(x(low), y, x(high), y, "bar", stroke_width=6, stroke_linecap="round"),
             _dot(x(row[metric]), y, 4.5, "good"),
@@ -113,15 +144,27 @@ def speedup_by_k(theory: Mapping[str, Any] | None, rows: Sequence[ResultRow]) ->
         return None
     curve: list[dict[str, float]] = theory["curve"] if theory else []
     ceiling = {point["k"]: point["mean_acceptance_length"] for point in curve} or {0: 1.0}
-    ceiling |= {row["num_speculative_tokens"]: row["mean_acceptance_length"] for row in rows if "mean_acceptance_length" in row}
+    ceiling |= {
+        row["num_speculative_tokens"]: row["mean_acceptance_length"]
+        for row in rows
+        if "mean_acceptance_length" in row
+    }
     intervals = [_interval(row, "speedup") for row in measured]
     height = 260
     longest = max(1, int(max(ceiling)), *(row["num_speculative_tokens"] for row in measured))
     x = Scale(0, longest, LEFT + 8, WIDTH - RIGHT - 14)
-    ends = [1.0, *ceiling.values(), *(point["predicted_speedup"] for point in curve), *itertools.chain(*intervals)]
+    ends = [
+        1.0,
+        *ceiling.values(),
+        *(point["predicted_speedup"] for point in curve),
+        *itertools.chain(*intervals),
+    ]
     y = Scale(*_round_bounds(ends), height - BOTTOM - AXIS, TOP)
     drawn = _y_axis(y, [(value, f"{value:g}×") for value in _ticks(y.low, y.high)])
-    drawn += [_text(x(k), y.start + 17, k, anchor="middle") for k in range(0, longest + 1, 1 + longest // 13)]
+    drawn += [
+        _text(x(k), y.start + 17, k, anchor="middle")
+        for k in range(0, longest + 1, 1 + longest // 13)
+    ]
     drawn.append(_line(LEFT, y(1.0), WIDTH - RIGHT, y(1.0), "muted", stroke_dasharray="3 4"))
     highest = [(x(k), y(length)) for k, length in sorted(ceiling.items())]
     predicted = [(x(point["k"]), y(point["predicted_speedup"])) for point in curve]
@@ -134,7 +177,11 @@ def speedup_by_k(theory: Mapping[str, Any] | None, rows: Sequence[ResultRow]) ->
         along = x(row["num_speculative_tokens"])
         drawn.append(_line(along, y(low), along, y(high), "mine", stroke_width=2))
         drawn.append(_dot(along, y(row["speedup"]), 4.5, "paper", "mine", at_k(row)))
-    drawn.append(_text((LEFT + WIDTH - RIGHT) / 2, height - 6, "K, tokens drafted per round", anchor="middle"))
+    drawn.append(
+        _text(
+            (LEFT + WIDTH - RIGHT) / 2, height - 6, "K, tokens drafted per round", anchor="middle"
+        )
+    )
     values = [f"measured at {at_k(row)}" for row in measured] + [
         f"predicted at K = {point['k']}: {times(point['predicted_speedup'])}" for point in curve
     ]
@@ -147,7 +194,11 @@ def at_k(row: ResultRow) -> str:
 
 def _tag(name: str, content: object = "", **attributes: object) -> Markup:
     """An element; `stroke_width` is the attribute stroke-width, and None leaves an attribute out. All values are escaped."""
-    given = {key.replace("_", "-"): escape(value) for key, value in attributes.items() if value is not None}
+    given = {
+        key.replace("_", "-"): escape(value)
+        for key, value in attributes.items()
+        if value is not None
+    }
     written = "".join(f' {key}="{value}"' for key, value in given.items())
     return Markup(f"<{name}{written}>{escape(content)}</{name}>")
 
@@ -158,7 +209,9 @@ def _svg(height: float, label: str, drawn: Iterable[Markup], values: Iterable[st
     return _tag("svg", inside, viewBox=f"0 0 {WIDTH} {height}", role="img", aria_label=label)
 
 
-def _text(x: float, y: float, content: object, *, anchor: str | None = None, kind: str | None = None) -> Markup:
+def _text(
+    x: float, y: float, content: object, *, anchor: str | None = None, kind: str | None = None
+) -> Markup:
     return _tag("text", content, **{"class": kind}, x=x, y=y, text_anchor=anchor)
 
 
@@ -173,7 +226,15 @@ def _path(points: Iterable[tuple[float, float]], colour: str, **style: object) -
 
 def _dot(x: float, y: float, radius: float, fill: str, stroke: str = "", title: str = "") -> Markup:
     edge = {"stroke": f"var(--{stroke})", "stroke_width": 2} if stroke else {}
-    return _tag("circle", _tag("title", title) if title else "", cx=x, cy=y, r=radius, fill=f"var(--{fill})", **edge)
+    return _tag(
+        "circle",
+        _tag("title", title) if title else "",
+        cx=x,
+        cy=y,
+        r=radius,
+        fill=f"var(--{fill})",
+        **edge,
+    )
 
 
 def _y_axis(y: Scale, ticks: Ticks) -> list[Markup]:
@@ -196,4 +257,6 @@ def _ticks(low: float, high: float) -> list[float]:
     steps = (0.005, *(digits * 10**power for power in range(-2, 9) for digits in (1, 2, 2.5, 5)))
     step = next(step for step in steps if (high - low) / step <= 6)
     first = int(low / step + 0.999999) * step
-    return [round(first + index * step, 3) for index in range(int((high - first) / step + 1e-9) + 1)]
+    return [
+        round(first + index * step, 3) for index in range(int((high - first) / step + 1e-9) + 1)
+    ]

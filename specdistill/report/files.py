@@ -28,15 +28,29 @@ from specdistill.report.draft_lengths import by_load, fastest_lengths
 from specdistill.report.schema import ReportDocument, schema
 from specdistill.report.text import to_markdown
 from specdistill.statistics.metrics import MIN_BUCKET_DRAFTS
-from specdistill.statistics.records import ALL, PromptRecord, read_records, records_of, write_records
+from specdistill.statistics.records import (
+    ALL,
+    PromptRecord,
+    read_records,
+    records_of,
+    write_records,
+)
 from specdistill.suites.suite import evenly
 from specdistill.terminal import printable
 
 REPORT, SAMPLES = "report.json", "samples.jsonl"
 FILES = (REPORT, SAMPLES, "report.md", "report.html", "junit.xml")
-JUDGED = ("gate", "baseline", "digest")  # parts of a report that change when it is judged again, and the hash of all others
+JUDGED = (
+    "gate",
+    "baseline",
+    "digest",
+)  # parts of a report that change when it is judged again, and the hash of all others
 SCALARS = ("number", "integer", "boolean")
-ROW_IDENTITY = ("num_speculative_tokens", "temperature", "batch_size")  # numbers of a row that are its configuration
+ROW_IDENTITY = (
+    "num_speculative_tokens",
+    "temperature",
+    "batch_size",
+)  # numbers of a row that are its configuration
 MAX_BYTES = 4_000_000  # of the embedded JSON, so that a page stays below 5 MB and opens at once
 PROMPT_CHARACTERS = 400  # shown of a prompt's end
 
@@ -61,7 +75,11 @@ def check_replaceable(folder: Path, key: str, names: Sequence[str] = FILES) -> N
     with suppress(OSError, ValueError, TypeError):
         is_own = "specdistill_version" in read_json(folder / names[0])
     if there is not None and not is_own:
-        raise UserError(key, got=f"{folder}, which holds {there} and no {names[0]} of specdistill", expected="a new folder")
+        raise UserError(
+            key,
+            got=f"{folder}, which holds {there} and no {names[0]} of specdistill",
+            expected="a new folder",
+        )
 
 
 @contextmanager
@@ -74,13 +92,17 @@ def staged(folder: Path) -> Iterator[Path]:
             for path in sorted(Path(name).iterdir(), key=lambda path: path.suffix != ".json"):
                 os.replace(path, folder / path.name)
     except OSError as error:
-        raise ResourceError(f"could not write to {folder} ({error.strerror})", next_step="free the disk") from error
+        raise ResourceError(
+            f"could not write to {folder} ({error.strerror})", next_step="free the disk"
+        ) from error
 
 
 def digest(report: Mapping[str, Any], records: Sequence[PromptRecord]) -> str:
     """sha256 of what was measured, to be taken when it was: of a report without its verdict (JUDGED), and of its records."""
     measured = {name: part for name, part in report.items() if name not in JUDGED}
-    content = json.dumps([measured, [asdict(record) for record in records]], sort_keys=True, allow_nan=False)
+    content = json.dumps(
+        [measured, [asdict(record) for record in records]], sort_keys=True, allow_nan=False
+    )
     return hashlib.sha256(content.encode()).hexdigest()
 
 
@@ -105,7 +127,9 @@ def render(folder: Path) -> None:
     (folder / "report.md").write_text(to_markdown(report), encoding="utf-8")
     (folder / "report.html").write_text(to_html(report, records), encoding="utf-8")
     junit = template("report/junit.xml.j2").render(report=report)
-    (folder / "junit.xml").write_text(f"{printable(junit)}\n", encoding="utf-8")  # XML cannot hold the other characters
+    (folder / "junit.xml").write_text(
+        f"{printable(junit)}\n", encoding="utf-8"
+    )  # XML cannot hold the other characters
 
 
 @cache
@@ -121,14 +145,20 @@ def validate(report: Any, name: str = "report.json", key: str = "report") -> Non
         wrong = error.errors()[0]
         place = ".".join(map(str, wrong["loc"])) or "the whole document"
         expected = "a report of schema version 2: measure again with this specdistill"
-        raise UserError(key, got=f"{name} with {place}: {wrong['msg'][:200]}", expected=expected) from error
+        raise UserError(
+            key, got=f"{name} with {place}: {wrong['msg'][:200]}", expected=expected
+        ) from error
 
 
 @cache
 def row_metrics() -> tuple[str, ...]:
     """Numbers of a result row that a rule can test."""
     fields = schema()["$defs"]["ResultDocument"]["properties"]
-    return tuple(name for name, field in fields.items() if field.get("type") in SCALARS and name not in ROW_IDENTITY)
+    return tuple(
+        name
+        for name, field in fields.items()
+        if field.get("type") in SCALARS and name not in ROW_IDENTITY
+    )
 
 
 @cache
@@ -150,9 +180,17 @@ def _scalars(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 def template(name: str) -> Template:
     """By its path in the package. All values are escaped; a missing value is an error."""
     loader = PackageLoader("specdistill", ".")
-    templates = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    templates = Environment(
+        loader=loader,
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     templates.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":")}
-    templates.filters |= {name: getattr(phrases, name) for name in ("number", "times", "percent", "interval")}
+    templates.filters |= {
+        name: getattr(phrases, name) for name in ("number", "times", "percent", "interval")
+    }
     templates.filters["at_k"] = charts.at_k
     templates.globals |= {"phrases": phrases, "tables": tables, "charts": charts}
     return templates.get_template(name)
@@ -161,10 +199,16 @@ def template(name: str) -> Template:
 def to_html(report: Mapping[str, Any], records: Sequence[PromptRecord]) -> str:
     row = report["results"][0]
     main_records = records_of(row, records)
-    contexts = [context for context in report["context"] if context["num_drafts"] >= MIN_BUCKET_DRAFTS]
+    contexts = [
+        context for context in report["context"] if context["num_drafts"] >= MIN_BUCKET_DRAFTS
+    ]
 
     def swept(setting: str, shown: str) -> list[tuple[str, Mapping[str, Any]]]:
-        return [(shown.format(line[setting]), line) for line in tables.sweep(report, setting) if line[setting] != ALL]
+        return [
+            (shown.format(line[setting]), line)
+            for line in tables.sweep(report, setting)
+            if line[setting] != ALL
+        ]
 
     return template("report/report.html.j2").render(
         title=phrases.title(report),
@@ -188,16 +232,23 @@ def to_html(report: Mapping[str, Any], records: Sequence[PromptRecord]) -> str:
 def to_picture(report: Mapping[str, Any], records: Sequence[PromptRecord]) -> str:
     """The verdict, the numbers, a marked completion and the positions as one SVG, for pages that others keep."""
     row = report["results"][0]
-    varied = sorted(records_of(row, records), key=lambda record: -len(set(record.token_ids)))  # a loop shows little
+    varied = sorted(
+        records_of(row, records), key=lambda record: -len(set(record.token_ids))
+    )  # a loop shows little
     sample = next(iter(samples(varied)), None)
-    return printable(template("report/picture.svg.j2").render(report=report, row=row, sample=sample))
+    return printable(
+        template("report/picture.svg.j2").render(report=report, row=row, sample=sample)
+    )
 
 
 def samples(records: Sequence[PromptRecord], max_bytes: int = MAX_BYTES) -> list[dict[str, Any]]:
     """One sample for each prompt whose rounds are known, in the order of the records, `max_bytes` of JSON at most."""
     records = [record for record in records if record.counts is None]
     every = [_sample(record) for record in records]
-    sizes = [len(json.dumps(sample, ensure_ascii=False, separators=(",", ":")).encode()) + 1 for sample in every]
+    sizes = [
+        len(json.dumps(sample, ensure_ascii=False, separators=(",", ":")).encode()) + 1
+        for sample in every
+    ]
     chosen = list(range(len(every)))
     while (size := sum(sizes[index] for index in chosen)) > max_bytes:
         count = min(len(chosen) - 1, len(chosen) * max_bytes // size)
@@ -210,16 +261,30 @@ def _sample(record: PromptRecord) -> dict[str, Any]:
     the number of other nodes. The speedup is None without a baseline, and in a batch, whose prompts share its times.
     """
     drafts = record.drafts()
-    ours, plain = record.speculative, record.baseline if record.configuration.batch_size == 1 else None
+    ours, plain = (
+        record.speculative,
+        record.baseline if record.configuration.batch_size == 1 else None,
+    )
     return {
         "id": record.id,
         "category": record.category.replace("_", " "),
-        "prompt": record.prompt if len(record.prompt) <= PROMPT_CHARACTERS else f"…{record.prompt[-PROMPT_CHARACTERS:]}",
+        "prompt": record.prompt
+        if len(record.prompt) <= PROMPT_CHARACTERS
+        else f"…{record.prompt[-PROMPT_CHARACTERS:]}",
         "first": record.first_token_text,
         "rounds": [
-            [one.emitted_text, len(one.accepted), one.drafted_text[len(one.accepted) :], *filter(None, [one.num_off_path])]
+            [
+                one.emitted_text,
+                len(one.accepted),
+                one.drafted_text[len(one.accepted) :],
+                *filter(None, [one.num_off_path]),
+            ]
             for one in record.rounds
         ],
-        "length": round(1 + sum(accepted for _, accepted in drafts) / len(drafts), 2) if drafts else None,
-        "speedup": round((ours.num_tokens / ours.seconds) / (plain.num_tokens / plain.seconds), 2) if plain else None,
+        "length": round(1 + sum(accepted for _, accepted in drafts) / len(drafts), 2)
+        if drafts
+        else None,
+        "speedup": round((ours.num_tokens / ours.seconds) / (plain.num_tokens / plain.seconds), 2)
+        if plain
+        else None,
     }

@@ -56,13 +56,21 @@ def duration(seconds: float | None) -> str:
 
 def size(num_bytes: int) -> str:
     """Bytes in KiB, MiB or GiB."""
-    unit, power = ("GiB", 30) if num_bytes >= 2**30 else ("MiB", 20) if num_bytes >= 2**20 else ("KiB", 10)
+    unit, power = (
+        ("GiB", 30) if num_bytes >= 2**30 else ("MiB", 20) if num_bytes >= 2**20 else ("KiB", 10)
+    )
     return f"{num_bytes / 2**power:,.1f} {unit}" if num_bytes else "none"
 
 
 def scalar(value: Any) -> str:
     """A number, a truth value or a name that a rule is about."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
+    return (
+        f"{value:.4g}"
+        if isinstance(value, float)
+        else str(value).lower()
+        if isinstance(value, bool)
+        else str(value)
+    )
 
 
 # Of metrics that rules name: title, how the value is written, its unit, and what makes it that unit's. Others go by their names.
@@ -73,14 +81,34 @@ METRICS = {
     "tokens_per_second": ("tokens per second", ",.0f", "", 1),
     "draft_ms": ("time to draft a token", ".3f", " ms", 1),
     "verify_ms": ("time to verify a draft", ".3f", " ms", 1),
-    "baseline_over_hf_generate": ("speed of plain decoding over transformers' generate()", ".2f", "×", 1),
+    "baseline_over_hf_generate": (
+        "speed of plain decoding over transformers' generate()",
+        ".2f",
+        "×",
+        1,
+    ),
     "prediction_gap": ("gap between measured and predicted speedup", ".3g", "%", 100),
-    "context_ratio": ("acceptance length at long contexts over that at shorter ones", ".3g", "%", 100),
+    "context_ratio": (
+        "acceptance length at long contexts over that at shorter ones",
+        ".3g",
+        "%",
+        100,
+    ),
     "vocabulary_coverage": ("share of tokens that the draft can propose", ".3g", "%", 100),
     "lossless.greedy_identical": ("greedy completions are the target's", "", "", 1),
-    "lossless.unexplained_divergences": ("greedy completions that are not the target's", ",d", "", 1),
+    "lossless.unexplained_divergences": (
+        "greedy completions that are not the target's",
+        ",d",
+        "",
+        1,
+    ),
     "lossless.sampling_test.p_value": ("p-value of the sampling test", ".2g", "", 1),
-    "lossless.sampling_test.negative_control_p_value": ("p-value of the sampling test on a wrong rule", ".2g", "", 1),
+    "lossless.sampling_test.negative_control_p_value": (
+        "p-value of the sampling test on a wrong rule",
+        ".2g",
+        "",
+        1,
+    ),
     "draft.bytes": ("size of the draft", ",.3g", " MB", 1e-6),
     "measurement.peak_memory_bytes": ("peak memory", ",.3g", " GB", 1e-9),
     "measurement.seconds": ("time of the measurement", ",.0f", " s", 1),
@@ -158,7 +186,11 @@ def losslessness(report: Report) -> tuple[str, str]:
 def about(count: int) -> str:
     """An estimated number of prompts, to two digits, e.g. about 800."""
     step = 10 ** max(0, len(str(count)) - 2)
-    return f"more than {MOST_PROMPTS:,}" if count > MOST_PROMPTS else f"about {-(-count // step) * step:,}"
+    return (
+        f"more than {MOST_PROMPTS:,}"
+        if count > MOST_PROMPTS
+        else f"about {-(-count // step) * step:,}"
+    )
 
 
 def undecided(report: Report) -> str:
@@ -166,11 +198,18 @@ def undecided(report: Report) -> str:
     rules = [rule for rule in report["gate"]["rules"] if outcome(rule) == "inconclusive"]
     if report["gate"]["verdict"] != "inconclusive":
         return ""
-    names, needed = ", ".join(dict.fromkeys(map(metric_title, rules))), [rule["prompts_needed"] for rule in rules]
+    names, needed = (
+        ", ".join(dict.fromkeys(map(metric_title, rules))),
+        [rule["prompts_needed"] for rule in rules],
+    )
     if None in needed or (enough := max(needed)) <= report["results"][0]["num_prompts"]:
         return f"The evidence cannot decide {names}."
     name, has = report["suite"]["name"], report["suite"]["num_prompts"]
-    how = f"eval.num_prompts={enough}" if enough <= has else f"a suite with more than the {has} of {name}"
+    how = (
+        f"eval.num_prompts={enough}"
+        if enough <= has
+        else f"a suite with more than the {has} of {name}"
+    )
     how = "it is too close to the requirement" if enough > MOST_PROMPTS else how
     return f"The evidence cannot decide {names}: {about(enough)} prompts could ({how})."
 
@@ -179,7 +218,11 @@ def failed_rules(report: Report) -> str:
     """Which rules failed the gate, or which it cannot decide; empty when it passed."""
     rules = report["gate"]["rules"]
     failed = [metric_title(rule) for rule in rules if outcome(rule) == "failed"]
-    return f"{len(failed)} of {len(rules)} rules failed: {', '.join(dict.fromkeys(failed))}." if failed else undecided(report)
+    return (
+        f"{len(failed)} of {len(rules)} rules failed: {', '.join(dict.fromkeys(failed))}."
+        if failed
+        else undecided(report)
+    )
 
 
 def reason(row: ResultRow, name: str) -> str:
@@ -200,14 +243,18 @@ def absences(row: ResultRow, names: Sequence[str]) -> str:
 def other_speeds(row: ResultRow) -> str:
     """Tokens per second of plain decoding and of transformers' `generate()`."""
     names = {"baseline_tokens_per_second": "plain", "hf_generate_tokens_per_second": "transformers"}
-    return ", ".join(f"{name} {number(row[metric], 0)}" for metric, name in names.items() if metric in row)
+    return ", ".join(
+        f"{name} {number(row[metric], 0)}" for metric, name in names.items() if metric in row
+    )
 
 
 def averages(report: Report) -> list[str]:
     """The macro- and the micro-average of acceptance length and speedup, each with how it was averaged; the lengths chosen online."""
     headline, row = report["headline"], report["results"][0]
     counts = row.get("num_rounds_per_length", [])
-    shares = ", ".join(f"{k} in {percent(count / sum(counts))}" for k, count in enumerate(counts) if count)
+    shares = ", ".join(
+        f"{k} in {percent(count / sum(counts))}" for k, count in enumerate(counts) if count
+    )
     chosen = [f"Draft {online_length(row)}; of the rounds {shares}"] if shares else []
     return chosen + [
         f"{row['average']}: acceptance length {number(row.get('mean_acceptance_length'))}{between(row, 'mean_acceptance_length')}, "
@@ -223,8 +270,18 @@ def row_name(row: ResultRow) -> str:
 
 def configuration_name(row: ResultRow) -> str:
     """How a row was measured, e.g. simulated, K = 4, greedy, batch 1."""
-    shape, cut = tree(row.get("tree")), "" if row["context_bucket"] == ALL else f"prompts cut to {row['context_bucket']} tokens"
-    parts = row["suite"], f"K = {row['num_speculative_tokens']}", shape, _sampling(row), f"batch {row['batch_size']}", cut
+    shape, cut = (
+        tree(row.get("tree")),
+        "" if row["context_bucket"] == ALL else f"prompts cut to {row['context_bucket']} tokens",
+    )
+    parts = (
+        row["suite"],
+        f"K = {row['num_speculative_tokens']}",
+        shape,
+        _sampling(row),
+        f"batch {row['batch_size']}",
+        cut,
+    )
     return ", ".join(filter(None, parts))
 
 
@@ -245,7 +302,11 @@ def per_position(row: ResultRow) -> str:
 def per_round(row: ResultRow) -> str:
     """Tokens per round, where rounds without a draft make it differ from the acceptance length; else empty."""
     differs = row["num_drafts"] != row.get("num_rounds", row["num_drafts"])
-    return f"{number(row['tokens_per_round'])} per round" if differs and "tokens_per_round" in row else ""
+    return (
+        f"{number(row['tokens_per_round'])} per round"
+        if differs and "tokens_per_round" in row
+        else ""
+    )
 
 
 def online_length(row: ResultRow) -> str:
@@ -272,21 +333,31 @@ def scope(rule: Mapping[str, Any]) -> str:
 
 def rule_id(rule: Mapping[str, Any]) -> str:
     """The same for a rule whatever its threshold, e.g. speedup.min[category=chat]."""
-    (kind,), scope = rule["requirement"], ",".join(f"{name}={value}" for name, value in rule["scope"].items())
+    (kind,), scope = (
+        rule["requirement"],
+        ",".join(f"{name}={value}" for name, value in rule["scope"].items()),
+    )
     confidence = "" if rule["confidence"] == DEFAULT_CONFIDENCE else f"@{rule['confidence']:g}"
     return f"{rule['metric']}.{kind}{f'[{scope}]' if scope else ''}{confidence}"
 
 
 def rule_name(rule: Mapping[str, Any]) -> str:
-    return f"{metric_title(rule)} {requirement(rule)}" + (f" [{scope(rule)}]" if rule["scope"] else "")
+    return f"{metric_title(rule)} {requirement(rule)}" + (
+        f" [{scope(rule)}]" if rule["scope"] else ""
+    )
 
 
 def measured(rule: Mapping[str, Any]) -> str:
     """The value with its unit and interval."""
     if rule["value"] is None:
         return "no evidence"
-    is_change, values = "max_regression" in rule["requirement"], (rule["value"], *(rule["ci95"] or ()))
-    (value, unit), *ends = ((signed(it), "") if is_change else in_unit(rule["metric"], it) for it in values)
+    is_change, values = (
+        "max_regression" in rule["requirement"],
+        (rule["value"], *(rule["ci95"] or ())),
+    )
+    (value, unit), *ends = (
+        (signed(it), "") if is_change else in_unit(rule["metric"], it) for it in values
+    )
     return f"{value}{unit}" + (f" ({ends[0][0]} to {ends[1][0]})" if ends else "")
 
 
@@ -294,8 +365,14 @@ def note(rule: Mapping[str, Any]) -> str:
     """What value and requirement do not show of a rule that is not passed: why there is no evidence, or what would decide."""
     if rule["passed"] or rule["reason"].startswith("no evidence: "):
         return "" if rule["passed"] else str(rule["reason"]).removeprefix("no evidence: ")
-    at = "" if rule["confidence"] in (0, DEFAULT_CONFIDENCE) else f"at {rule['confidence']:.0%} confidence"
-    could = f"{about(rule['prompts_needed'])} prompts could decide" if rule["prompts_needed"] else ""
+    at = (
+        ""
+        if rule["confidence"] in (0, DEFAULT_CONFIDENCE)
+        else f"at {rule['confidence']:.0%} confidence"
+    )
+    could = (
+        f"{about(rule['prompts_needed'])} prompts could decide" if rule["prompts_needed"] else ""
+    )
     return ", ".join(filter(None, (at, could)))
 
 
@@ -338,7 +415,11 @@ def lookup_first(settings: Mapping[str, Any]) -> str:
     """What stood in front of the draft, so that the numbers are not the draft's own; empty for nothing."""
     if not (lookup := settings.get("drafting", {}).get("lookup_first")):
         return ""
-    behind = f"a {tree(lookup['draft_tree'])}" if "draft_tree" in lookup else f"a chain of {lookup['draft_tokens']}"
+    behind = (
+        f"a {tree(lookup['draft_tree'])}"
+        if "draft_tree" in lookup
+        else f"a chain of {lookup['draft_tokens']}"
+    )
     return f"{lookup['method']} lookup of {lookup['min']} to {lookup['max']} tokens first, behind it {behind}"
 
 
@@ -350,13 +431,31 @@ def shape(settings: Mapping[str, Any]) -> str:
 def settings_line(report: Report) -> str:
     """The settings in short: those that a comparison shares, the engine, and how drafts are proposed."""
     settings = report["settings"]
-    engine = "" if _is_specdistill(report) else f"{report['engine']['name']} {report['engine']['version']}"
-    size, together = settings["batch_size"], "batches of {}" if _is_specdistill(report) else "{} requests in flight"
+    engine = (
+        ""
+        if _is_specdistill(report)
+        else f"{report['engine']['name']} {report['engine']['version']}"
+    )
+    size, together = (
+        settings["batch_size"],
+        "batches of {}" if _is_specdistill(report) else "{} requests in flight",
+    )
     batches = together.format(size) if size > 1 else ""
-    own = {name: value for name, value in settings.get("drafting", {}).items() if name != "lookup_first"}
-    drafting = "; ".join(filter(None, (f"drafting: {_listed(own)}" if own else "", lookup_first(settings))))
+    own = {
+        name: value
+        for name, value in settings.get("drafting", {}).items()
+        if name != "lookup_first"
+    }
+    drafting = "; ".join(
+        filter(None, (f"drafting: {_listed(own)}" if own else "", lookup_first(settings)))
+    )
     compiled = "compiled" if settings.get("compile") else ""
-    return " · ".join(filter(None, (shared_settings(report), engine, tree(settings["tree"]), batches, compiled, drafting)))
+    return " · ".join(
+        filter(
+            None,
+            (shared_settings(report), engine, tree(settings["tree"]), batches, compiled, drafting),
+        )
+    )
 
 
 def shared_settings(*reports: Report) -> str:
@@ -370,16 +469,26 @@ def shared_settings(*reports: Report) -> str:
 
 def decoding(settings: Mapping[str, Any]) -> str:
     """All settings that are a single value; the others are in `settings_line`."""
-    return _listed({name: value for name, value in settings.items() if not isinstance(value, Mapping)})
+    return _listed(
+        {name: value for name, value in settings.items() if not isinstance(value, Mapping)}
+    )
 
 
 def procedure(report: Report) -> str:
     """How the numbers were measured, in sentences."""
     settings, engine = report["settings"], report.get("engine", {})
-    size, repeats, own = settings["batch_size"], counted(settings["repeats"], "time"), _is_specdistill(report)
+    size, repeats, own = (
+        settings["batch_size"],
+        counted(settings["repeats"], "time"),
+        _is_specdistill(report),
+    )
     warmup = counted(settings["warmup"], "warm-up batch" if own and size > 1 else "warm-up prompt")
     if own:
-        batches = f" They were decoded {size} at a time; a prompt's times are its shares of its batch's." if size > 1 else ""
+        batches = (
+            f" They were decoded {size} at a time; a prompt's times are its shares of its batch's."
+            if size > 1
+            else ""
+        )
         return (
             f"Every prompt was decoded with and without the draft, interleaved, {repeats} after {warmup}; "
             f"of each round the lower median counts.{batches} The baseline is the same decoder without a draft."
@@ -389,7 +498,11 @@ def procedure(report: Report) -> str:
         order = "The engine was started without the draft, measured and ended, then with it, on this machine."
     elif engine.get("baseline_server"):
         order = "Running servers with and without the draft were measured in alternation."
-    load = f" With {size} requests in flight a prompt's time is its share of the server's." if size > 1 else ""
+    load = (
+        f" With {size} requests in flight a prompt's time is its share of the server's."
+        if size > 1
+        else ""
+    )
     return f"{order} Every prompt was sent {repeats} after {warmup}; the median of each prompt counts.{load}"
 
 
@@ -403,4 +516,6 @@ def _sampling(settings: Mapping[str, Any]) -> str:
 
 
 def _listed(settings: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in settings.items() if value is not None)
+    return ", ".join(
+        f"{name.replace('_', ' ')} {value}" for name, value in settings.items() if value is not None
+    )

@@ -17,8 +17,12 @@ Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 Length = Annotated[float, Field(ge=1)]  # an acceptance length
-Reasons = Annotated[dict[str, str], Field(description="name of an absent number -> why it is absent")]
-ConfidenceInterval = Annotated[list[float], Field(min_length=2, max_length=2, description="95 %, bootstrap over prompts")]
+Reasons = Annotated[
+    dict[str, str], Field(description="name of an absent number -> why it is absent")
+]
+ConfidenceInterval = Annotated[
+    list[float], Field(min_length=2, max_length=2, description="95 %, bootstrap over prompts")
+]
 
 
 def about(description: str) -> FieldInfo:
@@ -46,7 +50,10 @@ class DynamicTreeDocument(Document):
 
 
 class StaticTreeDocument(Document):
-    branching: Annotated[list[AtLeastOne], Field(min_length=1, description="children of the root, of each of these, and so on")]
+    branching: Annotated[
+        list[AtLeastOne],
+        Field(min_length=1, description="children of the root, of each of these, and so on"),
+    ]
 
 
 TreeDocument = DynamicTreeDocument | StaticTreeDocument
@@ -73,97 +80,181 @@ class ScoresDocument(Document):
 class ResultDocument(Document, total=False):
     suite: Required[Annotated[str, about("suite name")]]
     suite_version: Required[Annotated[str, about("suite version")]]
-    category: Required[Annotated[str, about("category of the suite; a configuration's first row is `all`")]]
+    category: Required[
+        Annotated[str, about("category of the suite; a configuration's first row is `all`")]
+    ]
     num_speculative_tokens: Required[Annotated[AtLeastOne, about("K")]]
     temperature: Required[Annotated[NonNegative, about("sampling temperature; 0 is greedy")]]
-    batch_size: Required[Annotated[AtLeastOne, about("prompts decoded together; of a server, requests in flight")]]
+    batch_size: Required[
+        Annotated[AtLeastOne, about("prompts decoded together; of a server, requests in flight")]
+    ]
     tree: Required[TreeDocument | None]
-    context_bucket: Required[Annotated[str, about("tokens that prompts were cut to; `all`: prompts as the suite has them")]]
+    context_bucket: Required[
+        Annotated[
+            str, about("tokens that prompts were cut to; `all`: prompts as the suite has them")
+        ]
+    ]
     num_prompts: Required[Annotated[Count, about("prompts")]]
-    num_batches: Annotated[AtLeastOne, about("that prompts were decoded in: intervals of times are over batches")]
-    num_disturbed_rounds: Annotated[Count, about("that took far longer than in other repetitions; not in the times")]
-    num_new_tokens: Required[Annotated[Count, about("tokens generated with the draft, stop tokens included")]]
+    num_batches: Annotated[
+        AtLeastOne, about("that prompts were decoded in: intervals of times are over batches")
+    ]
+    num_disturbed_rounds: Annotated[
+        Count, about("that took far longer than in other repetitions; not in the times")
+    ]
+    num_new_tokens: Required[
+        Annotated[Count, about("tokens generated with the draft, stop tokens included")]
+    ]
     num_rounds: Annotated[Count, about("target steps with the draft, prefill apart")]
-    num_rounds_per_length: Annotated[list[Count], about("[K + 1] rounds of 0, 1, … draft tokens; of a length chosen online")]
+    num_rounds_per_length: Annotated[
+        list[Count], about("[K + 1] rounds of 0, 1, … draft tokens; of a length chosen online")
+    ]
     num_drafts: Required[Annotated[Count, about("rounds in which something was drafted")]]
     num_draft_tokens: Required[Annotated[Count, about("draft tokens; of trees all nodes")]]
-    num_accepted_tokens: Required[Annotated[Count, about("draft tokens that were accepted and emitted")]]
-    accepted_per_position: Required[Annotated[list[Count], about("[K] drafts whose position k was accepted")]]
+    num_accepted_tokens: Required[
+        Annotated[Count, about("draft tokens that were accepted and emitted")]
+    ]
+    accepted_per_position: Required[
+        Annotated[list[Count], about("[K] drafts whose position k was accepted")]
+    ]
     num_looping: Annotated[Count, about("completions that end in a loop; loops inflate acceptance")]
-    num_empty: Required[Annotated[Count, about("completions that ended with their first token: nothing was drafted for them")]]
-    mean_acceptance_length: Annotated[Length, about("1 + num_accepted_tokens / num_drafts; the bonus token counts")]
+    num_empty: Required[
+        Annotated[
+            Count,
+            about("completions that ended with their first token: nothing was drafted for them"),
+        ]
+    ]
+    mean_acceptance_length: Annotated[
+        Length, about("1 + num_accepted_tokens / num_drafts; the bonus token counts")
+    ]
     mean_acceptance_length_ci95: ConfidenceInterval
-    tokens_per_round: Annotated[Length, about("1 + num_accepted_tokens / num_rounds, rounds without a draft included")]
+    tokens_per_round: Annotated[
+        Length, about("1 + num_accepted_tokens / num_rounds, rounds without a draft included")
+    ]
     tokens_per_round_ci95: ConfidenceInterval
     acceptance_rate: Annotated[Share, about("num_accepted_tokens / num_draft_tokens")]
     acceptance_rate_ci95: ConfidenceInterval
-    acceptance_rate_per_position: Annotated[list[Share], about("[K] accepted_per_position / num_drafts: unconditional")]
-    conditional_acceptance_rate: Annotated[list[Share | None], about("[K] rate k / rate k-1; null where k was never reached")]
+    acceptance_rate_per_position: Annotated[
+        list[Share], about("[K] accepted_per_position / num_drafts: unconditional")
+    ]
+    conditional_acceptance_rate: Annotated[
+        list[Share | None], about("[K] rate k / rate k-1; null where k was never reached")
+    ]
     tokens_per_second: Annotated[Positive, about("with the draft, prefill included")]
     tokens_per_second_ci95: ConfidenceInterval
-    baseline_tokens_per_second: Annotated[Positive, about("the same decoder without a draft, prefill included")]
+    baseline_tokens_per_second: Annotated[
+        Positive, about("the same decoder without a draft, prefill included")
+    ]
     baseline_tokens_per_second_ci95: ConfidenceInterval
-    speedup: Annotated[Positive, about("tokens_per_second / baseline_tokens_per_second, of total times")]
+    speedup: Annotated[
+        Positive, about("tokens_per_second / baseline_tokens_per_second, of total times")
+    ]
     speedup_ci95: ConfidenceInterval
     decode_speedup: Annotated[float, about("speedup without the prefill")]
     draft_ms: Annotated[float, about("milliseconds of draft work for one draft token")]
-    verify_ms: Annotated[float, about("milliseconds of one target step over the draft tokens, with verification")]
+    verify_ms: Annotated[
+        float, about("milliseconds of one target step over the draft tokens, with verification")
+    ]
     baseline_step_ms: Annotated[float, about("milliseconds of one plain decoding step")]
     overhead_factor: Annotated[float, about("mean_acceptance_length / speedup")]
-    predicted_speedup: Annotated[float, about("AL / (v + c·K); v, c: verify_ms, draft_ms / baseline_step_ms")]
-    prediction_gap: Annotated[NonNegative, about("|speedup - predicted_speedup| / predicted_speedup")]
-    hf_generate_tokens_per_second: Annotated[float, about("of generate(), greedy, on hf_generate_num_prompts")]
+    predicted_speedup: Annotated[
+        float, about("AL / (v + c·K); v, c: verify_ms, draft_ms / baseline_step_ms")
+    ]
+    prediction_gap: Annotated[
+        NonNegative, about("|speedup - predicted_speedup| / predicted_speedup")
+    ]
+    hf_generate_tokens_per_second: Annotated[
+        float, about("of generate(), greedy, on hf_generate_num_prompts")
+    ]
     hf_generate_tokens_per_second_ci95: ConfidenceInterval
     hf_generate_num_prompts: Annotated[Count, about("prompts on which generate() was timed")]
-    baseline_over_hf_generate: Annotated[float, about("baseline speed / generate()'s speed, on those prompts")]
+    baseline_over_hf_generate: Annotated[
+        float, about("baseline speed / generate()'s speed, on those prompts")
+    ]
     baseline_over_hf_generate_ci95: ConfidenceInterval
-    speedup_over_hf_generate: Annotated[float, about("over generate(), on those prompts; given where the baseline is slower")]
+    speedup_over_hf_generate: Annotated[
+        float, about("over generate(), on those prompts; given where the baseline is slower")
+    ]
     speedup_over_hf_generate_ci95: ConfidenceInterval
     context_ratio: Annotated[float, about("acceptance length at long context / at shorter context")]
     context_ratio_ci95: ConfidenceInterval
-    vocabulary_coverage: Annotated[Share, about("share of the baseline's tokens that the draft can propose")]
+    vocabulary_coverage: Annotated[
+        Share, about("share of the baseline's tokens that the draft can propose")
+    ]
     vocabulary_coverage_ci95: ConfidenceInterval
     not_measured: Required[dict[str, str]]
 
 
-PER_POSITION = ("accepted_per_position", "acceptance_rate_per_position", "conditional_acceptance_rate")  # [K] of a result
+PER_POSITION = (
+    "accepted_per_position",
+    "acceptance_rate_per_position",
+    "conditional_acceptance_rate",
+)  # [K] of a result
 
 
 def of_every_position(row: dict[str, Any]) -> dict[str, Any]:
     """The row, whose lists by position have K numbers. Raises an error that names one of another length."""
     for name in PER_POSITION:
         if name in row and len(row[name]) != row["num_speculative_tokens"]:
-            raise PydanticCustomError("not_k_numbers", "{name} has not as many numbers as K", {"name": name})
+            raise PydanticCustomError(
+                "not_k_numbers", "{name} has not as many numbers as K", {"name": name}
+            )
     return row
 
 
 class RuleDocument(Document):
     metric: Annotated[str, about("field of a result row, or dotted path into the report")]
-    scope: Annotated[dict[str, Any], about("of the row; {}: the whole suite in the main configuration")]
-    requirement: Annotated[dict[str, Any], Field(min_length=1, max_length=1, description="min, max, equals or max_regression")]
+    scope: Annotated[
+        dict[str, Any], about("of the row; {}: the whole suite in the main configuration")
+    ]
+    requirement: Annotated[
+        dict[str, Any],
+        Field(min_length=1, max_length=1, description="min, max, equals or max_regression"),
+    ]
     confidence: Annotated[float, about("of the interval whose bound is compared")]
     severity: Annotated[Literal["fail", "warn"], about("warn: a warning, which does not decide")]
-    value: Annotated[Any, about("what was measured; null when there is no evidence. Of max_regression the relative change")]
+    value: Annotated[
+        Any,
+        about(
+            "what was measured; null when there is no evidence. Of max_regression the relative change"
+        ),
+    ]
     ci95: ConfidenceInterval | None
-    verdict: Annotated[Literal["passed", "failed", "inconclusive"], about("inconclusive: the interval includes both")]
+    verdict: Annotated[
+        Literal["passed", "failed", "inconclusive"],
+        about("inconclusive: the interval includes both"),
+    ]
     passed: bool
     reason: Annotated[str, about("one sentence")]
-    prompts_needed: Annotated[AtLeastOne | None, about("that could decide an inconclusive rule, as intervals narrow")]
+    prompts_needed: Annotated[
+        AtLeastOne | None, about("that could decide an inconclusive rule, as intervals narrow")
+    ]
 
 
 class MeasurementDocument(Document):
     """What the measurement itself took."""
 
-    seconds: Annotated[NonNegative, about("wall time of the run, loading apart; of all drafts that it measured together")]
-    peak_memory_bytes: NotRequired[Annotated[Count, about("of the accelerator, or of the process without one")]]
+    seconds: Annotated[
+        NonNegative,
+        about("wall time of the run, loading apart; of all drafts that it measured together"),
+    ]
+    peak_memory_bytes: NotRequired[
+        Annotated[Count, about("of the accelerator, or of the process without one")]
+    ]
 
 
 class TargetDocument(Document, total=False):
     model: Required[Annotated[str, about("pico, a folder or a Hub id")]]
     revision: Required[Annotated[str | None, about("of a Hub id")]]
     dtype: Annotated[str, about("of the weights; of a GGUF file in llama.cpp its file type")]
-    quantization: Annotated[str, about("that the weights were rounded to when they were loaded; absent: none")]
-    weights: Annotated[str, about("sha256 of the files' sha256, an adapter's among them; absent for servers that ran already")]
+    quantization: Annotated[
+        str, about("that the weights were rounded to when they were loaded; absent: none")
+    ]
+    weights: Annotated[
+        str,
+        about(
+            "sha256 of the files' sha256, an adapter's among them; absent for servers that ran already"
+        ),
+    ]
     parameters: Annotated[Count, about("count")]
 
 
@@ -177,22 +268,33 @@ class GainsDocument(Document, total=False):
 
 class EvaluationDocument(Document):
     step: Annotated[Count, about("optimizer steps before it")]
-    rates: Annotated[list[Share], about("[K] simulated on held-out rows: share of drafts accepted up to position k")]
+    rates: Annotated[
+        list[Share],
+        about("[K] simulated on held-out rows: share of drafts accepted up to position k"),
+    ]
 
 
 class DraftDocument(Document, total=False):
-    model: Required[Annotated[str | None, about("folder or Hub id; null for methods without weights")]]
+    model: Required[
+        Annotated[str | None, about("folder or Hub id; null for methods without weights")]
+    ]
     revision: Required[Annotated[str | None, about("of a Hub id")]]
     method: Required[Annotated[str, about("how it proposes, as vLLM names it")]]
-    weights: Annotated[str, about("sha256 of its files' names and contents; absent for servers that ran already")]
+    weights: Annotated[
+        str, about("sha256 of its files' names and contents; absent for servers that ran already")
+    ]
     parameters: Annotated[Count, about("count, without those shared with the target")]
     bytes: Annotated[Count, about("of its weights")]
     training: GainsDocument
-    acceptance_curve: Annotated[list[EvaluationDocument], about("of its training, evaluation by evaluation")]
+    acceptance_curve: Annotated[
+        list[EvaluationDocument], about("of its training, evaluation by evaluation")
+    ]
 
 
 class HardwareDocument(Document, total=False):
-    device: Required[Annotated[str, about("cuda, cpu, …; server: unknown, which a server does not say")]]
+    device: Required[
+        Annotated[str, about("cuda, cpu, …; server: unknown, which a server does not say")]
+    ]
     name: Required[Annotated[str, about("trade name")]]
     count: Annotated[AtLeastOne, about("devices")]
     memory_bytes: Annotated[Count, about("of one device")]
@@ -205,7 +307,9 @@ class LookupFirstDocument(Document):
     method: Literal["ngram", "suffix"]
     min: Annotated[AtLeastOne, about("fewest tokens that agree")]
     max: Annotated[AtLeastOne, about("the longest n-gram to match")]
-    draft_tokens: NotRequired[Annotated[AtLeastOne, about("of the draft's chain, where nothing is found")]]
+    draft_tokens: NotRequired[
+        Annotated[AtLeastOne, about("of the draft's chain, where nothing is found")]
+    ]
     draft_tree: NotRequired[TreeDocument]
 
 
@@ -219,17 +323,38 @@ class SettingsDocument(Document):
     draft_sampling: NotRequired[Literal["greedy", "probabilistic"]]
     drafting: NotRequired[
         Annotated[
-            dict[str, bool | float | str | list[Any] | dict[str, str] | TreeDocument | LookupFirstDocument],
-            about("the proposer's own settings, by name; {} for a head; absent: a server does not say"),
+            dict[
+                str,
+                bool
+                | float
+                | str
+                | list[Any]
+                | dict[str, str]
+                | TreeDocument
+                | LookupFirstDocument,
+            ],
+            about(
+                "the proposer's own settings, by name; {} for a head; absent: a server does not say"
+            ),
         ]
     ]
-    batch_size: Annotated[AtLeastOne, about("prompts decoded together; of a server, requests in flight")]
-    compile: NotRequired[Annotated[bool, about("the target's passes over proposals as one graph; absent: false")]]
+    batch_size: Annotated[
+        AtLeastOne, about("prompts decoded together; of a server, requests in flight")
+    ]
+    compile: NotRequired[
+        Annotated[bool, about("the target's passes over proposals as one graph; absent: false")]
+    ]
     seed: int
     warmup: Annotated[Count, about("untimed prompts")]
-    repeats: Annotated[AtLeastOne, about("timed repetitions; of each round the lower median counts")]
-    interim_analyses: NotRequired[Annotated[Literal[False], about("it could not stop earlier; of reports before 0.2.0")]]
-    target_precision: NotRequired[Annotated[None, about("every prompt was measured; of reports before 0.2.0")]]
+    repeats: Annotated[
+        AtLeastOne, about("timed repetitions; of each round the lower median counts")
+    ]
+    interim_analyses: NotRequired[
+        Annotated[Literal[False], about("it could not stop earlier; of reports before 0.2.0")]
+    ]
+    target_precision: NotRequired[
+        Annotated[None, about("every prompt was measured; of reports before 0.2.0")]
+    ]
 
 
 class EngineDocument(Document, total=False):
@@ -238,7 +363,9 @@ class EngineDocument(Document, total=False):
     name: Required[Literal["specdistill", "vllm", "sglang", "llama.cpp"]]
     version: Required[Annotated[str, about("of the engine, as it reports it")]]
     server: Annotated[str, about("address of the server with the draft")]
-    baseline_server: Annotated[str | None, about("address of the server without a draft; null: none")]
+    baseline_server: Annotated[
+        str | None, about("address of the server without a draft; null: none")
+    ]
     command: Annotated[str, about("command that started it with the draft, for this run")]
     baseline_command: Annotated[str, about("command that started it without the draft")]
 
@@ -263,7 +390,10 @@ class AveragesDocument(Document, total=False):
 class HeadlineDocument(AveragesDocument, total=False):
     """The numbers to quote."""
 
-    micro: Annotated[AveragesDocument, about("the whole suite's, where categories count by their drafts and their time")]
+    micro: Annotated[
+        AveragesDocument,
+        about("the whole suite's, where categories count by their drafts and their time"),
+    ]
 
 
 class FirstDivergenceDocument(Document, total=False):
@@ -277,8 +407,13 @@ class FirstDivergenceDocument(Document, total=False):
 
 class SamplingTestDocument(Document):
     statistic: Annotated[float, about("chi-square")]
-    p_value: Annotated[Share, about("tokens drawn with the draft follow the distribution that transformers samples from")]
-    negative_control_p_value: Annotated[Share, about("the same test against a rule that is wrong on purpose; it must be small")]
+    p_value: Annotated[
+        Share,
+        about("tokens drawn with the draft follow the distribution that transformers samples from"),
+    ]
+    negative_control_p_value: Annotated[
+        Share, about("the same test against a rule that is wrong on purpose; it must be small")
+    ]
     num_cells: Annotated[int, Field(ge=2, description="outcomes compared")]
     num_draws: Annotated[Count, about("draws of each kind")]
     prompt_id: Annotated[str, about("prompt whose beginning was continued")]
@@ -286,12 +421,18 @@ class SamplingTestDocument(Document):
 
 
 class LosslessDocument(Document, total=False):
-    greedy_identical: Annotated[bool, about("completions are those of generate(), or of the plain server")]
+    greedy_identical: Annotated[
+        bool, about("completions are those of generate(), or of the plain server")
+    ]
     prompts_checked: Required[Annotated[Count, about("prompts")]]
     first_divergence: FirstDivergenceDocument | None
     divergences: Annotated[Count, about("completions that differ")]
-    near_ties: Annotated[Count, about("of them, where both tokens' logits are within rounding of the best")]
-    unexplained_divergences: Annotated[Count, about("divergences - near_ties; more than 0 is a bug")]
+    near_ties: Annotated[
+        Count, about("of them, where both tokens' logits are within rounding of the best")
+    ]
+    unexplained_divergences: Annotated[
+        Count, about("divergences - near_ties; more than 0 is a bug")
+    ]
     sampling_test: SamplingTestDocument
 
 
@@ -332,7 +473,10 @@ class TheoryPointDocument(Document):
 
 
 class TheoryDocument(Document):
-    alpha: Annotated[Share, about("acceptance rate that, the same at every position, gives the acceptance length")]
+    alpha: Annotated[
+        Share,
+        about("acceptance rate that, the same at every position, gives the acceptance length"),
+    ]
     K: Annotated[AtLeastOne, about("draft tokens per round; of a tree its depth")]
     v: Annotated[float, about("cost of one verification, in plain steps")]
     c: Annotated[float, about("cost of drafting K tokens over K, in plain steps")]
@@ -356,10 +500,15 @@ class FindingDocument(Document):
 
 class GateDocument(Document):
     verdict: Annotated[
-        Literal["passed", "failed", "inconclusive"] | None, about("inconclusive: the evidence cannot decide; null: not judged")
+        Literal["passed", "failed", "inconclusive"] | None,
+        about("inconclusive: the evidence cannot decide; null: not judged"),
     ]
     passed: Annotated[bool, about("whether the verdict is passed")]
-    first_release: NotRequired[Annotated[bool, about("without an earlier report to compare with: regressions were not asked")]]
+    first_release: NotRequired[
+        Annotated[
+            bool, about("without an earlier report to compare with: regressions were not asked")
+        ]
+    ]
     rules: list[RuleDocument]
 
 
@@ -368,8 +517,12 @@ class ReportDocument(Document):
     created: Annotated[str, about("UTC, ISO 8601")]
     specdistill_version: Annotated[str, about("version of the package")]
     git_revision: NotRequired[Annotated[str, about("commit of the checkout")]]
-    digest: NotRequired[Annotated[str, about("sha256 of records and report, without gate, baseline and digest")]]
-    incomplete: NotRequired[Annotated[bool, about("the run was cut short: true fails every gate; absent: it was not")]]
+    digest: NotRequired[
+        Annotated[str, about("sha256 of records and report, without gate, baseline and digest")]
+    ]
+    incomplete: NotRequired[
+        Annotated[bool, about("the run was cut short: true fails every gate; absent: it was not")]
+    ]
     measurement: NotRequired[MeasurementDocument]
     target: TargetDocument
     draft: DraftDocument
@@ -379,13 +532,17 @@ class ReportDocument(Document):
     engine: NotRequired[EngineDocument]
     suite: SuiteDocument
     headline: HeadlineDocument
-    results: Annotated[list[Annotated[ResultDocument, AfterValidator(of_every_position)]], Field(min_length=1)]
+    results: Annotated[
+        list[Annotated[ResultDocument, AfterValidator(of_every_position)]], Field(min_length=1)
+    ]
     lossless: LosslessDocument
     context: list[ContextBucketDocument]
     baseline: NotRequired[BaselineDocument]
     theory: NotRequired[TheoryDocument]
     quality: NotRequired[QualityDocument]
-    findings: Annotated[list[FindingDocument], about("what a reader should know before quoting a number")]
+    findings: Annotated[
+        list[FindingDocument], about("what a reader should know before quoting a number")
+    ]
     gate: GateDocument
     not_measured: Reasons
 
@@ -393,7 +550,10 @@ class ReportDocument(Document):
 @cache
 def schema() -> dict[str, Any]:
     """The JSON Schema."""
-    return {**TypeAdapter(ReportDocument).json_schema(schema_generator=WithoutTitles), "title": "specdistill report"}
+    return {
+        **TypeAdapter(ReportDocument).json_schema(schema_generator=WithoutTitles),
+        "title": "specdistill report",
+    }
 
 
 if __name__ == "__main__":

@@ -34,7 +34,11 @@ def sweep(report: Report, setting: str) -> list[ResultRow]:
     """The first row and those that differ from it in `setting` alone, by its value; empty where it was not swept."""
     rows = _like_the_first(report, setting)
     # A context bucket is a number of tokens as text, or `all`, which comes last.
-    return sorted(rows, key=lambda row: math.inf if row[setting] == ALL else float(row[setting])) if len(rows) > 1 else []
+    return (
+        sorted(rows, key=lambda row: math.inf if row[setting] == ALL else float(row[setting]))
+        if len(rows) > 1
+        else []
+    )
 
 
 def of_chains(report: Report) -> list[ResultRow]:
@@ -63,12 +67,23 @@ def by_configuration(report: Report) -> Table:
 
 
 def _numbers(what: str, name: Callable[[ResultRow], str], rows: Sequence[ResultRow]) -> Table:
-    head = (what, "prompts", "acceptance length", "rate", "tokens/s", "plain", "speedup", "predicted")
+    head = (
+        what,
+        "prompts",
+        "acceptance length",
+        "rate",
+        "tokens/s",
+        "plain",
+        "speedup",
+        "predicted",
+    )
     lines = [
         (
             (name(row),),
             (str(row["num_prompts"]),),
-            cell(number(row.get("mean_acceptance_length")), interval(row, "mean_acceptance_length")),
+            cell(
+                number(row.get("mean_acceptance_length")), interval(row, "mean_acceptance_length")
+            ),
             (percent(row.get("acceptance_rate")),),
             (number(row.get("tokens_per_second"), 0),),
             (number(row.get("baseline_tokens_per_second"), 0),),
@@ -85,7 +100,14 @@ def cell(value: str, *notes: str) -> Cell:
     return (value, *filter(None, notes))
 
 
-CHANGED = ("mean_acceptance_length", "acceptance_rate", "speedup", "tokens_per_second", "draft_ms", "verify_ms")
+CHANGED = (
+    "mean_acceptance_length",
+    "acceptance_rate",
+    "speedup",
+    "tokens_per_second",
+    "draft_ms",
+    "verify_ms",
+)
 
 
 def changes(report: Report) -> Table:
@@ -94,20 +116,45 @@ def changes(report: Report) -> Table:
     for change in report["baseline"]["changes"]:
         metric, reading = change["metric"], phrases.direction(change)
         category = "" if change["category"] == ALL else f", {change['category'].replace('_', ' ')}"
-        note = " to ".join(map(signed, change["ci95"])) if "ci95" in change else change.get("reason", "")
+        note = (
+            " to ".join(map(signed, change["ci95"]))
+            if "ci95" in change
+            else change.get("reason", "")
+        )
         relative = signed(change["change"]) if "change" in change else "–"
-        old, new = ("".join(phrases.in_unit(metric, change[side])) if side in change else "–" for side in ("old", "new"))
-        rows.append(((f"{phrases.METRICS[metric][0]}{category}",), (old,), (new,), cell(relative, note), (reading,)))
+        old, new = (
+            "".join(phrases.in_unit(metric, change[side])) if side in change else "–"
+            for side in ("old", "new")
+        )
+        rows.append(
+            (
+                (f"{phrases.METRICS[metric][0]}{category}",),
+                (old,),
+                (new,),
+                cell(relative, note),
+                (reading,),
+            )
+        )
     return Table(("number", "before", "now", "change", "reading"), rows)
 
 
 def training(report: Report) -> Table:
     """Acceptance length before the training's first step and of the draft that it left; empty where it was not measured before."""
     gained = report["draft"].get("training", {})
-    head = ("acceptance length", "before training", f"after {phrases.counted(gained.get('steps', 0), 'step')}")
-    names = {"simulated": "simulated, on held-out rows", "decoded": "decoded, on the prompts of selection"}
+    head = (
+        "acceptance length",
+        "before training",
+        f"after {phrases.counted(gained.get('steps', 0), 'step')}",
+    )
+    names = {
+        "simulated": "simulated, on held-out rows",
+        "decoded": "decoded, on the prompts of selection",
+    }
     pairs = ((names[name], gained[name]) for name in names if name in gained)
-    return Table(head, [((name,), (number(pair["before"]),), (number(pair["after"]),)) for name, pair in pairs])
+    return Table(
+        head,
+        [((name,), (number(pair["before"]),), (number(pair["after"]),)) for name, pair in pairs],
+    )
 
 
 def quality(report: Report) -> Table:
@@ -116,17 +163,36 @@ def quality(report: Report) -> Table:
     for name, scores in report.get("quality", {}).items():
         ends = scores.get("difference_ci95", ())
         points, *bounds = (signed(share)[:-1] for share in (scores["difference"], *ends))
-        reading = "open" if not ends else "equal within the interval" if ends[0] <= 0 <= ends[1] else "different"
+        reading = (
+            "open"
+            if not ends
+            else "equal within the interval"
+            if ends[0] <= 0 <= ends[1]
+            else "different"
+        )
         row = (
             (name.replace("_", " "),),
             (str(scores["num_prompts"]),),
             (f"{scores['without_draft']:.1%}",),
             (f"{scores['with_draft']:.1%}",),
             (points, " to ".join(bounds) or "too few completions"),
-            (reading, f"{scores['only_with_draft']} only with it, {scores['only_without_draft']} only without it"),
+            (
+                reading,
+                f"{scores['only_with_draft']} only with it, {scores['only_without_draft']} only without it",
+            ),
         )
         rows.append(row)
-    return Table(("succeed by", "completions", "without draft", "with draft", "difference, points", "reading"), rows)
+    return Table(
+        (
+            "succeed by",
+            "completions",
+            "without draft",
+            "with draft",
+            "difference, points",
+            "reading",
+        ),
+        rows,
+    )
 
 
 def latency(records: Sequence[PromptRecord]) -> Table:
@@ -136,7 +202,11 @@ def latency(records: Sequence[PromptRecord]) -> Table:
     sums = prompt_sums([record for record in records if record.counts is None and record.baseline])
     rows: dict[str, list[float]] = {}
     for side in ("baseline_", "") if sums else ():
-        total = {name.removeprefix(side): float(column.sum()) for name, column in sums.items() if name.startswith(side)}
+        total = {
+            name.removeprefix(side): float(column.sum())
+            for name, column in sums.items()
+            if name.startswith(side)
+        }
         # Plain decoding drafts nothing; what the clock saw there is the loop's.
         draft = 0.0 if side else total["draft_seconds"]
         prefill, target = total["prefill_seconds"], total["verify_seconds"]
@@ -144,9 +214,17 @@ def latency(records: Sequence[PromptRecord]) -> Table:
             ("prefill of a prompt", prefill, sums["num_prompts"].sum()),
             ("drafting, per round", draft, total["num_rounds"]),
             ("target's step, per round", target, total["num_rounds"]),
-            ("rest, per round", max(total["seconds"] - prefill - draft - target, 0.0), total["num_rounds"]),
+            (
+                "rest, per round",
+                max(total["seconds"] - prefill - draft - target, 0.0),
+                total["num_rounds"],
+            ),
             ("per token, in all", total["seconds"], total["num_tokens"]),
         ):
             rows.setdefault(name, []).append(1000 * seconds / (count or math.inf))
-    shown = [((name,), *((number(time or None),) for time in times)) for name, times in rows.items() if any(times)]
+    shown = [
+        ((name,), *((number(time or None),) for time in times))
+        for name, times in rows.items()
+        if any(times)
+    ]
     return Table(("milliseconds", "plain", "with draft"), shown)

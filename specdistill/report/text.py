@@ -16,18 +16,35 @@ from rich.text import Text
 from specdistill.report import phrases, tables
 from specdistill.report.draft_lengths import by_load, fastest_lengths
 from specdistill.report.phrases import between, number, times
-from specdistill.statistics.intervals import ASSUMED_SPREAD, POWER, SIGNIFICANCE, minimum_detectable_change
+from specdistill.statistics.intervals import (
+    ASSUMED_SPREAD,
+    POWER,
+    SIGNIFICANCE,
+    minimum_detectable_change,
+)
 from specdistill.terminal import Console, printable
 
-COLOURS = {"passed": "green", "failed": "red", "inconclusive": "yellow", "not judged": "yellow", "warning": "yellow"}
+COLOURS = {
+    "passed": "green",
+    "failed": "red",
+    "inconclusive": "yellow",
+    "not judged": "yellow",
+    "warning": "yellow",
+}
 MARKUP = re.compile(r"[\\`*\[\]<>|#~&$]|(?<![^\W_])_|_(?![^\W_])")
 # Mentions, links and issues, which GitHub finds in rendered text, where escapes and entities are gone: a zero-width space after these stops
 # them. `org/name@v1` is none, and can be copied.
-REFERS = re.compile(r"(?<![A-Za-z0-9_])@|@(?!v?\d)|#(?=\w)|\bGH-|:(?=//)|\bwww(?=\.)", re.IGNORECASE)
+REFERS = re.compile(
+    r"(?<![A-Za-z0-9_])@|@(?!v?\d)|#(?=\w)|\bGH-|:(?=//)|\bwww(?=\.)", re.IGNORECASE
+)
 
 
 def to_markdown(report: Mapping[str, Any]) -> str:
-    head = f"{phrases.verdict(report)}: {phrases.title(report)}", phrases.summary(report), phrases.failed_rules(report)
+    head = (
+        f"{phrases.verdict(report)}: {phrases.title(report)}",
+        phrases.summary(report),
+        phrases.failed_rules(report),
+    )
     return "# " + "\n\n".join([*map(plain, filter(None, head)), measured(report)]) + "\n"
 
 
@@ -39,7 +56,10 @@ def measured(report: Mapping[str, Any]) -> str:
 def _sections(report: Mapping[str, Any]) -> Iterator[str]:
     rules = report["gate"]["rules"]
     yield plain(phrases.settings_line(report))
-    yield _list(f"**{plain(finding['name'])}**: {plain(finding['message'])}" for finding in report["findings"])
+    yield _list(
+        f"**{plain(finding['name'])}**: {plain(finding['message'])}"
+        for finding in report["findings"]
+    )
     yield _list(map(plain, phrases.warnings(report)))
     if "baseline" in report:
         yield "## Since the last release"
@@ -47,13 +67,32 @@ def _sections(report: Mapping[str, Any]) -> Iterator[str]:
         yield cells(tables.changes(report))
     if rules:
         yield "## Gate"
-        columns = phrases.outcome, phrases.metric_title, phrases.scope, phrases.requirement, phrases.measured, phrases.note
+        columns = (
+            phrases.outcome,
+            phrases.metric_title,
+            phrases.scope,
+            phrases.requirement,
+            phrases.measured,
+            phrases.note,
+        )
         named = ("", "rule", "scope", "required", "measured", "note")
         yield table(named, ([plain(column(rule)) for column in columns] for rule in rules))
     yield "## Results"
     yield cells(tables.by_category(report))
-    yield _list(map(plain, [*phrases.averages(report), f"Accepted per position: {phrases.per_position(report['results'][0])}"]))
-    yield plain(phrases.absences(report["results"][0], ("mean_acceptance_length", "speedup", "predicted_speedup")))
+    yield _list(
+        map(
+            plain,
+            [
+                *phrases.averages(report),
+                f"Accepted per position: {phrases.per_position(report['results'][0])}",
+            ],
+        )
+    )
+    yield plain(
+        phrases.absences(
+            report["results"][0], ("mean_acceptance_length", "speedup", "predicted_speedup")
+        )
+    )
     if len(tables.whole_rows(report)) > 1:
         yield "## Configurations"
         yield cells(tables.by_configuration(report))
@@ -74,26 +113,36 @@ def _list(items: Iterable[str]) -> str:
 
 def cells(content: tables.Table) -> str:
     """A table whose cells have their notes in brackets."""
-    rows = ([plain(f"{value} ({', '.join(notes)})" if notes else value) for value, *notes in row] for row in content.rows)
+    rows = (
+        [plain(f"{value} ({', '.join(notes)})" if notes else value) for value, *notes in row]
+        for row in content.rows
+    )
     return table([*map(plain, content.head)], rows)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}", *lines]) if lines else ""
+    return (
+        "\n".join([f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}", *lines]) if lines else ""
+    )
 
 
 def plain(text: str) -> str:
     """Text in which nothing is markup, and of which GitHub makes neither mentions nor links: names come from outside."""
-    return REFERS.sub("\\g<0>\N{ZERO WIDTH SPACE}", MARKUP.sub(r"\\\g<0>", printable(" ".join(text.split()))))
+    return REFERS.sub(
+        "\\g<0>\N{ZERO WIDTH SPACE}", MARKUP.sub(r"\\\g<0>", printable(" ".join(text.split())))
+    )
 
 
 def print_report(report: Mapping[str, Any], folder: Path) -> None:
     """The main numbers, the findings, the rules that did not pass, and where the report is."""
     row, console = report["results"][0], Console()
-    grid = rich.table.Table(box=box.SIMPLE, show_header=False, title=Text(phrases.title(report)), title_justify="left")
+    grid = rich.table.Table(
+        box=box.SIMPLE, show_header=False, title=Text(phrases.title(report)), title_justify="left"
+    )
     lines = {
-        "acceptance length": number(row.get("mean_acceptance_length")) + between(row, "mean_acceptance_length"),
+        "acceptance length": number(row.get("mean_acceptance_length"))
+        + between(row, "mean_acceptance_length"),
         "accepted per position": phrases.per_position(row),
         "speedup": times(row.get("speedup")) + between(row, "speedup"),
         "predicted speedup": times(row.get("predicted_speedup")),
@@ -132,7 +181,9 @@ def print_gate(report: Mapping[str, Any]) -> None:
     console.print(Text(verdict, style=f"bold {COLOURS[verdict.lower()]}"))
 
 
-def _print_rules(console: Console, report: Mapping[str, Any], rules: Iterable[Mapping[str, Any]]) -> None:
+def _print_rules(
+    console: Console, report: Mapping[str, Any], rules: Iterable[Mapping[str, Any]]
+) -> None:
     """The rules with their evidence, and what an inconclusive verdict lacks."""
     for rule in rules:
         outcome = phrases.outcome(rule)

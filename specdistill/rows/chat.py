@@ -60,7 +60,9 @@ def turn_documents(
     for number, message in enumerate(messages):
         if message["role"] == "assistant":
             rendered, span = _turn(tokenizer, messages[: number + 1], tools, where, checks_turns)
-            spans = documents.pop()[1] if documents and _continues(rendered, documents[-1][0]) else []
+            spans = (
+                documents.pop()[1] if documents and _continues(rendered, documents[-1][0]) else []
+            )
             documents.append((rendered, [*spans, span] if is_learned(message) else spans))
     whole = render(tokenizer, messages, False, where, tools)
     if not documents or _continues(whole, documents[-1][0]):
@@ -70,7 +72,10 @@ def turn_documents(
 
 def inner_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Tokens that the target generates within its turns, around reasoning and calls of tools: of its template, but no sign of a fault."""
-    tool = {"type": "function", "function": {"name": "f", "arguments": {}, "parameters": {}}}  # as a call, and as its schema
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "arguments": {}, "parameters": {}},
+    }  # as a call, and as its schema
     turns: list[tuple[Message, Tools]] = [
         ({"role": "assistant", "content": "a", REASONING[0]: "b"}, None),
         ({"role": "assistant", "content": None, "tool_calls": [tool]}, [tool]),
@@ -78,7 +83,9 @@ def inner_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     found: set[int] = set()
     for turn, tools in turns:
         try:
-            text, spans = turn_documents(tokenizer, [{"role": "user", "content": "c"}, turn], tools, checks_turns=False)[-1]
+            text, spans = turn_documents(
+                tokenizer, [{"role": "user", "content": "c"}, turn], tools, checks_turns=False
+            )[-1]
         except UserError:  # a template without them
             continue
         start, end = spans[-1]
@@ -87,7 +94,11 @@ def inner_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 
 
 def _turn(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Tools, where: str, is_checked: bool
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    tools: Tools,
+    where: str,
+    is_checked: bool,
 ) -> tuple[str, tuple[int, int]]:
     """The conversation as text, and the span of its last turn. Where the template renders what came before differently once the turn
     follows it, the text is what the target read, followed by the turn.
@@ -95,13 +106,23 @@ def _turn(
     *before, turn = messages
     rendered, start = render(tokenizer, messages, False, where, tools), 0
     if before:
-        prompt, asked = (render(tokenizer, before, is_prompt, where, tools) for is_prompt in (True, False))
-        start = max(alike(prompt, rendered), len(asked.rstrip()) if _continues(rendered, asked) else 0)
+        prompt, asked = (
+            render(tokenizer, before, is_prompt, where, tools) for is_prompt in (True, False)
+        )
+        start = max(
+            alike(prompt, rendered), len(asked.rstrip()) if _continues(rendered, asked) else 0
+        )
         # Some templates put more into the prompt (an empty thought) than they render in a finished turn.
         if start < len(prompt) and not _continues(rendered, asked):
-            opening, marked = prompt.removeprefix(asked), render(tokenizer, [*before, _marked(turn)], False, where, tools)
+            opening, marked = (
+                prompt.removeprefix(asked),
+                render(tokenizer, [*before, _marked(turn)], False, where, tools),
+            )
             place = marked.partition(MARKER)[0].rfind(opening)
-            rendered, start = prompt + rendered[place + len(opening) if place >= 0 else len(rendered) :], len(prompt)
+            rendered, start = (
+                prompt + rendered[place + len(opening) if place >= 0 else len(rendered) :],
+                len(prompt),
+            )
     calls = [call["function"]["name"] for call in turn.get("tool_calls", ())]
     parts = [(turn["content"] or "").strip(), turn.get(REASONING[0], "").strip(), *calls]
     if is_checked and not all(part in rendered[start:] for part in parts):
@@ -114,7 +135,10 @@ def _marked(turn: Message) -> Message:
     """With the marker in place of what the turn begins with."""
     if REASONING[0] in turn or turn["content"]:
         return {**turn, REASONING[0] if REASONING[0] in turn else "content": MARKER}
-    calls = [{**call, "function": {**call["function"], "name": MARKER}} for call in turn.get("tool_calls", ())]
+    calls = [
+        {**call, "function": {**call["function"], "name": MARKER}}
+        for call in turn.get("tool_calls", ())
+    ]
     return {**turn, "tool_calls": calls}
 
 
@@ -125,4 +149,6 @@ def _continues(longer: str, shorter: str) -> bool:
 
 def alike(first: str, second: str) -> int:
     """How many characters two strings begin with alike."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+    return sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    )

@@ -24,7 +24,14 @@ from transformers import PreTrainedTokenizerBase
 
 from specdistill.errors import UserError
 from specdistill.rows.chat import Spans, turn_documents
-from specdistill.suites.conversations import Message, Tools, is_learned, is_unanswered, render, shortened
+from specdistill.suites.conversations import (
+    Message,
+    Tools,
+    is_learned,
+    is_unanswered,
+    render,
+    shortened,
+)
 
 # row, hash: number and `row_hash` of the source's row that a document comes from. An exchange that is filtered in part, because no row
 # holds it, is a document without tokens, of the length that it would have.
@@ -34,7 +41,12 @@ DOCUMENT_COLUMNS = {
     "length": Value("int32"),
     "source": Value("int32"),
 }
-ENCODED_COLUMNS = {**DOCUMENT_COLUMNS, "is_text": Value("bool"), "row": Value("int64"), "hash": Value("int64")}
+ENCODED_COLUMNS = {
+    **DOCUMENT_COLUMNS,
+    "is_text": Value("bool"),
+    "row": Value("int64"),
+    "hash": Value("int64"),
+}
 HASH_RANGE = 2**63  # of hashes of rows: what a column of signed integers holds
 Mask = NDArray[np.int8]
 # input_ids [L] int32; loss_mask [L] int8, 1 where a token carries loss; length: L, or of what is filtered
@@ -63,11 +75,21 @@ class Encoder:
         if messages is not None:
             documents = self.conversation(messages, row["tools"], f"{self.key} row {number}")
         elif ids is not None:
-            documents = [_all_with_loss(ids) if self.loss_mask == "all" else _encoded(ids, row["loss_mask"])]
+            documents = [
+                _all_with_loss(ids) if self.loss_mask == "all" else _encoded(ids, row["loss_mask"])
+            ]
         else:  # as the target reads a text, with its end-of-text token
-            end, ids = self.tokenizer.eos_token_id, self.tokenizer(row["text"], verbose=False)["input_ids"]
+            end, ids = (
+                self.tokenizer.eos_token_id,
+                self.tokenizer(row["text"], verbose=False)["input_ids"],
+            )
             documents = [_all_with_loss(ids if end is None or ids[-1:] == [end] else [*ids, end])]
-        of_row = {"source": self.source, "is_text": messages is None, "row": number, "hash": row_hash(row, self.seed)}
+        of_row = {
+            "source": self.source,
+            "is_text": messages is None,
+            "row": number,
+            "hash": row_hash(row, self.seed),
+        }
         return [{**document, **of_row} for document in documents]
 
     def conversation(self, messages: Sequence[Message], tools: Tools, where: str) -> list[Document]:
@@ -77,7 +99,9 @@ class Encoder:
             return made
 
         def length(turns: Sequence[Message]) -> int:
-            return len(self._tokens([render(self.tokenizer, turns, False, where, tools)])["input_ids"][0])
+            return len(
+                self._tokens([render(self.tokenizer, turns, False, where, tools)])["input_ids"][0]
+            )
 
         parts, filtered = cut_at_turns(messages, length, self.max_length)
         if self.loss_mask == "assistant":
@@ -88,17 +112,28 @@ class Encoder:
     def chat(self, messages: Sequence[Message], tools: Tools, where: str) -> list[Document]:
         """A conversation by the chat template, however long it is."""
         by_turns = self.loss_mask == "assistant"
-        if (by_turns and all(message["role"] != "assistant" for message in messages)) or any(map(is_unanswered, messages)):
+        if (by_turns and all(message["role"] != "assistant" for message in messages)) or any(
+            map(is_unanswered, messages)
+        ):
             expected = "an answer, or data.regenerate.num_tokens above 0, so that the target gives one (or data.loss_mask=all)"
-            raise UserError(where, got=f"a prompt without an answer, {shortened(messages[-1]['content'])!r}", expected=expected)
+            raise UserError(
+                where,
+                got=f"a prompt without an answer, {shortened(messages[-1]['content'])!r}",
+                expected=expected,
+            )
         documents = turn_documents(self.tokenizer, messages, tools, where, checks_turns=by_turns)
         if by_turns:
             documents = [it for it in documents if it[1]] or documents[-1:]
-        made = self._tokens([rendered for rendered, _ in documents], return_offsets_mapping=by_turns)
+        made = self._tokens(
+            [rendered for rendered, _ in documents], return_offsets_mapping=by_turns
+        )
         if not by_turns:
             return [_all_with_loss(ids) for ids in made["input_ids"]]
         each = zip(documents, made["input_ids"], made["offset_mapping"], strict=True)
-        return [_checked(_encoded(ids, mask_of(spans, offsets)), text, where) for (text, spans), ids, offsets in each]
+        return [
+            _checked(_encoded(ids, mask_of(spans, offsets)), text, where)
+            for (text, spans), ids, offsets in each
+        ]
 
     def _tokens(self, rendered: Sequence[str], **options: bool) -> Any:
         options = {**options, "return_attention_mask": False, "return_token_type_ids": False}
@@ -110,7 +145,12 @@ def row_hash(row: Mapping[str, Any], seed: int) -> int:
     if row["text"] is not None:
         content = ["text", row["text"]]
     else:
-        content = [part for turn in row["messages"] if turn["role"] != "assistant" for part in (turn["role"], turn["content"])]
+        content = [
+            part
+            for turn in row["messages"]
+            if turn["role"] != "assistant"
+            for part in (turn["role"], turn["content"])
+        ]
     digest = hashlib.blake2b("\0".join([str(seed), *content]).encode(), digest_size=8)
     return int.from_bytes(digest.digest()) % HASH_RANGE
 
@@ -119,7 +159,11 @@ def mask_of(spans: Spans, offsets: Sequence[tuple[int, int]]) -> Mask:
     """1 for the tokens, with characters [left, right) each in order, of which a character is in a span."""
     mask = np.zeros(len(offsets), np.int8)
     for start, end in spans:
-        mask[bisect_right(offsets, start, key=itemgetter(1)) : bisect_left(offsets, end, key=itemgetter(0))] = 1
+        mask[
+            bisect_right(offsets, start, key=itemgetter(1)) : bisect_left(
+                offsets, end, key=itemgetter(0)
+            )
+        ] = 1
     return mask
 
 
@@ -131,7 +175,10 @@ def cut_at_turns(
     What follows the assistant's last turn is filtered, too, and not counted: nothing is learned there.
     """
     system = list(takewhile(lambda message: message["role"] == "system", messages))
-    last = max((index for index, message in enumerate(messages) if message["role"] == "assistant"), default=len(messages))
+    last = max(
+        (index for index, message in enumerate(messages) if message["role"] == "assistant"),
+        default=len(messages),
+    )
     rest = list(messages[len(system) : last + 1])
 
     def fitting(ends: Sequence[int]) -> int:
@@ -142,7 +189,9 @@ def cut_at_turns(
     parts, filtered = [], []
     while rest:
         roles = [message["role"] for message in rest]
-        exchanges = [place for place in range(1, len(rest)) if roles[place] == "user" != roles[place - 1]] + [len(rest)]
+        exchanges = [
+            place for place in range(1, len(rest)) if roles[place] == "user" != roles[place - 1]
+        ] + [len(rest)]
         kept = after = fitting(exchanges)
         if not kept:
             after = exchanges[0]
@@ -165,7 +214,11 @@ def _checked(encoded: Document, whole: str, where: str) -> Document:
 
 
 def _encoded(ids: Sequence[int], mask: Sequence[int] | Mask) -> Document:
-    return {"input_ids": np.array(ids, np.int32), "loss_mask": np.asarray(mask, np.int8), "length": len(ids)}
+    return {
+        "input_ids": np.array(ids, np.int32),
+        "loss_mask": np.asarray(mask, np.int8),
+        "length": len(ids),
+    }
 
 
 def _all_with_loss(ids: Sequence[int]) -> Document:

@@ -31,8 +31,14 @@ SHOWN = 12  # digits of a hash that a person compares
 VERSION = 4  # of the code that prepares rows: raise it when equal inputs give other rows
 BATCH = 100  # rows that a function is given at a time
 MOST_PROCESSES, ROWS_EACH = 16, 2000  # rows that a process is worth starting for
-FREE_SPACE = "free disk space, or set data.cache_dir to a folder that can be written; what is there is kept"
-TORCHS_WRITER = ("PytorchStreamWriter", "inline_container", "iostream")  # how it calls itself in errors
+FREE_SPACE = (
+    "free disk space, or set data.cache_dir to a folder that can be written; what is there is kept"
+)
+TORCHS_WRITER = (
+    "PytorchStreamWriter",
+    "inline_container",
+    "iostream",
+)  # how it calls itself in errors
 HEADER = b"specdistill"  # a key of an Arrow schema's metadata
 Columns = Mapping[str, Sequence[Any]]
 RowFunction = Callable[[dict[str, Any], int], Iterable[Mapping[str, Any]]]
@@ -54,7 +60,10 @@ def mapped(
     fingerprint = Hasher.hash([VERSION, sorted(columns), inputs])
     path = cache_folder(config.cache_dir) / "prepared" / f"{fingerprint}.arrow"
     processes = num_processes(config.num_proc, len(rows))
-    is_new, has_bar = not any(path.parent.glob(f"{fingerprint}*")), sys.stderr.isatty() and is_first_here()
+    is_new, has_bar = (
+        not any(path.parent.glob(f"{fingerprint}*")),
+        sys.stderr.isatty() and is_first_here(),
+    )
     begin = time.monotonic()
     with nullcontext() if is_new and has_bar else quiet(), on_disk(path.parent):
         try:
@@ -75,13 +84,17 @@ def mapped(
             if "abruptly died" not in str(error):
                 raise
             next_step = "free memory, or take fewer processes (data.num_proc)"
-            raise ResourceError("a process that prepared rows was ended from outside", next_step=next_step) from error
+            raise ResourceError(
+                "a process that prepared rows was ended from outside", next_step=next_step
+            ) from error
     if is_new and not has_bar and is_first_here():
         logger.info(f"{what}: {len(rows):,} rows in {time.monotonic() - begin:.1f} s")
     return made
 
 
-def _made_of(rows: Columns, numbers: Sequence[int], function: RowFunction, columns: Sequence[str]) -> Columns:
+def _made_of(
+    rows: Columns, numbers: Sequence[int], function: RowFunction, columns: Sequence[str]
+) -> Columns:
     each = (dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True))
     made = [row for number, raw in zip(numbers, each, strict=True) for row in function(raw, number)]
     return {name: [row.get(name) for row in made] for name in columns}
@@ -135,7 +148,13 @@ def hash_of(path: Path) -> str:
 def content_of(name: str) -> str:
     """The hash of the file or folder that has this name on this machine; the name where there is none."""
     path = Path(name)
-    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else []
+    files = (
+        [path]
+        if path.is_file()
+        else sorted(file for file in path.rglob("*") if file.is_file())
+        if path.is_dir()
+        else []
+    )
     return " ".join(map(hash_of, files)) or name
 
 
@@ -147,7 +166,9 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return str(Hasher.hash([rules, tokenizer.special_tokens_map]))
 
 
-def write_arrow(path: Path, columns: Mapping[str, Any], batches: Iterable[Columns], header: str = "") -> None:
+def write_arrow(
+    path: Path, columns: Mapping[str, Any], batches: Iterable[Columns], header: str = ""
+) -> None:
     """Write rows to an Arrow file, aside and then in place. header: what `read_header` reads."""
     schema = Features(columns).arrow_schema
     if header:
@@ -174,6 +195,10 @@ def on_disk(what: Path, next_step: str = FREE_SPACE) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, DatasetGenerationError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not any(name in str(error) for name in TORCHS_WRITER):
+        if isinstance(error, RuntimeError) and not any(
+            name in str(error) for name in TORCHS_WRITER
+        ):
             raise
-        raise ResourceError(f"{what} could not be written ({error.__cause__ or error})", next_step=next_step) from error
+        raise ResourceError(
+            f"{what} could not be written ({error.__cause__ or error})", next_step=next_step
+        ) from error

@@ -31,7 +31,10 @@ COLUMNS = {
 }
 MIN_TOKENS = 3  # a draft reads two tokens before it predicts a third
 PADDING_DOCUMENT = -1
-LENGTHS, DOCUMENTS = 8, 32  # different lengths of a batch's loss positions, and the step of its number of documents
+LENGTHS, DOCUMENTS = (
+    8,
+    32,
+)  # different lengths of a batch's loss positions, and the step of its number of documents
 CHUNK = 4096  # pieces packed at a time: rows then mix lengths, and the search stays quick
 
 
@@ -43,7 +46,9 @@ class Piece(NamedTuple):
     stop: int
 
 
-def usable(lengths: ArrayLike, may_cut: ArrayLike, max_length: int, filtered: Counter[str]) -> NDArray[np.int64]:
+def usable(
+    lengths: ArrayLike, may_cut: ArrayLike, max_length: int, filtered: Counter[str]
+) -> NDArray[np.int64]:
     """Indices of documents of at least MIN_TOKENS, and no longer than a row unless they may be cut; the others are counted.
 
     Raises UserError for none.
@@ -53,9 +58,17 @@ def usable(lengths: ArrayLike, may_cut: ArrayLike, max_length: int, filtered: Co
     indices = np.flatnonzero(~(too_short | too_long))
     if not len(indices) and too_long.any():
         shortest = lengths[too_long].min()
-        raise UserError("data.max_length", got=max_length, expected=f"{shortest} or more: every row of data.source is longer")
+        raise UserError(
+            "data.max_length",
+            got=max_length,
+            expected=f"{shortest} or more: every row of data.source is longer",
+        )
     if not len(indices):
-        raise UserError("data.source", got=f"{len(lengths)} rows of fewer than {MIN_TOKENS} tokens", expected="longer rows")
+        raise UserError(
+            "data.source",
+            got=f"{len(lengths)} rows of fewer than {MIN_TOKENS} tokens",
+            expected="longer rows",
+        )
     reasons = (
         ("too_long", too_long, f"longer than data.max_length={max_length} tokens"),
         ("too_short", too_short, "too short to use"),
@@ -78,7 +91,9 @@ def cut(lengths: Sequence[int], max_length: int) -> list[Piece]:
     return pieces
 
 
-def fill_rows(pieces: Sequence[Piece], max_length: int, packing: bool, seed: int | str) -> list[list[Piece]]:
+def fill_rows(
+    pieces: Sequence[Piece], max_length: int, packing: bool, seed: int | str
+) -> list[list[Piece]]:
     """Rows of pieces. Best fit: in each shuffled chunk, longest first, every piece goes into the row where it leaves the least space."""
     shuffled = list(pieces)
     random.Random(seed).shuffle(shuffled)
@@ -87,7 +102,9 @@ def fill_rows(pieces: Sequence[Piece], max_length: int, packing: bool, seed: int
     rows: list[list[Piece]] = []
     for first in range(0, len(shuffled), CHUNK):
         spaces: list[tuple[int, int]] = []  # (tokens free, row), sorted
-        for piece in sorted(shuffled[first : first + CHUNK], key=lambda piece: piece.start - piece.stop):
+        for piece in sorted(
+            shuffled[first : first + CHUNK], key=lambda piece: piece.start - piece.stop
+        ):
             length = piece.stop - piece.start
             best = bisect_left(spaces, (length, 0))
             if best == len(spaces):
@@ -104,13 +121,21 @@ def fill_rows(pieces: Sequence[Piece], max_length: int, packing: bool, seed: int
 class Packed:
     """Documents with columns `input_ids`, `loss_mask` and `length` as rows of `max_length` tokens; `packed[range]`: some."""
 
-    def __init__(self, documents: Dataset, max_length: int, packing: bool, pad_token_id: int, seed: int) -> None:
+    def __init__(
+        self, documents: Dataset, max_length: int, packing: bool, pad_token_id: int, seed: int
+    ) -> None:
         self.max_length, self.pad_token_id = max_length, pad_token_id
         self.documents = documents.select_columns(["input_ids", "loss_mask"]).with_format("numpy")
         lengths = array(documents, "length").tolist()
         self.rows = fill_rows(cut(lengths, max_length), max_length, packing, seed)
         filled = 100 * sum(lengths) / max(1, len(self.rows) * max_length)
-        logger.info("%d documents in %d rows of %d tokens, %.1f%% filled", len(lengths), len(self.rows), max_length, filled)
+        logger.info(
+            "%d documents in %d rows of %d tokens, %.1f%% filled",
+            len(lengths),
+            len(self.rows),
+            max_length,
+            filled,
+        )
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -118,11 +143,23 @@ class Packed:
     def __getitem__(self, part: range) -> dict[str, list[Any]]:
         rows = [self.rows[number] for number in part]
         needed = sorted({piece.document for row in rows for piece in row})
-        found = self.documents[needed]  # at once, and each of them once: a long document has pieces in many rows
-        tokens = dict(zip(needed, zip(found["input_ids"], found["loss_mask"], strict=True), strict=True))
-        fillers = {"input_ids": self.pad_token_id, "loss_mask": 0, "document_ids": PADDING_DOCUMENT, "position_ids": 0}
+        found = self.documents[
+            needed
+        ]  # at once, and each of them once: a long document has pieces in many rows
+        tokens = dict(
+            zip(needed, zip(found["input_ids"], found["loss_mask"], strict=True), strict=True)
+        )
+        fillers = {
+            "input_ids": self.pad_token_id,
+            "loss_mask": 0,
+            "document_ids": PADDING_DOCUMENT,
+            "position_ids": 0,
+        }
         shape = (len(rows), self.max_length)
-        packed = {column: np.full(shape, fillers[column], COLUMNS[column].feature.dtype) for column in COLUMNS}
+        packed = {
+            column: np.full(shape, fillers[column], COLUMNS[column].feature.dtype)
+            for column in COLUMNS
+        }
         for index, row in enumerate(rows):
             place = 0
             for number, piece in enumerate(row):
@@ -139,7 +176,12 @@ class Packed:
 
 def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """A batch of rows: int64 tensors [B, T], one for each column, and what a step would otherwise have to look for (`indexed`)."""
-    return indexed({column: torch.tensor([row[column] for row in rows], dtype=torch.long) for column in COLUMNS})
+    return indexed(
+        {
+            column: torch.tensor([row[column] for row in rows], dtype=torch.long)
+            for column in COLUMNS
+        }
+    )
 
 
 def indexed(batch: dict[str, Tensor]) -> dict[str, Any]:
@@ -166,7 +208,9 @@ def indexed(batch: dict[str, Tensor]) -> dict[str, Any]:
 
 def _padded(numbers: Tensor, multiple: int, value: int) -> Tensor:
     """To the next multiple, and to one at least."""
-    return F.pad(numbers, (0, -len(numbers) % multiple or (0 if len(numbers) else multiple)), value=value)
+    return F.pad(
+        numbers, (0, -len(numbers) % multiple or (0 if len(numbers) else multiple)), value=value
+    )
 
 
 def draft_vocabulary(rows: Dataset, vocab_size: int, draft_vocab_size: int | None) -> Tensor | None:
@@ -177,8 +221,16 @@ def draft_vocabulary(rows: Dataset, vocab_size: int, draft_vocab_size: int | Non
     if draft_vocab_size is None or draft_vocab_size == vocab_size:
         return None
     if not 0 < draft_vocab_size < vocab_size:
-        raise UserError("draft.vocab_size", got=draft_vocab_size, expected=f"null or 1..{vocab_size}, the target's vocabulary")
+        raise UserError(
+            "draft.vocab_size",
+            got=draft_vocab_size,
+            expected=f"null or 1..{vocab_size}, the target's vocabulary",
+        )
     counts = torch.zeros(vocab_size, dtype=torch.long)
-    for batch in rows.select_columns(["input_ids", "loss_mask"]).with_format("torch").iter(batch_size=1024):
-        counts += torch.bincount(batch["input_ids"][batch["loss_mask"].bool()], minlength=vocab_size)
+    for batch in (
+        rows.select_columns(["input_ids", "loss_mask"]).with_format("torch").iter(batch_size=1024)
+    ):
+        counts += torch.bincount(
+            batch["input_ids"][batch["loss_mask"].bool()], minlength=vocab_size
+        )
     return counts.argsort(descending=True, stable=True)[:draft_vocab_size].sort().values

@@ -25,7 +25,15 @@ from specdistill.files.documents import read_json
 from specdistill.recipe.data_sources import BUILT_IN, entries
 from specdistill.recipe.sections import DataConfig
 from specdistill.rows.chat import alike
-from specdistill.rows.files import SHOWN, content_of, hash_of, on_disk, quiet, tokenizer_fingerprint, write_arrow
+from specdistill.rows.files import (
+    SHOWN,
+    content_of,
+    hash_of,
+    on_disk,
+    quiet,
+    tokenizer_fingerprint,
+    write_arrow,
+)
 from specdistill.rows.packing import COLUMNS, Packed
 from specdistill.targets.packed_rows import packing
 
@@ -33,7 +41,9 @@ VERSION = 2  # of the code that makes rows: raise it when equal recipes give oth
 MANIFEST = "manifest.json"
 SPLITS = ("train", "validation")
 # A file of a row set, also of one that is being written.
-PART = re.compile(rf"(({'|'.join(SPLITS)})-\d{{5}}-of-\d{{5}}\.arrow|{re.escape(MANIFEST)})(\.part)?")
+PART = re.compile(
+    rf"(({'|'.join(SPLITS)})-\d{{5}}-of-\d{{5}}\.arrow|{re.escape(MANIFEST)})(\.part)?"
+)
 SHARD_TOKENS = 2**25  # of a shard, padding included
 PACKED_ROWS = 256  # rows that are packed at a time
 MAKE = "`specdistill data make` makes it"
@@ -56,7 +66,14 @@ class RowTarget:
     def of(cls, target: Any) -> "RowTarget":
         """The RowTarget of a FrozenTarget."""
         ends = tuple(target.eos_token_ids)
-        return cls(target.name, target.identity.weights, target.tokenizer, ends, target.model, target.quantization)
+        return cls(
+            target.name,
+            target.identity.weights,
+            target.tokenizer,
+            ends,
+            target.model,
+            target.quantization,
+        )
 
 
 class Record(BaseModel):
@@ -78,7 +95,12 @@ class Fit(Record):
         tokenizer = target.tokenizer
         template: Any = tokenizer.chat_template
         shape = config.model_dump(include={"max_length", "packing", "loss_mask"})
-        return cls(target=target.weights, tokenizer=tokenizer_fingerprint(tokenizer), chat_template=template, **shape)
+        return cls(
+            target=target.weights,
+            tokenizer=tokenizer_fingerprint(tokenizer),
+            chat_template=template,
+            **shape,
+        )
 
     def check(self, other: "Fit", folder: Path) -> None:
         """Raises UserError, naming the first difference, unless rows that fit `other` fit this, too."""
@@ -87,7 +109,9 @@ class Fit(Record):
             if found == own:
                 continue
             if name == "chat_template":
-                start = max(0, alike(str(found), str(own)) - 20)  # from where they differ, with a few characters before
+                start = max(
+                    0, alike(str(found), str(own)) - 20
+                )  # from where they differ, with a few characters before
                 found, own = (repr(str(text)[start : start + 60]) for text in (found, own))
             elif name in ("target", "tokenizer"):
                 found, own = found[:SHOWN], own[:SHOWN]
@@ -139,13 +163,21 @@ class Manifest(Record):
 def read_rows(folder: Path, fit: Fit | None = None) -> tuple[Dataset, Dataset, Manifest]:
     """A row set, whole, and its manifest. Raises UserError where it is not whole, naming what it lacks, or does not fit."""
     if not is_whole(folder):
-        raise UserError("data.rows", got=f"{folder}, which lacks {MANIFEST}", expected=f"a row set: {MAKE}")
+        raise UserError(
+            "data.rows", got=f"{folder}, which lacks {MANIFEST}", expected=f"a row set: {MAKE}"
+        )
     with refusing((OSError, ValueError), "data.rows", folder / MANIFEST, "a manifest"):
         manifest = Manifest.model_validate(read_json(folder / MANIFEST))
     if manifest.version != VERSION:
-        raise UserError("data.rows", got=f"{folder}, of version {manifest.version}", expected=f"{VERSION}: {MAKE}")
+        raise UserError(
+            "data.rows",
+            got=f"{folder}, of version {manifest.version}",
+            expected=f"{VERSION}: {MAKE}",
+        )
     unfit = [shard.name for shard in manifest.shards if hash_of(folder / shard.name) != shard.hash]
-    if unfit := unfit or [split for split in SPLITS if not any(it.name.startswith(split) for it in manifest.shards)]:
+    if unfit := unfit or [
+        split for split in SPLITS if not any(it.name.startswith(split) for it in manifest.shards)
+    ]:
         got = f"{folder}, of which {', '.join(unfit)} is not there, or not as it was written"
         raise UserError("data.rows", got=got, expected=f"a whole row set: {MAKE}")
     if fit is not None:
@@ -174,13 +206,19 @@ def check(config: DataConfig, target: RowTarget) -> None:
         return
     positions = getattr(target.model.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and config.max_length > positions:
-        raise UserError("data.max_length", got=config.max_length, expected=f"at most {positions}, the target's context length")
+        raise UserError(
+            "data.max_length",
+            got=config.max_length,
+            expected=f"at most {positions}, the target's context length",
+        )
     if config.packing and packing(target.model) is None:
         got = "true with a target whose layers read one document into the next"
         raise UserError("data.packing", got=got, expected="false")
 
 
-def fingerprint(config: DataConfig, target: RowTarget, measured_on: Sequence[str], without: Iterable[str] = ()) -> str:
+def fingerprint(
+    config: DataConfig, target: RowTarget, measured_on: Sequence[str], without: Iterable[str] = ()
+) -> str:
     """A hash of all that a recipe's rows depend on, the contents of files included; without: keys of `data:` that do not count."""
     generates, by_servers = config.regenerate.num_tokens > 0, bool(config.regenerate.server)
     not_read = {"server", "timeout"} | ({"batch_size"} if by_servers else {"filter"})
@@ -199,10 +237,14 @@ def fingerprint(config: DataConfig, target: RowTarget, measured_on: Sequence[str
 
 
 def _rows_of(source: str, split: str) -> str:
-    return str(resolve_name(BUILT_IN[source])(split)[0]) if source in BUILT_IN else content_of(source)
+    return (
+        str(resolve_name(BUILT_IN[source])(split)[0]) if source in BUILT_IN else content_of(source)
+    )
 
 
-def write_rows(folder: Path, halves: Mapping[str, tuple[Packed, SplitCounts]], facts: Mapping[str, Any]) -> None:
+def write_rows(
+    folder: Path, halves: Mapping[str, tuple[Packed, SplitCounts]], facts: Mapping[str, Any]
+) -> None:
     """Write a row set: each shard aside and then in place, the manifest last. facts: the manifest's other fields.
 
     Raises ResourceError for a disk that is full or cannot be written.
@@ -216,7 +258,14 @@ def write_rows(folder: Path, halves: Mapping[str, tuple[Packed, SplitCounts]], f
             for index in range(count):
                 path = folder / f"{split}-{index:05d}-of-{count:05d}.arrow"
                 part = range(index * per_shard, min((index + 1) * per_shard, len(packed)))
-                write_arrow(path, COLUMNS, (packed[part[at : at + PACKED_ROWS]] for at in range(0, len(part), PACKED_ROWS)))
+                write_arrow(
+                    path,
+                    COLUMNS,
+                    (
+                        packed[part[at : at + PACKED_ROWS]]
+                        for at in range(0, len(part), PACKED_ROWS)
+                    ),
+                )
                 shards.append(ShardRecord(name=path.name, rows=len(part), hash=hash_of(path)))
         splits = {split: counts for split, (_, counts) in halves.items()}
         manifest = Manifest(version=VERSION, splits=splits, shards=shards, **facts)

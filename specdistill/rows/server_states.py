@@ -31,7 +31,13 @@ def waiting(folder: Path, ids: Sequence[int]) -> Path:
     return folder / f"{xxhash.xxh3_128_hexdigest(np.asarray(ids, np.int32).tobytes())}.safetensors"
 
 
-def take(path: Path, ids: list[int], server: Server, folder: Path | None = None, prompt: Sequence[int] = ()) -> Tensor:
+def take(
+    path: Path,
+    ids: list[int],
+    server: Server,
+    folder: Path | None = None,
+    prompt: Sequence[int] = (),
+) -> Tensor:
     """The hidden states [L, layers, D] that a server has written for these tokens; its files are removed, and no others.
 
     folder: where the file waits instead, but one of the prompt is removed, too: the server does not know OF_OUTPUT.
@@ -48,19 +54,25 @@ def take(path: Path, ids: list[int], server: Server, folder: Path | None = None,
                     break  # the file is whole
                 if server.is_closed or time.monotonic() > deadline:
                     what = f"{server.address} did not write {path} in {server.timeout:g} s"
-                    raise ResourceError(what, next_step=f"look at its log, or raise {server.timeout_key}")
+                    raise ResourceError(
+                        what, next_step=f"look at its log, or raise {server.timeout_key}"
+                    )
                 time.sleep(POLL_SECONDS)
             tensors = load_file(path)
     except (OSError, SafetensorError, ValueError) as error:
         what = f"{server.address} wrote no hidden states that this machine can read ({error})"
-        next_step = "start it with ExampleHiddenStatesConnector and a folder that both see (docs/data.md)"
+        next_step = (
+            "start it with ExampleHiddenStatesConnector and a folder that both see (docs/data.md)"
+        )
         raise ResourceError(what, next_step=next_step) from error
     found = tensors["token_ids"].tolist() if set(tensors) == {"hidden_states", "token_ids"} else []
     if not found or found not in (ids, prompt):
         what = f"{server.address} names {path}, which are not the hidden states of its prompt"
         raise ResourceError(what, next_step="look at its log")
     if folder and found == ids:
-        moved = folder / f"{path.name}.part"  # of its own: several requests may give the same tokens
+        moved = (
+            folder / f"{path.name}.part"
+        )  # of its own: several requests may give the same tokens
         with on_disk(folder):
             folder.mkdir(parents=True, exist_ok=True)
             shutil.move(path, moved)  # copied, from another disk

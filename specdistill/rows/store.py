@@ -44,7 +44,9 @@ SHARD = re.compile(r"\d{6}-of-(\d{6})\.safetensors")
 ASIDE = ".part"  # folder of shards that are being written
 WHOLE = "a whole store: `specdistill data features` makes what is missing"
 VERSION = 1  # of the layout above
-HEADER = "specdistill"  # the one key of the header's metadata: several would be written in any order
+HEADER = (
+    "specdistill"  # the one key of the header's metadata: several would be written in any order
+)
 HEADER_BYTES = 2048  # at most: names, shapes and what the features are of
 
 
@@ -91,7 +93,9 @@ class Origin:
         for name, expected in wanted_fields.items():
             if (other := found.get(name)) != expected:
                 is_hash = name in ("weights", "tokenizer")
-                got, wanted = (str(value)[:SHOWN] if is_hash else shown(value) for value in (other, expected))
+                got, wanted = (
+                    str(value)[:SHOWN] if is_hash else shown(value) for value in (other, expected)
+                )
                 raise unfit(path, f"is of other features: {name} {got} for {wanted}")
 
 
@@ -148,7 +152,11 @@ class Shard:
             raise unfit(path, "is missing") from error
         except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
             raise unfit(path, f"is damaged ({one_line(str(error))[:120]})") from error
-        adds_up = counts.sum() == len(lengths) and lengths.sum() == len(ids) and len(counts) == len(checksums)
+        adds_up = (
+            counts.sum() == len(lengths)
+            and lengths.sum() == len(ids)
+            and len(counts) == len(checksums)
+        )
         if not adds_up or shape != [origin.num_features * len(ids), origin.hidden_size]:
             raise unfit(path, "is damaged (its rows do not add up)")
         by_row = np.split(lengths, counts.cumsum()[:-1])
@@ -161,7 +169,12 @@ class Shard:
         size, start = self.origin.token_bytes, int(self.starts[index])
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
-            os.posix_fadvise(descriptor, self.begin + size * start, size * len(self.rows[index]), os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(
+                descriptor,
+                self.begin + size * start,
+                size * len(self.rows[index]),
+                os.POSIX_FADV_WILLNEED,
+            )
         finally:
             os.close(descriptor)
 
@@ -176,24 +189,36 @@ class Shard:
 
     def checked(self, index: int) -> Tensor:
         """A row's features [(A + 1) L, D], not copied. Raises UserError where they are not what was written."""
-        first, last = (self.origin.num_features * int(self.starts[place]) for place in (index, index + 1))
+        first, last = (
+            self.origin.num_features * int(self.starts[place]) for place in (index, index + 1)
+        )
         found: Tensor = _opened(self.path).get_slice("features")[first:last]
         if checksum(found) != self.checksums[index]:
             raise unfit(self.path, f"is damaged (row {index})")
         return found
 
 
-def write_shard(path: Path, origin: Origin, rows: Sequence[Tokens], features: Sequence[Tensor]) -> None:
+def write_shard(
+    path: Path, origin: Origin, rows: Sequence[Tokens], features: Sequence[Tensor]
+) -> None:
     """Write rows and their features [A + 1, L, D]: aside, to the disk, then in place. Raises OSError and SafetensorError."""
-    vectors = [row.reshape(-1, origin.hidden_size).to(origin.row_dtype).contiguous() for row in features]  # [(A + 1) L, D] each
+    vectors = [
+        row.reshape(-1, origin.hidden_size).to(origin.row_dtype).contiguous() for row in features
+    ]  # [(A + 1) L, D] each
     tensors = {
         "input_ids": torch.from_numpy(np.concatenate([row.input_ids for row in rows])),
-        "document_lengths": torch.from_numpy(np.concatenate([row.document_lengths for row in rows])),
-        "num_documents": torch.tensor([len(row.document_lengths) for row in rows], dtype=torch.int32),
+        "document_lengths": torch.from_numpy(
+            np.concatenate([row.document_lengths for row in rows])
+        ),
+        "num_documents": torch.tensor(
+            [len(row.document_lengths) for row in rows], dtype=torch.int32
+        ),
         "checksums": torch.from_numpy(np.array([checksum(row) for row in vectors], np.int64)),
         "features": torch.cat(vectors),
     }
-    aside = path.parent / ASIDE / path.name  # a folder of its own, in which safetensors has its own files, too
+    aside = (
+        path.parent / ASIDE / path.name
+    )  # a folder of its own, in which safetensors has its own files, too
     aside.parent.mkdir(exist_ok=True)
     try:
         save_file(tensors, aside, origin.header())
@@ -206,7 +231,9 @@ def write_shard(path: Path, origin: Origin, rows: Sequence[Tokens], features: Se
 
 
 def checksum(row: Tensor) -> int:
-    return int(np.uint64(xxhash.xxh3_64_intdigest(row.view(torch.uint8).numpy().data)).astype(np.int64))
+    return int(
+        np.uint64(xxhash.xxh3_64_intdigest(row.view(torch.uint8).numpy().data)).astype(np.int64)
+    )
 
 
 def _sync(path: Path) -> None:
@@ -232,7 +259,9 @@ class FeatureStore:
 
     def __init__(self, shards: Iterable[Shard], sets: Sequence[Dataset], origin: Origin) -> None:
         self.origin = origin
-        self.places = {row.key: (shard, index) for shard in shards for index, row in enumerate(shard.rows)}
+        self.places = {
+            row.key: (shard, index) for shard in shards for index, row in enumerate(shard.rows)
+        }
         keys = [Tokens.of(row).key for rows in sets for row in numpy_rows(rows)]
         self.num_rows, self.num_missing = len(keys), sum(key not in self.places for key in keys)
 
@@ -242,7 +271,9 @@ class FeatureStore:
         found = [match for path in folder.glob("*") if (match := SHARD.fullmatch(path.name))]
         if not found:
             raise UserError(KEY, got=f"{folder}, which holds no features", expected=WHOLE)
-        names = sorted({shard_name(index, int(match[1])) for match in found for index in range(int(match[1]))})
+        names = sorted(
+            {shard_name(index, int(match[1])) for match in found for index in range(int(match[1]))}
+        )
         store = cls([Shard.open(folder / name, origin) for name in names], sets, origin)
         if store.num_missing:
             got = f"{folder}, which lacks {store.num_missing:,} of the {store.num_rows:,} rows of this recipe's data"
@@ -262,10 +293,14 @@ class FeatureStore:
         shape = (len(rows), self.origin.num_features, length, self.origin.hidden_size)
         features = torch.empty(shape, dtype=self.origin.row_dtype)
         features[[place is None for place in places]] = 0
-        found = [(*place, into_ATD) for place, into_ATD in zip(places, features, strict=True) if place]
+        found = [
+            (*place, into_ATD) for place, into_ATD in zip(places, features, strict=True) if place
+        ]
         for shard, index, _ in found:
             shard.expect(index)
-        with ThreadPoolExecutor(len(rows)) as pool:  # waiting for the disk, summing and copying are not Python's
+        with ThreadPoolExecutor(
+            len(rows)
+        ) as pool:  # waiting for the disk, summing and copying are not Python's
             list(pool.map(lambda row: row[0].read(*row[1:]), found))
         return {**batch, "features": features}
 

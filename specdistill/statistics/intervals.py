@@ -25,14 +25,18 @@ ASSUMED_SPREAD = 0.16
 Interval = tuple[float, float]
 
 
-def interval(metric: Metric, sums: PromptSums, *, confidence: float = 0.95, seed: int = 0) -> Interval | None:
+def interval(
+    metric: Metric, sums: PromptSums, *, confidence: float = 0.95, seed: int = 0
+) -> Interval | None:
     """The metric's bias-corrected (BCa) interval; None with fewer than two prompts, or units of them, or when resamples are undefined."""
     data = measured(metric, sums)
     if data[0].size < 2:
         return None
 
     def statistic(*resampled: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
-        result: NDArray[np.float64] = metric.formula(*(column.sum(axis=axis) for column in resampled))
+        result: NDArray[np.float64] = metric.formula(
+            *(column.sum(axis=axis) for column in resampled)
+        )
         return result
 
     with warnings.catch_warnings(), np.errstate(divide="ignore", invalid="ignore"):
@@ -67,7 +71,9 @@ def standard_error(metric: Metric, sums: PromptSums) -> float | None:
     return error if np.isfinite(error) else None
 
 
-def macro_interval(metric: Metric, sums: PromptSums, categories: Sequence[str], *, confidence: float = 0.95) -> Interval | None:
+def macro_interval(
+    metric: Metric, sums: PromptSums, categories: Sequence[str], *, confidence: float = 0.95
+) -> Interval | None:
     """Interval of the mean over categories of the metric in each; categories [P] are the prompts'.
 
     Categories are fixed and their prompts are drawn within them, so their jackknife variances add up; Student's t, with Welch's and
@@ -84,7 +90,9 @@ def macro_interval(metric: Metric, sums: PromptSums, categories: Sequence[str], 
         return _crossed_interval(metric, sums, category_P, units, confidence)
     groups = _by_category(sums, category_P)
     values = [point for group in groups if (point := value(metric, group)) is not None]
-    variances = [error**2 for group in groups if (error := standard_error(metric, group)) is not None]
+    variances = [
+        error**2 for group in groups if (error := standard_error(metric, group)) is not None
+    ]
     if not len(values) == len(variances) == len(groups) > 0:
         return None
     variance, sizes = sum(variances), [measured(metric, group)[0].size for group in groups]
@@ -95,13 +103,19 @@ def macro_interval(metric: Metric, sums: PromptSums, categories: Sequence[str], 
 
 
 def _crossed_interval(
-    metric: Metric, sums: PromptSums, category_P: NDArray[np.str_], units: NDArray[np.float64], confidence: float
+    metric: Metric,
+    sums: PromptSums,
+    category_P: NDArray[np.str_],
+    units: NDArray[np.float64],
+    confidence: float,
 ) -> Interval | None:
     """As `macro_interval`, by leaving out one unit after the other, with all that it has in any category."""
     num_categories = len(set(category_P))
 
     def average(kept: NDArray[np.bool_]) -> float:
-        groups = _by_category({name: column[kept] for name, column in sums.items()}, category_P[kept])
+        groups = _by_category(
+            {name: column[kept] for name, column in sums.items()}, category_P[kept]
+        )
         values = [np.nan if (point := value(metric, group)) is None else point for group in groups]
         return float(np.mean(values)) if len(groups) == num_categories else np.nan
 
@@ -115,12 +129,18 @@ def _crossed_interval(
 
 def _by_category(sums: PromptSums, category_P: NDArray[np.str_]) -> list[PromptSums]:
     return [
-        {name: column[category_P == group] for name, column in sums.items()} for group in dict.fromkeys(category_P.tolist())
+        {name: column[category_P == group] for name, column in sums.items()}
+        for group in dict.fromkeys(category_P.tolist())
     ]
 
 
 def relative_change(
-    metric: Metric, sums: PromptSums, baseline: PromptSums, *, confidence: float = 0.95, seed: int = 0
+    metric: Metric,
+    sums: PromptSums,
+    baseline: PromptSums,
+    *,
+    confidence: float = 0.95,
+    seed: int = 0,
 ) -> tuple[float, Interval | None]:
     """metric / baseline's metric - 1, and its interval, paired: entry p of both is the same prompt."""
     width = len(metric.sums)
@@ -128,7 +148,11 @@ def relative_change(
         tuple(f"{name}_{side}" for side in ("new", "old") for name in metric.sums),
         lambda *both: metric.formula(*both[:width]) / metric.formula(*both[width:]) - 1,
     )
-    paired = {f"{name}_{side}": part[name] for side, part in (("new", sums), ("old", baseline)) for name in metric.sums}
+    paired = {
+        f"{name}_{side}": part[name]
+        for side, part in (("new", sums), ("old", baseline))
+        for name in metric.sums
+    }
     paired |= {name: sums[name] for name in ("batch", "cluster") if name in sums}
     change = float(ratio.formula(*(column.sum() for column in measured(ratio, paired))))
     return change, interval(ratio, paired, confidence=confidence, seed=seed)
@@ -144,14 +168,18 @@ def minimum_detectable_change(num_prompts: int) -> float:
     return z * ASSUMED_SPREAD / math.sqrt(num_prompts)
 
 
-def chi_square(outcomes: Sequence[Hashable], probabilities: Mapping[Any, float]) -> tuple[float, float, int] | None:
+def chi_square(
+    outcomes: Sequence[Hashable], probabilities: Mapping[Any, float]
+) -> tuple[float, float, int] | None:
     """Whether a sample follows a distribution: Pearson's statistic, its p-value and the number of cells.
 
     Outcomes without a probability share what is left to 1. Those expected fewer than five times are pooled with them. None when fewer
     than two cells remain: then the sample cannot tell.
     """
     counts, size = Counter(outcomes), len(outcomes)
-    expected = {outcome: size * p for outcome, p in probabilities.items() if size * p >= MIN_EXPECTED}
+    expected = {
+        outcome: size * p for outcome, p in probabilities.items() if size * p >= MIN_EXPECTED
+    }
     cells = sorted((count, counts[outcome]) for outcome, count in expected.items())
     rest = size - sum(expected.values()), size - sum(counts[outcome] for outcome in expected)
     if rest[0] < MIN_EXPECTED and cells:  # the pool is too rare as well: it joins the smallest cell

@@ -32,7 +32,10 @@ def prompt_sums(records: Sequence[PromptRecord]) -> PromptSums:
     long_from = long_context_start(records)
     rows = [{**_sums(record), **_long_and_short(record, long_from)} for record in records]
     # What was not measured is None, which becomes NaN.
-    sums = {name: np.array([row[name] for row in rows], dtype=np.float64) for name in (rows[0] if rows else ())}
+    sums = {
+        name: np.array([row[name] for row in rows], dtype=np.float64)
+        for name in (rows[0] if rows else ())
+    }
     if any(record.batch is not None for record in records):
         sums["batch"] = np.array([record.batch for record in records], dtype=np.float64)
     if any(record.cluster is not None for record in records):
@@ -65,8 +68,14 @@ def long_context_start(records: Sequence[PromptRecord]) -> int | None:
 
 def _sums(record: PromptRecord) -> dict[str, float | None]:
     drafts, hf = record.drafts(), record.hf_generate
-    positions = [(len(round.accepted), len(round.drafted)) for round in record.rounds if round.drafted]
-    baseline = asdict(record.baseline) if record.baseline else {field.name: None for field in fields(Timing)}
+    positions = [
+        (len(round.accepted), len(round.drafted)) for round in record.rounds if round.drafted
+    ]
+    baseline = (
+        asdict(record.baseline)
+        if record.baseline
+        else {field.name: None for field in fields(Timing)}
+    )
     return {
         "num_prompts": 1,
         "num_drafts": len(drafts),
@@ -86,7 +95,11 @@ def _sums(record: PromptRecord) -> dict[str, float | None]:
 
 def _long_and_short(record: PromptRecord, long_from: int | None) -> dict[str, float]:
     """Drafts and accepted tokens at long and at shorter contexts; NaN where the suite has no long ones."""
-    sums = {f"num_{what}_{length}": np.nan for what in ("drafts", "accepted") for length in ("long", "short")}
+    sums = {
+        f"num_{what}_{length}": np.nan
+        for what in ("drafts", "accepted")
+        for length in ("long", "short")
+    }
     if long_from is not None:
         sums = dict.fromkeys(sums, 0.0)
         for bucket, accepted in accepted_by_bucket([record]).items():
@@ -120,36 +133,67 @@ def _speedup(num_tokens: Any, seconds: Any, baseline_num_tokens: Any, baseline_s
     return (num_tokens / seconds) / (baseline_num_tokens / baseline_seconds)
 
 
-def _predicted(accepted: Any, drafted: Any, rounds: Any, draft: Any, verify: Any, plain_rounds: Any, plain: Any) -> Any:
+def _predicted(
+    accepted: Any, drafted: Any, rounds: Any, draft: Any, verify: Any, plain_rounds: Any, plain: Any
+) -> Any:
     """`theory.predicted_speedup`, with AL, v and d as means over all rounds, also those in which nothing was drafted."""
     step = plain / plain_rounds
-    a_token = draft / drafted / step  # undefined where nothing was drafted, and with it the prediction
-    return predicted_speedup(1 + accepted / rounds, verify / rounds / step, a_token * (drafted / rounds))
+    a_token = (
+        draft / drafted / step
+    )  # undefined where nothing was drafted, and with it the prediction
+    return predicted_speedup(
+        1 + accepted / rounds, verify / rounds / step, a_token * (drafted / rounds)
+    )
 
 
-_COUNTS, _SECONDS = ("num_accepted_tokens", "num_draft_tokens", "num_rounds"), ("draft_seconds", "verify_seconds")
-_PREDICTED = Metric((*_COUNTS, *_SECONDS, "baseline_num_rounds", "baseline_verify_seconds"), _predicted)
+_COUNTS, _SECONDS = (
+    ("num_accepted_tokens", "num_draft_tokens", "num_rounds"),
+    ("draft_seconds", "verify_seconds"),
+)
+_PREDICTED = Metric(
+    (*_COUNTS, *_SECONDS, "baseline_num_rounds", "baseline_verify_seconds"), _predicted
+)
 _SPEEDUP = _of(_speedup)
 
 METRICS: dict[str, Metric] = {
-    "mean_acceptance_length": _of(lambda num_accepted_tokens, num_drafts: 1 + num_accepted_tokens / num_drafts),
+    "mean_acceptance_length": _of(
+        lambda num_accepted_tokens, num_drafts: 1 + num_accepted_tokens / num_drafts
+    ),
     # Rounds in which nothing was drafted count here, and not in the acceptance length.
-    "tokens_per_round": _of(lambda num_accepted_tokens, num_rounds: 1 + num_accepted_tokens / num_rounds),
-    "acceptance_rate": _of(lambda num_accepted_tokens, num_draft_tokens: num_accepted_tokens / num_draft_tokens),
+    "tokens_per_round": _of(
+        lambda num_accepted_tokens, num_rounds: 1 + num_accepted_tokens / num_rounds
+    ),
+    "acceptance_rate": _of(
+        lambda num_accepted_tokens, num_draft_tokens: num_accepted_tokens / num_draft_tokens
+    ),
     "tokens_per_second": _of(lambda num_tokens, seconds: num_tokens / seconds),
-    "baseline_tokens_per_second": _of(lambda baseline_num_tokens, baseline_seconds: baseline_num_tokens / baseline_seconds),
+    "baseline_tokens_per_second": _of(
+        lambda baseline_num_tokens, baseline_seconds: baseline_num_tokens / baseline_seconds
+    ),
     "speedup": _SPEEDUP,
     # Without the prefill, which yields the first token of each prompt.
     "decode_speedup": Metric(
         (*_SPEEDUP.sums, "num_prompts", "prefill_seconds", "baseline_prefill_seconds"),
-        lambda tokens, seconds, plain_tokens, plain_seconds, prompts, prefill, plain_prefill: _speedup(
-            tokens - prompts, seconds - prefill, plain_tokens - prompts, plain_seconds - plain_prefill
+        lambda tokens, seconds, plain_tokens, plain_seconds, prompts, prefill, plain_prefill: (
+            _speedup(
+                tokens - prompts,
+                seconds - prefill,
+                plain_tokens - prompts,
+                plain_seconds - plain_prefill,
+            )
         ),
     ),
-    "draft_ms": _of(lambda draft_seconds, num_draft_tokens: 1000 * draft_seconds / num_draft_tokens, "lower"),
-    "verify_ms": _of(lambda verify_seconds, num_rounds: 1000 * verify_seconds / num_rounds, "lower"),
+    "draft_ms": _of(
+        lambda draft_seconds, num_draft_tokens: 1000 * draft_seconds / num_draft_tokens, "lower"
+    ),
+    "verify_ms": _of(
+        lambda verify_seconds, num_rounds: 1000 * verify_seconds / num_rounds, "lower"
+    ),
     "baseline_step_ms": _of(
-        lambda baseline_verify_seconds, baseline_num_rounds: 1000 * baseline_verify_seconds / baseline_num_rounds, "lower"
+        lambda baseline_verify_seconds, baseline_num_rounds: (
+            1000 * baseline_verify_seconds / baseline_num_rounds
+        ),
+        "lower",
     ),
     "overhead_factor": Metric(
         ("num_accepted_tokens", "num_drafts", *_SPEEDUP.sums),
@@ -158,16 +202,28 @@ METRICS: dict[str, Metric] = {
     ),
     "predicted_speedup": _PREDICTED,
     "prediction_gap": Metric(
-        (*_SPEEDUP.sums, *_PREDICTED.sums), lambda *sums: np.abs(_speedup(*sums[:4]) / _predicted(*sums[4:]) - 1), "lower"
+        (*_SPEEDUP.sums, *_PREDICTED.sums),
+        lambda *sums: np.abs(_speedup(*sums[:4]) / _predicted(*sums[4:]) - 1),
+        "lower",
     ),
-    "hf_generate_tokens_per_second": _of(lambda hf_num_tokens, hf_seconds: hf_num_tokens / hf_seconds),
-    "baseline_over_hf_generate": Metric(("baseline_num_tokens", "baseline_seconds", "hf_num_tokens", "hf_seconds"), _speedup),
-    "speedup_over_hf_generate": Metric(("num_tokens", "seconds", "hf_num_tokens", "hf_seconds"), _speedup),
+    "hf_generate_tokens_per_second": _of(
+        lambda hf_num_tokens, hf_seconds: hf_num_tokens / hf_seconds
+    ),
+    "baseline_over_hf_generate": Metric(
+        ("baseline_num_tokens", "baseline_seconds", "hf_num_tokens", "hf_seconds"), _speedup
+    ),
+    "speedup_over_hf_generate": Metric(
+        ("num_tokens", "seconds", "hf_num_tokens", "hf_seconds"), _speedup
+    ),
     "context_ratio": Metric(
         ("num_accepted_long", "num_drafts_long", "num_accepted_short", "num_drafts_short"),
-        lambda long, long_drafts, short, short_drafts: (1 + long / long_drafts) / (1 + short / short_drafts),
+        lambda long, long_drafts, short, short_drafts: (
+            (1 + long / long_drafts) / (1 + short / short_drafts)
+        ),
     ),
-    "vocabulary_coverage": Metric(("num_in_draft_vocabulary", "baseline_num_tokens"), lambda covered, tokens: covered / tokens),
+    "vocabulary_coverage": Metric(
+        ("num_in_draft_vocabulary", "baseline_num_tokens"), lambda covered, tokens: covered / tokens
+    ),
 }
 
 
@@ -191,7 +247,11 @@ def units_of(metric: Metric, sums: PromptSums) -> NDArray[np.float64] | None:
     Where times have both, these are the fewer ones: to join batches that share a cluster would join nearly all.
     """
     names = ("batch", "cluster") if metric.is_timed else ("cluster",)
-    return min((sums[name] for name in names if name in sums), key=lambda units: len(np.unique(units)), default=None)
+    return min(
+        (sums[name] for name in names if name in sums),
+        key=lambda units: len(np.unique(units)),
+        default=None,
+    )
 
 
 def value(metric: Metric, sums: PromptSums) -> float | None:
@@ -207,7 +267,9 @@ def acceptance(drafts: Sequence[tuple[int, int]], num_positions: int) -> dict[st
     accepted_per_position [K]: drafts whose position k was accepted. Rates per position are over all drafts (unconditional), so that
     the acceptance length is 1 + their sum; conditional rate k = rate k / rate k-1, None where position k was never reached.
     """
-    per_position = [sum(accepted >= k for _, accepted in drafts) for k in range(1, num_positions + 1)]
+    per_position = [
+        sum(accepted >= k for _, accepted in drafts) for k in range(1, num_positions + 1)
+    ]
     counts = {
         "num_drafts": len(drafts),
         "num_draft_tokens": sum(drafted for drafted, _ in drafts),
@@ -217,4 +279,8 @@ def acceptance(drafts: Sequence[tuple[int, int]], num_positions: int) -> dict[st
     if not drafts:
         return counts
     rates = [count / len(drafts) for count in per_position]
-    return {**counts, "acceptance_rate_per_position": rates, "conditional_acceptance_rate": conditional_rates(rates)}
+    return {
+        **counts,
+        "acceptance_rate_per_position": rates,
+        "conditional_acceptance_rate": conditional_rates(rates),
+    }

@@ -132,11 +132,19 @@ class PromptRecord:
     def drafts(self) -> list[tuple[int, int]]:
         """(drafted, accepted) tokens of each draft. A server returns totals only: its draft tokens are shared out evenly."""
         if self.counts is None:
-            return [(round.num_drafted, len(round.accepted)) for round in self.rounds if round.drafted]
-        number, total, reached = self.counts.num_drafts, self.counts.num_draft_tokens, self.counts.accepted_per_position
+            return [
+                (round.num_drafted, len(round.accepted)) for round in self.rounds if round.drafted
+            ]
+        number, total, reached = (
+            self.counts.num_drafts,
+            self.counts.num_draft_tokens,
+            self.counts.accepted_per_position,
+        )
         # Positions are accepted in order, so the drafts can be put in an order in which the first reached[k] have position k.
         accepted = [sum(draft < count for count in reached) for draft in range(number)]
-        return [(total // number + (draft < total % number), accepted[draft]) for draft in range(number)]
+        return [
+            (total // number + (draft < total % number), accepted[draft]) for draft in range(number)
+        ]
 
 
 def records_of(row: Mapping[str, Any], records: Sequence[PromptRecord]) -> list[PromptRecord]:
@@ -146,12 +154,16 @@ def records_of(row: Mapping[str, Any], records: Sequence[PromptRecord]) -> list[
     return [
         record
         for record in records
-        if record.suite == suite and record.configuration == configuration and category in (ALL, record.category)
+        if record.suite == suite
+        and record.configuration == configuration
+        and category in (ALL, record.category)
     ]
 
 
 def write_records(records: Iterable[PromptRecord], path: Path) -> None:
-    lines = [json.dumps(asdict(record), ensure_ascii=False, allow_nan=False) + "\n" for record in records]
+    lines = [
+        json.dumps(asdict(record), ensure_ascii=False, allow_nan=False) + "\n" for record in records
+    ]
     path.write_text("".join(lines), encoding="utf-8")
 
 
@@ -163,9 +175,14 @@ def read_records(path: Path, key: str) -> list[PromptRecord]:
             for _, record in json_rows(stream):
                 records.append(read_record(record))
     except (OSError, ValueError) as error:
-        got, expected = f"{path}, after {len(records)} records: {error}", "the samples.jsonl next to a report"
+        got, expected = (
+            f"{path}, after {len(records)} records: {error}",
+            "the samples.jsonl next to a report",
+        )
         raise UserError(key, got=got, expected=expected) from error
     return records
 
 
-read_record = TypeAdapter(PromptRecord).validate_python  # a record from its JSON object; raises a ValueError for another
+read_record = TypeAdapter(
+    PromptRecord
+).validate_python  # a record from its JSON object; raises a ValueError for another

@@ -31,13 +31,17 @@ def alpha_from_acceptance_length(acceptance_length: float, k: int) -> float:
         return 0.0
     if acceptance_length >= k + 1:
         return 1.0
-    return float(brentq(lambda alpha: expected_acceptance_length(alpha, k) - acceptance_length, 0.0, 1.0))
+    return float(
+        brentq(lambda alpha: expected_acceptance_length(alpha, k) - acceptance_length, 0.0, 1.0)
+    )
 
 
 def conditional_rates(rates: Sequence[float]) -> list[float | None]:
     """rate k / rate k-1, with rate 0 = 1: how often position k is accepted once it is reached; None where it never was."""
     previous = [1.0, *rates[:-1]]
-    return [rate / before if before > 0 else None for rate, before in zip(rates, previous, strict=True)]
+    return [
+        rate / before if before > 0 else None for rate, before in zip(rates, previous, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -61,13 +65,18 @@ def speedup_curve(
     costs = [RoundCost(0, step_ms, 0.0)]
     for k in range(1, cost.k):
         if k in at and cost.k in at:
-            verify, draft = at[k].verify_ms / at[cost.k].verify_ms, at[k].draft_ms / at[cost.k].draft_ms
+            verify, draft = (
+                at[k].verify_ms / at[cost.k].verify_ms,
+                at[k].draft_ms / at[cost.k].draft_ms,
+            )
             costs.append(RoundCost(k, cost.verify_ms * verify, cost.draft_ms * draft))
     curve = []
     for entry in (*costs, cost):
         length = 1 + sum(rates[: entry.k])
         speedup = predicted_speedup(length, entry.verify_ms / step_ms, entry.draft_ms / step_ms)
-        curve.append({"mean_acceptance_length": length, **vars(entry), "predicted_speedup": speedup})
+        curve.append(
+            {"mean_acceptance_length": length, **vars(entry), "predicted_speedup": speedup}
+        )
     return curve
 
 

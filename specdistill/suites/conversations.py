@@ -25,40 +25,67 @@ from specdistill.files.documents import parse_json
 Message = dict[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
 # What a chat template may raise: it is somebody's program.
-TEMPLATE_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+TEMPLATE_ERRORS = (
+    TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 CALLS = ("function_call", "tool_call")  # roles of ShareGPT's turns that hold a call as JSON
 ROLES = {
     **dict.fromkeys(("user", "human", "prompter"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model", *CALLS), "assistant"),
     **dict.fromkeys(("system", "developer"), "system"),
-    **dict.fromkeys(("tool", "observation", "function", "function_response", "tool_response"), "tool"),
+    **dict.fromkeys(
+        ("tool", "observation", "function", "function_response", "tool_response"), "tool"
+    ),
 }
 UNANSWERED: Message = {"role": "assistant", "content": None}  # a turn that is yet to be generated
-REASONING = ("reasoning_content", "reasoning", "thinking")  # DeepSeek's and Qwen's name, vLLM's, gpt-oss's
+REASONING = (
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+)  # DeepSeek's and Qwen's name, vLLM's, gpt-oss's
 ANOTHER = "data.chat_template with a template that does, or rows without"
 SHOWN_CHARACTERS = 240
 
 
-def conversation(turns: Any, tools: Any, where: str) -> tuple[list[Message], list[Mapping[str, Any]] | None]:
+def conversation(
+    turns: Any, tools: Any, where: str
+) -> tuple[list[Message], list[Mapping[str, Any]] | None]:
     """(messages, schemas of the tools) of turns in a known form; in a list of texts, which the user says, or of lists of messages each is
     for the target to answer. A greeting before the first question is dropped.
 
     Raises UserError for an order of roles that is no conversation's, a result without a call, and a call without a schema.
     """
     if isinstance(turns, list) and turns and all(isinstance(turn, str | list) for turn in turns):
-        each = [[{"role": "user", "content": turn}] if isinstance(turn, str) else turn for turn in turns]
+        each = [
+            [{"role": "user", "content": turn}] if isinstance(turn, str) else turn for turn in turns
+        ]
         turns = [message for turn in each for message in (*turn, UNANSWERED)][:-1]
-    messages = [turn if turn is UNANSWERED else _message(turn, where) for turn in mappings(turns, where, "a conversation")]
+    messages = [
+        turn if turn is UNANSWERED else _message(turn, where)
+        for turn in mappings(turns, where, "a conversation")
+    ]
     system = list(takewhile(lambda message: message["role"] == "system", messages))
     asked = list(dropwhile(lambda message: message["role"] == "assistant", messages[len(system) :]))
     roles = [message["role"] for message in asked]
     expected = "a turn of the user first, and turns of the assistant between those of the user"
     if len(messages) > len(system) and roles[:1] != ["user"]:
         begins = messages[len(system)]["role"]
-        raise UserError(where, got=f"turns {begins}, … that no turn of the user comes before", expected=expected)
+        raise UserError(
+            where, got=f"turns {begins}, … that no turn of the user comes before", expected=expected
+        )
     for place, pair in enumerate(pairwise(roles), len(messages) - len(asked)):
         if pair == ("user", "user"):
-            raise UserError(where, got=f"two turns of the user in a row, numbers {place} and {place + 1}", expected=expected)
+            raise UserError(
+                where,
+                got=f"two turns of the user in a row, numbers {place} and {place + 1}",
+                expected=expected,
+            )
     schemas = _tools(tools, where)
     _check_calls(asked, {tool["function"].get("name") for tool in schemas}, where)
     return [*system, *asked], schemas or None
@@ -67,7 +94,12 @@ def conversation(turns: Any, tools: Any, where: str) -> tuple[list[Message], lis
 def _message(turn: Mapping[str, Any], where: str) -> Message:
     named, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
     if not isinstance(named, str) or named not in ROLES:
-        raise UserError(where, got=f"the role {named!r}", expected=", ".join(ROLES), nearest=nearest(str(named), ROLES))
+        raise UserError(
+            where,
+            got=f"the role {named!r}",
+            expected=", ".join(ROLES),
+            nearest=nearest(str(named), ROLES),
+        )
     if isinstance(content, list):
         parts = mappings(content, where, "content")
         if other := next((part.get("type") for part in parts if "text" not in part), None):
@@ -80,17 +112,32 @@ def _message(turn: Mapping[str, Any], where: str) -> Message:
         calls, content = found if isinstance(found, list) else [found], None
     message: Message = {"role": ROLES[named], "content": string(content or "", where, "content")}
     if calls:
-        message["tool_calls"] = [_call(call, where) for call in mappings(calls, where, "tool_calls")]
+        message["tool_calls"] = [
+            _call(call, where) for call in mappings(calls, where, "tool_calls")
+        ]
         message["content"] = message["content"] or None
     if message["role"] == "user" and content is None:
-        raise UserError(where, got="a turn of the user without content", expected="its text, or parts of text")
+        raise UserError(
+            where, got="a turn of the user without content", expected="its text, or parts of text"
+        )
     if reasoning := next((turn[name] for name in REASONING if turn.get(name)), None):
         message[REASONING[0]] = string(reasoning, where, "reasoning")
-    unread = ["refusal", "audio", *["reasoning_details"] * (not reasoning), *["channel"] * (turn.get("channel") != "final")]
+    unread = [
+        "refusal",
+        "audio",
+        *["reasoning_details"] * (not reasoning),
+        *["channel"] * (turn.get("channel") != "final"),
+    ]
     if other := next((name for name in unread if turn.get(name)), None):
-        raise UserError(where, got=f"a turn with {other}, which is not read", expected="content, tool_calls, reasoning_content")
+        raise UserError(
+            where,
+            got=f"a turn with {other}, which is not read",
+            expected="content, tool_calls, reasoning_content",
+        )
     if turn.get("weight") not in (None, 0, 1):
-        raise UserError(where, got=f"a turn of weight {turn['weight']!r}", expected="0, not learned, or 1")
+        raise UserError(
+            where, got=f"a turn of weight {turn['weight']!r}", expected="0, not learned, or 1"
+        )
     if turn.get("weight") == 0:
         message["weight"] = 0
     return message | {name: turn[name] for name in ("name", "tool_call_id") if turn.get(name)}
@@ -98,9 +145,19 @@ def _message(turn: Mapping[str, Any], where: str) -> Message:
 
 def _call(call: Mapping[str, Any], where: str) -> Message:
     (function,) = mappings([call.get("function", call)], where, "a call")
-    name, arguments = string(function.get("name"), where, "a call's name"), function.get("arguments") or {}
-    with refusing(ValueError, where, f"a call of {name} with {shortened(str(arguments))!r}", "arguments as a JSON object"):
-        if not isinstance(parse_json(arguments) if isinstance(arguments, str) else arguments, Mapping):
+    name, arguments = (
+        string(function.get("name"), where, "a call's name"),
+        function.get("arguments") or {},
+    )
+    with refusing(
+        ValueError,
+        where,
+        f"a call of {name} with {shortened(str(arguments))!r}",
+        "arguments as a JSON object",
+    ):
+        if not isinstance(
+            parse_json(arguments) if isinstance(arguments, str) else arguments, Mapping
+        ):
             raise ValueError("no object")
     made = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return made | ({"id": call["id"]} if call.get("id") else {})
@@ -112,7 +169,10 @@ def _tools(tools: Any, where: str) -> list[Mapping[str, Any]]:
         found = parse_json(tools) if isinstance(tools, str) and tools else tools or []
     each = mappings(found, where, "tools")
     made: list[Mapping[str, Any]] = [
-        tool if isinstance(tool.get("function"), Mapping) else {"type": "function", "function": tool} for tool in each
+        tool
+        if isinstance(tool.get("function"), Mapping)
+        else {"type": "function", "function": tool}
+        for tool in each
     ]
     for tool in made:
         string(tool["function"].get("name"), where, "a tool's name")
@@ -125,7 +185,9 @@ def _check_calls(messages: Sequence[Message], known: set[Any], where: str) -> No
         for call in message.get("tool_calls", ()):
             if (name := call["function"]["name"]) not in known:
                 expected = "the schema of each tool, in a column `tools`"
-                raise UserError(where, got=f"a call of {name} without its schema", expected=expected)
+                raise UserError(
+                    where, got=f"a call of {name} without its schema", expected=expected
+                )
         if message["role"] != "tool":
             open_calls = [call.get("id") for call in message.get("tool_calls", ())]
             continue
@@ -133,13 +195,19 @@ def _check_calls(messages: Sequence[Message], known: set[Any], where: str) -> No
         own = id if id in open_calls else None
         if own not in open_calls and (id is not None or not open_calls):
             expected = "after the turn of the assistant that calls the tool"
-            raise UserError(where, got=f"a tool result without a call, turn {number}", expected=expected)
+            raise UserError(
+                where, got=f"a tool result without a call, turn {number}", expected=expected
+            )
         open_calls.remove(own if own in open_calls else open_calls[0])
 
 
 def is_unanswered(message: Message) -> bool:
     """Whether it stands for a turn that is yet to be generated."""
-    return message["role"] == "assistant" and message["content"] is None and "tool_calls" not in message
+    return (
+        message["role"] == "assistant"
+        and message["content"] is None
+        and "tool_calls" not in message
+    )
 
 
 def is_learned(message: Message) -> bool:
@@ -149,10 +217,16 @@ def is_learned(message: Message) -> bool:
 
 def mappings(value: Any, where: str, what: str) -> list[Mapping[str, Any]]:
     if not isinstance(value, list):
-        raise UserError(where, got=f"{what} of type {type(value).__name__}", expected="a list of objects")
+        raise UserError(
+            where, got=f"{what} of type {type(value).__name__}", expected="a list of objects"
+        )
     for item in value:
         if not isinstance(item, Mapping):
-            raise UserError(where, got=f"{what} with an item of type {type(item).__name__}", expected="a list of objects")
+            raise UserError(
+                where,
+                got=f"{what} with an item of type {type(item).__name__}",
+                expected="a list of objects",
+            )
     return value
 
 
@@ -165,9 +239,14 @@ def string(value: Any, where: str, what: str) -> str:
 def use_template(tokenizer: Any, recipe: Any) -> None:
     """Replace a tokenizer's chat template by that of `data.chat_template`, if the recipe has data and names one."""
     if (path := getattr(getattr(recipe, "data", None), "chat_template", None)) is not None:
-        with refusing((OSError, UnicodeDecodeError), "data.chat_template", path, "a file with a chat template"):
+        with refusing(
+            (OSError, UnicodeDecodeError), "data.chat_template", path, "a file with a chat template"
+        ):
             tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
-        with suppress(*TEMPLATE_ERRORS), refusing(TemplateSyntaxError, "data.chat_template", path, "a template of Jinja"):
+        with (
+            suppress(*TEMPLATE_ERRORS),
+            refusing(TemplateSyntaxError, "data.chat_template", path, "a template of Jinja"),
+        ):
             tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
 
 
@@ -182,8 +261,17 @@ def render(
     """The conversation by the tokenizer's chat template. template: more of its arguments, e.g. enable_thinking."""
     if tokenizer.chat_template is None:
         got = "conversations for a target whose tokenizer has no chat template"
-        raise UserError(where, got=got, expected="text rows, or data.chat_template, e.g. the template of its instruct model")
-    options: Any = {"tokenize": False, "add_generation_prompt": generation_prompt, "tools": tools or None, **template}
+        raise UserError(
+            where,
+            got=got,
+            expected="text rows, or data.chat_template, e.g. the template of its instruct model",
+        )
+    options: Any = {
+        "tokenize": False,
+        "add_generation_prompt": generation_prompt,
+        "tools": tools or None,
+        **template,
+    }
     called = any(message.get("tool_calls") for message in messages)
     for form in _forms(messages) if called else ():
         with suppress(*TEMPLATE_ERRORS):  # raised below, if no form is taken
@@ -191,22 +279,38 @@ def render(
             if not _is_miswritten(rendered, form):
                 return rendered
     turns = f"turns {shortened(', '.join(message['role'] for message in messages))}"
-    with refusing(TEMPLATE_ERRORS, where, turns, "a conversation that the target's chat template takes"):
-        rendered = str(tokenizer.apply_chat_template([_named(message) for message in messages], **options))
+    with refusing(
+        TEMPLATE_ERRORS, where, turns, "a conversation that the target's chat template takes"
+    ):
+        rendered = str(
+            tokenizer.apply_chat_template([_named(message) for message in messages], **options)
+        )
     if called:
-        raise UserError(where, got="calls of tools with a chat template that writes them as Python does", expected=ANOTHER)
+        raise UserError(
+            where,
+            got="calls of tools with a chat template that writes them as Python does",
+            expected=ANOTHER,
+        )
     return rendered
 
 
 def _named(message: Message) -> Message:
     """With its reasoning by every name that templates read."""
-    return message | dict.fromkeys(REASONING, message[REASONING[0]]) if REASONING[0] in message else message
+    return (
+        message | dict.fromkeys(REASONING, message[REASONING[0]])
+        if REASONING[0] in message
+        else message
+    )
 
 
 def _forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
     """As they are; with the arguments of calls as objects, and as texts; each with None, and with "", for no content."""
     for blank in (None, ""):
-        for as_arguments in (lambda it: it, lambda it: parse_json(it) if isinstance(it, str) else it, _as_text):
+        for as_arguments in (
+            lambda it: it,
+            lambda it: parse_json(it) if isinstance(it, str) else it,
+            _as_text,
+        ):
             form = copy.deepcopy([_named(message) for message in messages])
             for message in form:
                 for call in message.get("tool_calls", ()):
@@ -224,7 +328,11 @@ def _is_miswritten(rendered: str, messages: Sequence[Message]) -> bool:
     for message in messages:
         for call in message.get("tool_calls", ()):
             arguments = call["function"]["arguments"]
-            wrong = json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, str) else repr(arguments)
+            wrong = (
+                json.dumps(arguments, ensure_ascii=False)
+                if isinstance(arguments, str)
+                else repr(arguments)
+            )
             if wrong in rendered and wrong != _as_text(arguments):
                 return True
         if message["content"] is None and "None" in rendered:
@@ -233,7 +341,11 @@ def _is_miswritten(rendered: str, messages: Sequence[Message]) -> bool:
 
 
 def check_expressed(
-    tokenizer: Any, messages: Sequence[Message], tools: Tools, where: str = "data.source", **template: Any
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: Tools,
+    where: str = "data.source",
+    **template: Any,
 ) -> None:
     """Raises UserError naming what of a conversation the chat template ignores: it renders the same without.
 
@@ -246,22 +358,38 @@ def check_expressed(
         except UserError:  # of a template that insists on what was taken out
             return None
 
-    last = max((number for number, message in enumerate(messages) if REASONING[0] in message), default=-1)
+    last = max(
+        (number for number, message in enumerate(messages) if REASONING[0] in message), default=-1
+    )
     parts: dict[str, tuple[Sequence[Message], Sequence[Message], Tools]] = {
         "schemas of tools": (messages, messages, None),
-        "calls of tools": (messages, [_without("tool_calls", message) for message in messages], tools),
-        "results of tools": (messages, [{**it, "content": ""} if it["role"] == "tool" else it for it in messages], tools),
-        "reasoning": (messages[: last + 1], [_without(REASONING[0], message) for message in messages[: last + 1]], tools),
+        "calls of tools": (
+            messages,
+            [_without("tool_calls", message) for message in messages],
+            tools,
+        ),
+        "results of tools": (
+            messages,
+            [{**it, "content": ""} if it["role"] == "tool" else it for it in messages],
+            tools,
+        ),
+        "reasoning": (
+            messages[: last + 1],
+            [_without(REASONING[0], message) for message in messages[: last + 1]],
+            tools,
+        ),
     }
     for number, message in enumerate(messages):
         if message["role"] == "system" and message["content"].strip():
             rest = [*messages[:number], {**message, "content": ""}, *messages[number + 1 :]]
             parts[f"messages of the system, e.g. number {number},"] = (messages, rest, tools)
     for what, (with_it, without, kept) in parts.items():
-        if (with_it, tools) != (without, kept) and render(tokenizer, with_it, False, where, tools, **template) == rendered(
-            without, kept
-        ):
-            raise UserError(where, got=f"{what} with a chat template that ignores them", expected=ANOTHER)
+        if (with_it, tools) != (without, kept) and render(
+            tokenizer, with_it, False, where, tools, **template
+        ) == rendered(without, kept):
+            raise UserError(
+                where, got=f"{what} with a chat template that ignores them", expected=ANOTHER
+            )
 
 
 def _without(key: str, message: Message) -> Message:

@@ -37,17 +37,28 @@ from specdistill.project import SUITES
 from specdistill.recipe.fields import ReadWhen, Section, option, section
 from specdistill.recipe.load import validate
 from specdistill.recipe.sections import SweepConfig
-from specdistill.suites.conversations import REASONING, Message, Tools, check_expressed, conversation, render
+from specdistill.suites.conversations import (
+    REASONING,
+    Message,
+    Tools,
+    check_expressed,
+    conversation,
+    render,
+)
 
 KINDS = ("prompt", "messages", "user", "text")
 SCORED_BY = ("reference", "test", "entry_point")
 COLUMNS = (*KINDS, "tools", "id", "category", *SCORED_BY)
 REMOTE = ("https://", "http://", "hf://")
-FILE_PROMPTS = 200  # of a file of prompts, by default: enough to know an acceptance length to a few percent
+FILE_PROMPTS = (
+    200  # of a file of prompts, by default: enough to know an acceptance length to a few percent
+)
 TEXT_PROMPT_TOKENS = 32
 
 T = TypeVar("T")
-AsText = Annotated[str, BeforeValidator(lambda value: value if value is None else str(value)), Field(min_length=1)]
+AsText = Annotated[
+    str, BeforeValidator(lambda value: value if value is None else str(value)), Field(min_length=1)
+]
 
 
 class SuiteHeader(Section):
@@ -58,11 +69,15 @@ class SuiteHeader(Section):
     licence: AsText = option(..., "of the prompts")
     source: AsText = option(..., "where the prompts are from")
     prompts: AsText = option(..., "their file, next to this one, or URL")
-    sha256: str | None = option(..., "the hash of the prompts' file, or null: the report states that of what was read")
+    sha256: str | None = option(
+        ..., "the hash of the prompts' file, or null: the report states that of what was read"
+    )
     columns: dict[str, str] = option({}, "our name: the file's name, for each column")
     placeholder: str | None = option(None, "how texts begin that are not in the file")
     sweep: SweepConfig = section(SweepConfig)
-    turns: Literal["last", "all"] = option("last", "of `messages`: what follows them, or each turn of the assistant in them")
+    turns: Literal["last", "all"] = option(
+        "last", "of `messages`: what follows them, or each turn of the assistant in them"
+    )
     categories: Literal["turn", "kind"] | None = option(
         None,
         "of `turns: all`: by the turn's number, or by what it is (tool_call, reasoning, structured_output, prose); null: the row's",
@@ -120,9 +135,19 @@ def load_suite(name: str | None, target: str = "pico", *, key: str = "eval.suite
     if path.suffix == ".jsonl":
         content = read(str(path))
         digest = hashlib.sha256(content).hexdigest()
-        return Suite(path.stem, digest[:12], "not stated", path.name, digest, parse(path.name, content, {}), is_file=True)
+        return Suite(
+            path.stem,
+            digest[:12],
+            "not stated",
+            path.name,
+            digest,
+            parse(path.name, content, {}),
+            is_file=True,
+        )
     header = _header(path)
-    prompts = header.prompts if header.prompts.startswith(REMOTE) else str(path.parent / header.prompts)
+    prompts = (
+        header.prompts if header.prompts.startswith(REMOTE) else str(path.parent / header.prompts)
+    )
     content = read(prompts, is_pinned=header.sha256 is not None)
     digest = hashlib.sha256(content).hexdigest()
     if header.sha256 not in (None, digest):
@@ -172,21 +197,39 @@ def tokenize(
     that leaves no room for `max_new_tokens`, or has a token that the target does not know.
     """
     rows = evenly(suite.rows, [row.category for row in suite.rows], num_prompts)
-    if suite.is_file and tokenizer.chat_template and (plain := sum(row.kind in ("prompt", "text") for row in rows)):
+    if (
+        suite.is_file
+        and tokenizer.chat_template
+        and (plain := sum(row.kind in ("prompt", "text") for row in rows))
+    ):
         cut = f" and cut to {TEXT_PROMPT_TOKENS} tokens" * any(row.kind == "text" for row in rows)
         message = "%d prompts of %s are given to a chat target as plain text%s: `user` or `messages` rows go through its chat template"
         logger.warning(message, plain, suite.source, cut)
     prompts = [_tokenize(row, tokenizer) for row in rows]
     for prompt in prompts:
-        if vocab_size is not None and (unknown := next((token for token in prompt.token_ids if token >= vocab_size), None)):
+        if vocab_size is not None and (
+            unknown := next((token for token in prompt.token_ids if token >= vocab_size), None)
+        ):
             got = f"{tokenizer.convert_ids_to_tokens(unknown)!r} in prompt {prompt.id}, token {unknown} of its tokenizer"
-            raise UserError("target.model", got=got, expected=f"a tokenizer of the model, which has {vocab_size} tokens")
+            raise UserError(
+                "target.model",
+                got=got,
+                expected=f"a tokenizer of the model, which has {vocab_size} tokens",
+            )
         if not prompt.token_ids:
-            raise UserError("eval.suite", got=f"prompt {prompt.id} of {suite.name}, which has no tokens", expected="some text")
+            raise UserError(
+                "eval.suite",
+                got=f"prompt {prompt.id} of {suite.name}, which has no tokens",
+                expected="some text",
+            )
         length = len(prompt.token_ids)
         if length + max_new_tokens > max_length:
             got = f"prompt {prompt.id} of {suite.name} with {length} tokens, and {max_new_tokens} to generate"
-            raise UserError("eval.suite", got=got, expected=f"at most {max_length} tokens together, the target's context")
+            raise UserError(
+                "eval.suite",
+                got=got,
+                expected=f"at most {max_length} tokens together, the target's context",
+            )
     return prompts
 
 
@@ -209,11 +252,17 @@ def cut_prompts(
     longest = max(lengths)
     if longest + max_new_tokens > max_length:
         got = f"{longest} tokens, and {max_new_tokens} to generate"
-        raise UserError("eval.sweep.context", got=got, expected=f"at most {max_length} tokens together, the target's context")
+        raise UserError(
+            "eval.sweep.context",
+            got=got,
+            expected=f"at most {max_length} tokens together, the target's context",
+        )
     whole = {row.id: len(_tokenize(row, tokenizer, whole=True).token_ids) for row in suite.rows}
     rows = [row for row in suite.rows if whole[row.id] >= longest]
     if not rows:
-        got = f"{longest}, where the longest prompt of {suite.name} has {max(whole.values())} tokens"
+        got = (
+            f"{longest}, where the longest prompt of {suite.name} has {max(whole.values())} tokens"
+        )
         raise UserError("eval.sweep.context", got=got, expected="lengths that some prompt has")
     chosen = evenly(rows, [row.category for row in rows], num_prompts)
     return {length: [_cut(row, tokenizer, length) for row in chosen] for length in lengths}
@@ -224,11 +273,17 @@ def evenly(items: Sequence[T], groups: Sequence[Hashable], count: int | None) ->
     members: dict[Hashable, list[int]] = {}
     for index, group in enumerate(groups):
         members.setdefault(group, []).append(index)
-    turns = sorted((turn, order) for order, indices in enumerate(members.values()) for turn in range(len(indices)))
+    turns = sorted(
+        (turn, order)
+        for order, indices in enumerate(members.values())
+        for turn in range(len(indices))
+    )
     quota = Counter(order for _, order in turns[:count])
     chosen: list[int] = []
     for order, indices in enumerate(members.values()):
-        chosen += [indices[position * len(indices) // quota[order]] for position in range(quota[order])]
+        chosen += [
+            indices[position * len(indices) // quota[order]] for position in range(quota[order])
+        ]
     return [items[index] for index in sorted(chosen)]
 
 
@@ -239,7 +294,9 @@ def _find(name: str | None, target: str = "pico", key: str = "eval.suite") -> Pa
     known = sorted(path.stem for path in SUITES.glob("*.yaml"))
     expected = f"one of {', '.join(known)}, a suite YAML or a jsonl file"
     if not name:
-        raise UserError(key, got=f"nothing with target {target}", expected=f"its prompts: {expected}")
+        raise UserError(
+            key, got=f"nothing with target {target}", expected=f"its prompts: {expected}"
+        )
     raise UserError(key, got=name, expected=expected, nearest=nearest(name, known))
 
 
@@ -248,7 +305,9 @@ def _header(path: Path) -> SuiteHeader:
         header = validate(SuiteHeader, parse_yaml(read(str(path))), f"{path.name}: ")
     if unknown := next((name for name in header.columns if name not in COLUMNS), None):
         expected, key = f"one of {', '.join(COLUMNS)}", f"{path.name}: columns.{unknown}"
-        raise UserError(key, got="an unknown key", expected=expected, nearest=nearest(unknown, COLUMNS))
+        raise UserError(
+            key, got="an unknown key", expected=expected, nearest=nearest(unknown, COLUMNS)
+        )
     return header
 
 
@@ -260,18 +319,26 @@ def _cut(row: SuiteRow, tokenizer: Any, length: int) -> Prompt:
     if row.kind == "text":
         ids = prompt.token_ids[:length]
     else:
-        starts = prompt.token_ids[:1] == (tokenizer.bos_token_id,)  # a BOS token stays at the beginning
+        starts = prompt.token_ids[:1] == (
+            tokenizer.bos_token_id,
+        )  # a BOS token stays at the beginning
         ids = prompt.token_ids[:starts] + prompt.token_ids[-length + starts :]
-    return Prompt(row.id, row.category, tokenizer.decode(ids, skip_special_tokens=True), ids, row.cluster)
+    return Prompt(
+        row.id, row.category, tokenizer.decode(ids, skip_special_tokens=True), ids, row.cluster
+    )
 
 
 def _cut_messages(row: SuiteRow, tokenizer: Any, length: int, prompt: Prompt) -> Prompt:
-    longest = max(range(len(row.content)), key=lambda index: len(row.content[index]["content"] or ""))
+    longest = max(
+        range(len(row.content)), key=lambda index: len(row.content[index]["content"] or "")
+    )
     kept = tokenizer(row.content[longest]["content"], add_special_tokens=False)["input_ids"]
     while (excess := len(prompt.token_ids) - length) > 0:
         kept = kept[excess:]
         if not kept:
-            got = f"{length}, which prompt {row.id} does not fit into by cutting its longest message"
+            got = (
+                f"{length}, which prompt {row.id} does not fit into by cutting its longest message"
+            )
             raise UserError("eval.sweep.context", got=got, expected="more tokens")
         messages = [*row.content]
         messages[longest] = {**messages[longest], "content": tokenizer.decode(kept)}
@@ -283,21 +350,37 @@ def _each_turn(row: SuiteRow, categories: str | None) -> Iterator[SuiteRow]:
     """What came before each turn of the assistant, with its number after the id."""
     if row.kind != "messages" or all(message["role"] != "assistant" for message in row.content):
         raise UserError(
-            "turns", got=f"all for prompt {row.id}, without turns of the assistant", expected="messages with some, or last"
+            "turns",
+            got=f"all for prompt {row.id}, without turns of the assistant",
+            expected="messages with some, or last",
         )
     turns = [number for number, message in enumerate(row.content) if message["role"] == "assistant"]
     for number, place in enumerate(turns, 1):
         first = 2 ** (number.bit_length() - 1)  # 1, 2 to 3, 4 to 7, …
-        names = {"turn": f"turn_{first}" + f"_to_{2 * first - 1}" * (first > 1), "kind": _kind(row.content[place])}
+        names = {
+            "turn": f"turn_{first}" + f"_to_{2 * first - 1}" * (first > 1),
+            "kind": _kind(row.content[place]),
+        }
         category = names[categories] if categories else row.category
-        yield SuiteRow(f"{row.id}/{number}", category, row.kind, row.content[:place], tools=row.tools, cluster=row.id)
+        yield SuiteRow(
+            f"{row.id}/{number}",
+            category,
+            row.kind,
+            row.content[:place],
+            tools=row.tools,
+            cluster=row.id,
+        )
 
 
 def _kind(message: Message) -> str:
     if "tool_calls" in message or REASONING[0] in message:
         return "tool_call" if "tool_calls" in message else "reasoning"
     try:
-        return "structured_output" if isinstance(parse_json(message["content"]), dict | list) else "prose"
+        return (
+            "structured_output"
+            if isinstance(parse_json(message["content"]), dict | list)
+            else "prose"
+        )
     except ValueError:
         return "prose"
 
@@ -309,9 +392,15 @@ def _said(turn: Mapping[str, Any]) -> Any:
 def _programming(entry: Mapping[str, Any], place: str) -> dict[str, Any]:
     """A row as MBPP has them, a question with assertions that a program must pass, which the question shows."""
     question, tests = entry.get("prompt", entry.get("text")), entry["test_list"]
-    if not question or not isinstance(tests, list) or not all(isinstance(test, str) for test in tests):
+    if (
+        not question
+        or not isinstance(tests, list)
+        or not all(isinstance(test, str) for test in tests)
+    ):
         raise UserError(
-            "eval.suite", got=f"{place} with test_list", expected="a question as prompt or text, and a list of assertions"
+            "eval.suite",
+            got=f"{place} with test_list",
+            expected="a question as prompt or text, and a list of assertions",
         )
     imports = entry.get("test_imports") or [entry.get("test_setup_code") or ""]
     shown = "\n".join(tests)
@@ -329,11 +418,23 @@ def _tokenize(row: SuiteRow, tokenizer: Any, whole: bool = False) -> Prompt:
         where = f"eval.suite prompt {row.id}"
         check_expressed(tokenizer, row.content, row.tools, where)
         text = render(tokenizer, row.content, True, where, row.tools)
-        return Prompt(row.id, row.category, text, tuple(tokenizer(text, add_special_tokens=False)["input_ids"]), row.cluster)
+        return Prompt(
+            row.id,
+            row.category,
+            text,
+            tuple(tokenizer(text, add_special_tokens=False)["input_ids"]),
+            row.cluster,
+        )
     ids = tokenizer(row.content, verbose=False)["input_ids"]
     if row.kind == "text":
         ids = ids if whole else ids[:TEXT_PROMPT_TOKENS]
-        return Prompt(row.id, row.category, tokenizer.decode(ids, skip_special_tokens=True), tuple(ids), row.cluster)
+        return Prompt(
+            row.id,
+            row.category,
+            tokenizer.decode(ids, skip_special_tokens=True),
+            tuple(ids),
+            row.cluster,
+        )
     return Prompt(row.id, row.category, row.content, tuple(ids), row.cluster)
 
 
@@ -346,7 +447,10 @@ def read(place: str, *, is_pinned: bool = False) -> bytes:
     if not place.startswith(REMOTE):
         with refusing(OSError, "eval.suite", place, "a readable file"):
             return Path(place).read_bytes()
-    from datasets import DownloadConfig, DownloadManager  # slow to import, and reports do not need it
+    from datasets import (
+        DownloadConfig,
+        DownloadManager,
+    )  # slow to import, and reports do not need it
 
     from specdistill.repositories import HTTP_ERROR
 
@@ -361,22 +465,32 @@ def read(place: str, *, is_pinned: bool = False) -> bytes:
         ) from error
 
 
-def parse(name: str, content: bytes, columns: Mapping[str, str], placeholder: str | None = None) -> tuple[SuiteRow, ...]:
+def parse(
+    name: str, content: bytes, columns: Mapping[str, str], placeholder: str | None = None
+) -> tuple[SuiteRow, ...]:
     """The rows of a file called `name`, without those whose text begins with `placeholder`."""
     rows = []
     for number, entry in _objects(name, content):
         place = f"{PurePosixPath(name).name}:{number}"  # for error messages
         if lacking := next((column for column in columns.values() if column not in entry), None):
             expected, close = f"one of {', '.join(entry)}", nearest(lacking, list(entry))
-            raise UserError("eval.suite", got=f"{place} without {lacking}", expected=expected, nearest=close)
+            raise UserError(
+                "eval.suite", got=f"{place} without {lacking}", expected=expected, nearest=close
+            )
         named = {ours: entry[column] for ours, column in columns.items()}
         if row := _row(number, place, named or entry, placeholder):
             rows.append(row)
     if not rows:
         raise UserError("eval.suite", got=f"{name}, which is empty", expected="at least one prompt")
-    repeated = next((id for id, times in Counter(row.id for row in rows).items() if times > 1), None)
+    repeated = next(
+        (id for id, times in Counter(row.id for row in rows).items() if times > 1), None
+    )
     if repeated is not None:
-        raise UserError("eval.suite", got=f"{name} with the id {repeated} twice", expected="a different id for each prompt")
+        raise UserError(
+            "eval.suite",
+            got=f"{name} with the id {repeated} twice",
+            expected="a different id for each prompt",
+        )
     return tuple(rows)
 
 
@@ -390,7 +504,9 @@ def _objects(name: str, content: bytes) -> Iterator[tuple[int, Any]]:
             batches = pyarrow.parquet.ParquetFile(stream).iter_batches(batch_size=1000)
             yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
         else:
-            yield from json_rows(cast(IO[bytes], gzip.GzipFile(fileobj=stream)) if name.endswith(".gz") else stream)
+            yield from json_rows(
+                cast(IO[bytes], gzip.GzipFile(fileobj=stream)) if name.endswith(".gz") else stream
+            )
 
 
 def _row(number: int, place: str, entry: Any, placeholder: str | None) -> SuiteRow | None:
@@ -401,32 +517,57 @@ def _row(number: int, place: str, entry: Any, placeholder: str | None) -> SuiteR
         entry = {**entry, "user": entry["question"], "tools": entry.get("function")}
     kind = next((kind for kind in KINDS if kind in entry), None)
     if kind is None:
-        got, close = ", ".join(entry) or "no keys", next((close for key in entry if (close := nearest(key, KINDS))), None)
+        got, close = (
+            ", ".join(entry) or "no keys",
+            next((close for key in entry if (close := nearest(key, KINDS))), None),
+        )
         expected = f"one of {', '.join(KINDS)}; a suite's YAML names other columns, e.g. columns: {{user: turns}}"
         raise UserError("eval.suite", got=f"{place} with {got}", expected=expected, nearest=close)
     content, texts = entry[kind], list[Any]()
     if kind == "user":
         first = content[0] if isinstance(content, list) and content else content
-        kind, content = "messages", first if isinstance(first, list) else [{"role": "user", "content": first}]
+        kind, content = (
+            "messages",
+            first if isinstance(first, list) else [{"role": "user", "content": first}],
+        )
     if kind == "messages":
-        valid = isinstance(content, list) and all(isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in content)
+        valid = isinstance(content, list) and all(
+            isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in content
+        )
         texts = [_said(turn) for turn in content] if valid else []
     else:
         texts = [content]
     if not texts or not all(isinstance(text, str) and text for text in texts):
         expected = "a list of {role, content}" if kind == "messages" else "some text"
-        raise UserError("eval.suite", got=f"{place} with {kind}={one_line(repr(content))[:60]}", expected=expected)
+        raise UserError(
+            "eval.suite",
+            got=f"{place} with {kind}={one_line(repr(content))[:60]}",
+            expected=expected,
+        )
     for name in SCORED_BY:
-        if (value := entry.get(name)) is not None and not (isinstance(value, str) and value.strip()):
-            raise UserError("eval.suite", got=f"{place} with {name}={one_line(repr(value))[:60]}", expected="some text")
+        if (value := entry.get(name)) is not None and not (
+            isinstance(value, str) and value.strip()
+        ):
+            raise UserError(
+                "eval.suite",
+                got=f"{place} with {name}={one_line(repr(value))[:60]}",
+                expected="some text",
+            )
     tools = None
     if kind == "messages":
         content, tools = conversation(content, entry.get("tools"), f"eval.suite {place}")
     reference, test, entry_point = map(entry.get, SCORED_BY)
     if test and entry_point:
         test = f"{test}\ncheck({entry_point})"
-    id, category = str(entry.get("id", entry.get("task_id", number))), str(entry.get("category", "default"))
+    id, category = (
+        str(entry.get("id", entry.get("task_id", number))),
+        str(entry.get("category", "default")),
+    )
     row = SuiteRow(id, category, kind, content, reference, test, tools)
     if row.category == "all":
-        raise UserError("eval.suite", got=f"{place} with category=all", expected="another, as `all` stands for the whole suite")
+        raise UserError(
+            "eval.suite",
+            got=f"{place} with category=all",
+            expected="another, as `all` stands for the whole suite",
+        )
     return None if placeholder is not None and texts[0].startswith(placeholder) else row

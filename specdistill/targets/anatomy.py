@@ -49,7 +49,10 @@ def auto_class(config: Any) -> Any:
 
 def reads_images(config: Any) -> bool:
     """Whether a config is of a class for text and images that is no causal language model's as well."""
-    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    return (
+        type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    )
 
 
 @dataclass(frozen=True)
@@ -91,13 +94,20 @@ def examine(model: Any, name: str, *, key: str = "target.model") -> Anatomy:
     try:
         model.eval()  # no dropout
         with refusing(
-            CLASS_ERRORS, key, f"{name}, a {type(model).__name__}", "a causal language model that continues its KV cache"
+            CLASS_ERRORS,
+            key,
+            f"{name}, a {type(model).__name__}",
+            "a causal language model that continues its KV cache",
         ):
-            linear, config = model.get_output_embeddings(), model.config.get_text_config(decoder=True)
+            linear, config = (
+                model.get_output_embeddings(),
+                model.config.get_text_config(decoder=True),
+            )
             backbone = backbone_of(model)
             size = linear.weight.shape[0]
             ids_1T = (
-                torch.arange(size // 2, size // 2 + NUM_TOKENS, device=model.device).unsqueeze(0) % size
+                torch.arange(size // 2, size // 2 + NUM_TOKENS, device=model.device).unsqueeze(0)
+                % size
             )  # no special tokens
             anatomy, hidden_1TD = _parts(model, backbone, linear, ids_1T)
             _check_continues(backbone, config, ids_1T, hidden_1TD)
@@ -108,7 +118,9 @@ def examine(model: Any, name: str, *, key: str = "target.model") -> Anatomy:
 
 def reads_alike(together_TD: Tensor, alone_TD: Tensor) -> bool:
     """Whether hidden states are the same up to rounding."""
-    return bool((together_TD - alone_TD).norm() / alone_TD.norm() < torch.finfo(alone_TD.dtype).eps ** 0.5)
+    return bool(
+        (together_TD - alone_TD).norm() / alone_TD.norm() < torch.finfo(alone_TD.dtype).eps ** 0.5
+    )
 
 
 def backbone_of(model: Any) -> Any:
@@ -125,18 +137,26 @@ def backbone_of(model: Any) -> Any:
 def layer_lists(model: Any, part: nn.Module) -> list[nn.ModuleList]:
     """A part's lists that are as long as the model has layers, none within another."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
-    lists = [module for module in part.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
+    lists = [
+        module
+        for module in part.modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count
+    ]
     inner = {module for each in lists for module in each.modules() if module is not each}
     return [each for each in lists if each not in inner]
 
 
-def _parts(model: Any, backbone: nn.Module, linear: nn.Module, ids_1T: Tensor) -> tuple[Anatomy, Tensor]:
+def _parts(
+    model: Any, backbone: nn.Module, linear: nn.Module, ids_1T: Tensor
+) -> tuple[Anatomy, Tensor]:
     """(the model's parts, hidden states [1, T, D] of its own forward, in which its head is given another output).
 
     Raises LookupError for logits of another formula than a `LogitsHead`'s.
     """
     lists = layer_lists(model, backbone)
-    outputs: dict[nn.Module, Any] = {}  # of the backbone's parts, and of the first module of each list
+    outputs: dict[
+        nn.Module, Any
+    ] = {}  # of the backbone's parts, and of the first module of each list
     hidden: list[Tensor] = []
     given: list[Tensor] = []  # to the head
     raw: list[Tensor] = []  # by the head
@@ -153,17 +173,25 @@ def _parts(model: Any, backbone: nn.Module, linear: nn.Module, ids_1T: Tensor) -
         for part in {*backbone.children(), *(layers[0] for layers in lists)}:
             hooks.enter_context(part.register_forward_hook(keep))
         hooks.enter_context(
-            backbone.register_forward_hook(lambda _module, _args, output: hidden.append(output.last_hidden_state))
+            backbone.register_forward_hook(
+                lambda _module, _args, output: hidden.append(output.last_hidden_state)
+            )
         )
         hooks.enter_context(linear.register_forward_hook(replace))
         logits = model(input_ids=ids_1T, use_cache=False).logits
     if not len(hidden) == len(given) == 1:
         raise LookupError("its head is not given its decoder's hidden states")
     before, after = _factor(hidden[0], given[0]), _scale_and_cap(raw[0], logits)
-    if before is None or after is None or (before != 1 and getattr(linear, "bias", None) is not None):
+    if (
+        before is None
+        or after is None
+        or (before != 1 and getattr(linear, "bias", None) is not None)
+    ):
         raise LookupError("its logits are not its head's output, scaled or capped")
     head = LogitsHead(linear, before * after[0], after[1], logits.dtype == torch.float32)
-    layers = next(layers for layers in lists if layers[0] in outputs)  # others may be those of an image encoder
+    layers = next(
+        layers for layers in lists if layers[0] in outputs
+    )  # others may be those of an image encoder
     norm = next((part for part in backbone.children() if outputs.get(part) is hidden[0]), None)
     return Anatomy(backbone, layers, norm, head), hidden[0]
 
@@ -182,7 +210,10 @@ def _scale_and_cap(x: Tensor, y: Tensor) -> tuple[float, float | None] | None:
     if x.shape != y.shape:
         return None
     x, y = x.flatten(), y.flatten().double()
-    scale, most = _exact(float(y[0] / x[0])), float(y.abs().max())  # x[0] is so small that a cap does not show
+    scale, most = (
+        _exact(float(y[0] / x[0])),
+        float(y.abs().max()),
+    )  # x[0] is so small that a cap does not show
     for cap in (None, most):
         if torch.allclose(y, LogitsHead(None, scale, cap).finish(x), rtol=ROUNDING, atol=0):
             return scale, cap
@@ -204,7 +235,11 @@ def _check_continues(backbone: Any, text_config: Any, ids_1T: Tensor, hidden_1TD
     cache, parts = new_cache(text_config), []
     fed = 0
     for end in (NUM_CACHED, NUM_CACHED + 1, NUM_TOKENS):  # a prompt, a token, a round's tokens
-        parts.append(backbone(input_ids=ids_1T[:, fed:end], past_key_values=cache, use_cache=True).last_hidden_state)
+        parts.append(
+            backbone(
+                input_ids=ids_1T[:, fed:end], past_key_values=cache, use_cache=True
+            ).last_hidden_state
+        )
         if not is_recurrent(text_config):
             backbone(input_ids=ids_1T[:, :NUM_REJECTED], past_key_values=cache, use_cache=True)
             cache.crop(-NUM_REJECTED)

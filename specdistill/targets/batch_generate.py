@@ -31,8 +31,12 @@ from specdistill.targets.loading import is_plain
 
 BLOCK = 32  # tokens by which a cache grows: copying it then costs about as much as reading its unused tail
 CHECK_EVERY = 8  # steps between two checks of which rows have ended
-KEEP_SHARE = 0.75  # rows that have ended leave the batch once at most this share of it is unfinished
-STOP_SHARE = 1 / 8  # the last rows are cut short once at most this share of all is unfinished: a step costs the same for a few
+KEEP_SHARE = (
+    0.75  # rows that have ended leave the batch once at most this share of it is unfinished
+)
+STOP_SHARE = (
+    1 / 8
+)  # the last rows are cut short once at most this share of all is unfinished: a step costs the same for a few
 MIN_PART_ROWS = 40  # fewest rows worth a thread
 PARTS = (16, 8, 4, 2, 1)  # of a batch: whole rounds on most machines
 GROUPED_ATTENTION = "specdistill_grouped"
@@ -43,7 +47,9 @@ class GrowingLayer(DynamicLayer):
 
     length = 0
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         end = self.length + key_states.shape[2]
         if not self.is_initialized:
             keys, values, self.is_initialized = key_states, value_states, True
@@ -52,7 +58,9 @@ class GrowingLayer(DynamicLayer):
             keys, values, tokens = self.keys, self.values, room(self.length, end)
             if keys.shape[2] != tokens:
                 padding = (0, 0, 0, tokens - self.length)
-                keys, values = (F.pad(block[:, :, : self.length], padding) for block in (keys, values))
+                keys, values = (
+                    F.pad(block[:, :, : self.length], padding) for block in (keys, values)
+                )
             keys[:, :, self.length : end] = key_states
             values[:, :, self.length : end] = value_states
         self.keys, self.values, self.length = keys, values, end
@@ -85,8 +93,12 @@ def grouped_attention(
     """
     batch, heads, num_queries, width = query.shape
     if num_queries > 1 or kwargs.get("position_bias") is not None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    query = query.reshape(batch, key.shape[1], -1, width) * (width**-0.5 if scaling is None else scaling)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+    query = query.reshape(batch, key.shape[1], -1, width) * (
+        width**-0.5 if scaling is None else scaling
+    )
     # Keys on the left: the product then streams through them in the order they are stored.
     scores = (key @ query.transpose(2, 3)).transpose(2, 3)
     if attention_mask is not None:
@@ -106,12 +118,16 @@ def generation_mode(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[PreT
     if is_plain(model) and model.dtype != dtype:
         model = copy.deepcopy(model)
         for parameter in model.parameters():
-            parameter.data = parameter.data.to(dtype)  # not `model.to`, which would round the rotary frequencies too
+            parameter.data = parameter.data.to(
+                dtype
+            )  # not `model.to`, which would round the rotary frequencies too
     model.eval()
     if attention == "sdpa":
         model.set_attn_implementation(GROUPED_ATTENTION)
     try:
-        with torch.compiler.set_stance("force_eager"):  # keys and values grow: each token would be a graph
+        with torch.compiler.set_stance(
+            "force_eager"
+        ):  # keys and values grow: each token would be a graph
             yield model
     finally:
         model.set_attn_implementation(attention)
@@ -143,7 +159,9 @@ def generate(
     """
     threads = torch.get_num_threads()
     if num_parts is None:
-        num_parts = next(parts for parts in PARTS if parts == 1 or len(prompts) >= parts * MIN_PART_ROWS)
+        num_parts = next(
+            parts for parts in PARTS if parts == 1 or len(prompts) >= parts * MIN_PART_ROWS
+        )
         num_parts = num_parts if model.device.type == "cpu" else 1
 
     def one_part(part: int) -> list[list[int]]:
@@ -154,7 +172,9 @@ def generate(
         return one_part(0)
     try:
         share = max(1, threads // num_parts)
-        with ThreadPoolExecutor(min(threads, num_parts), initializer=torch.set_num_threads, initargs=(share,)) as pool:
+        with ThreadPoolExecutor(
+            min(threads, num_parts), initializer=torch.set_num_threads, initargs=(share,)
+        ) as pool:
             generated = list(pool.map(one_part, range(num_parts)))
     finally:
         torch.set_num_threads(threads)
@@ -174,15 +194,22 @@ def _generate_part(
     generator = torch.Generator(device).manual_seed(seed)
     ends = torch.tensor(list(end_ids), dtype=torch.long, device=device)
     generated = torch.full((num_rows, max_new_tokens), -1, device=device)
-    ids = torch.tensor([[0] * (length - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+    ids = torch.tensor(
+        [[0] * (length - len(prompt)) + list(prompt) for prompt in prompts], device=device
+    )
     # Of each unfinished row: its number, whether it has ended, its temperature, its prompt's tokens, which slots of the cache hold tokens.
-    number, ended = torch.arange(num_rows, device=device), torch.zeros(num_rows, dtype=torch.bool, device=device)
+    number, ended = (
+        torch.arange(num_rows, device=device),
+        torch.zeros(num_rows, dtype=torch.bool, device=device),
+    )
     temperature = torch.tensor(temperatures, device=device)
     num_seen = torch.tensor([[len(prompt)] for prompt in prompts], device=device)
     seen = torch.zeros(num_rows, room(1, length + max_new_tokens), dtype=torch.bool, device=device)
     seen[:, :length] = torch.arange(length, device=device) >= length - num_seen
     cache = DynamicCache(config=model.config)
-    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]  # type: ignore[no-untyped-call]
+    cache.layers = [
+        GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers
+    ]  # type: ignore[no-untyped-call]
     positions = (seen[:, :length].cumsum(1) - 1).clamp(min=0)
 
     for step in range(max_new_tokens):
@@ -201,15 +228,21 @@ def _generate_part(
             unfinished = (~ended).nonzero().flatten()
             if len(unfinished) <= STOP_SHARE * num_rows:
                 break
-            if len(unfinished) <= KEEP_SHARE * len(tokens_B) and not is_recurrent(model.config.get_text_config()):
+            if len(unfinished) <= KEEP_SHARE * len(tokens_B) and not is_recurrent(
+                model.config.get_text_config()
+            ):
                 of_rows = (number, ended, temperature, num_seen, seen, tokens_B)
-                number, ended, temperature, num_seen, seen, tokens_B = (each[unfinished] for each in of_rows)
+                number, ended, temperature, num_seen, seen, tokens_B = (
+                    each[unfinished] for each in of_rows
+                )
                 cache.batch_select_indices(unfinished)
         seen[:, length] = True
         ids, positions = tokens_B[:, None], num_seen + step
         length += 1
     is_end = torch.isin(generated, ends).long()
-    kept = (generated >= 0) & (is_end.cumsum(1) - is_end == 0)  # up to the first end token, included
+    kept = (generated >= 0) & (
+        is_end.cumsum(1) - is_end == 0
+    )  # up to the first end token, included
     return [row[mask].tolist() for row, mask in zip(generated.cpu(), kept.cpu(), strict=True)]
 
 

@@ -35,7 +35,9 @@ class BufferedLayer(DynamicLayer):
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
         self.keys, self.values = key_states[..., :0, :], value_states[..., :0, :]
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_options: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_args: Any, **_options: Any
+    ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         held = self.get_seq_length()
@@ -59,7 +61,12 @@ def _appended(buffer: Tensor | None, shown: Tensor | None, held: int, new: Tenso
     return buffer
 
 
-CROPPED = (DynamicLayer, BufferedLayer, DynamicIndexedLayer, DummyLayer)  # layers that can forget their last tokens
+CROPPED = (
+    DynamicLayer,
+    BufferedLayer,
+    DynamicIndexedLayer,
+    DummyLayer,
+)  # layers that can forget their last tokens
 
 
 def new_cache(text_config: Any) -> DynamicCache:
@@ -82,9 +89,13 @@ def snapshot(cache: Cache) -> Snapshot:
     """What `roll_back` needs: copies of the recurrent layers, but for keys and values that can be cropped."""
     states: Snapshot = []
     for layer in cache.layers:
-        cropped = {"keys", "values"} if type(layer) is LinearAttentionAndFullAttentionLayer else set()
+        cropped = (
+            {"keys", "values"} if type(layer) is LinearAttentionAndFullAttentionLayer else set()
+        )
         held = {} if type(layer) in CROPPED else vars(layer)
-        states.append(copy.deepcopy({name: value for name, value in held.items() if name not in cropped}))
+        states.append(
+            copy.deepcopy({name: value for name, value in held.items() if name not in cropped})
+        )
     return states
 
 

@@ -34,7 +34,9 @@ class CacheSize:
 
     layers: tuple[LayerCache, ...]
 
-    def num_bytes(self, context: int, batch_size: int, itemsize: int, tensor_parallel: int = 1) -> int:
+    def num_bytes(
+        self, context: int, batch_size: int, itemsize: int, tensor_parallel: int = 1
+    ) -> int:
         """Of `batch_size` sequences of `context` tokens, on each of the devices that share the model.
 
         itemsize: bytes of a key's and a value's numbers. A device has whole heads, and at least one, as inference engines
@@ -44,7 +46,9 @@ class CacheSize:
         for layer in self.layers:
             heads = -(-layer.heads // tensor_parallel)
             tokens = context if layer.window is None else min(context, layer.window)
-            total += tokens * layer.size // layer.heads * heads * itemsize + -(-layer.state // tensor_parallel)
+            total += tokens * layer.size // layer.heads * heads * itemsize + -(
+                -layer.state // tensor_parallel
+            )
         return batch_size * total
 
     def per_token(self, itemsize: int) -> int:
@@ -52,17 +56,23 @@ class CacheSize:
         return itemsize * sum(layer.size for layer in self.layers if layer.window is None)
 
 
-def of_attention(num_layers: int, num_key_value_heads: int, head_dim: int, window: int | None = None) -> CacheSize:
+def of_attention(
+    num_layers: int, num_key_value_heads: int, head_dim: int, window: int | None = None
+) -> CacheSize:
     """Of layers as Llama's. window: tokens that a query sees, itself included."""
     kept = None if window is None else window - 1
-    return CacheSize((LayerCache(num_key_value_heads, 2 * num_key_value_heads * head_dim, kept),) * num_layers)
+    return CacheSize(
+        (LayerCache(num_key_value_heads, 2 * num_key_value_heads * head_dim, kept),) * num_layers
+    )
 
 
 def cache_size(model: Any) -> CacheSize | None:
     """Of a causal language model on the meta device. None for a class that cannot run there, or that keeps its cache elsewhere."""
     config = model.config.get_text_config(decoder=True)
     try:
-        model.set_experts_implementation("batched_mm")  # the one whose shapes do not depend on where tokens are sent
+        model.set_experts_implementation(
+            "batched_mm"
+        )  # the one whose shapes do not depend on where tokens are sent
         two, three = (_after(model, config, length) for length in (2, 3))
     except CLASS_ERRORS:  # of what it is asked to do on the meta device
         return None
@@ -74,13 +84,21 @@ def cache_size(model: Any) -> CacheSize | None:
 @torch.no_grad()
 def _after(model: Any, config: Any, length: int) -> DynamicCache:
     cache = DynamicCache(config=config)
-    model(input_ids=torch.zeros(1, length, dtype=torch.long, device="meta"), past_key_values=cache, use_cache=True)
+    model(
+        input_ids=torch.zeros(1, length, dtype=torch.long, device="meta"),
+        past_key_values=cache,
+        use_cache=True,
+    )
     return cache
 
 
 def _tensors(layer: Any) -> list[Tensor]:
     """Of a layer. What steers it (flags, a window's length) has no dimensions."""
-    held = [part for value in vars(layer).values() for part in (value.values() if isinstance(value, dict) else [value])]
+    held = [
+        part
+        for value in vars(layer).values()
+        for part in (value.values() if isinstance(value, dict) else [value])
+    ]
     return [part for part in held if isinstance(part, Tensor) and part.ndim]
 
 

@@ -32,14 +32,29 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 # What turns text into token ids. Templates, defaults and the names of special tokens stand in other files.
 TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
-NESTED = ("transformer_layer_config", "model", "text_config")  # where some layouts of config.json have a decoder's sizes
+NESTED = (
+    "transformer_layer_config",
+    "model",
+    "text_config",
+)  # where some layouts of config.json have a decoder's sizes
 MOST_LAYERS = 1000  # of a model, which are made one by one
 # Of keys of config.json that are read here.
 KINDS = {
-    **dict.fromkeys((*NESTED, "rope_parameters", "rope_scaling", "quantization_config"), dict[str, Any]),
+    **dict.fromkeys(
+        (*NESTED, "rope_parameters", "rope_scaling", "quantization_config"), dict[str, Any]
+    ),
     **dict.fromkeys(("architectures", "layer_types"), list[str]),
     **dict.fromkeys(("model_type", "dtype", "torch_dtype"), str),
-    **dict.fromkeys(("vocab_size", "hidden_size", "max_position_embeddings", "draft_vocab_size", "sliding_window"), int),
+    **dict.fromkeys(
+        (
+            "vocab_size",
+            "hidden_size",
+            "max_position_embeddings",
+            "draft_vocab_size",
+            "sliding_window",
+        ),
+        int,
+    ),
     "num_hidden_layers": Annotated[int, Field(le=MOST_LAYERS)],
     "rope_theta": float,
 }
@@ -66,14 +81,23 @@ class Shards:
                 got = f"{folder}, which has no {SINGLE} and no index"
                 raise UserError(key, got=got, expected="a checkpoint in safetensors")
             return cls(folder, dict.fromkeys(_names(folder / SINGLE, key), SINGLE), key)
-        with refusing((ValueError, KeyError, TypeError, AttributeError), key, folder / INDEX, "a safetensors index"):
+        with refusing(
+            (ValueError, KeyError, TypeError, AttributeError),
+            key,
+            folder / INDEX,
+            "a safetensors index",
+        ):
             file_of: dict[str, str] = read_json(folder / INDEX)["weight_map"]
             files = sorted(set(map(os.fspath, file_of.values())))  # which takes names alone
         for file in files:
             if Path(file).name != file:
-                raise UserError(key, got=f"{folder / INDEX} with {file}", expected="files in the same folder")
+                raise UserError(
+                    key, got=f"{folder / INDEX} with {file}", expected="files in the same folder"
+                )
             if complete and not (folder / file).is_file():
-                raise UserError(key, got=f"{folder} without {file}", expected="every file that its index names")
+                raise UserError(
+                    key, got=f"{folder} without {file}", expected="every file that its index names"
+                )
         return cls(folder, file_of, key)
 
     def check(self) -> None:
@@ -82,7 +106,9 @@ class Shards:
             listed = {name for name, place in self.file_of.items() if place == file}
             if wrong := sorted(listed.symmetric_difference(_names(self.folder / file, self.key))):
                 got = f"{self.folder}, whose files and index differ about {', '.join(wrong[:3])}"
-                raise UserError(self.key, got=got, expected="every tensor in the one file that the index names")
+                raise UserError(
+                    self.key, got=got, expected="every tensor in the one file that the index names"
+                )
 
     @property
     def files(self) -> list[str]:
@@ -98,7 +124,9 @@ class Shards:
 
         def described(weights: Any, name: str) -> Tensor:
             shape = weights.get_slice(name).get_shape()
-            part = weights.get_slice(name)[:0] if shape else weights.get_tensor(name)  # a number cannot be cut
+            part = (
+                weights.get_slice(name)[:0] if shape else weights.get_tensor(name)
+            )  # a number cannot be cut
             return torch.empty(shape, dtype=part.dtype, device="meta")
 
         return self._read(self.file_of, described)
@@ -113,17 +141,25 @@ class Shards:
         for name in names:
             by_file[self.folder / self.file_of[name]].append(name)
         for path, inside in by_file.items():
-            with refusing(SafetensorError, self.key, path, "a whole file"), safe_open(path, framework="pt") as weights:
+            with (
+                refusing(SafetensorError, self.key, path, "a whole file"),
+                safe_open(path, framework="pt") as weights,
+            ):
                 tensors.update({name: read(weights, name) for name in inside})
         return tensors
 
 
-def read_config(folder: Path, key: str, expected: str = "a checkpoint with its config.json") -> dict[str, Any]:
+def read_config(
+    folder: Path, key: str, expected: str = "a checkpoint with its config.json"
+) -> dict[str, Any]:
     """A folder's config.json. Raises UserError, saying what is there instead, when it has none."""
     path = folder / "config.json"
     if not path.is_file():
         found = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
-        inside = next((str(folder / name) for name in found if (folder / name / "config.json").is_file()), None)
+        inside = next(
+            (str(folder / name) for name in found if (folder / name / "config.json").is_file()),
+            None,
+        )
         nothing = "is empty" if folder.is_dir() else "is no folder"
         shown = f"holds {', '.join(found[:5])}{', …' * (len(found) > 5)}" if found else nothing
         raise UserError(key, got=f"{folder}, which {shown}", expected=expected, nearest=inside)
@@ -140,7 +176,9 @@ def stated(config: Mapping[str, Any], name: str, kind: Any, key: str) -> Any:
         return _adapter(kind).validate_python(config.get(name), strict=True)
     except ValidationError as error:
         expected = error.errors()[0]["msg"].removeprefix("Input should be ")
-        raise UserError(key, got=f"a config.json with {name} {config[name]!r}", expected=expected) from error
+        raise UserError(
+            key, got=f"a config.json with {name} {config[name]!r}", expected=expected
+        ) from error
 
 
 @cache
@@ -149,7 +187,10 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def _names(path: Path, key: str) -> list[str]:
-    with refusing(SafetensorError, key, path, "a whole safetensors file"), safe_open(path, framework="pt") as weights:
+    with (
+        refusing(SafetensorError, key, path, "a whole safetensors file"),
+        safe_open(path, framework="pt") as weights,
+    ):
         return list(weights.keys())
 
 
@@ -223,7 +264,9 @@ class TargetFiles:
         object.__setattr__(self, "name", resolve(self.name, KEY))
         if self.adapter is not None and not isinstance(self.adapter, str):
             expected = "one: several are for `specdistill eval` with eval.engine=specdistill"
-            raise UserError("target.adapter", got=f"{len(self.adapter)} adapters", expected=expected)
+            raise UserError(
+                "target.adapter", got=f"{len(self.adapter)} adapters", expected=expected
+            )
 
     @cached_property
     def identity(self) -> TargetIdentity:
@@ -232,7 +275,10 @@ class TargetFiles:
         weights = file_hashes(folder / file for file in self._gguf) or self._weight_hashes(folder)
         if self.adapter is not None:
             found = fetch(
-                self.adapter, key="target.adapter", expected="the folder or Hub id of a LoRA adapter", patterns=ADAPTER
+                self.adapter,
+                key="target.adapter",
+                expected="the folder or Hub id of a LoRA adapter",
+                patterns=ADAPTER,
             )
             weights += file_hashes(path for name in ADAPTER if (path := found / name).is_file())
         return TargetIdentity(
@@ -240,7 +286,11 @@ class TargetFiles:
             revision=self.commit,
             adapter=self.adapter,
             weights=combined(weights),
-            tokenizer=combined(file_hashes(path for name in self._gguf or TOKENIZER if (path := folder / name).is_file())),
+            tokenizer=combined(
+                file_hashes(
+                    path for name in self._gguf or TOKENIZER if (path := folder / name).is_file()
+                )
+            ),
         )
 
     def _weight_hashes(self, folder: Path) -> list[str]:
@@ -250,10 +300,16 @@ class TargetFiles:
         files = listed or _unlisted_weights(there)
         if files and there >= set(files):
             return file_hashes(folder / file for file in files)
-        stated = {} if Path(self.name).is_dir() else large_file_hashes(self.name, folder.name, key=KEY)
+        stated = (
+            {} if Path(self.name).is_dir() else large_file_hashes(self.name, folder.name, key=KEY)
+        )
         files = listed or _unlisted_weights(stated)
         if not files or not stated.keys() >= set(files):
-            raise UserError(KEY, got=f"{self.name} without weights", expected="every weight that its config asks for")
+            raise UserError(
+                KEY,
+                got=f"{self.name} without weights",
+                expected="every weight that its config asks for",
+            )
         return [stated[file] for file in files]
 
     @property
@@ -265,7 +321,9 @@ class TargetFiles:
     @cached_property
     def config(self) -> dict[str, Any]:
         if self._gguf:
-            return read_gguf_config(self.fetch(*self._gguf), self._gguf[0], key=KEY, name=self.name).to_dict()
+            return read_gguf_config(
+                self.fetch(*self._gguf), self._gguf[0], key=KEY, name=self.name
+            ).to_dict()
         return read_config(self.fetch("config.json", INDEX), KEY)
 
     @property
@@ -294,30 +352,52 @@ class TargetFiles:
     def tensor(self, name: str) -> Tensor:
         """The embedding, or the head, which is the embedding if they are tied."""
         folder = self.fetch("config.json", INDEX)
-        shards = Shards.open(folder if (folder / INDEX).is_file() else self.fetch(SINGLE), KEY, complete=False)
+        shards = Shards.open(
+            folder if (folder / INDEX).is_file() else self.fetch(SINGLE), KEY, complete=False
+        )
         for end in (name, EMBEDDING):
             # The shortest: a multi-token-prediction layer may repeat both under longer names.
-            full_name = min((full for full in shards.file_of if f".{full}".endswith(f".{end}")), key=len, default=None)
+            full_name = min(
+                (full for full in shards.file_of if f".{full}".endswith(f".{end}")),
+                key=len,
+                default=None,
+            )
             if full_name:
                 self.fetch(shards.file_of[full_name])
                 return shards.load([full_name])[full_name]
-        raise UserError(KEY, got=f"{self.name} without {name}", expected="a language model with an embedding")
+        raise UserError(
+            KEY, got=f"{self.name} without {name}", expected="a language model with an embedding"
+        )
 
     def fetch(self, *patterns: str) -> Path:
         """The folder that holds the files of these names, as far as they exist."""
         expected = "pico, a folder, a GGUF file or a Hub id"
-        return fetch(split_gguf(self.name)[0], key=KEY, expected=expected, revision=self.revision, patterns=patterns)
+        return fetch(
+            split_gguf(self.name)[0],
+            key=KEY,
+            expected=expected,
+            revision=self.revision,
+            patterns=patterns,
+        )
 
     def _size(self, name: str) -> int:
         size = self.text_config.get(name)
         if type(size) is not int:
-            raise UserError(KEY, got=f"{self.name} with {name} {size}", expected="the config.json of a language model")
+            raise UserError(
+                KEY,
+                got=f"{self.name} with {name} {size}",
+                expected="the config.json of a language model",
+            )
         return size
 
 
 def _unlisted_weights(names: Iterable[str]) -> list[str]:
     """The files that hold the weights of a checkpoint without an index in safetensors."""
-    return [SINGLE] if SINGLE in names else sorted(name for name in names if fnmatch(name, "pytorch_model*.bin"))
+    return (
+        [SINGLE]
+        if SINGLE in names
+        else sorted(name for name in names if fnmatch(name, "pytorch_model*.bin"))
+    )
 
 
 def needed(target: TargetFiles | None, why: str) -> TargetFiles:

@@ -25,7 +25,13 @@ from specdistill.errors import UserError, refusing
 from specdistill.targets.anatomy import CLASS_ERRORS, auto_class, examine
 from specdistill.targets.cache import is_recurrent
 from specdistill.targets.files import TargetFiles, TargetIdentity
-from specdistill.targets.loading import end_tokens, is_plain, max_length, read_causal_lm, with_adapter
+from specdistill.targets.loading import (
+    end_tokens,
+    is_plain,
+    max_length,
+    read_causal_lm,
+    with_adapter,
+)
 from specdistill.targets.packed_rows import (
     BackboneInputs,
     Documents,
@@ -44,7 +50,9 @@ MOST_GRAPHS = 128
 DIVISORS = (64, 32, 16, 8, 4, 2, 1)
 LEAST_WIDTH, MOST_PARAMETERS = 64, 2**28
 LEAST_DIVIDED = 16  # smaller numbers are no widths
-NO_WIDTHS = re.compile(r"(^|_)(num|n)_\w*(head|layer|group)|heads$|layers?$|position|ctx|period|interval|offset|top_?k")
+NO_WIDTHS = re.compile(
+    r"(^|_)(num|n)_\w*(head|layer|group)|heads$|layers?$|position|ctx|period|interval|offset|top_?k"
+)
 
 
 @dataclass(frozen=True)
@@ -72,13 +80,19 @@ class Features:
     @classmethod
     def joined(cls, parts: Sequence["Features"]) -> "Features":
         """Of the positions of all parts, one after the other; copied."""
-        return cls.of(torch.cat(of_layer, dim=1) for of_layer in zip(*(part.tensors for part in parts), strict=True))
+        return cls.of(
+            torch.cat(of_layer, dim=1)
+            for of_layer in zip(*(part.tensors for part in parts), strict=True)
+        )
 
     @classmethod
     def padded(cls, rows: Sequence["Features"]) -> "Features":
         """Of B rows of their own lengths, each [1, T, D], in one batch as long as the longest."""
         layers = zip(*(row.tensors for row in rows), strict=True)
-        return cls.of(pad_sequence([feature[0] for feature in of_layer], batch_first=True) for of_layer in layers)
+        return cls.of(
+            pad_sequence([feature[0] for feature in of_layer], batch_first=True)
+            for of_layer in layers
+        )
 
     def first(self, count: int) -> "Features":
         """Of the first `count` positions."""
@@ -121,7 +135,10 @@ class FrozenTarget:
         self.backbone, self.layers, self.norm = anatomy.backbone, anatomy.layers, anatomy.norm
         self.device: torch.device = self.model.device
         self.logits, self.lm_head = anatomy.head, anatomy.head.linear
-        self.hidden_size, self.vocab_size = int(self.config.hidden_size), int(self.config.vocab_size)
+        self.hidden_size, self.vocab_size = (
+            int(self.config.hidden_size),
+            int(self.config.vocab_size),
+        )
         self.num_layers = len(self.layers)
 
     @classmethod
@@ -154,15 +171,24 @@ class FrozenTarget:
             layers_on_disk=layers_on_disk and adapter is None and device_map not in SPREAD,
             **options,
         )
-        if any(module.weight.is_meta for module in (loaded.get_input_embeddings(), loaded.get_output_embeddings())):
+        if any(
+            module.weight.is_meta
+            for module in (loaded.get_input_embeddings(), loaded.get_output_embeddings())
+        ):
             got = f"{device_map}, which leaves the embedding or the head of {model} on no device"
-            raise UserError("target.device_map", got=got, expected="devices with enough memory, or target.shard=layers")
+            raise UserError(
+                "target.device_map",
+                got=got,
+                expected="devices with enough memory, or target.shard=layers",
+            )
         if adapter is not None:
             loaded = with_adapter(loaded, files.adapter, base=model)
         name = model if adapter is None else f"{model} + {adapter}"
         revision = revision or getattr(loaded.config, "_commit_hash", None)
         files = replace(files, revision=revision)
-        return cls(loaded, tokenizer, name=name, revision=revision, files=files, quantization=quantization)
+        return cls(
+            loaded, tokenizer, name=name, revision=revision, files=files, quantization=quantization
+        )
 
     @property
     def dtype(self) -> str:
@@ -186,7 +212,9 @@ class FrozenTarget:
 
     def tensor(self, name: str) -> Tensor:
         """`embed_tokens.weight` or `lm_head.weight`."""
-        module = self.model.get_input_embeddings() if name == "embed_tokens.weight" else self.lm_head
+        module = (
+            self.model.get_input_embeddings() if name == "embed_tokens.weight" else self.lm_head
+        )
         return module.weight
 
     @property
@@ -215,8 +243,16 @@ class FrozenTarget:
         mask: [B, 1, T, S] over cached and new positions, added to the scores; or a dictionary with one for each kind of layer.
         """
         if attention_mask is not None or past_key_values is not None:
-            given = {"position_ids": position_ids_BT, "attention_mask": attention_mask, "past_key_values": past_key_values}
-            grows = attention_mask is None and past_key_values is not None and not past_key_values.is_compileable
+            given = {
+                "position_ids": position_ids_BT,
+                "attention_mask": attention_mask,
+                "past_key_values": past_key_values,
+            }
+            grows = (
+                attention_mask is None
+                and past_key_values is not None
+                and not past_key_values.is_compileable
+            )
             with attending(self._maskless if grows else ()):
                 return self._pass(aux_layers, {"input_ids": input_ids_BT, **given})
         if position_ids_BT is None:
@@ -243,15 +279,25 @@ class FrozenTarget:
         return packing(self.model) or as_they_are
 
     def _pass(self, aux_layers: Sequence[int], inputs: BackboneInputs) -> Features:
-        device = inputs["input_ids"].device  # where the features are wanted; a target may be elsewhere, or on several devices
-        moved = {name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+        device = inputs[
+            "input_ids"
+        ].device  # where the features are wanted; a target may be elsewhere, or on several devices
+        moved = {
+            name: value.to(self.device) if isinstance(value, Tensor) else value
+            for name, value in inputs.items()
+        }
         with capture(self.layers, aux_layers) as captured:
             output = self.backbone(**moved, use_cache=inputs.get("past_key_values") is not None)
-        aux, last_hidden = tuple(captured[layer].to(device) for layer in aux_layers), output.last_hidden_state.to(device)
+        aux, last_hidden = (
+            tuple(captured[layer].to(device) for layer in aux_layers),
+            output.last_hidden_state.to(device),
+        )
         if other := {tuple(feature.shape) for feature in aux} - {tuple(last_hidden.shape)}:
             got = f"{self.name}, whose layers pass on {other.pop()} for {tuple(last_hidden.shape)}"
             raise UserError(
-                "draft.aux_layers", got=got, expected="layers of one residual stream, or a head that reads none of them"
+                "draft.aux_layers",
+                got=got,
+                expected="layers of one residual stream, or a head that reads none of them",
             )
         return Features(aux, last_hidden)
 
@@ -272,8 +318,12 @@ def compile_layers(train: Mapping[str, Any], target: FrozenTarget, objective: An
     if not train.get("torch_compile"):
         return
     allow_graphs()
-    torch._dynamo.config.optimize_ddp = False  # it would cut layers at the borders of gradient buckets
-    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
+    torch._dynamo.config.optimize_ddp = (
+        False  # it would cut layers at the borders of gradient buckets
+    )
+    warnings.filterwarnings(
+        "ignore", "The .grad attribute of a Tensor that is not a leaf"
+    )  # dynamo looks at it
     backend = train.get("torch_compile_backend") or "inductor"
     options: dict[str, Any] = {"backend": backend, "mode": train.get("torch_compile_mode")}
     target.compile(**options)
@@ -285,11 +335,17 @@ def compile_layers(train: Mapping[str, Any], target: FrozenTarget, objective: An
 def _check_device_map(device_map: str | None) -> None:
     key = "target.device_map"
     if device_map in SPREAD and num_processes() > 1:
-        got = f"{device_map} with {num_processes()} processes, which would take each other's devices"
-        raise UserError(key, got=got, expected="null, and target.shard=layers where one device is too small")
+        got = (
+            f"{device_map} with {num_processes()} processes, which would take each other's devices"
+        )
+        raise UserError(
+            key, got=got, expected="null, and target.shard=layers where one device is too small"
+        )
     if device_map is not None and device_map not in SPREAD:
         expected = f"{', '.join(SPREAD)}, or a device of this machine"
-        with refusing((RuntimeError, AssertionError), key, device_map, expected):  # the latter of a torch without CUDA
+        with refusing(
+            (RuntimeError, AssertionError), key, device_map, expected
+        ):  # the latter of a torch without CUDA
             torch.empty(0, device=device_map)
 
 
@@ -298,7 +354,9 @@ def capture(layers: nn.ModuleList, wanted: Sequence[int]) -> Iterator[dict[int, 
     """Capture the inputs of the layers asked for, and the last layer's output."""
     captured: dict[int, Tensor] = {}
 
-    def keep_input(layer: int, _module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+    def keep_input(
+        layer: int, _module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
+    ) -> None:
         captured[layer] = args[0] if args else kwargs["hidden_states"]
 
     def keep_output(_module: nn.Module, _args: Any, output: Any) -> None:
@@ -307,13 +365,19 @@ def capture(layers: nn.ModuleList, wanted: Sequence[int]) -> Iterator[dict[int, 
     with ExitStack() as hooks:
         for layer in wanted:
             if layer < len(layers):
-                hooks.enter_context(layers[layer].register_forward_pre_hook(partial(keep_input, layer), with_kwargs=True))
+                hooks.enter_context(
+                    layers[layer].register_forward_pre_hook(
+                        partial(keep_input, layer), with_kwargs=True
+                    )
+                )
             else:
                 hooks.enter_context(layers[-1].register_forward_hook(keep_output))
         yield captured
 
 
-def tiny_random_target(config: Any, name: str, *, trust_remote_code: bool = False) -> FrozenTarget | None:
+def tiny_random_target(
+    config: Any, name: str, *, trust_remote_code: bool = False
+) -> FrozenTarget | None:
     """A tiny random target of the class of `config`, under the target's own name; None where no size can be made.
 
     What the class computes can so be tried before its weights are there. Widths are divided, and counts (layers, heads, groups) are
@@ -329,7 +393,11 @@ def tiny_random_target(config: Any, name: str, *, trust_remote_code: bool = Fals
             continue
         options = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
         try:
-            small = type(config).from_dict(_divided(config.to_dict(), "", divisor)) if divisor > 1 else copy.deepcopy(config)
+            small = (
+                type(config).from_dict(_divided(config.to_dict(), "", divisor))
+                if divisor > 1
+                else copy.deepcopy(config)
+            )
             with torch.device("meta"):
                 num_parameters = auto_class(small).from_config(small, **options).num_parameters()
             if num_parameters > MOST_PARAMETERS:

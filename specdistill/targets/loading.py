@@ -54,7 +54,10 @@ def _reading(key: str, name: str, expected: str) -> Iterator[None]:
     try:
         with hub_errors(key, name, expected=expected):
             yield
-    except (torch.OutOfMemoryError, torch.distributed.DistError):  # RuntimeErrors, and no fault of the files
+    except (
+        torch.OutOfMemoryError,
+        torch.distributed.DistError,
+    ):  # RuntimeErrors, and no fault of the files
         raise
     except SafetensorError as error:
         raise UserError(key, got=f"{name}: {error}", expected="whole safetensors files") from error
@@ -64,7 +67,11 @@ def _reading(key: str, name: str, expected: str) -> Iterator[None]:
         raise UserError(key, got=got, expected=expected) from error
     except READING_ERRORS as error:
         if "trust_remote_code" in str(error):
-            consent = "target.trust_remote_code=true, if you have read that code, or " if key == "target.model" else ""
+            consent = (
+                "target.trust_remote_code=true, if you have read that code, or "
+                if key == "target.model"
+                else ""
+            )
             expected = f"{consent}a checkpoint of a class of transformers"
             got = f"{name}, which brings Python code of its own; it would run with your rights"
             raise UserError(key, got=got, expected=expected) from error
@@ -96,35 +103,58 @@ def read_causal_lm(
     expected = (GGUF if "gguf_file" in options else TARGETS) + (
         "" if attn is None else ", and a target.attn that its class has"
     )
-    wanted = {"dtype": getattr(torch, dtype), "attn_implementation": attn, "output_loading_info": True, **options}
+    wanted = {
+        "dtype": getattr(torch, dtype),
+        "attn_implementation": attn,
+        "output_loading_info": True,
+        **options,
+    }
     if "gguf_file" in options:
         wanted["quantization_config"] = GgufConfig(dequantize=True)
     with _reading(key, path, expected):
         tokenizer = working_tokenizer(folder, **options)
         config = AutoConfig.from_pretrained(folder, **options)
-        if config.is_encoder_decoder:  # an encoder alone is refused once it is loaded, by its logits
+        if (
+            config.is_encoder_decoder
+        ):  # an encoder alone is refused once it is loaded, by its logits
             got = f"{path}, an encoder-decoder ({', '.join(config.architectures or [config.model_type])})"
-            raise UserError(key, got=got, expected="a causal language model, which generates by itself what follows a prompt")
-        is_quantized = "gguf_file" in options or getattr(config, "quantization_config", None) is not None
+            raise UserError(
+                key,
+                got=got,
+                expected="a causal language model, which generates by itself what follows a prompt",
+            )
+        is_quantized = (
+            "gguf_file" in options or getattr(config, "quantization_config", None) is not None
+        )
         if quantize is not None:
             if is_quantized or dtype != "bfloat16":
                 got = f"{quantize} with {'a quantized checkpoint' if is_quantized else f'target.dtype={dtype}'}"
                 expected = "null, or a checkpoint in floating point and target.dtype=bfloat16"
                 raise UserError("target.quantization", got=got, expected=expected)
             wanted["quantization_config"], is_quantized = quantization(quantize), True
-        places = _layers_on_disk(config, device_map, trust_remote_code) if layers_on_disk and not is_quantized else None
+        places = (
+            _layers_on_disk(config, device_map, trust_remote_code)
+            if layers_on_disk and not is_quantized
+            else None
+        )
         if places is not None:
             # It warns of parameters that are where they are wanted.
             logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)
         if shard == "none" or places is not None or num_processes() == 1:
             model_class: Any = auto_class(config)
         else:
-            model_class = sharded(config, is_quantized=is_quantized, trust_remote_code=trust_remote_code)
+            model_class = sharded(
+                config, is_quantized=is_quantized, trust_remote_code=trust_remote_code
+            )
         loaded: Any = model_class.from_pretrained(folder, device_map=places or device_map, **wanted)
         model, report = loaded
         end_tokens(model.generation_config, model.config.get_text_config())
     if missing := sorted(report["missing_keys"]):  # transformers would initialize them
-        raise UserError(key, got=f"{path} without {', '.join(missing[:3])}", expected="every weight that its config asks for")
+        raise UserError(
+            key,
+            got=f"{path} without {', '.join(missing[:3])}",
+            expected="every weight that its config asks for",
+        )
     if dtype == "float32" and is_plain(model):
         model.float()  # what transformers had to dequantize is in bfloat16
     return model, tokenizer
@@ -136,12 +166,21 @@ def quantization(kind: str) -> Any:
     package = {"fp8": "torchao", "bitsandbytes-8bit": "bitsandbytes"}[kind]
     if find_spec(package) is None:
         missing = f"{key}: {package} is not installed. Run: pip install {package}"
-        raise UserError(key, got=f"{kind} without {package}", expected="an installed package", text=missing)
+        raise UserError(
+            key, got=f"{kind} without {package}", expected="an installed package", text=missing
+        )
     if kind != "fp8":
         return BitsAndBytesConfig(load_in_8bit=True)
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < FP8_CAPABILITY:
-        raise UserError(key, got="fp8 without a GPU that has it", expected="null, or compute capability 8.9 and more")
-    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow  # slow to import
+        raise UserError(
+            key,
+            got="fp8 without a GPU that has it",
+            expected="null, or compute capability 8.9 and more",
+        )
+    from torchao.quantization import (
+        Float8DynamicActivationFloat8WeightConfig,
+        PerRow,
+    )  # slow to import
 
     return TorchAoConfig(Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()))
 
@@ -159,7 +198,9 @@ def read_without_weights(folder: Path, *, key: str, name: str) -> tuple[Any, Any
     Raises UserError for files of which none can be made.
     """
     with _reading(key, name, "the config and the tokenizer of a causal language model"):
-        tokenizer = working_tokenizer(folder, trust_remote_code=False)  # nor asked for at a terminal
+        tokenizer = working_tokenizer(
+            folder, trust_remote_code=False
+        )  # nor asked for at a terminal
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
             return auto_class(config).from_config(config), tokenizer
@@ -177,7 +218,10 @@ def _layers_on_disk(config: Any, device: str, trust_remote_code: bool) -> dict[s
     """
     with torch.device("meta"):
         model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
-    if any(isinstance(conversion, WeightConverter) for conversion in get_model_conversion_mapping(model)):
+    if any(
+        isinstance(conversion, WeightConverter)
+        for conversion in get_model_conversion_mapping(model)
+    ):
         return None
     lists = layer_lists(model, backbone_of(model))
     places: dict[str, str] = {}
@@ -202,7 +246,9 @@ def read_tokenizer(files: "TargetFiles") -> tuple[Any, tuple[int, ...], int]:
 
     Raises UserError when there is no such target, ResourceError when the Hub fails.
     """
-    path, options = _place(files.name, revision=files.revision, trust_remote_code=files.trust_remote_code)
+    path, options = _place(
+        files.name, revision=files.revision, trust_remote_code=files.trust_remote_code
+    )
     with _reading("target.model", files.name, GGUF if "gguf_file" in options else TARGETS):
         tokenizer = working_tokenizer(path, **options)
         config = AutoConfig.from_pretrained(path, **options)
@@ -217,7 +263,11 @@ def read_tokenizer(files: "TargetFiles") -> tuple[Any, tuple[int, ...], int]:
 def end_tokens(*declaring: Any) -> set[int]:
     """All tokens that end a generation, by the `eos_token_id` of configs. Raises ValueError for one that is no token."""
     declared = (getattr(each, "eos_token_id", None) for each in declaring)
-    ends = [token for ids in declared for token in (ids if isinstance(ids, list) else [] if ids is None else [ids])]
+    ends = [
+        token
+        for ids in declared
+        for token in (ids if isinstance(ids, list) else [] if ids is None else [ids])
+    ]
     if wrong := [token for token in ends if type(token) is not int]:
         raise ValueError(f"eos_token_id {wrong[0]!r}")
     return set(ends)
@@ -239,15 +289,25 @@ def with_adapter(model: PreTrainedModel, adapter: str, *, base: str) -> PreTrain
         config = peft.PeftConfig.from_pretrained(adapter)
         weights = peft.utils.load_peft_weights(adapter, device="cpu")
     if config.peft_type != "LORA":
-        raise UserError(key, got=f"{adapter}, a {config.peft_type} adapter", expected="a LoRA adapter")
+        raise UserError(
+            key, got=f"{adapter}, a {config.peft_type} adapter", expected="a LoRA adapter"
+        )
     named = config.base_model_name_or_path
     if named and Path(named).name.lower() != Path(resolve(base)).name.lower():
-        raise UserError(key, got=f"{adapter}, an adapter of {named}", expected=f"an adapter of {base}")
-    config.inference_mode, config.base_model_name_or_path = True, None  # peft would warn about the name of the base
+        raise UserError(
+            key, got=f"{adapter}, an adapter of {named}", expected=f"an adapter of {base}"
+        )
+    config.inference_mode, config.base_model_name_or_path = (
+        True,
+        None,
+    )  # peft would warn about the name of the base
     with _reading(key, adapter, f"an adapter of {base}"):
         adapted = peft.get_peft_model(model, config)
         loaded: Any = peft.set_peft_model_state_dict(adapted, weights)  # raises for another shape
-    if wrong := [*loaded.unexpected_keys, *(name for name in loaded.missing_keys if "lora_" in name)]:
+    if wrong := [
+        *loaded.unexpected_keys,
+        *(name for name in loaded.missing_keys if "lora_" in name),
+    ]:
         got = f"{adapter}, whose tensors are not those that {base} takes ({wrong[0]})"
         raise UserError(key, got=got, expected=f"an adapter of {base}")
     return adapted.merge_and_unload()

@@ -54,9 +54,14 @@ def packed_attention(
     query, key, value = _alike(query_SNd, key_SGd, value_SGe)
     if _one_kernel(query):
         packing, options = _arguments(cumulative_lengths, longest, window, scale)
-        output, lse, *_ = aten._flash_attention_forward(query, key, value, *packing, False, **options)
+        output, lse, *_ = aten._flash_attention_forward(
+            query, key, value, *packing, False, **options
+        )
     else:
-        output, lse = torch.empty_like(query), query.new_empty(query.shape[1::-1], dtype=wide(query.dtype))
+        output, lse = (
+            torch.empty_like(query),
+            query.new_empty(query.shape[1::-1], dtype=wide(query.dtype)),
+        )
         q, k, v, o = (_by_group(x, key.shape[1]) for x in (query, key, value, output))
         lse_GnS = lse.view(q.shape[:3])
         for rows, seen, bias in _blocks(cumulative_lengths, window, query):
@@ -84,25 +89,44 @@ def packed_attention_backward(
     if _one_kernel(query):
         packing, options = _arguments(cumulative_lengths, longest, window, scale)
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device), query.new_empty(0)
-        gradients = aten._flash_attention_backward(grad, query, key, value, output, lse_NS, *packing, *no_dropout, **options)
+        gradients = aten._flash_attention_backward(
+            grad, query, key, value, output, lse_NS, *packing, *no_dropout, **options
+        )
     else:
-        gradients = torch.empty_like(query), *(torch.zeros_like(x, dtype=wide(x.dtype)) for x in (key, value))
-        g, q, k, v, o, dq, dk, dv = (_by_group(x, key.shape[1]) for x in (grad, query, key, value, output, *gradients))
+        gradients = (
+            torch.empty_like(query),
+            *(torch.zeros_like(x, dtype=wide(x.dtype)) for x in (key, value)),
+        )
+        g, q, k, v, o, dq, dk, dv = (
+            _by_group(x, key.shape[1]) for x in (grad, query, key, value, output, *gradients)
+        )
         lse_GnS = lse_NS.view(q.shape[:3])
         for rows, seen, bias in _blocks(cumulative_lengths, window, query):
-            block = g[:, :, rows], q[:, :, rows], k[:, :, seen], v[:, :, seen], o[:, :, rows], lse_GnS[:, :, rows]
+            block = (
+                g[:, :, rows],
+                q[:, :, rows],
+                k[:, :, seen],
+                v[:, :, seen],
+                o[:, :, rows],
+                lse_GnS[:, :, rows],
+            )
             dq[:, :, rows], of_keys, of_values = _backward(*block, bias, scale)
             dk[:, :, seen] += of_keys.sum(1, keepdim=True)
             dv[:, :, seen] += of_values.sum(1, keepdim=True)
     inputs = (query_SNd, key_SGd, value_SGe)
     dq_SNd, dk_SGd, dv_SGe = (
-        x[..., : like.shape[-1]].to(like.dtype).contiguous() for x, like in zip(gradients, inputs, strict=True)
+        x[..., : like.shape[-1]].to(like.dtype).contiguous()
+        for x, like in zip(gradients, inputs, strict=True)
     )
     return dq_SNd, dk_SGd, dv_SGe
 
 
 def cached_attention(
-    query_1NTd: Tensor, key_1GSd: Tensor, value_1GSe: Tensor, window: int | None, scale: float | None = None
+    query_1NTd: Tensor,
+    key_1GSd: Tensor,
+    value_1GSe: Tensor,
+    window: int | None,
+    scale: float | None = None,
 ) -> Tensor:
     """[1, T, N, e]: the attention of the last T of S positions, each to those up to itself.
 
@@ -114,15 +138,23 @@ def cached_attention(
     query, key, value = _alike(*(x.transpose(1, 2) for x in (query_1NTd, key_1GSd, value_1GSe)))
     if _one_kernel(query):
         sizes = (None, None, num_queries, num_keys, 0.0, window is None, False)
-        output, *_ = aten._flash_attention_forward(query, key, value, *sizes, scale=scale, **_sides(window))
+        output, *_ = aten._flash_attention_forward(
+            query, key, value, *sizes, scale=scale, **_sides(window)
+        )
     else:
         seen_TS, is_all = None, num_queries == num_keys and (window is None or window >= num_keys)
         if not is_all:
-            seen_TS = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_queries)
-            seen_TS = seen_TS if window is None else seen_TS.triu(num_keys - num_queries - window + 1)
+            seen_TS = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril(
+                num_keys - num_queries
+            )
+            seen_TS = (
+                seen_TS if window is None else seen_TS.triu(num_keys - num_queries - window + 1)
+            )
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         options: dict[str, Any] = {"is_causal": is_all, "scale": scale, "enable_gqa": True}
-        output = F.scaled_dot_product_attention(query, key, value, seen_TS, **options).transpose(1, 2)
+        output = F.scaled_dot_product_attention(query, key, value, seen_TS, **options).transpose(
+            1, 2
+        )
     return output[..., : value_1GSe.shape[-1]]
 
 
@@ -135,32 +167,51 @@ def _gradients(ctx: Any, grad_SNe: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     """Of the output alone: nothing is asked of the log-sum-exp's."""
     query, key, value, lengths, *output = ctx.saved_tensors
     packing = lengths, ctx.longest, ctx.window, ctx.scale
-    return *packed_attention_backward(grad_SNe, query, key, value, *output, *packing), *[None] * len(packing)
+    return *packed_attention_backward(grad_SNe, query, key, value, *output, *packing), *[
+        None
+    ] * len(packing)
 
 
 packed_attention.register_autograd(_gradients, setup_context=_keep)
 
 
 @packed_attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
+def _(
+    query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any
+) -> tuple[Tensor, Tensor]:
     size, heads = query.shape[:2]
-    return query.new_empty(size, heads, value.shape[-1]), query.new_empty(heads, size, dtype=wide(query.dtype))
+    return query.new_empty(size, heads, value.shape[-1]), query.new_empty(
+        heads, size, dtype=wide(query.dtype)
+    )
 
 
 @packed_attention_backward.register_fake
-def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
+def _(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (
+        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
+    )
     return dq, dk, dv
 
 
 @register_flop_formula(torch.ops.specdistill.packed_attention)
-def _(query: torch.Size, key: torch.Size, value: torch.Size, lengths: torch.Size, *packing: Any, **options: Any) -> int:
+def _(
+    query: torch.Size,
+    key: torch.Size,
+    value: torch.Size,
+    lengths: torch.Size,
+    *packing: Any,
+    **options: Any,
+) -> int:
     return _products(query, *packing[:2], width=query[-1] + value[-1])  # scores, output
 
 
 @register_flop_formula(torch.ops.specdistill.packed_attention_backward)
 def _(grad: torch.Size, query: torch.Size, *rest: Any, **options: Any) -> int:
-    return _products(query, *rest[5:7], width=3 * query[-1] + 2 * grad[-1])  # scores, their gradient, and three gradients of it
+    return _products(
+        query, *rest[5:7], width=3 * query[-1] + 2 * grad[-1]
+    )  # scores, their gradient, and three gradients of it
 
 
 def _products(query: torch.Size, longest: int, window: int | None, *, width: int) -> int:
@@ -180,7 +231,9 @@ capability = cache(torch.cuda.get_device_capability)
 
 def _one_kernel(query: Tensor) -> bool:
     """Whether FlashAttention's kernel takes these: 16 bits, and heads of at most 256, on a GPU of Ampere's or later."""
-    fits = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256
+    fits = (
+        query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256
+    )
     return fits and capability(query.device) >= (8, 0)
 
 
@@ -201,7 +254,9 @@ def _by_group(x_SHd: Tensor, groups: int) -> Tensor:
     return x_SHd.unflatten(1, (groups, -1)).permute(1, 2, 0, 3)
 
 
-def _blocks(cumulative_lengths: Tensor, window: int | None, like: Tensor) -> Iterator[tuple[slice, slice, Tensor | None]]:
+def _blocks(
+    cumulative_lengths: Tensor, window: int | None, like: Tensor
+) -> Iterator[tuple[slice, slice, Tensor | None]]:
     """(queries, the keys that they see, what to add to their scores); None is causality alone, and left to the fused kernel."""
     for start, end in pairwise(cumulative_lengths.unique().tolist()):
         if _fused(like) and (window is None or end - start <= window):
@@ -210,9 +265,15 @@ def _blocks(cumulative_lengths: Tensor, window: int | None, like: Tensor) -> Ite
         for first in range(start, end, ROWS):
             last = min(first + ROWS, end)
             oldest = start if window is None else max(start, first - window + 1)
-            ago = torch.arange(first, last, device=like.device)[:, None] - torch.arange(oldest, last, device=like.device)
+            ago = torch.arange(first, last, device=like.device)[:, None] - torch.arange(
+                oldest, last, device=like.device
+            )
             unseen = (ago < 0) if window is None else (ago < 0) | (ago >= window)
-            yield slice(first, last), slice(oldest, last), like.new_zeros(ago.shape).masked_fill_(unseen, -torch.inf)
+            yield (
+                slice(first, last),
+                slice(oldest, last),
+                like.new_zeros(ago.shape).masked_fill_(unseen, -torch.inf),
+            )
 
 
 def _fused(like: Tensor) -> bool:
@@ -220,12 +281,16 @@ def _fused(like: Tensor) -> bool:
     return like.is_cpu
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of a block: queries [G, N / G, rows, d], keys and values [G, 1, seen, d]."""
     if _fused(q):
         shared = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
         options = {"attn_mask": bias, "scale": scale}
-        output, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, *shared, 0.0, bias is None, **options)
+        output, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            q, *shared, 0.0, bias is None, **options
+        )
         return output, lse
     assert bias is not None
     scores = (q @ k.mT).to(wide(q.dtype)) * scale + bias
@@ -234,7 +299,14 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float)
 
 
 def _backward(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, bias: Tensor | None, scale: float
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of a block's queries, keys and values, each [G, N / G, ...], given the output's."""
     if _fused(q):
@@ -246,6 +318,8 @@ def _backward(
         return dq, dk, dv
     assert bias is not None
     weights = ((q @ k.mT).to(lse.dtype) * scale + bias - lse.unsqueeze(-1)).exp()
-    of_scores = weights * ((g @ v.mT).to(lse.dtype) - (g * o).to(lse.dtype).sum(-1, keepdim=True)) * scale
+    of_scores = (
+        weights * ((g @ v.mT).to(lse.dtype) - (g * o).to(lse.dtype).sum(-1, keepdim=True)) * scale
+    )
     of_scores, weights = of_scores.to(q.dtype), weights.to(q.dtype)
     return of_scores @ k, of_scores.mT @ q, weights.mT @ g

@@ -19,7 +19,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.masking_utils import create_masks_for_generate
 from transformers.utils.generic import TransformersKwargs
 
-from specdistill.targets.anatomy import CLASS_ERRORS, NUM_CACHED, NUM_TOKENS, backbone_of, reads_alike
+from specdistill.targets.anatomy import (
+    CLASS_ERRORS,
+    NUM_CACHED,
+    NUM_TOKENS,
+    backbone_of,
+    reads_alike,
+)
 from specdistill.targets.cache import new_cache
 from specdistill.targets.packed_attention import cached_attention, packed_attention
 
@@ -27,7 +33,9 @@ NAME = "specdistill_packed"  # under which transformers finds the attention
 # What a class may hand on to its attention that changes nothing in it.
 IDLE = {*TransformersKwargs.__annotations__, "use_cache"}
 
-BackboneInputs = dict[str, Any]  # of a backbone: input_ids [B, T] and position_ids [B, T], and what a way adds
+BackboneInputs = dict[
+    str, Any
+]  # of a backbone: input_ids [B, T] and position_ids [B, T], and what a way adds
 
 
 class Documents(NamedTuple):
@@ -52,7 +60,9 @@ class Documents(NamedTuple):
 PackingMethod = Callable[[Any, BackboneInputs, Documents, Callable[[BackboneInputs], Any]], Any]
 
 
-def by_lengths(model: Any, inputs: BackboneInputs, documents: Documents, run: Callable[[BackboneInputs], Any]) -> Any:
+def by_lengths(
+    model: Any, inputs: BackboneInputs, documents: Documents, run: Callable[[BackboneInputs], Any]
+) -> Any:
     """Classes with `sdpa` take `attend` in its place. Raises LookupError for a model with none."""
     with attending(sdpa_configs(model)):
         return run({**inputs, **lengths_of(inputs["input_ids"], documents)})
@@ -64,21 +74,31 @@ def lengths_of(input_ids_BT: Tensor, documents: Documents) -> BackboneInputs:
     return {"attention_mask": torch.ones_like(input_ids_BT), **lengths}
 
 
-def as_they_are(_model: Any, inputs: BackboneInputs, _documents: Documents, run: Callable[[BackboneInputs], Any]) -> Any:
+def as_they_are(
+    _model: Any, inputs: BackboneInputs, _documents: Documents, run: Callable[[BackboneInputs], Any]
+) -> Any:
     """Most classes tell documents by position ids that start again at 0."""
     return run(inputs)
 
 
-def in_one_row(_model: Any, inputs: BackboneInputs, _documents: Documents, run: Callable[[BackboneInputs], Any]) -> Any:
+def in_one_row(
+    _model: Any, inputs: BackboneInputs, _documents: Documents, run: Callable[[BackboneInputs], Any]
+) -> Any:
     """Flash attention tells them apart in a batch of one row alone, where transformers takes its kernel for variable lengths."""
     return run({name: tensor.flatten().unsqueeze(0) for name, tensor in inputs.items()})
 
 
-def with_masks(model: Any, inputs: BackboneInputs, _documents: Documents, run: Callable[[BackboneInputs], Any]) -> Any:
+def with_masks(
+    model: Any, inputs: BackboneInputs, _documents: Documents, run: Callable[[BackboneInputs], Any]
+) -> Any:
     """Some classes (gpt-oss) do not tell transformers their position ids when it makes their masks, and take masks that are given."""
-    rows_BT0 = torch.empty(*inputs["input_ids"].shape, 0, dtype=model.dtype, device=inputs["input_ids"].device)
+    rows_BT0 = torch.empty(
+        *inputs["input_ids"].shape, 0, dtype=model.dtype, device=inputs["input_ids"].device
+    )
     config, position_ids = model.config.get_text_config(decoder=True), inputs["position_ids"]
-    masks = create_masks_for_generate(config, rows_BT0, attention_mask=None, past_key_values=None, position_ids=position_ids)
+    masks = create_masks_for_generate(
+        config, rows_BT0, attention_mask=None, past_key_values=None, position_ids=position_ids
+    )
     return run({**inputs, "attention_mask": masks})
 
 
@@ -90,7 +110,10 @@ def packing(model: Any) -> PackingMethod | None:
     """
     backbone = backbone_of(model)
     ids_BT = torch.arange(2 * NUM_TOKENS, device=model.device).view(2, NUM_TOKENS)
-    inputs = {"input_ids": ids_BT, "position_ids": torch.arange(NUM_TOKENS, device=model.device).expand(2, -1) % NUM_CACHED}
+    inputs = {
+        "input_ids": ids_BT,
+        "position_ids": torch.arange(NUM_TOKENS, device=model.device).expand(2, -1) % NUM_CACHED,
+    }
     documents = Documents.of(inputs["position_ids"])
 
     def run(given: BackboneInputs) -> Tensor:
@@ -115,7 +138,9 @@ class CausalMask:
     window: int | None
 
 
-def causal_mask(*, allow_is_causal_skip: bool, local_size: int | None = None, **_: Any) -> CausalMask:
+def causal_mask(
+    *, allow_is_causal_skip: bool, local_size: int | None = None, **_: Any
+) -> CausalMask:
     """Called by transformers where a class asks for a mask; raises NotImplementedError where it asks for more than a `CausalMask`."""
     if not allow_is_causal_skip:
         raise NotImplementedError("a mask of its own")
@@ -145,9 +170,19 @@ def attend(
     """
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     unknown = {name for name, value in others.items() if value is not None} - IDLE
-    fits = len(query_BNTd) == 1 if cu_seq_lens_q is None else key_BGTd.shape[2] == query_BNTd.shape[2]
-    if unknown or dropout or not is_causal or not fits or attention_mask != CausalMask(sliding_window):
-        raise NotImplementedError(f"more than causal attention: {attention_mask}, {sliding_window}, {sorted(unknown)}")
+    fits = (
+        len(query_BNTd) == 1 if cu_seq_lens_q is None else key_BGTd.shape[2] == query_BNTd.shape[2]
+    )
+    if (
+        unknown
+        or dropout
+        or not is_causal
+        or not fits
+        or attention_mask != CausalMask(sliding_window)
+    ):
+        raise NotImplementedError(
+            f"more than causal attention: {attention_mask}, {sliding_window}, {sorted(unknown)}"
+        )
     # Under autocast float32 rotary tables widen queries and keys; values are in the dtype that projections compute in.
     query, key, value = (x.to(value_BGTe.dtype) for x in (query_BNTd, key_BGTd, value_BGTe))
     if cu_seq_lens_q is None:
@@ -166,7 +201,9 @@ def attending(configs: Sequence[Any]) -> Iterator[None]:
     """Within it `attend` stands in the place of `sdpa` in these configs."""
     try:
         for config in configs:
-            config._attn_implementation = {"": NAME}  # its own alone, not that of the configs within it
+            config._attn_implementation = {
+                "": NAME
+            }  # its own alone, not that of the configs within it
         yield
     finally:
         for config in configs:
@@ -176,7 +213,9 @@ def attending(configs: Sequence[Any]) -> Iterator[None]:
 def sdpa_configs(model: Any) -> list[Any]:
     """The configs of a model and of its parts that ask for `sdpa`. Raises LookupError for none."""
     own = {
-        id(part.config): part.config for part in model.modules() if isinstance(getattr(part, "config", None), PreTrainedConfig)
+        id(part.config): part.config
+        for part in model.modules()
+        if isinstance(getattr(part, "config", None), PreTrainedConfig)
     }
     found = [config for config in own.values() if config._attn_implementation == "sdpa"]
     if not found:
@@ -195,12 +234,17 @@ def maskless_configs(model: Any) -> list[Any]:
     """What `attending` takes where passes over a KV cache go without a mask: of a class that asks for causality, a sliding window and a
     scale alone; nothing of others.
     """
-    backbone, ids_1T = backbone_of(model), torch.arange(NUM_TOKENS, device=model.device).unsqueeze(0)
+    backbone, ids_1T = (
+        backbone_of(model),
+        torch.arange(NUM_TOKENS, device=model.device).unsqueeze(0),
+    )
 
     def run() -> Tensor:
         cache = new_cache(model.config.get_text_config(decoder=True))
         for part_1T in ids_1T.split(NUM_CACHED, dim=1):
-            hidden: Tensor = backbone(input_ids=part_1T, past_key_values=cache, use_cache=True).last_hidden_state
+            hidden: Tensor = backbone(
+                input_ids=part_1T, past_key_values=cache, use_cache=True
+            ).last_hidden_state
         return hidden
 
     try:

@@ -43,9 +43,17 @@ def sharded(config: Any, *, is_quantized: bool, trust_remote_code: bool) -> Any:
     Raises UserError outside a group of processes, and for weights that are quantized.
     """
     if not distributed.is_initialized():
-        raise UserError(KEY, got="layers in processes that form no group", expected="a training script in accelerate launch")
+        raise UserError(
+            KEY,
+            got="layers in processes that form no group",
+            expected="a training script in accelerate launch",
+        )
     if is_quantized:
-        raise UserError(KEY, got="layers with a quantized checkpoint", expected="none, or a checkpoint in floating point")
+        raise UserError(
+            KEY,
+            got="layers with a quantized checkpoint",
+            expected="none, or a checkpoint in floating point",
+        )
     with torch.device("meta"):
         plain = type(auto_class(config).from_config(config, trust_remote_code=trust_remote_code))
 
@@ -59,7 +67,9 @@ def sharded(config: Any, *, is_quantized: bool, trust_remote_code: bool) -> Any:
         for layer in layers:
             fully_shard(layer, mesh=mesh)
         cut = {parameter for layer in layers for parameter in layer.parameters()}
-        fully_shard(backbone, mesh=mesh, ignored_params=set(self.parameters()) - cut)  # one schedule for all layers
+        fully_shard(
+            backbone, mesh=mesh, ignored_params=set(self.parameters()) - cut
+        )  # one schedule for all layers
         # Since torch 2.13: notes for a backward pass, which never comes, would pile up.
         if hasattr(backbone, "reset_iter_state"):
             backbone.register_forward_hook(lambda module, *_: module.reset_iter_state())

@@ -25,7 +25,9 @@ MANIFEST = "manifest.json"
 STATE = "trainer_state.json"
 ASIDE = "saving"  # folder of a run that holds what is not whole yet; no pattern of the Trainer matches it
 
-saving = partial(on_disk, next_step="free the disk, then repeat the command: it resumes from the last checkpoint")
+saving = partial(
+    on_disk, next_step="free the disk, then repeat the command: it resumes from the last checkpoint"
+)
 
 
 def checkpoint(run: Path, step: int) -> Path:
@@ -40,9 +42,15 @@ def steps(run: Path) -> list[int]:
 
 def publish(folder: Path, run: Path, launch: dict[str, Any], seconds: float) -> None:
     """Give a checkpoint that all processes have written its manifest, and its place in the run. seconds: that its steps took."""
-    for parts in folder.glob("global_step*"):  # DeepSpeed's, which are looked up by a file that only its first machine writes
+    for parts in folder.glob(
+        "global_step*"
+    ):  # DeepSpeed's, which are looked up by a file that only its first machine writes
         (folder / "latest").write_text(parts.name, encoding="utf-8")
-    files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
+    files = {
+        path.relative_to(folder).as_posix(): path.stat().st_size
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
     manifest = {"files": files, "launch": launch, "seconds": seconds}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     shutil.rmtree(run / folder.name, ignore_errors=True)  # a damaged one of this step
@@ -61,9 +69,15 @@ def launch(arguments: Any) -> dict[str, Any]:
     """What of this launch a checkpoint depends on. rows: of one optimizer step."""
     zero = launched_with("DEEPSPEED")
     return {
-        "sharding": f"zero{arguments.deepspeed_plugin.zero_stage}" if zero else "fsdp" if launched_with("FSDP") else "none",
+        "sharding": f"zero{arguments.deepspeed_plugin.zero_stage}"
+        if zero
+        else "fsdp"
+        if launched_with("FSDP")
+        else "none",
         "processes": arguments.world_size,
-        "rows": arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size,
+        "rows": arguments.train_batch_size
+        * arguments.gradient_accumulation_steps
+        * arguments.world_size,
     }
 
 
@@ -72,19 +86,40 @@ def check_launch(folder: Path, arguments: TrainingArguments) -> None:
     a machine keeps for itself only its own processes.
     """
     saved, now = read_json(folder / MANIFEST)["launch"], launch(arguments)
-    fixed = ("sharding", "rows") if saved["sharding"] == "none" else ("sharding", "rows", "processes")
+    fixed = (
+        ("sharding", "rows") if saved["sharding"] == "none" else ("sharding", "rows", "processes")
+    )
     if any(saved[name] != now[name] for name in fixed):
-        got, expected = ("sharding {sharding}, {processes} processes, {rows} rows per step".format(**it) for it in (now, saved))
-        raise UserError("accelerate launch", got=got, expected=f"{expected}, by which {folder} was saved")
+        got, expected = (
+            "sharding {sharding}, {processes} processes, {rows} rows per step".format(**it)
+            for it in (now, saved)
+        )
+        raise UserError(
+            "accelerate launch", got=got, expected=f"{expected}, by which {folder} was saved"
+        )
     if saved["processes"] != now["processes"]:
         change = f"{saved['processes']} processes, now {now['processes']}"
         if is_first_here():
-            logger.warning(f"{folder} was saved by {change}: sums round differently, and noise and dropout are drawn again")
+            logger.warning(
+                f"{folder} was saved by {change}: sums round differently, and noise and dropout are drawn again"
+            )
         return
-    state = f"rng_state_{arguments.process_index}.pth" if arguments.world_size > 1 else "rng_state.pth"
-    lacking = None if (folder / state).exists() else f"{folder} on {socket.gethostname()}, which has no {state}"
-    if lacking := next(filter(None, of_all(lacking)), None):  # the Trainer would go on with other random numbers
-        raise UserError("accelerate launch --machine_rank", got=lacking, expected="each machine's number when it was saved")
+    state = (
+        f"rng_state_{arguments.process_index}.pth" if arguments.world_size > 1 else "rng_state.pth"
+    )
+    lacking = (
+        None
+        if (folder / state).exists()
+        else f"{folder} on {socket.gethostname()}, which has no {state}"
+    )
+    if lacking := next(
+        filter(None, of_all(lacking)), None
+    ):  # the Trainer would go on with other random numbers
+        raise UserError(
+            "accelerate launch --machine_rank",
+            got=lacking,
+            expected="each machine's number when it was saved",
+        )
 
 
 def whole_steps(run: Path) -> list[int]:
@@ -110,7 +145,9 @@ def damage(folder: Path, *, is_best: bool = False) -> str | None:
             if (found := (folder / name).stat().st_size) != size:
                 return f"{name} has {found} of {size} bytes"
         read = STATE
-        best = Path(read_json(folder / read, allow_nan=True)["best_model_checkpoint"] or folder).name
+        best = Path(
+            read_json(folder / read, allow_nan=True)["best_model_checkpoint"] or folder
+        ).name
     except FileNotFoundError as error:
         return f"it has no {Path(error.filename).relative_to(folder)}"
     except (ValueError, KeyError, TypeError, AttributeError) as error:  # no JSON, or other JSON

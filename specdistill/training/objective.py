@@ -53,7 +53,12 @@ class SoftTargets:
 
     @classmethod
     def of(
-        cls, head: LogitsHead, last_hidden_BTD: Tensor, loss_positions: Tensor, ids_W: Tensor | None, temperature: float
+        cls,
+        head: LogitsHead,
+        last_hidden_BTD: Tensor,
+        loss_positions: Tensor,
+        ids_W: Tensor | None,
+        temperature: float,
     ) -> "SoftTargets":
         """loss_positions: [R] or [R, K], of the tokens that are predicted."""
         hidden_RD = before(last_hidden_BTD, loss_positions, 1)
@@ -65,14 +70,20 @@ class SoftTargets:
         """float32. Only what is measured takes the whole head, where the draft has fewer tokens than the target."""
         hidden_rD = self.hidden_RD[rows]
         if not measure and self.pruned is not None:
-            return TargetDistributions((self.pruned(hidden_rD).float() / self.temperature).softmax(-1))
+            return TargetDistributions(
+                (self.pruned(hidden_rD).float() / self.temperature).softmax(-1)
+            )
         logits_rV = self.head(hidden_rD).float()
         top1_r = logits_rV.argmax(-1)
         logits_rV = logits_rV / self.temperature
         if self.ids_W is None:
-            return TargetDistributions(logits_rV.softmax(-1), torch.ones_like(top1_r, dtype=torch.float32), top1_r)
+            return TargetDistributions(
+                logits_rV.softmax(-1), torch.ones_like(top1_r, dtype=torch.float32), top1_r
+            )
         logits_rW = logits_rV.index_select(-1, self.ids_W)
-        return TargetDistributions(logits_rW.softmax(-1), (logits_rW.logsumexp(-1) - logits_rV.logsumexp(-1)).exp(), top1_r)
+        return TargetDistributions(
+            logits_rW.softmax(-1), (logits_rW.logsumexp(-1) - logits_rV.logsumexp(-1)).exp(), top1_r
+        )
 
 
 def pruned(head: LogitsHead, ids_W: Tensor) -> LogitsHead | None:
@@ -82,7 +93,11 @@ def pruned(head: LogitsHead, ids_W: Tensor) -> LogitsHead | None:
         return None
     part = nn.Linear(linear.in_features, len(ids_W), linear.bias is not None, device="meta")
     for name, whole in linear.named_parameters():
-        setattr(part, name, nn.Parameter(whole.index_select(0, ids_W.to(whole.device)), requires_grad=False))
+        setattr(
+            part,
+            name,
+            nn.Parameter(whole.index_select(0, ids_W.to(whole.device)), requires_grad=False),
+        )
     return replace(head, linear=part)
 
 
@@ -115,7 +130,9 @@ class Objective(nn.Module):
     ahead = 1
     step_weights: Tensor
 
-    def __init__(self, draft: Any, divergence: Divergence, temperature: float, step_weights: Tensor) -> None:
+    def __init__(
+        self, draft: Any, divergence: Divergence, temperature: float, step_weights: Tensor
+    ) -> None:
         super().__init__()
         self.draft: Any = draft
         self.divergence, self.temperature = divergence, temperature
@@ -141,9 +158,16 @@ class Objective(nn.Module):
         wide states are most of what a layer keeps for it. Not the attention, which would enter its keys and values into the cache twice.
         """
         names = ("mlp", "feed_forward", "block_sparse_moe")
-        mlps: Any = [module for name, module in self.layers.named_modules() if name.rpartition(".")[2] in names]
+        mlps: Any = [
+            module
+            for name, module in self.layers.named_modules()
+            if name.rpartition(".")[2] in names
+        ]
         if not mlps:
-            got, expected = f"true with layers of {type(self.layers[0]).__name__}", f"layers with {names[0]}"
+            got, expected = (
+                f"true with layers of {type(self.layers[0]).__name__}",
+                f"layers with {names[0]}",
+            )
             raise UserError("train.activation_checkpointing", got=got, expected=expected)
         for mlp in mlps:
             mlp.forward = partial(checkpoint, mlp.forward, use_reentrant=False)
@@ -154,30 +178,45 @@ class Objective(nn.Module):
         """
         return self.of_target(target, inputs, inputs["loss_positions"])
 
-    def of_target(self, target: FrozenTarget, inputs: dict[str, Any], labels: Tensor) -> dict[str, Any]:
+    def of_target(
+        self, target: FrozenTarget, inputs: dict[str, Any], labels: Tensor
+    ) -> dict[str, Any]:
         """Features [B, T, D], which a batch from a store has, and soft targets before the tokens at these flattened positions."""
         if "features" in inputs:
-            features = Features.of(inputs["features"].to(target.tensor("embed_tokens.weight").dtype).unbind(1))
+            features = Features.of(
+                inputs["features"].to(target.tensor("embed_tokens.weight").dtype).unbind(1)
+            )
         else:
             documents = Documents(inputs["cumulative_lengths"], inputs["longest"])
             rows = {"position_ids_BT": inputs["position_ids"], "documents": documents}
-            features = target.features(inputs["input_ids"], getattr(self.draft, "aux_layers", ()), **rows)
+            features = target.features(
+                inputs["input_ids"], getattr(self.draft, "aux_layers", ()), **rows
+            )
         options = getattr(self.draft, "target_ids_W", None), self.temperature
-        return {"features": features, "soft_targets": SoftTargets.of(target.logits, features.last_hidden, labels, *options)}
+        return {
+            "features": features,
+            "soft_targets": SoftTargets.of(target.logits, features.last_hidden, labels, *options),
+        }
 
-    def row_losses(self, logits_rW: Tensor, soft: TargetDistributions, k: int) -> tuple[Tensor, Tensor]:
+    def row_losses(
+        self, logits_rW: Tensor, soft: TargetDistributions, k: int
+    ) -> tuple[Tensor, Tensor]:
         """Nats [r], and the metrics of each row [M, r]; see `head_loss`."""
         logits_rW = logits_rW / self.temperature
         return self.with_metrics(self.divergence(logits_rW, soft.probs_rW), logits_rW, soft)
 
-    def with_metrics(self, losses_r: Tensor, logits_rW: Tensor, soft: TargetDistributions | None) -> tuple[Tensor, Tensor]:
+    def with_metrics(
+        self, losses_r: Tensor, logits_rW: Tensor, soft: TargetDistributions | None
+    ) -> tuple[Tensor, Tensor]:
         """Nats [r] and the metrics of each row, loss, correct and accepted [3, r], or the loss alone [1, r] where nothing is measured."""
         if soft is None or soft.mass_r is None or soft.top1_r is None:
             return losses_r, losses_r.detach().unsqueeze(0)
         with torch.no_grad():
             best_r, target_ids_W = logits_rW.argmax(-1), getattr(self.draft, "target_ids_W", None)
             correct_r = (best_r if target_ids_W is None else target_ids_W[best_r]) == soft.top1_r
-            accepted_r = acceptance(logits_rW.float().softmax(-1), soft.probs_rW * soft.mass_r.unsqueeze(-1))
+            accepted_r = acceptance(
+                logits_rW.float().softmax(-1), soft.probs_rW * soft.mass_r.unsqueeze(-1)
+            )
             return losses_r, torch.stack((losses_r, correct_r.float(), accepted_r))
 
 
@@ -212,16 +251,24 @@ class StepSums:
         by_chain: the same values [K, S] of S chains, each of which is followed through its K drafted positions.
         """
         sums = [values_KR.sum(1) for values_KR in (losses_KR, has_loss_KR, *measured)]
-        chains = [chain_products(by_chain(values_KR)) for values_KR in (*measured, has_loss_KR)] if measured else []
+        chains = (
+            [chain_products(by_chain(values_KR)) for values_KR in (*measured, has_loss_KR)]
+            if measured
+            else []
+        )
         return cls(*sums, *chains)
 
     def table(self) -> Tensor:
         """[8, K] float32 in the order above; what was not measured is NaN."""
         rows = [self.loss.new_empty(0) if row is None else row for row in vars(self).values()]
-        return pad_sequence([row.float() for row in rows], batch_first=True, padding_value=torch.nan)
+        return pad_sequence(
+            [row.float() for row in rows], batch_first=True, padding_value=torch.nan
+        )
 
 
-def in_a_row(loss_positions_R: Tensor, shape: torch.Size, num_positions: int, values_1R: Tensor) -> Tensor:
+def in_a_row(
+    loss_positions_R: Tensor, shape: torch.Size, num_positions: int, values_1R: Tensor
+) -> Tensor:
     """[K, S] of chains of K draft tokens, where a draft predicts every token [B, T] from the one before. Consecutive positions with a loss
     are in one document: its last token has none.
     """
@@ -244,14 +291,26 @@ def step_metrics(prediction: EvalPrediction) -> dict[str, float]:
     acceptances. acceptance_length_uncorrected: what a block drafter's tokens would have without its correction.
     """
     table = torch.as_tensor(prediction.predictions).double().sum(0)
-    loss, loss_tokens, correct, accepted, chain_correct, chain_accepted, chains, chain_uncorrected = table
+    (
+        loss,
+        loss_tokens,
+        correct,
+        accepted,
+        chain_correct,
+        chain_accepted,
+        chains,
+        chain_uncorrected,
+    ) = table
     total, count = torch.as_tensor(prediction.label_ids).double().sum(0)
     metrics = {"loss": float((total / count).sum())}
     for k in loss_tokens.isfinite().nonzero().flatten().tolist():
         metrics[f"loss_{k + 1}"] = float(loss[k] / loss_tokens[k])
         metrics[f"accuracy_{k + 1}"] = float(correct[k] / loss_tokens[k])
         metrics[f"acceptance_{k + 1}"] = float(accepted[k] / loss_tokens[k])
-    metrics |= {f"cumulative_acceptance_{k}": rate for k, rate in enumerate((chain_correct / chains).tolist(), start=1)}
+    metrics |= {
+        f"cumulative_acceptance_{k}": rate
+        for k, rate in enumerate((chain_correct / chains).tolist(), start=1)
+    }
     metrics["acceptance_length"] = 1.0 + float((chain_correct / chains).sum())
     metrics["acceptance_length_sampled"] = 1.0 + float((chain_accepted / chains).sum())
     if chain_uncorrected.isfinite().all():

@@ -31,7 +31,9 @@ class SharedMuon(torch.optim.Muon):
         (group,) = self.param_groups
         matrices = group["params"]
         shares = divide([matrix for matrix in matrices if matrix.grad is not None], num_processes)
-        for matrix in (matrix for owner, others in enumerate(shares) if owner != rank for matrix in others):
+        for matrix in (
+            matrix for owner, others in enumerate(shares) if owner != rank for matrix in others
+        ):
             if not self.state[matrix]:
                 self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
             self.state[matrix]["momentum_buffer"].lerp_(matrix.grad, 1 - group["momentum"])
@@ -39,7 +41,11 @@ class SharedMuon(torch.optim.Muon):
         super().step()  # type: ignore[no-untyped-call]
         group["params"] = matrices
         if num_processes > 1:
-            sent = [distributed.broadcast(matrix, owner, async_op=True) for owner, own in enumerate(shares) for matrix in own]
+            sent = [
+                distributed.broadcast(matrix, owner, async_op=True)
+                for owner, own in enumerate(shares)
+                for matrix in own
+            ]
             for broadcast in sent:
                 broadcast.wait()
 
@@ -77,9 +83,13 @@ class MuonAdamW(torch.optim.Optimizer):
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.parts: dict[str, torch.optim.Optimizer] = {}
         if matrices := [parameter for parameter in trainable if id(parameter) in linear]:
-            self.parts["muon"] = SharedMuon(matrices, lr, weight_decay, adjust_lr_fn="match_rms_adamw")
+            self.parts["muon"] = SharedMuon(
+                matrices, lr, weight_decay, adjust_lr_fn="match_rms_adamw"
+            )
         if others := [parameter for parameter in trainable if id(parameter) not in linear]:
-            self.parts["adamw"] = torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+            self.parts["adamw"] = torch.optim.AdamW(
+                others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+            )
         super().__init__(self._groups(), defaults={"lr": lr})
         self.param_groups = self._groups()
 
@@ -101,7 +111,9 @@ class MuonAdamW(torch.optim.Optimizer):
         return [group for part in self.parts.values() for group in part.param_groups]
 
 
-def build_optimizer(name: str, model: nn.Module, arguments: TrainingArguments) -> torch.optim.Optimizer | None:
+def build_optimizer(
+    name: str, model: nn.Module, arguments: TrainingArguments
+) -> torch.optim.Optimizer | None:
     """The optimizer a recipe names; None leaves `train.optim` to the Trainer.
 
     Raises UserError where Muon cannot work, and for a `train.optim` that is not installed or lacks options.

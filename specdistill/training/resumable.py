@@ -26,11 +26,22 @@ from transformers.trainer_utils import has_length
 
 from specdistill.errors import ResourceError, logger
 from specdistill.processes import of_all
-from specdistill.training.checkpoints import ASIDE, STATE, checkpoint, launch, prune, publish, saving
+from specdistill.training.checkpoints import (
+    ASIDE,
+    STATE,
+    checkpoint,
+    launch,
+    prune,
+    publish,
+    saving,
+)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 AGAIN = 1.0  # seconds; a terminal's Ctrl-C reaches a process twice at once, from the terminal and from its launcher
-LAUNCHERS = ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID")  # environment of a process that has a launcher
+LAUNCHERS = (
+    "ACCELERATE_MIXED_PRECISION",
+    "TORCHELASTIC_RUN_ID",
+)  # environment of a process that has a launcher
 NOT_FINITE = Path("run") / "loss_not_finite.json"
 
 
@@ -91,7 +102,11 @@ class ResumableTrainer(Trainer):
                 self.state.save_to_json(str(aside / STATE))  # which names the best by its place
                 publish(aside, run, launch(self.args), time.monotonic() - self.begun)
             best = self.state.best_model_checkpoint
-            prune(run, self.args.save_total_limit, {checkpoint(run, step), *([Path(best)] if best else [])})
+            prune(
+                run,
+                self.args.save_total_limit,
+                {checkpoint(run, step), *([Path(best)] if best else [])},
+            )
         self.accelerator.wait_for_everyone()
 
 
@@ -141,7 +156,9 @@ class Stopping(TrainerCallback):
         """A launcher that is gone asks as well: some pass no signal on."""
         return self.received is not None or self.launcher not in (None, os.getppid())
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         losses, self.trainer.micro_batch_losses = self.trainer.micro_batch_losses, []
         finite = torch.stack(losses).isfinite().all()
         asked = torch.full_like(finite, self.asked)
@@ -151,7 +168,9 @@ class Stopping(TrainerCallback):
         self.unread.append(EndedStep(state.global_step, losses, on_cpu_2, copied))
         self._read(args, control)
 
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Only here the Trainer asks for what `train.save_strategy=epoch` saves and `train.eval_strategy=epoch` evaluates."""
         self._read(args, control)
 
@@ -168,30 +187,45 @@ class Stopping(TrainerCallback):
             self.stops = self.stops or num_asked > 0
         control.should_save = control.should_save or self.stops
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if not self.stops:
             return
         if state.is_world_process_zero:
             folder = checkpoint(Path(str(args.output_dir)), state.global_step)
-            logger.info(f"Stopped after step {state.global_step}, saved in {folder}. The same command resumes.")
+            logger.info(
+                f"Stopped after step {state.global_step}, saved in {folder}. The same command resumes."
+            )
         raise SystemExit(128 + (self.received or signal.SIGTERM))
 
     def _not_finite(self, step: EndedStep, args: TrainingArguments) -> None:
         """Save which rows of the training data the loss was of, and end, on every process."""
-        own = [rows for rows, loss in zip(self._rows(step, args), step.losses, strict=True) if not loss.isfinite()]
+        own = [
+            rows
+            for rows, loss in zip(self._rows(step, args), step.losses, strict=True)
+            if not loss.isfinite()
+        ]
         rows = [row for found in of_all(own) for batch in found for row in batch]
         path = Path(str(args.output_dir)) / NOT_FINITE
         if args.should_save:
             with saving(path):
-                path.write_text(json.dumps({"step": step.number, "rows": rows}) + "\n", encoding="utf-8")
+                path.write_text(
+                    json.dumps({"step": step.number, "rows": rows}) + "\n", encoding="utf-8"
+                )
         shown = ", ".join(map(str, rows[:8])) + ", …" * (len(rows) > 8)
         what = f"the loss of step {step.number} is not finite, in a batch of rows {shown} of the training data ({path})"
-        raise ResourceError(what, next_step="look at them, or lower train.learning_rate or train.max_grad_norm")
+        raise ResourceError(
+            what, next_step="look at them, or lower train.learning_rate or train.max_grad_norm"
+        )
 
     def _rows(self, step: EndedStep, args: TrainingArguments) -> list[list[int]]:
         """The rows of each micro-batch of this process in a step, read off the sampler: the order of rows is a function of the epoch."""
         loader: Any = self.trainer.get_train_dataloader()
-        num_batches, per_step = len(loader) if has_length(loader) else 0, args.gradient_accumulation_steps
+        num_batches, per_step = (
+            len(loader) if has_length(loader) else 0,
+            args.gradient_accumulation_steps,
+        )
         if not num_batches:
             return [[] for _ in step.losses]  # a stream, as pico's own training reads
         epoch, index = divmod(step.number - 1, math.ceil(num_batches / per_step))

@@ -72,7 +72,9 @@ class DraftTrainer(ResumableTrainer):
                 optimizers=(optimizer, None),
             )
         except ValueError as error:
-            raise UserError("train", got=error, expected="arguments that the Trainer accepts together") from error
+            raise UserError(
+                "train", got=error, expected="arguments that the Trainer accepts together"
+            ) from error
         self.objective: Any = objective
         self.target = target
         self.save = save
@@ -87,7 +89,11 @@ class DraftTrainer(ResumableTrainer):
         objective._no_split_modules = sorted(known or layers)  # type: ignore[assignment]
         # Sharded weights are gathered into this copy to be saved.
         self.is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        self.whole: Any = copy.deepcopy(self.objective.draft).cpu() if self.is_sharded and arguments.should_save else None
+        self.whole: Any = (
+            copy.deepcopy(self.objective.draft).cpu()
+            if self.is_sharded and arguments.should_save
+            else None
+        )
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
         if self.args.train_sampling_strategy != "random":
@@ -99,13 +105,21 @@ class DraftTrainer(ResumableTrainer):
         self, epoch_iterator: Iterator[TrainingBatch], num_batches: int, device: torch.device
     ) -> tuple[list[TrainingBatch], Tensor]:
         """The micro-batches of one optimizer step, and their loss tokens over all processes."""
-        first = self.state.global_step * num_batches  # numbers follow the rows, which processes take in turn
+        first = (
+            self.state.global_step * num_batches
+        )  # numbers follow the rows, which processes take in turn
         batches = [
-            self.objective.prepare(batch, (first + index) * self.args.world_size + self.args.process_index)
+            self.objective.prepare(
+                batch, (first + index) * self.args.world_size + self.args.process_index
+            )
             for index, batch in enumerate(islice(epoch_iterator, num_batches))
         ]
-        self.num_tokens = self.num_tokens + sum((batch["document_ids"] != PADDING_DOCUMENT).sum() for batch in batches)
-        loss_tokens = sum((self.objective.num_loss_tokens(batch) for batch in batches), torch.tensor(0))
+        self.num_tokens = self.num_tokens + sum(
+            (batch["document_ids"] != PADDING_DOCUMENT).sum() for batch in batches
+        )
+        loss_tokens = sum(
+            (self.objective.num_loss_tokens(batch) for batch in batches), torch.tensor(0)
+        )
         count: Tensor = self.accelerator.reduce(loss_tokens.to(device), "sum")
         return batches, count.clamp_min(1)
 
@@ -127,7 +141,11 @@ class DraftTrainer(ResumableTrainer):
         return (loss, sums) if return_outputs else loss
 
     def prediction_step(
-        self, model: nn.Module, inputs: TrainingBatch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+        self,
+        model: nn.Module,
+        inputs: TrainingBatch,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
     ) -> tuple[None, Tensor, Tensor]:
         """Evaluation: the per-step sums [1, 8, K] take the place of logits, the loss's sums and counts [1, 2, P] that of labels, so that
         compute_metrics can add them up.
@@ -154,7 +172,9 @@ class DraftTrainer(ResumableTrainer):
                 length = self.decode(folder / "draft") if self.is_world_process_zero() else 0.0
             measured = {"eval_decoded_acceptance_length": broadcast_object_list([length])[0]}
             if self.args.should_save:
-                shutil.rmtree(folder, ignore_errors=True)  # not there where another machine writes the draft
+                shutil.rmtree(
+                    folder, ignore_errors=True
+                )  # not there where another machine writes the draft
             self.log(measured)
             metrics |= measured
         self._count_tokens_from_now()
@@ -163,7 +183,11 @@ class DraftTrainer(ResumableTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """The Trainer's own; with the loss of steps also their tokens per second, evaluations and saving left out, and the peak memory."""
         if "loss" in logs:
-            tokens = int(self.accelerator.reduce(torch.as_tensor(self.num_tokens, device=self.args.device), "sum"))
+            tokens = int(
+                self.accelerator.reduce(
+                    torch.as_tensor(self.num_tokens, device=self.args.device), "sum"
+                )
+            )
             logs["tokens_per_second"] = tokens / (time.monotonic() - self.counted_from)
             logs["peak_memory_gib"] = peak_memory_bytes(self.args.device) / 2**30
             self._count_tokens_from_now()
@@ -177,10 +201,14 @@ class DraftTrainer(ResumableTrainer):
         super()._save_checkpoint(model, trial)
         self._count_tokens_from_now()
 
-    def _loss_sum(self, model: nn.Module, inputs: TrainingBatch, measure: bool) -> tuple[Tensor, StepSums]:
+    def _loss_sum(
+        self, model: nn.Module, inputs: TrainingBatch, measure: bool
+    ) -> tuple[Tensor, StepSums]:
         dtype = autocast_dtype(self.args)
         with torch.autocast(self.args.device.type, dtype, enabled=dtype is not None):
-            with torch.no_grad():  # under inference_mode nothing could be kept for backward without a copy
+            with (
+                torch.no_grad()
+            ):  # under inference_mode nothing could be kept for backward without a copy
                 target_outputs = self.objective.read_target(self.target, inputs)
             result: tuple[Tensor, StepSums] = model(**{**inputs, **target_outputs}, measure=measure)
         return result
@@ -193,20 +221,28 @@ class DraftTrainer(ResumableTrainer):
         if self.args.should_save and (state or not self.is_sharded):
             self._write_draft(folder, state)
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+    def _save(
+        self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None
+    ) -> None:
         """Checkpoints hold the Trainer's own file, for resuming, and the draft in its public layout, for measuring."""
         if not self.args.should_save or (self.is_sharded and not state_dict):
             return
         state = self.objective.state_dict() if state_dict is None else state_dict
         repeated = set(getattr(self.objective, "_keys_to_ignore_on_save", ()))
-        super()._save(output_dir, {name: tensor for name, tensor in state.items() if name not in repeated})
+        super()._save(
+            output_dir, {name: tensor for name, tensor in state.items() if name not in repeated}
+        )
         self._write_draft(Path(output_dir or str(self.args.output_dir)) / "draft", state)
 
     def _write_draft(self, folder: Path, state: dict[str, Tensor] | None) -> None:
         if self.whole is None:
             return self.save(self.objective.draft, folder)
         assert state is not None
-        own = {name.removeprefix("draft."): tensor for name, tensor in state.items() if name.startswith("draft.")}
+        own = {
+            name.removeprefix("draft."): tensor
+            for name, tensor in state.items()
+            if name.startswith("draft.")
+        }
         self.whole.load_state_dict(own)
         return self.save(self.whole, folder)
 
@@ -219,7 +255,11 @@ def fill_up(rows: Dataset, multiple: int) -> Dataset:
     length, missing = len(rows[0]["input_ids"]), -len(rows) % multiple
     empty = {"input_ids": 0, "loss_mask": 0, "document_ids": PADDING_DOCUMENT, "position_ids": 0}
     table = {column: [[value] * length] * missing for column, value in empty.items()}
-    return concatenate_datasets([rows, Dataset.from_dict(table, features=rows.features)]) if missing else rows
+    return (
+        concatenate_datasets([rows, Dataset.from_dict(table, features=rows.features)])
+        if missing
+        else rows
+    )
 
 
 class RandomOrder(Sampler[int]):

@@ -71,7 +71,9 @@ PROMPT = "Row 7 says"
 def signature(name: str) -> str:
     """Of a name, without its types."""
     found = inspect.signature(getattr(specdistill, name))
-    bare = [parameter.replace(annotation=parameter.empty) for parameter in found.parameters.values()]
+    bare = [
+        parameter.replace(annotation=parameter.empty) for parameter in found.parameters.values()
+    ]
     return str(found.replace(parameters=bare, return_annotation=found.empty))
 
 
@@ -79,16 +81,26 @@ def test_names_and_signatures_are_those_that_users_rely_on() -> None:
     assert {name: signature(name) for name in SIGNATURES} == SIGNATURES
     assert sorted(specdistill.__all__) == sorted(specdistill.api.__all__) == list(SIGNATURES)
     package = ROOT / "specdistill"
-    assert [name for name in SIGNATURES if (package / name).exists() or (package / f"{name}.py").exists()] == []
+    assert [
+        name
+        for name in SIGNATURES
+        if (package / name).exists() or (package / f"{name}.py").exists()
+    ] == []
     assert not hasattr(specdistill, "trian")
 
 
 def test_importing_the_package_imports_nothing_slow() -> None:
     code = "import sys, specdistill; print(*{name.split('.')[0] for name in sys.modules}, '|', *dir(specdistill))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    )
     modules, names = (set(part.split()) for part in result.stdout.split("|"))
-    assert modules & {"torch", "transformers", "datasets", "numpy", "pydantic", "omegaconf", "yaml", "rich"} == set()
+    assert (
+        modules
+        & {"torch", "transformers", "datasets", "numpy", "pydantic", "omegaconf", "yaml", "rich"}
+        == set()
+    )
     assert names >= set(SIGNATURES)
 
 
@@ -98,19 +110,33 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("work")
     write_inputs(path)
     rows = [{"id": str(number), "prompt": f"Row {number} says {number} "} for number in range(4)]
-    (path / "suite.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    (path / "suite.jsonl").write_text(
+        "".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8"
+    )
     return path
 
 
 def data(folder: Path) -> dict[str, Any]:
-    return {"cache_dir": folder / "cache", "max_length": 64, "validation_fraction": 0.1, "decontaminate": []}
+    return {
+        "cache_dir": folder / "cache",
+        "max_length": 64,
+        "validation_fraction": 0.1,
+        "decontaminate": [],
+    }
 
 
 @pytest.fixture(scope="module")
 def run(folder: Path) -> Path:
     """A run that Python has trained."""
-    sections = {"method": "eagle3", "target": {"model": folder / "model"}, "draft": {"ttt_steps": 3}}
-    own = {"data": {**data(folder), "source": folder / "rows.jsonl"}, "train": {**TRAIN, "output_dir": folder / "run"}}
+    sections = {
+        "method": "eagle3",
+        "target": {"model": folder / "model"},
+        "draft": {"ttt_steps": 3},
+    }
+    own = {
+        "data": {**data(folder), "source": folder / "rows.jsonl"},
+        "train": {**TRAIN, "output_dir": folder / "run"},
+    }
     return train(sections, eval={**QUICK, "suite": folder / "suite.jsonl"}, **own)
 
 
@@ -119,7 +145,13 @@ def weights(run: Path) -> bytes:
 
 
 def test_train_trains_the_draft_of_the_command(run: Path, folder: Path, tmp_path: Path) -> None:
-    keys = [*input_keys(folder), *SMALL, "method=eagle3", "draft.ttt_steps=3", f"train.output_dir={tmp_path / 'run'}"]
+    keys = [
+        *input_keys(folder),
+        *SMALL,
+        "method=eagle3",
+        "draft.ttt_steps=3",
+        f"train.output_dir={tmp_path / 'run'}",
+    ]
     assert command("train", *keys).returncode == 0
     assert weights(run) == weights(tmp_path / "run")
 
@@ -131,11 +163,20 @@ class Counting(TrainerCallback):
         self.steps += 1
 
 
-def test_a_draft_trainer_trains_on_rows_in_memory_as_on_those_of_a_file(run: Path, folder: Path, tmp_path: Path) -> None:
-    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
-    config = DraftConfig(tmp_path / "runs" / "mine", draft={"ttt_steps": 3}, data=data(folder), **TRAIN)
+def test_a_draft_trainer_trains_on_rows_in_memory_as_on_those_of_a_file(
+    run: Path, folder: Path, tmp_path: Path
+) -> None:
+    rows = [
+        json.loads(line)
+        for line in (folder / "rows.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    config = DraftConfig(
+        tmp_path / "runs" / "mine", draft={"ttt_steps": 3}, data=data(folder), **TRAIN
+    )
     counting = Counting()
-    trainer = DraftTrainer("eagle3", folder / "model", config, Dataset.from_list(rows), callbacks=[counting])
+    trainer = DraftTrainer(
+        "eagle3", folder / "model", config, Dataset.from_list(rows), callbacks=[counting]
+    )
     assert not (tmp_path / "runs").exists()  # nothing is written before it trains
     assert trainer.train() == tmp_path / "runs" / "mine"
     assert counting.steps == 2
@@ -158,27 +199,43 @@ def test_a_run_is_measured_and_judged_as_by_the_commands(run: Path, tmp_path: Pa
     assert report.folder == run / "report"
     assert report.data == json.loads((run / "report" / "report.json").read_text(encoding="utf-8"))
     first = report.data["results"][0]
-    assert (report.acceptance_length, report.speedup) == (first["mean_acceptance_length"], first["speedup"])
+    assert (report.acceptance_length, report.speedup) == (
+        first["mean_acceptance_length"],
+        first["speedup"],
+    )
     assert first["num_prompts"] == 3
     table = report.to_dataframe()
     assert (len(table), table["speedup"][0]) == (len(report.data["results"]), report.speedup)
 
     judged = judge(report, "pico")
-    assert command("gate", f"report={report.folder}", "gates=pico", f"output_dir={tmp_path / 'pico'}").returncode == int(
-        EXIT_CODES[judged.verdict]
+    assert command(
+        "gate", f"report={report.folder}", "gates=pico", f"output_dir={tmp_path / 'pico'}"
+    ).returncode == int(EXIT_CODES[judged.verdict])
+    assert (
+        judged.data["gate"]
+        == json.loads((run / "report" / "pico" / "report.json").read_text(encoding="utf-8"))["gate"]
     )
-    assert judged.data["gate"] == json.loads((run / "report" / "pico" / "report.json").read_text(encoding="utf-8"))["gate"]
     assert judged.data["gate"]["rules"] != report.data["gate"]["rules"]
 
 
 def test_drafts_without_a_recipe_are_measured_and_compared(folder: Path, tmp_path: Path) -> None:
     named = {"target": str(folder / "model"), "output_dir": tmp_path / "report"}
-    report = measure(method="ngram", suite=folder / "suite.jsonl", eval={**QUICK, "ngram": {"max": 3}}, **named)
+    report = measure(
+        method="ngram", suite=folder / "suite.jsonl", eval={**QUICK, "ngram": {"max": 3}}, **named
+    )
     assert report.folder == tmp_path / "report"
     assert report.data["settings"]["drafting"]["max"] == 3
-    compared = compare(named["target"], ["ngram", "suffix"], suite=folder / "suite.jsonl", output_dir=tmp_path / "all", **QUICK)
+    compared = compare(
+        named["target"],
+        ["ngram", "suffix"],
+        suite=folder / "suite.jsonl",
+        output_dir=tmp_path / "all",
+        **QUICK,
+    )
     assert {entry["name"] for entry in compared["ranking"]} == {"ngram", "suffix"}
-    assert compared == json.loads((tmp_path / "all" / "comparison.json").read_text(encoding="utf-8"))
+    assert compared == json.loads(
+        (tmp_path / "all" / "comparison.json").read_text(encoding="utf-8")
+    )
 
 
 def test_a_draft_writes_what_transformers_writes_without_it(run: Path, folder: Path) -> None:
@@ -187,33 +244,58 @@ def test_a_draft_writes_what_transformers_writes_without_it(run: Path, folder: P
     plain = model.generate(**tokens, max_new_tokens=16, do_sample=False)
     draft = load_draft(run / "draft", model)
     assert (draft.method, draft.target.model) == ("eagle3", model)
-    assert torch.equal(model.generate(**tokens, max_new_tokens=16, do_sample=False, custom_generate=draft), plain)
+    assert torch.equal(
+        model.generate(**tokens, max_new_tokens=16, do_sample=False, custom_generate=draft), plain
+    )
 
-    for of in (draft, load_draft("ngram", load_target(folder / "model"), ngram={"max": 3}), draft.target):
+    for of in (
+        draft,
+        load_draft("ngram", load_target(folder / "model"), ngram={"max": 3}),
+        draft.target,
+    ):
         done = generate(of, PROMPT, max_new_tokens=16, num_speculative_tokens=3)
         assert [*done.prompt_ids, *done.token_ids] == plain[0].tolist()
-        assert done.text == draft.target.tokenizer.decode(plain[0, tokens["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert done.text == draft.target.tokenizer.decode(
+            plain[0, tokens["input_ids"].shape[1] :], skip_special_tokens=True
+        )
         assert sum(len(each.emitted) for each in done.rounds) == len(done.token_ids) - 1
         assert max(len(each.drafted) for each in done.rounds) == (0 if of is draft.target else 3)
-    sampled = [generate(draft, done.prompt_ids, max_new_tokens=16, temperature=1.0, seed=seed).text for seed in (1, 1, 2)]
+    sampled = [
+        generate(draft, done.prompt_ids, max_new_tokens=16, temperature=1.0, seed=seed).text
+        for seed in (1, 1, 2)
+    ]
     assert sampled[0] == sampled[1] != sampled[2]
 
 
 def test_what_is_given_means_what_it_means_in_a_recipe(tmp_path: Path) -> None:
-    train = {"output_dir": Path("a b"), "learning_rate": 1e-5, "max_steps": 3, "lr_scheduler_kwargs": {}}
-    over = {"loss": {"divergence": [{"name": "jsd", "beta": 0.3, "weight": 1.5}]}, "train": {"max_steps": 4}}
+    train = {
+        "output_dir": Path("a b"),
+        "learning_rate": 1e-5,
+        "max_steps": 3,
+        "lr_scheduler_kwargs": {},
+    }
+    over = {
+        "loss": {"divergence": [{"name": "jsd", "beta": 0.3, "weight": 1.5}]},
+        "train": {"max_steps": 4},
+    }
     rows = {"source": "Zürich 🙂: x\n.jsonl", "rows": None}
-    recipe: Any = load_recipe(Recipe, arguments_of({"target": {"model": "pico"}, "train": train, "data": rows}, over))
+    recipe: Any = load_recipe(
+        Recipe, arguments_of({"target": {"model": "pico"}, "train": train, "data": rows}, over)
+    )
     assert recipe.train == {**train, "output_dir": "a b", "max_steps": 4}
     assert (recipe.data.source, recipe.data.rows) == (rows["source"], None)
     assert recipe.loss.divergence == over["loss"]["divergence"]
     with pytest.raises(TypeError, match="PathLike"):
         arguments_of({"data": {"source": Dataset.from_list([{"text": "a"}])}}, {})
     # Somebody's code runs for who says so in the call, not for a file that does
-    (tmp_path / "mine.yaml").write_text("target: {model: pico, trust_remote_code: true}\ntrain: {output_dir: runs/a}\n")
+    (tmp_path / "mine.yaml").write_text(
+        "target: {model: pico, trust_remote_code: true}\ntrain: {output_dir: runs/a}\n"
+    )
     with refused("target.trust_remote_code"):
         load_recipe(Recipe, arguments_of(tmp_path / "mine.yaml", {}))
-    assert load_recipe(Recipe, arguments_of(tmp_path / "mine.yaml", {"target": {"trust_remote_code": True}}))
+    assert load_recipe(
+        Recipe, arguments_of(tmp_path / "mine.yaml", {"target": {"trust_remote_code": True}})
+    )
 
 
 def test_mistakes_are_refused_by_the_key(run: Path, folder: Path, tmp_path: Path) -> None:
@@ -252,9 +334,16 @@ wrong: int = judge(run).verdict
 @pytest.mark.long  # mypy reads torch and transformers
 def test_mypy_accepts_a_users_calls_and_refuses_a_wrong_one(tmp_path: Path) -> None:
     (tmp_path / "user.py").write_text(USER, encoding="utf-8")
-    flags = ["--strict", "--follow-imports=silent", "--no-error-summary", f"--cache-dir={tmp_path / 'cache'}"]
+    flags = [
+        "--strict",
+        "--follow-imports=silent",
+        "--no-error-summary",
+        f"--cache-dir={tmp_path / 'cache'}",
+    ]
     command = [sys.executable, "-m", "mypy", *flags, "user.py"]
     environment = {**os.environ, "MYPYPATH": str(ROOT)}
-    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment).stdout
+    found = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment
+    ).stdout
     last = USER.count("\n")
     assert [line.split(" error:")[0] for line in found.splitlines()] == [f"user.py:{last}:"], found

@@ -11,7 +11,9 @@ PROMPTS = [[5, 9, 20], [40, 41, 42, 43]]
 def test_the_last_round_counts_what_lies_past_the_limit():
     target = tiny_target()
     ignore_stop_tokens(target)
-    texts = generate_here(target, FirstTokens(target.model), PROMPTS, max_new_tokens=10, num_speculative_tokens=4)
+    texts = generate_here(
+        target, FirstTokens(target.model), PROMPTS, max_new_tokens=10, num_speculative_tokens=4
+    )
     plain = generate_here(target, None, PROMPTS, max_new_tokens=10)
     assert num_same(texts, plain) == 2 and all(len(text.token_ids) == 10 for text in texts)
     # One token from the prefill, then rounds of 3 + 1: the third passes the limit and is counted whole.
@@ -27,7 +29,9 @@ def test_rounds_that_draft_nothing_are_no_drafts():
 
     target = tiny_target()
     ignore_stop_tokens(target)
-    (text,) = generate_here(target, Every2nd(target.model), PROMPTS[1:], max_new_tokens=7, num_speculative_tokens=2)
+    (text,) = generate_here(
+        target, Every2nd(target.model), PROMPTS[1:], max_new_tokens=7, num_speculative_tokens=2
+    )
     # 4 prompt tokens and one from the prefill: a draft (2 + 1 tokens), one plain token, a draft.
     assert text.counts == Counts(2, 4, (2, 2))
 
@@ -45,10 +49,16 @@ def test_a_completion_ends_at_a_stop_token_and_its_last_round_is_counted_whole()
     target = tiny_target()
     ignore_stop_tokens(target)
     (whole,) = generate_here(target, None, PROMPTS[:1], max_new_tokens=20)
-    stop = next(token for number, token in enumerate(whole.token_ids) if number >= 2 and token not in whole.token_ids[:number])
+    stop = next(
+        token
+        for number, token in enumerate(whole.token_ids)
+        if number >= 2 and token not in whole.token_ids[:number]
+    )
     length = whole.token_ids.index(stop) + 1
     limits = {"max_new_tokens": 20, "num_speculative_tokens": 4, "stop_ids": (stop,)}
     (text,) = generate_here(target, FirstTokens(target.model), PROMPTS[:1], **limits)
     assert text.token_ids == whole.token_ids[:length]
     num_rounds = -(-(length - 1) // 4)  # one token from the prefill, then rounds of 3 + 1
-    assert text.counts == Counts(num_rounds, 4 * num_rounds, (num_rounds, num_rounds, num_rounds, 0))
+    assert text.counts == Counts(
+        num_rounds, 4 * num_rounds, (num_rounds, num_rounds, num_rounds, 0)
+    )

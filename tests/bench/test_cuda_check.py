@@ -26,5 +26,9 @@ def test_operations_that_write_are_kernels_and_what_depends_on_data_is_waited_fo
 
 def test_nothing_is_waited_for_in_the_record_of_training():
     record = json.loads(cuda_check.RECORD.read_text())
-    assert {name: counts["waits"] for name, counts in record.items() if name.startswith("training") and counts["waits"]} == {}
+    assert {
+        name: counts["waits"]
+        for name, counts in record.items()
+        if name.startswith("training") and counts["waits"]
+    } == {}
     assert len(record) == 10

@@ -21,9 +21,15 @@ RULES = {rule.metric: rule for rule in load_gate("release") if rule.requirement 
 @pytest.mark.long  # 450 releases
 @pytest.mark.parametrize(
     ("name", "margin", "num_prompts"),
-    [("eagle3 to eagle3-again", 0.03, 128), ("eagle3 to eagle", 0.03, 384), ("one draft, timed twice", 0.05, 192)],
+    [
+        ("eagle3 to eagle3-again", 0.03, 128),
+        ("eagle3 to eagle", 0.03, 384),
+        ("one draft, timed twice", 0.05, 192),
+    ],
 )
-def test_a_true_drop_by_the_margin_fails_and_no_change_passes(name: str, margin: float, num_prompts: int) -> None:
+def test_a_true_drop_by_the_margin_fails_and_no_change_passes(
+    name: str, margin: float, num_prompts: int
+) -> None:
     """With the numbers of prompts that docs/gate.md states."""
     population = POPULATIONS[name]
     rule = RULES[population.metric]
@@ -48,9 +54,14 @@ def test_the_gate_itself_says_the_same() -> None:
     report = simulated_report(simulate(2))
     for true_change in (0.0, -0.2):
         after, before = population.release(true_change, 40, np.random.default_rng(3))
-        sides = [Evidence(report, [record_of(table, index) for index in range(40)]) for table in (after, before)]
+        sides = [
+            Evidence(report, [record_of(table, index) for index in range(40)])
+            for table in (after, before)
+        ]
         (result,) = decide([rule], *sides)["rules"]
-        change, ends = bench.relative_change(METRICS[rule.metric], after, before, confidence=rule.confidence, seed=0)
+        change, ends = bench.relative_change(
+            METRICS[rule.metric], after, before, confidence=rule.confidence, seed=0
+        )
         assert (result["value"], *result["ci95"]) == pytest.approx((change, *ends))
         assert result["verdict"] == bench.holds(rule, bench.Estimate(change, ends))[0]
 
@@ -59,7 +70,10 @@ def record_of(table: dict[str, np.ndarray], index: int) -> PromptRecord:
     """A prompt with these numbers of rounds and of accepted tokens, four drafted in each round."""
     drafts, accepted = int(table["num_drafts"][index]), int(table["num_accepted_tokens"][index])
     counts = [accepted // drafts + (number < accepted % drafts) for number in range(drafts)]
-    rounds = [RoundRecord((1,) * 4, ("x",) * 4, (1,) * count, (1,) * (count + 1), ("x",) * (count + 1)) for count in counts]
+    rounds = [
+        RoundRecord((1,) * 4, ("x",) * 4, (1,) * count, (1,) * (count + 1), ("x",) * (count + 1))
+        for count in counts
+    ]
     record = replace(PROMPT, id=f"prompt-{index}", rounds=tuple(rounds))
     assert prompt_sums([record])["num_accepted_tokens"] == accepted
     return record

@@ -20,13 +20,24 @@ def test_every_part_of_training_and_decoding_runs(tmp_path: Path) -> None:
     results = json.loads(path.read_text())
     assert list(results) == parts
     assert results["train"]["tokens_per_second"] > 0 and len(results["train"]["kernels"]) == 40
-    assert set(results["train"]["parts_ms"]) == {"target", "unroll and loss", "backward", "optimizer"}
-    losses = {name: found["loss"] for name, found in results["variants"].items() if isinstance(found, dict)}
+    assert set(results["train"]["parts_ms"]) == {
+        "target",
+        "unroll and loss",
+        "backward",
+        "optimizer",
+    }
+    losses = {
+        name: found["loss"]
+        for name, found in results["variants"].items()
+        if isinstance(found, dict)
+    }
     assert losses["compiled"] == pytest.approx(losses["plain"], rel=1e-3)
     assert "16 tokens" in gpu.page([path]) and "| decoding |" in gpu.page([path])
 
 
-def test_a_part_that_fails_is_named_and_survived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_fails_is_named_and_survived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(shape: Any) -> dict[str, Any]:
         raise RuntimeError("no such kernel")
 
@@ -35,4 +46,7 @@ def test_a_part_that_fails_is_named_and_survived(tmp_path: Path, monkeypatch: py
     assert gpu.main(options) == ExitCode.CHECK_FAILED
     (path,) = tmp_path.glob("*.json")
     results = json.loads(path.read_text())
-    assert results["shapes"]["failed"] == "RuntimeError: no such kernel" and results["ceilings"]["copy_gb_per_second"] >= 0
+    assert (
+        results["shapes"]["failed"] == "RuntimeError: no such kernel"
+        and results["ceilings"]["copy_gb_per_second"] >= 0
+    )

@@ -20,7 +20,9 @@ def test_the_second(): assert larger(1, 2) == 2
 """
 
 
-def test_a_mutation_is_caught_by_a_quick_test_or_survives(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_mutation_is_caught_by_a_quick_test_or_survives(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
     (tmp_path / "library.py").write_text(LIBRARY)
     (tmp_path / "test_library.py").write_text(TESTS)
@@ -44,7 +46,9 @@ def test_a_mutation_is_caught_by_a_quick_test_or_survives(tmp_path: Path, capfd:
         "ends the process": (None, 3),
         "of another day": (None, 1),
     }
-    assert str(found["ends the process"]).startswith("ends the process: NOT TRIED, its process ended with exit code 3")
+    assert str(found["ends the process"]).startswith(
+        "ends the process: NOT TRIED, its process ended with exit code 3"
+    )
     assert "library.py holds its old text 0 times" in capfd.readouterr().err
     assert (tmp_path / "library.py").read_text() == LIBRARY
 
@@ -54,4 +58,6 @@ def test_every_mutation_of_the_list_can_be_applied() -> None:
     assert len({mutant.id for mutant in mutants}) == len(mutants)
     for mutant in mutants:
         assert (ROOT / mutant.file).read_text(encoding="utf-8").count(mutant.old) == 1, mutant.id
-        assert mutant.old != mutant.new and all((ROOT / test).exists() for test in mutant.tests), mutant.id
+        assert mutant.old != mutant.new and all((ROOT / test).exists() for test in mutant.tests), (
+            mutant.id
+        )

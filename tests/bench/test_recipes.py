@@ -19,7 +19,10 @@ def test_every_recipe_of_a_published_target_has_a_record():
 @pytest.mark.parametrize("name", RECORD)
 def test_the_record_is_of_the_recipe_as_it_stands_and_its_header_says_so(name: str):
     assert recipes.settings(name) == RECORD[name]["of"]
-    assert recipes.line(RECORD[name]) in (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    assert (
+        recipes.line(RECORD[name])
+        in (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    )
 
 
 @pytest.mark.parametrize("name", RECORD)
@@ -34,6 +37,8 @@ def test_the_page_shows_the_record():
 
 
 @pytest.mark.long  # targets of up to 70B parameters on the meta device
-@pytest.mark.parametrize("name", ["llama-3.1-8b/eagle3", "qwen3-30b-a3b/eagle3", "llama-3.3-70b/draft"])
+@pytest.mark.parametrize(
+    "name", ["llama-3.1-8b/eagle3", "qwen3-30b-a3b/eagle3", "llama-3.3-70b/draft"]
+)
 def test_it_is_computed_alike(name: str):
     assert recipes.need(name) == RECORD[name]

@@ -26,17 +26,27 @@ from tests.loopback_hub import loopback_hub
 from tests.refusals import refused
 
 MINUTES = 20  # at most, on a machine that is busy
-BFLOAT16 = fast_dtype(torch.device("cpu")) == torch.bfloat16  # a core without its instructions takes half an hour for it
+BFLOAT16 = (
+    fast_dtype(torch.device("cpu")) == torch.bfloat16
+)  # a core without its instructions takes half an hour for it
 DTYPE = "bfloat16" if BFLOAT16 else "float32"
 pytestmark = pytest.mark.xdist_group("smollm2")  # which share what was made
 
 
-def make(folder: Path, data: Path, *arguments: str, script: str = "smollm2") -> subprocess.CompletedProcess[str]:
+def make(
+    folder: Path, data: Path, *arguments: str, script: str = "smollm2"
+) -> subprocess.CompletedProcess[str]:
     """`make smollm2`, or another, in a folder of its own."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "SPECDISTILL_TEST_DATA": str(data)}
     command = [sys.executable, "-m", f"bench.{script}", "small=true", *arguments]
     return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60 * MINUTES, check=False
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60 * MINUTES,
+        check=False,
     )
 
 
@@ -69,23 +79,35 @@ def test_the_line_from_the_package_to_the_verdict(made: MadeRun, shared_data: Pa
 
     # The target is the GGUF file's, in bfloat16, with its chat template
     config = json.loads((folder / "target" / "config.json").read_text())
-    assert (config["num_hidden_layers"], config["hidden_size"], config["dtype"]) == (30, 576, "bfloat16")
+    assert (config["num_hidden_layers"], config["hidden_size"], config["dtype"]) == (
+        30,
+        576,
+        "bfloat16",
+    )
     assert "<|im_start|>" in (folder / "target" / "chat_template.jinja").read_text()
 
     # The head, the lookup and the head behind it in one paired run, lossless, each suite a category
     compared = folder / "small"
     comparison = json.loads((compared / "comparison.json").read_text())
     head, lookup, chain = (each["report"] for each in comparison["candidates"])
-    assert [report["draft"]["method"] for report in (head, lookup, chain)] == ["eagle3", "ngram", "eagle3"]
+    assert [report["draft"]["method"] for report in (head, lookup, chain)] == [
+        "eagle3",
+        "ngram",
+        "eagle3",
+    ]
     assert chain["draft"]["model"] == head["draft"]["model"]
     assert "draft_tokens" in chain["settings"]["drafting"]["lookup_first"]
     for report in (head, lookup, chain):
         validate(report)
         assert {row["category"] for row in report["results"]} == {"all", *smollm2.MEASURED_ON}
-        assert report["target"]["dtype"] == DTYPE and not report["lossless"]["unexplained_divergences"]
+        assert (
+            report["target"]["dtype"] == DTYPE and not report["lossless"]["unexplained_divergences"]
+        )
         assert report["results"][0]["temperature"] == 0
     sampled = json.loads((compared / "sampled" / "comparison.json").read_text())
-    assert [each["report"]["settings"]["temperature"] for each in sampled["candidates"]] == [1.0] * 3
+    assert [each["report"]["settings"]["temperature"] for each in sampled["candidates"]] == [
+        1.0
+    ] * 3
 
     # A verdict on what is released: the chain behind a lookup
     released, _ = read_report(made.folder / Path(chain["draft"]["model"]).parent / "report")
@@ -102,7 +124,13 @@ def test_the_line_from_the_package_to_the_verdict(made: MadeRun, shared_data: Pa
 @pytest.mark.timeout(60 * MINUTES)
 def test_methods_are_compared_on_equal_data(made: MadeRun, shared_data: Path) -> None:
     # Ten steps by tokens as by minutes, trained once.
-    options = ["recipes=[eagle3,early_exit]", "longer=[early_exit]", "steps=10", "minutes=0.02", "longer_steps=8"]
+    options = [
+        "recipes=[eagle3,early_exit]",
+        "longer=[early_exit]",
+        "steps=10",
+        "minutes=0.02",
+        "longer_steps=8",
+    ]
     few = ["num_prompts=4", "max_new_tokens=6"]
     done = make(made.folder, shared_data, *made.keys, *options, *few, script="smollm2_methods")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -113,12 +141,26 @@ def test_methods_are_compared_on_equal_data(made: MadeRun, shared_data: Path) ->
         comparison = json.loads((folder / "minutes" / way / "comparison.json").read_text())
         for report in (each["report"] for each in comparison["candidates"]):
             validate(report)
-            assert (report["settings"]["temperature"], report["settings"]["batch_size"]) == (temperature, batch_size)
-            assert report["lossless"]["greedy_identical"] or not report["lossless"]["unexplained_divergences"]
+            assert (report["settings"]["temperature"], report["settings"]["batch_size"]) == (
+                temperature,
+                batch_size,
+            )
+            assert (
+                report["lossless"]["greedy_identical"]
+                or not report["lossless"]["unexplained_divergences"]
+            )
         names[way] = [each["name"] for each in comparison["candidates"]]
-    assert [len(each) for each in names.values()] == [7, 4]  # an early exit drafts chains, for one request at a time
+    assert [len(each) for each in names.values()] == [
+        7,
+        4,
+    ]  # an early exit drafts chains, for one request at a time
     shown = done.stdout[done.stdout.index("| drafts by |") :]
-    for line in ("| `ngram+early_exit` | 10 |", "| `eagle3`, a tree |", "| `suffix` | – |", "| `early_exit` | 8 |"):
+    for line in (
+        "| `ngram+early_exit` | 10 |",
+        "| `eagle3`, a tree |",
+        "| `suffix` | – |",
+        "| `early_exit` | 8 |",
+    ):
         assert line in shown, shown
 
 
@@ -140,12 +182,16 @@ specdistill() {
 
 @pytest.mark.long  # as above
 @pytest.mark.timeout(60 * MINUTES)
-def test_the_page_leads_from_the_run_to_the_hub_and_to_an_engine(made: MadeRun, shared_data: Path, tmp_path: Path) -> None:
+def test_the_page_leads_from_the_run_to_the_hub_and_to_an_engine(
+    made: MadeRun, shared_data: Path, tmp_path: Path
+) -> None:
     lines = [line.command for line in shell_lines(smollm2.PAGE)]
     begin = next(number for number, line in enumerate(lines) if line.startswith("specdistill eval"))
     # The page is about the whole run; small ones are in a folder of their own.
     *typed, serve = (
-        line.replace("runs/smollm2/eagle3", "runs/smollm2/small/eagle3").replace("dtype=bfloat16", f"dtype={DTYPE}")
+        line.replace("runs/smollm2/eagle3", "runs/smollm2/small/eagle3").replace(
+            "dtype=bfloat16", f"dtype={DTYPE}"
+        )
         for line in lines[begin:]
     )
     with loopback_hub(tmp_path / "hub", "xet") as hub:
@@ -155,9 +201,13 @@ def test_the_page_leads_from_the_run_to_the_hub_and_to_an_engine(made: MadeRun, 
             "SPECDISTILL_TEST_DATA": str(shared_data),
         }
         command = ["bash", "-c", "\n".join([TYPED, *typed])]
-        done = subprocess.run(command, cwd=made.folder, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=made.folder, env=environment, capture_output=True, text=True, check=False
+        )
         codes = (made.folder / "codes.txt").read_text().splitlines()
-        assert codes == ["eval 1", "publish 0", "acquire 0", codes[3], "eval 1", "export 0"], done.stdout + done.stderr
+        assert codes == ["eval 1", "publish 0", "acquire 0", codes[3], "eval 1", "export 0"], (
+            done.stdout + done.stderr
+        )
         assert codes[3] in ("doctor 0", "doctor 1")
         assert hub.tags("org/smollm2-eagle3").keys() == {"v1"}
         card = hub.files("org/smollm2-eagle3", "v1")["README.md"].read_text()
@@ -165,15 +215,27 @@ def test_the_page_leads_from_the_run_to_the_hub_and_to_an_engine(made: MadeRun, 
     # Nothing but its gate speaks against the release, and that its sampling was not tested; the card says that, too
     said = (made.folder / "refused.txt").read_text().splitlines()
     for line in (line for line in said if line.startswith("refused: ")):
-        assert line.startswith(("refused: gate failed: ", "refused: gate inconclusive: ")) or "sampling_test" in line, line
+        assert (
+            line.startswith(("refused: gate failed: ", "refused: gate inconclusive: "))
+            or "sampling_test" in line
+        ), line
     assert "it shows how" in card and "license: apache-2.0" in card
 
     # What was fetched drafts as it did before it was published, with the K and the lookup of the page
     runs = made.folder / smollm2.FOLDER
     before, after = (read_report(runs / name) for name in ("small/eagle3/report", "fetched"))
-    assert before[0]["settings"]["num_speculative_tokens"] == after[0]["settings"]["num_speculative_tokens"] == 14
-    assert before[0]["settings"]["drafting"]["lookup_first"] == after[0]["settings"]["drafting"]["lookup_first"]
-    assert [(record.id, record.text) for record in before[1]] == [(record.id, record.text) for record in after[1]]
+    assert (
+        before[0]["settings"]["num_speculative_tokens"]
+        == after[0]["settings"]["num_speculative_tokens"]
+        == 14
+    )
+    assert (
+        before[0]["settings"]["drafting"]["lookup_first"]
+        == after[0]["settings"]["drafting"]["lookup_first"]
+    )
+    assert [(record.id, record.text) for record in before[1]] == [
+        (record.id, record.text) for record in after[1]
+    ]
     assert [[len(entry.accepted) for entry in record.rounds] for record in before[1]] == [
         [len(entry.accepted) for entry in record.rounds] for record in after[1]
     ]
@@ -193,14 +255,18 @@ def test_prompts_that_choose_k_are_not_measured_on(
     monkeypatch.setenv("SPECDISTILL_TEST_DATA", str(shared_data))
     smollm2.at_hand.cache_clear()
     smollm2.write_suites()
-    suites = {name: load_suite(f"runs/smollm2/suites/{name}.yaml") for name in ("smollm2", "smollm2-dev")}
+    suites = {
+        name: load_suite(f"runs/smollm2/suites/{name}.yaml") for name in ("smollm2", "smollm2-dev")
+    }
     measured, chosen = ({row.id for row in suite.rows} for suite in suites.values())
     assert not measured & chosen and len(measured | chosen) == 80 + 1319 + 164
     for suite in suites.values():
         assert {row.category for row in suite.rows} == set(smollm2.MEASURED_ON)
 
 
-def test_a_file_that_neither_folder_nor_network_has_is_said(in_empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_neither_folder_nor_network_has_is_said(
+    in_empty_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SPECDISTILL_TEST_DATA", str(in_empty_folder))
     smollm2.at_hand.cache_clear()
     source = smollm2.Source("http://127.0.0.1:9/prompts.jsonl", "0" * 64)
@@ -210,7 +276,11 @@ def test_a_file_that_neither_folder_nor_network_has_is_said(in_empty_folder: Pat
     (in_empty_folder / "prompts" / "any").write_bytes(b"{}")
     smollm2.at_hand.cache_clear()
     found = smollm2.Source(source.url, smollm2.digest(b"{}"))
-    assert smollm2.fetch(Path("data/prompts.jsonl"), found) == b"{}" == Path("data/prompts.jsonl").read_bytes()
+    assert (
+        smollm2.fetch(Path("data/prompts.jsonl"), found)
+        == b"{}"
+        == Path("data/prompts.jsonl").read_bytes()
+    )
 
 
 def test_a_training_is_not_overwritten_by_another(in_empty_folder: Path) -> None:
@@ -223,12 +293,21 @@ def test_a_training_is_not_overwritten_by_another(in_empty_folder: Path) -> None
 
 def test_other_steps_keep_the_share_of_warmup_and_are_evaluated_equally_often() -> None:
     whole: Any = load_recipe(Recipe, ["recipe=smollm2/eagle3"])
-    part: Any = load_recipe(Recipe, ["recipe=smollm2/eagle3", *smollm2_methods.of_steps(whole, 190, 2)])
-    assert part.train == whole.train | {"max_steps": 190, "warmup_steps": 4, "eval_steps": 95, "save_steps": 95}
+    part: Any = load_recipe(
+        Recipe, ["recipe=smollm2/eagle3", *smollm2_methods.of_steps(whole, 190, 2)]
+    )
+    assert part.train == whole.train | {
+        "max_steps": 190,
+        "warmup_steps": 4,
+        "eval_steps": 95,
+        "save_steps": 95,
+    }
 
 
 def test_recipes_share_data_and_say_so_where_they_do_not() -> None:
-    recipes = {name: load_recipe(Recipe, [f"recipe=smollm2/{name}"]) for name in smollm2_methods.SECONDS}
+    recipes = {
+        name: load_recipe(Recipe, [f"recipe=smollm2/{name}"]) for name in smollm2_methods.SECONDS
+    }
     smollm2_methods.check_same_data(recipes)
     recipes["mtp"] = load_recipe(Recipe, ["recipe=smollm2/mtp", "data.max_length=64"])
     with refused("data.max_length", "64 in smollm2/mtp and 384 in smollm2/eagle3"):

@@ -45,16 +45,33 @@ def test_drafts_are_those_of_the_comparison_with_their_k(head: Path) -> None:
     with refused("drafts"):
         chosen(Options())
     candidates = [
-        {"name": name, "report": {"draft": {"model": model}, "settings": {"num_speculative_tokens": k}}}
-        for name, model, k in (("draft", str(head), 2), ("ngram", None, 4), ("ngram+draft", str(head), 4))
+        {
+            "name": name,
+            "report": {"draft": {"model": model}, "settings": {"num_speculative_tokens": k}},
+        }
+        for name, model, k in (
+            ("draft", str(head), 2),
+            ("ngram", None, 4),
+            ("ngram+draft", str(head), 4),
+        )
     ]
     lookup = {"method": "ngram", "min": 2, "max": 5, "draft_tokens": 2}
     candidates[-1]["report"]["settings"]["drafting"] = {"lookup_first": lookup}
-    Path("runs/smollm2/comparison.json").write_text(json.dumps({"candidates": candidates}), encoding="utf-8")
+    Path("runs/smollm2/comparison.json").write_text(
+        json.dumps({"candidates": candidates}), encoding="utf-8"
+    )
     alone, behind = chosen(Options())
-    assert (alone, behind) == (Draft(head, "eagle3", 2), Draft(head, "eagle3", 4, LookupFirstConfig(**lookup)))
-    assert "2 behind n-gram lookup of 2 to 5" in behind.name and "of 3 to 3" in behind.of_llama_cpp.name
-    assert chosen(Options(drafts=[str(head)], num_speculative_tokens=[5])) == [Draft(head, "eagle3", 5)]
+    assert (alone, behind) == (
+        Draft(head, "eagle3", 2),
+        Draft(head, "eagle3", 4, LookupFirstConfig(**lookup)),
+    )
+    assert (
+        "2 behind n-gram lookup of 2 to 5" in behind.name
+        and "of 3 to 3" in behind.of_llama_cpp.name
+    )
+    assert chosen(Options(drafts=[str(head)], num_speculative_tokens=[5])) == [
+        Draft(head, "eagle3", 5)
+    ]
     with refused("num_speculative_tokens", "[] for 1"):
         chosen(Options(drafts=[str(head)]))
 

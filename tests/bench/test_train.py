@@ -38,11 +38,19 @@ def test_the_plain_forms_have_the_same_loss(places: tuple[Path, Path]) -> None:
         ours, plain = (each["trainers"][name] for name in ("ours", "plain"))
         assert ours["loss"] == pytest.approx(plain["loss"], rel=1e-5) and ours["loss"] > 0.1
         assert min(ours[part] for part in ("forward", "backward", "peak", "tokens_per_second")) > 0
-    assert [(each["rows"], each["length"]) for each in found["step"]["layouts"]] == [(1, 64), (4, 16)]
+    assert [(each["rows"], each["length"]) for each in found["step"]["layouts"]] == [
+        (1, 64),
+        (4, 16),
+    ]
     shown = page.read_text(encoding="utf-8")
-    assert shown.startswith("before\n<!-- train -->\n### An EAGLE-3 head's step") and shown.endswith("<!-- /train -->\nafter\n")
+    assert shown.startswith(
+        "before\n<!-- train -->\n### An EAGLE-3 head's step"
+    ) and shown.endswith("<!-- /train -->\nafter\n")
     assert shown.count("| plain form |") == 5 and shown.count("| 4 × 16 | ours |") == 2
-    assert "64 tokens, 3 steps of the unroll; the draft's head is frozen." in shown and "### A DFlash drafter's step" in shown
+    assert (
+        "64 tokens, 3 steps of the unroll; the draft's head is frozen." in shown
+        and "### A DFlash drafter's step" in shown
+    )
 
 
 def test_a_ratio_is_of_all_rounds_without_the_first_and_shown() -> None:
@@ -50,21 +58,36 @@ def test_a_ratio_is_of_all_rounds_without_the_first_and_shown() -> None:
         parts = {"forward": 0.5, "backward": 0.4, "optimizer": 0.1, "loss": 1.0, "peak": peak}
         return [{"seconds": each, **parts} for each in seconds]
 
-    steps = {"ours": taken(50.0, 1.0, 2.0, 1.0, peak=300), "plain": taken(1.0, 4.0, 4.0, 4.0, peak=1000)}
+    steps = {
+        "ours": taken(50.0, 1.0, 2.0, 1.0, peak=300),
+        "plain": taken(1.0, 4.0, 4.0, 4.0, peak=1000),
+    }
     found = bench.summary(steps, num_tokens=100)
     assert found["trainers"]["ours"]["tokens_per_second"] == 100
     ratio = found["ratios"]["plain"]
     assert ratio["speed"] == pytest.approx(3.0) and ratio["memory"] == 0.3
     low, high = ratio["speed_ci95"]
     assert 2.0 <= low < 3.0 < high <= 4.0
-    shape = {"hidden_size": 64, "vocab_size": 1200, "num_tokens": 100, "block_size": 4, "num_anchors": 16}
+    shape = {
+        "hidden_size": 64,
+        "vocab_size": 1200,
+        "num_tokens": 100,
+        "block_size": 4,
+        "num_anchors": 16,
+    }
     machine = {"cpu": "a CPU", "threads": 2, "bf16": False, "torch": "2"}
-    shown = bench.page({"block": {**shape, **machine, "layouts": [{"rows": 2, "length": 50, **found}]}})
-    assert "64, a vocabulary of 1,200, 100 tokens, 16 blocks of 4; the draft has five layers" in shown
+    shown = bench.page(
+        {"block": {**shape, **machine, "layouts": [{"rows": 2, "length": 50, **found}]}}
+    )
+    assert (
+        "64, a vocabulary of 1,200, 100 tokens, 16 blocks of 4; the draft has five layers" in shown
+    )
     assert "| 2 × 50 | plain form | 25 | 500, 400, 100 | 1.0 KiB | 3.00× (" in shown
 
 
-def test_what_cannot_be_measured_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_measured_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with refused("row_lengths", 48):
         bench.step(bench.Options(**{**TINY, "row_lengths": [48]}))
     for uneven in ({"num_anchors": 6}, {"block_size": 14}):

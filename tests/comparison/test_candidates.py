@@ -44,10 +44,20 @@ def other(source: Path, folder: Path) -> Path:
 
 def test_each_kind_is_recognised(runs: Path) -> None:
     found = find_candidates(
-        [str(runs / "eagle" / "draft"), "ngram", str(runs / "eagle3" / "draft"), str(runs / "model" / "draft")]
+        [
+            str(runs / "eagle" / "draft"),
+            "ngram",
+            str(runs / "eagle3" / "draft"),
+            str(runs / "model" / "draft"),
+        ]
     )
     assert [candidate.method for candidate in found] == ["eagle", "ngram", "eagle3", "draft_model"]
-    assert [candidate.name for candidate in found] == ["eagle-draft", "ngram", "eagle3-draft", "model-draft"]
+    assert [candidate.name for candidate in found] == [
+        "eagle-draft",
+        "ngram",
+        "eagle3-draft",
+        "model-draft",
+    ]
     assert (found[1].draft, found[1].folder) == (None, None)
     draft = runs / "eagle" / "draft"
     assert (found[0].draft, found[0].folder) == (str(draft), draft)
@@ -57,7 +67,11 @@ def test_a_lookup_may_stand_in_front_of_a_draft(runs: Path) -> None:
     draft, lookup = str(runs / "eagle3" / "draft"), LookupFirstConfig()
     alone, together = find_candidates([draft, draft], [None, lookup])
     assert (alone.name, together.name) == ("draft", "ngram+draft")
-    assert (together.draft, together.folder, together.method) == (draft, runs / "eagle3" / "draft", "eagle3")
+    assert (together.draft, together.folder, together.method) == (
+        draft,
+        runs / "eagle3" / "draft",
+        "eagle3",
+    )
     with refused("drafts", f"{draft} and {draft}"):
         find_candidates([draft, draft], [lookup, LookupFirstConfig()])
     with refused("lookup_first_each", "a lookup in front of ngram"):
@@ -67,7 +81,9 @@ def test_a_lookup_may_stand_in_front_of_a_draft(runs: Path) -> None:
 def test_tensors_decide_not_what_the_config_calls_itself(runs: Path, tmp_path: Path) -> None:
     folder = other(runs / "eagle3" / "draft", tmp_path / "named")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
+    (folder / "config.json").write_text(
+        json.dumps(config | {"architectures": ["LlamaForCausalLM"]})
+    )
     assert method_of(folder) == "eagle3"
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
@@ -97,9 +113,14 @@ def test_what_is_no_draft_is_named(runs: Path, tmp_path: Path, change, fact: str
     assert caught.value.key == "drafts" and fact in caught.value.got
 
 
-def test_names_are_as_long_as_tells_them_apart(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_are_as_long_as_tells_them_apart(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = runs / "model" / "draft"
-    one, two = other(source, tmp_path / "x" / "run" / "draft"), other(source, tmp_path / "y" / "run" / "draft")
+    one, two = (
+        other(source, tmp_path / "x" / "run" / "draft"),
+        other(source, tmp_path / "y" / "run" / "draft"),
+    )
     alone = other(source, tmp_path / "x" / "run" / "best")
     assert names(one, alone, "ngram") == ["draft", "best", "ngram"]
     assert names(one, two, alone) == ["x-run-draft", "y-run-draft", "best"]
@@ -111,7 +132,10 @@ def test_names_are_as_long_as_tells_them_apart(runs: Path, tmp_path: Path, monke
 
 def test_names_are_folders_so_case_does_not_tell_them_apart(runs: Path, tmp_path: Path) -> None:
     source = runs / "model" / "draft"
-    one, two = other(source, tmp_path / "run" / "a" / "Draft"), other(source, tmp_path / "run" / "b" / "draft")
+    one, two = (
+        other(source, tmp_path / "run" / "a" / "Draft"),
+        other(source, tmp_path / "run" / "b" / "draft"),
+    )
     assert names(one, two) == ["a-Draft", "b-draft"]
     paths = [Path("p") / "q-s", Path("p-q") / "s", Path("x") / "q-s", Path("y") / "s"]
     one, two, *others = (other(source, tmp_path / path) for path in paths)
@@ -131,8 +155,16 @@ def test_the_same_draft_twice_is_refused(runs: Path, tmp_path: Path) -> None:
 
 def test_a_draft_is_compared_with_itself_in_another_shape(runs: Path) -> None:
     draft, lookup = str(runs / "eagle3" / "draft"), LookupFirstConfig()
-    found = find_candidates([draft, "ngram", draft, draft, draft], [None, None, lookup, None, lookup], [1, 1, 1, 2, 2])
-    assert [each.name for each in found] == ["draft", "ngram", "ngram+draft", "draft-2", "ngram+draft-2"]
+    found = find_candidates(
+        [draft, "ngram", draft, draft, draft], [None, None, lookup, None, lookup], [1, 1, 1, 2, 2]
+    )
+    assert [each.name for each in found] == [
+        "draft",
+        "ngram",
+        "ngram+draft",
+        "draft-2",
+        "ngram+draft-2",
+    ]
     with refused("drafts", f"{draft} and {draft}"):
         find_candidates([draft, draft, draft], [None] * 3, [1, 2, 1])
 
@@ -161,7 +193,9 @@ def test_revisions_of_one_hub_id_are_candidates_of_their_own(runs: Path) -> None
         shutil.rmtree(cached)
     assert [candidate.name for candidate in found] == ["head@v1", "head@refs-pr-2"]
     assert [candidate.draft for candidate in found] == ["someone/head@v1", "someone/head@refs/pr/2"]
-    assert [candidate.folder and candidate.folder.name for candidate in found] == list(commits.values())
+    assert [candidate.folder and candidate.folder.name for candidate in found] == list(
+        commits.values()
+    )
 
 
 def test_a_hub_that_cannot_be_reached_is_not_the_users_mistake() -> None:

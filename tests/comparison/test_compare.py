@@ -33,7 +33,9 @@ def candidates() -> list[Measured]:
     return [
         simulated_candidate("poor", conditional=POOR),
         simulated_candidate("best", conditional=GOOD, training=TRAINING),
-        simulated_candidate("dear", conditional=GOOD, draft_step=3 * DRAFT_STEP, parameters=1_230_000),
+        simulated_candidate(
+            "dear", conditional=GOOD, draft_step=3 * DRAFT_STEP, parameters=1_230_000
+        ),
     ]
 
 
@@ -53,9 +55,15 @@ def sentences(comparison: dict[str, Any], topic: str) -> list[str]:
 # The document
 
 
-def test_the_fastest_comes_first_and_the_order_of_the_candidates_stays(comparison: dict[str, Any]) -> None:
+def test_the_fastest_comes_first_and_the_order_of_the_candidates_stays(
+    comparison: dict[str, Any],
+) -> None:
     assert [candidate["name"] for candidate in comparison["candidates"]] == ["poor", "best", "dear"]
-    assert [(entry["rank"], entry["name"]) for entry in comparison["ranking"]] == [(1, "best"), (2, "poor"), (3, "dear")]
+    assert [(entry["rank"], entry["name"]) for entry in comparison["ranking"]] == [
+        (1, "best"),
+        (2, "poor"),
+        (3, "dear"),
+    ]
     speedups = [entry["speedup"] for entry in comparison["ranking"]]
     assert speedups == sorted(speedups, reverse=True)
     assert [entry["separable_from_best"] for entry in comparison["ranking"]] == [None, True, True]
@@ -85,7 +93,10 @@ def test_two_measurements_of_one_draft_are_not_separable(candidates: list[Measur
 
 
 def test_one_prompt_separates_nothing() -> None:
-    pair = [simulated_candidate(name, conditional=rates, num_prompts=1) for name, rates in (("a", GOOD), ("b", POOR))]
+    pair = [
+        simulated_candidate(name, conditional=rates, num_prompts=1)
+        for name, rates in (("a", GOOD), ("b", POOR))
+    ]
     second = compare(pair)["ranking"][1]
     assert second["difference_to_best"]["speedup"]["ci95"] is None
     assert second["separable_from_best"] is False
@@ -93,7 +104,13 @@ def test_one_prompt_separates_nothing() -> None:
 
 def test_an_interval_is_separable_when_it_leaves_out_zero() -> None:
     intervals = [[-0.2, -0.1], [0.1, 0.2], [-0.1, 0.1], [0.0, 0.2], None]
-    assert [is_separable({"change": 0.1, "ci95": ends}) for ends in intervals] == [True, True, False, False, False]
+    assert [is_separable({"change": 0.1, "ci95": ends}) for ends in intervals] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
     assert not is_separable(None)
 
 
@@ -106,7 +123,9 @@ def by_hand() -> PromptRecord:
     def of(drafted: int, accepted: int) -> RoundRecord:
         tokens = tuple(range(drafted))
         emitted = tuple(range(accepted + 1))
-        return RoundRecord(tokens, ("x",) * drafted, tokens[:accepted], emitted, ("x",) * len(emitted))
+        return RoundRecord(
+            tokens, ("x",) * drafted, tokens[:accepted], emitted, ("x",) * len(emitted)
+        )
 
     record = simulated_candidate("x", num_prompts=1).records[0]
     return replace(
@@ -121,7 +140,9 @@ def by_hand() -> PromptRecord:
 def test_the_parts_of_three_rounds_by_hand() -> None:
     measured = simulated_candidate("x", num_prompts=2)
     record = by_hand()
-    pair = [replace(measured, name=name, records=[record, replace(record, id="other")]) for name in "ab"]
+    pair = [
+        replace(measured, name=name, records=[record, replace(record, id="other")]) for name in "ab"
+    ]
     parts = compare(pair)["ranking"][0]["parts"]
     assert parts == pytest.approx(
         {
@@ -168,16 +189,30 @@ def told(others: Sequence[Measured], topic: str, best: Measured) -> str:
     return " ".join(sentences(compare([best, *others]), topic))
 
 
-def test_less_acceptance_is_named_as_the_cause(candidates: list[Measured], comparison: dict[str, Any]) -> None:
+def test_less_acceptance_is_named_as_the_cause(
+    candidates: list[Measured], comparison: dict[str, Any]
+) -> None:
     gap, cause = sentences(comparison, "gap")[0], sentences(comparison, "cause")[0]
-    assert gap.startswith("poor is ") and "from acceptance" in gap and "fewer tokens" in gap and "costs" not in gap
+    assert (
+        gap.startswith("poor is ")
+        and "from acceptance" in gap
+        and "fewer tokens" in gap
+        and "costs" not in gap
+    )
     assert "accepts less" in cause and "first position" in cause and "draft token" not in cause
-    assert "short drafts 2.0 tokens" in told([simulated_candidate("short", conditional=GOOD[:2])], "cause", candidates[1])
+    assert "short drafts 2.0 tokens" in told(
+        [simulated_candidate("short", conditional=GOOD[:2])], "cause", candidates[1]
+    )
 
 
 def test_a_costlier_step_is_named_as_the_cause(comparison: dict[str, Any]) -> None:
     gap, cause = sentences(comparison, "gap")[1], sentences(comparison, "cause")[1]
-    assert gap.startswith("dear is ") and "from cost" in gap and "tokens" not in gap and "accepts" not in cause
+    assert (
+        gap.startswith("dear is ")
+        and "from cost" in gap
+        and "tokens" not in gap
+        and "accepts" not in cause
+    )
     assert "0.360 plain steps against 0.120" in cause and "Size" not in cause
 
 
@@ -190,15 +225,22 @@ def test_a_costlier_step_is_named_as_the_cause(comparison: dict[str, Any]) -> No
         ((0.8, 0.8, 0.75, 0.7), 4, "cost"),  # it accepts more
     ],
 )
-def test_both_causes_are_weighed(candidates: list[Measured], rates: tuple[float, ...], step: float, source: str) -> None:
+def test_both_causes_are_weighed(
+    candidates: list[Measured], rates: tuple[float, ...], step: float, source: str
+) -> None:
     other = simulated_candidate("other", conditional=rates, draft_step=step * DRAFT_STEP)
     gap = told([other], "gap", candidates[1])
     assert f" mainly from {source}: " in gap and "tokens" in gap and "costs" in gap
     assert ("accepts more" in told([other], "cause", candidates[1])) == (rates > GOOD)
 
 
-@pytest.mark.parametrize(("parameters", "surprises"), [(0, True), (99_000, True), (2_340_000_000, False), (410_000, False)])
-def test_a_step_that_size_does_not_explain(candidates: list[Measured], parameters: int, surprises: bool) -> None:
+@pytest.mark.parametrize(
+    ("parameters", "surprises"),
+    [(0, True), (99_000, True), (2_340_000_000, False), (410_000, False)],
+)
+def test_a_step_that_size_does_not_explain(
+    candidates: list[Measured], parameters: int, surprises: bool
+) -> None:
     other = simulated_candidate("other", draft_step=3 * DRAFT_STEP, parameters=parameters)
     expected = f"Size is not the reason: {parameters:,} parameters against 410,000."
     assert (expected in told([other], "cause", candidates[1])) == surprises
@@ -206,7 +248,9 @@ def test_a_step_that_size_does_not_explain(candidates: list[Measured], parameter
 
 def test_an_even_trade_is_called_one() -> None:
     """As many more tokens as the rounds cost more, so that the speed does not differ."""
-    short, long = (simulated_candidate("x", conditional=(rate,) * 4, noise=0.0) for rate in (0.5, 0.8))
+    short, long = (
+        simulated_candidate("x", conditional=(rate,) * 4, noise=0.0) for rate in (0.5, 0.8)
+    )
     tokens = [one.report["results"][0]["tokens_per_round"] for one in (short, long)]
     even = (tokens[1] / tokens[0] * (VERIFY_STEP + 4 * DRAFT_STEP) - VERIFY_STEP) / 4
     long = simulated_candidate("long", conditional=(0.8,) * 4, draft_step=even, noise=0.0)
@@ -229,7 +273,10 @@ def test_a_difference_that_does_not_reach_the_speed() -> None:
     assert "tokens" not in gap()
     differences["tokens_per_round"] = {"change": -0.03, "ci95": [-0.04, -0.02]}
     assert "3.0% fewer tokens" in gap() and "does not show in the speed" in gap()
-    differences["tokens_per_round"] = {"change": -0.003, "ci95": [-0.004, -0.002]}  # sure, but not worth a word
+    differences["tokens_per_round"] = {
+        "change": -0.003,
+        "ci95": [-0.004, -0.002],
+    }  # sure, but not worth a word
     assert "tokens" not in gap()
     differences["speedup"] = {"change": -0.02, "ci95": [-0.03, -0.01]}
     ranking[1]["separable_from_best"] = True
@@ -258,16 +305,32 @@ def test_a_duration_is_said_in_two_units(seconds: float | None, text: str) -> No
 
 def test_rounds_without_a_draft_are_told_beside_the_acceptance_length(candidates) -> None:
     row = candidates[0].report["results"][0]
-    report = {**candidates[0].report, "results": [{**row, "num_rounds": 2 * row["num_drafts"], "tokens_per_round": 1.234}]}
+    report = {
+        **candidates[0].report,
+        "results": [{**row, "num_rounds": 2 * row["num_drafts"], "tokens_per_round": 1.234}],
+    }
     comparison = compare([replace(candidates[0], report=report), candidates[1]])
-    lines = [line for line in to_markdown(comparison).partition("\n## ")[0].splitlines() if line.startswith("|")]
-    assert [" poor " in line for line in lines] == ["1.23 per round" in line for line in lines] == [False, False, False, True]
+    lines = [
+        line
+        for line in to_markdown(comparison).partition("\n## ")[0].splitlines()
+        if line.startswith("|")
+    ]
+    assert (
+        [" poor " in line for line in lines]
+        == ["1.23 per round" in line for line in lines]
+        == [False, False, False, True]
+    )
     assert "<small>1.23 per round</small>" in to_html(comparison)
-    assert " per round" not in "".join(line for line in to_markdown(compare(candidates)).splitlines() if line.startswith("|"))
+    assert " per round" not in "".join(
+        line for line in to_markdown(compare(candidates)).splitlines() if line.startswith("|")
+    )
 
 
 def test_a_chart_has_one_k_and_a_table_eight_columns_at_most() -> None:
-    drafts = [simulated_candidate(name, num_prompts=8, conditional=(0.7,) * k) for name, k in (("four", 4), ("two", 2))]
+    drafts = [
+        simulated_candidate(name, num_prompts=8, conditional=(0.7,) * k)
+        for name, k in (("four", 4), ("two", 2))
+    ]
     page = to_html(compare(drafts))
     for k, own, other in ((4, "four", "two"), (2, "two", "four")):
         for chart in re.findall(rf"<h3>[^<]*, K = {k}</h3>.*?</figure>", page, re.DOTALL):
@@ -278,7 +341,9 @@ def test_a_chart_has_one_k_and_a_table_eight_columns_at_most() -> None:
 
 
 def test_a_tie_has_no_winner(candidates, comparison) -> None:
-    assert headline(comparison) == "best is the fastest" and ">best is the fastest<" in to_html(comparison)
+    assert headline(comparison) == "best is the fastest" and ">best is the fastest<" in to_html(
+        comparison
+    )
     tied = edited(comparison, ("ranking", 1, "separable_from_best"), False)
     for page in (to_html(tied), to_markdown(tied)):
         assert "No clear winner" in page
@@ -295,8 +360,13 @@ def test_names_cannot_become_markup(candidates: list[Measured]) -> None:
     assert page.count("&lt;script&gt;alert(&#34;1&#34;)") >= 5
     assert 'href="%3Cscript%3E' in page
     assert "http" not in page and "url(" not in page and "@import" not in page
-    friendly, hostile = (Page(to_markdown(renamed(comparison, name))) for name in ("name", rendered.HOSTILE))
-    assert Page(markdown).elements == hostile.elements == friendly.elements and hostile.references == []
+    friendly, hostile = (
+        Page(to_markdown(renamed(comparison, name))) for name in ("name", rendered.HOSTILE)
+    )
+    assert (
+        Page(markdown).elements == hostile.elements == friendly.elements
+        and hostile.references == []
+    )
 
 
 def test_the_terminal_shows_whole_names(candidates, monkeypatch, capsys, tmp_path) -> None:

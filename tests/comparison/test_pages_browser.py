@@ -46,8 +46,14 @@ def page() -> str:
 def test_the_page_fits_and_does_not_complain(page: str, tmp_path, width: int, dark: bool) -> None:
     found = look(page, PROBE, tmp_path, width=width, dark=dark)
     assert (found["overflow"], found["clipped"], found["figures"]) == (False, [], 3)
-    assert found["links"] == [f"{name.replace('<', '%3C').replace('>', '%3E')}/report.html" for name in NAMES]
+    assert found["links"] == [
+        f"{name.replace('<', '%3C').replace('>', '%3E')}/report.html" for name in NAMES
+    ]
     assert found["dark"] is dark
-    colours = ("rgb(19, 21, 24)", "rgb(98, 207, 168)") if dark else ("rgb(255, 255, 255)", "rgb(11, 122, 91)")
+    colours = (
+        ("rgb(19, 21, 24)", "rgb(98, 207, 168)")
+        if dark
+        else ("rgb(255, 255, 255)", "rgb(11, 122, 91)")
+    )
     assert (found["paper"], found["ink"]) == colours
     assert found["scrolls"] == 0  # on a phone a row is a card

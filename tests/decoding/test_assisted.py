@@ -35,7 +35,9 @@ def keep_drafts(proposer: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[int
     kept: list[list[int]] = []
     as_it_is = proposer.propose
 
-    def propose(state: DecodingState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
+    def propose(
+        state: DecodingState, k: int, sampling: Sampling, generators: Generators
+    ) -> list[Proposal]:
         proposals: list[Proposal] = as_it_is(state, k, sampling, generators)
         if k == 4:
             kept.append(list(proposals[0].tokens))
@@ -50,14 +52,18 @@ def plain(target: FrozenTarget) -> list[int]:
     return written(target)
 
 
-@pytest.mark.parametrize("name", [name for name in (*SHAPES, *OTHERS) if "tree" not in name and "online" not in name])
+@pytest.mark.parametrize(
+    "name", [name for name in (*SHAPES, *OTHERS) if "tree" not in name and "online" not in name]
+)
 def test_drafts_and_greedy_text_are_those_of_this_decoder_and_of_generate(
     target: FrozenTarget, plain: list[int], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same drafts, round by round, up to the last ones, which are shorter: heads get the features that they read here."""
     here, there = proposer_of(name, target), proposer_of(name, target)
     drafted, drafted_there = keep_drafts(here, monkeypatch), keep_drafts(there, monkeypatch)
-    run = Decoder(target, here).generate(PROMPT[0].tolist(), max_new_tokens=30, num_speculative_tokens=4)
+    run = Decoder(target, here).generate(
+        PROMPT[0].tolist(), max_new_tokens=30, num_speculative_tokens=4
+    )
     assert written(target, there, max_new_tokens=30) == plain[:30] == list(run.token_ids)
     assert drafted_there == drafted[: len(drafted_there)]
     assert len(drafted) - len(drafted_there) <= 4 and any(drafted_there)
@@ -81,16 +87,29 @@ def test_nothing_is_drafted_past_the_limit(target: FrozenTarget, plain: list[int
 
 def test_a_draft_with_the_targets_distribution_is_accepted_in_full(target: FrozenTarget) -> None:
     torch.manual_seed(0)
-    sampled = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "max_new_tokens": 16}
+    sampled = {
+        "do_sample": True,
+        "temperature": 0.7,
+        "top_k": 20,
+        "top_p": 0.9,
+        "max_new_tokens": 16,
+    }
     assert widths(target, DraftModelProposer(target.model), **sampled) == [6, 5, 5, 5]
 
 
 @pytest.mark.parametrize("kind", ["windows", "deepseek_v3"])
 def test_targets_with_other_layers_keep_their_text(kind: str) -> None:
-    target = FrozenTarget(qwen(), tiny_tokenizer(), name=kind) if kind == "windows" else mtp_targets.tiny_target(kind)
+    target = (
+        FrozenTarget(qwen(), tiny_tokenizer(), name=kind)
+        if kind == "windows"
+        else mtp_targets.tiny_target(kind)
+    )
     target.model.generation_config.eos_token_id = []
     plain = written(target)
-    wrong = [token if index % 5 else (token + 1) % 200 for index, token in enumerate([*PROMPT[0].tolist(), *plain])]
+    wrong = [
+        token if index % 5 else (token + 1) % 200
+        for index, token in enumerate([*PROMPT[0].tolist(), *plain])
+    ]
     assert written(target, Oracle(wrong)) == plain
     assert written(target, proposer_of("eagle", target)) == plain
 
@@ -99,7 +118,9 @@ def test_text_ends_where_generate_ends_it(target: FrozenTarget, plain: list[int]
     oracle = Oracle([*PROMPT[0].tolist(), *plain])
     assert plain.index(plain[6]) == 6  # within what is drafted in the second round
     assert written(target, oracle, eos_token_id=plain[6]) == plain[:7]
-    assert [written(target, oracle, max_new_tokens=count) for count in (1, 2, 7)] == [plain[:count] for count in (1, 2, 7)]
+    assert [written(target, oracle, max_new_tokens=count) for count in (1, 2, 7)] == [
+        plain[:count] for count in (1, 2, 7)
+    ]
 
 
 class Drawing(ModelProposer):
@@ -118,16 +139,36 @@ def test_sampled_text_follows_the_targets_distribution(one_hot: bool) -> None:
     prompt, count = torch.tensor([[1, 2, 3]]), 200
     with torch.no_grad():
         texts = list(product(range(5), repeat=3))
-        logits = model(torch.cat((prompt.expand(125, -1), torch.tensor(texts)), dim=1)).logits[:, 2:5] / 0.7
-        expected = logits.log_softmax(-1).gather(-1, torch.tensor(texts)[..., None]).sum((1, 2)).exp().double()
+        logits = (
+            model(torch.cat((prompt.expand(125, -1), torch.tensor(texts)), dim=1)).logits[:, 2:5]
+            / 0.7
+        )
+        expected = (
+            logits.log_softmax(-1)
+            .gather(-1, torch.tensor(texts)[..., None])
+            .sum((1, 2))
+            .exp()
+            .double()
+        )
     draft: Any = Draft("any", Drawing(one_hot=one_hot), target)
     torch.manual_seed(0)
-    options: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_k": 0, "max_new_tokens": 4, "pad_token_id": 0}
-    found = Counter(tuple(model.generate(prompt, custom_generate=draft, **options)[0, 3:6].tolist()) for _ in range(count))
+    options: dict[str, Any] = {
+        "do_sample": True,
+        "temperature": 0.7,
+        "top_k": 0,
+        "max_new_tokens": 4,
+        "pad_token_id": 0,
+    }
+    found = Counter(
+        tuple(model.generate(prompt, custom_generate=draft, **options)[0, 3:6].tolist())
+        for _ in range(count)
+    )
     common = [index for index, share in enumerate(expected.tolist()) if share * count >= 5]
     observed = [found[texts[index]] for index in common]
     wanted = [share * count for share in expected[common].tolist()]
-    assert chisquare([*observed, count - sum(observed)], [*wanted, count - sum(wanted)]).pvalue > 0.01
+    assert (
+        chisquare([*observed, count - sum(observed)], [*wanted, count - sum(wanted)]).pvalue > 0.01
+    )
 
 
 def test_what_a_draft_cannot_read_is_refused(target: FrozenTarget, plain: list[int]) -> None:
@@ -142,5 +183,7 @@ def test_what_a_draft_cannot_read_is_refused(target: FrozenTarget, plain: list[i
     recurrent = mtp_targets.tiny_target("qwen3_next")
     with refused("custom_generate", holds="recurrent"):
         written(recurrent, Oracle([5] * 50))
-    assert "_get_candidate_generator" not in vars(target.model)  # a call that failed leaves the model as it was
+    assert "_get_candidate_generator" not in vars(
+        target.model
+    )  # a call that failed leaves the model as it was
     assert written(target, DraftModelProposer(target.model)) == plain

@@ -55,10 +55,15 @@ def drafting(name: str, target: FrozenTarget) -> Proposer | None:
 
 
 def decode(
-    target: FrozenTarget, proposer: Proposer | None, prompts: Sequence[Sequence[int]], **options: Any
+    target: FrozenTarget,
+    proposer: Proposer | None,
+    prompts: Sequence[Sequence[int]],
+    **options: Any,
 ) -> list[Generation]:
     k = 3 if proposer else 0
-    return Decoder(target, proposer).generate_all(prompts, max_new_tokens=NEW_TOKENS, num_speculative_tokens=k, **options)
+    return Decoder(target, proposer).generate_all(
+        prompts, max_new_tokens=NEW_TOKENS, num_speculative_tokens=k, **options
+    )
 
 
 def texts(generations: Sequence[Generation]) -> list[tuple[int, ...]]:
@@ -69,11 +74,15 @@ def texts(generations: Sequence[Generation]) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_greedy_text_of_each_row_is_its_text_alone(target: FrozenTarget, plain: list[Generation], name: str) -> None:
+def test_greedy_text_of_each_row_is_its_text_alone(
+    target: FrozenTarget, plain: list[Generation], name: str
+) -> None:
     """Of seven rows, which leave at different lengths until one is left."""
     generations = decode(target, drafting(name, target), PROMPTS[:7])
     assert texts(generations) == texts(plain[:7])
-    assert [generation.stopped for generation in generations] == [generation.stopped for generation in plain[:7]]
+    assert [generation.stopped for generation in generations] == [
+        generation.stopped for generation in plain[:7]
+    ]
 
 
 @pytest.mark.parametrize(
@@ -93,11 +102,16 @@ def test_rounds_are_those_of_the_row_alone(target: FrozenTarget, name: str) -> N
     proposer = proposer_of(name, target)
     together = decode(target, proposer, PROMPTS[:7])
     for prompt, generation in zip(PROMPTS, together, strict=False):
-        alone = Decoder(target, proposer).generate(prompt, max_new_tokens=NEW_TOKENS, num_speculative_tokens=3)
+        alone = Decoder(target, proposer).generate(
+            prompt, max_new_tokens=NEW_TOKENS, num_speculative_tokens=3
+        )
         assert [(r.drafted, r.num_accepted, r.emitted) for r in generation.rounds] == [
             (r.drafted, r.num_accepted, r.emitted) for r in alone.rounds
         ]
-    assert len({r.num_accepted for generation in together for r in generation.rounds}) > 1 or name == "eagle3, window"
+    assert (
+        len({r.num_accepted for generation in together for r in generation.rounds}) > 1
+        or name == "eagle3, window"
+    )
 
 
 DYNAMIC, STATIC = DynamicTree(budget=9, depth=4, top_k=3), StaticTree((3, 2, 1))
@@ -116,22 +130,33 @@ TREES: list[tuple[str, TreeShape | None]] = [
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.5, top_p=0.4)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("name", "tree"), TREES)
-def test_trees_are_those_of_the_row_alone(target: FrozenTarget, name: str, tree: TreeShape | None, sampling: Sampling) -> None:
+def test_trees_are_those_of_the_row_alone(
+    target: FrozenTarget, name: str, tree: TreeShape | None, sampling: Sampling
+) -> None:
     """Each round's tokens, whichever neighbours it has; the greedy text is transformers'. With top-p rows differ in their nodes."""
     proposer = proposer_of(name, target)
-    options: dict[str, Any] = {"max_new_tokens": 14, "num_speculative_tokens": 3, "tree": tree, "sampling": sampling}
+    options: dict[str, Any] = {
+        "max_new_tokens": 14,
+        "num_speculative_tokens": 3,
+        "tree": tree,
+        "sampling": sampling,
+    }
 
     def seeded(row: int) -> torch.Generator:
         return torch.Generator().manual_seed(row)
 
-    together = Decoder(target, proposer).generate_all(PROMPTS[:3], generators=[*map(seeded, range(3))], **options)
+    together = Decoder(target, proposer).generate_all(
+        PROMPTS[:3], generators=[*map(seeded, range(3))], **options
+    )
     for row, (prompt, generation) in enumerate(zip(PROMPTS, together, strict=False)):
         alone = Decoder(target, proposer).generate(prompt, generator=seeded(row), **options)
-        assert [(r.drafted, r.num_accepted, r.emitted, r.num_off_path) for r in generation.rounds] == [
-            (r.drafted, r.num_accepted, r.emitted, r.num_off_path) for r in alone.rounds
-        ]
+        assert [
+            (r.drafted, r.num_accepted, r.emitted, r.num_off_path) for r in generation.rounds
+        ] == [(r.drafted, r.num_accepted, r.emitted, r.num_off_path) for r in alone.rounds]
         if sampling.is_greedy:
-            theirs = target.model.generate(torch.tensor([prompt]), max_new_tokens=14, do_sample=False)[0, len(prompt) :]
+            theirs = target.model.generate(
+                torch.tensor([prompt]), max_new_tokens=14, do_sample=False
+            )[0, len(prompt) :]
             assert list(generation.token_ids) == theirs.tolist()
 
 
@@ -144,9 +169,15 @@ def test_targets_of_other_kinds_keep_their_text(kind: str) -> None:
     )
     target.model.generation_config.eos_token_id = STOPS
     alone = [Decoder(target).generate(prompt, max_new_tokens=NEW_TOKENS) for prompt in PROMPTS[:5]]
-    for proposer in (HeadProposer(build_eagle(target)), ngram_proposer(), DraftModelProposer(target.model)):
+    for proposer in (
+        HeadProposer(build_eagle(target)),
+        ngram_proposer(),
+        DraftModelProposer(target.model),
+    ):
         assert texts(decode(target, proposer, PROMPTS[:5])) == texts(alone)
-    assert texts(decode(target, DraftModelProposer(target.model), PROMPTS[:5], tree=DYNAMIC)) == texts(alone)
+    assert texts(
+        decode(target, DraftModelProposer(target.model), PROMPTS[:5], tree=DYNAMIC)
+    ) == texts(alone)
 
 
 @pytest.mark.parametrize("name", ["plain", "eagle3", "ngram"])
@@ -162,9 +193,20 @@ def test_near_ties_are_broken_as_for_one_text(name: str, monkeypatch: Any) -> No
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "eagle3", "eagle3, pruned", "draft_model", "draft_model, shared half", "ngram", "ngram+eagle3"]
+    "name",
+    [
+        "plain",
+        "eagle3",
+        "eagle3, pruned",
+        "draft_model",
+        "draft_model, shared half",
+        "ngram",
+        "ngram+eagle3",
+    ],
 )
-def test_sampled_text_is_the_rows_own_whatever_stands_beside_it(target: FrozenTarget, name: str) -> None:
+def test_sampled_text_is_the_rows_own_whatever_stands_beside_it(
+    target: FrozenTarget, name: str
+) -> None:
     """The same generator gives the same text: alone, and in two batches with other neighbours."""
     proposer, sampling = drafting(name, target), Sampling(0.8, top_k=20)
 
@@ -172,10 +214,22 @@ def test_sampled_text_is_the_rows_own_whatever_stands_beside_it(target: FrozenTa
         return [torch.Generator().manual_seed(seed) for seed in seeds]
 
     first = decode(target, proposer, PROMPTS[:4], sampling=sampling, generators=seeded(0, 1, 2, 3))
-    second = decode(target, proposer, [PROMPTS[9], PROMPTS[2], PROMPTS[1]], sampling=sampling, generators=seeded(9, 2, 1))
-    options = {"max_new_tokens": NEW_TOKENS, "num_speculative_tokens": 3 if proposer else 0, "sampling": sampling}
+    second = decode(
+        target,
+        proposer,
+        [PROMPTS[9], PROMPTS[2], PROMPTS[1]],
+        sampling=sampling,
+        generators=seeded(9, 2, 1),
+    )
+    options = {
+        "max_new_tokens": NEW_TOKENS,
+        "num_speculative_tokens": 3 if proposer else 0,
+        "sampling": sampling,
+    }
     alone = [
-        Decoder(target, proposer).generate(PROMPTS[row], generator=torch.Generator().manual_seed(row), **options)
+        Decoder(target, proposer).generate(
+            PROMPTS[row], generator=torch.Generator().manual_seed(row), **options
+        )
         for row in range(4)
     ]
     assert texts(first) == texts(alone)
@@ -200,7 +254,10 @@ def test_shares_of_the_time_add_up_to_the_batchs(target: FrozenTarget, monkeypat
     assert len({len(generation.rounds) for generation in generations}) > 3
     for generation in generations:
         inside = sum(r.draft_seconds + r.verify_seconds for r in generation.rounds)
-        assert generation.prefill_seconds == 1 / 64 and generation.prefill_seconds + inside <= generation.seconds
+        assert (
+            generation.prefill_seconds == 1 / 64
+            and generation.prefill_seconds + inside <= generation.seconds
+        )
 
 
 @pytest.mark.parametrize(
@@ -210,14 +267,20 @@ def test_shares_of_the_time_add_up_to_the_batchs(target: FrozenTarget, monkeypat
         ([[5], [6] * 250], "a prompt of 250 tokens"),
     ],
 )
-def test_prompts_that_do_not_fit_are_refused(target: FrozenTarget, prompts: list[list[int]], got: str) -> None:
+def test_prompts_that_do_not_fit_are_refused(
+    target: FrozenTarget, prompts: list[list[int]], got: str
+) -> None:
     with refused("eval.max_new_tokens", got):
-        Decoder(target, ngram_proposer()).generate_all(prompts, max_new_tokens=8, num_speculative_tokens=2)
+        Decoder(target, ngram_proposer()).generate_all(
+            prompts, max_new_tokens=8, num_speculative_tokens=2
+        )
 
 
 def test_what_cannot_be_batched_is_refused(target: FrozenTarget) -> None:
     recurrent = mtp_targets.tiny_target("qwen3_next")
-    with refused("eval.batch_size", "more than 1 for tiny qwen3_next, a model with recurrent layers"):
+    with refused(
+        "eval.batch_size", "more than 1 for tiny qwen3_next, a model with recurrent layers"
+    ):
         Decoder(recurrent).check_batches()
     with refused("eval.batch_size", "more than 1 for the draft, a model with recurrent layers"):
         Decoder(target, DraftModelProposer(recurrent.model)).check_batches()

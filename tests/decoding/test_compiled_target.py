@@ -29,7 +29,9 @@ def target_of(model: Any, name: str = "tiny") -> FrozenTarget:
 
 def generated(target: FrozenTarget, prompt: list[int]) -> tuple[int, ...]:
     model: Any = target.model
-    ids = model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
+    ids = model.generate(
+        torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
+    )
     return tuple(ids[0, len(prompt) :].tolist())
 
 
@@ -51,12 +53,21 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
 
 
 @pytest.mark.parametrize(
-    ("name", "build"), [*((name, partial(tiny_target_model, num_layers=2)) for name in (None, *NAMES)), ("ngram", qwen)]
+    ("name", "build"),
+    [
+        *((name, partial(tiny_target_model, num_layers=2)) for name in (None, *NAMES)),
+        ("ngram", qwen),
+    ],
 )
-def test_output_is_what_transformers_generates_by_one_graph(name: str | None, build: Any, graphs: list[Any]) -> None:
+def test_output_is_what_transformers_generates_by_one_graph(
+    name: str | None, build: Any, graphs: list[Any]
+) -> None:
     target = target_of(build())
     decoder = Decoder(target, name and proposer_of(name, target), compiled=True)
-    for prompt in (PROMPT, [7, *PROMPT, 50]):  # what the first has left in the KV cache does not show in the second
+    for prompt in (
+        PROMPT,
+        [7, *PROMPT, 50],
+    ):  # what the first has left in the KV cache does not show in the second
         run = decoder.generate(prompt, max_new_tokens=NEW_TOKENS, num_speculative_tokens=4)
         assert run.token_ids == generated(target, prompt)
     assert len(graphs) == 1
@@ -91,11 +102,15 @@ def test_sampled_output_is_that_of_the_same_seed(graphs: list[Any]) -> None:
 
 
 @pytest.mark.long  # a compiler
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # which torch calls while it compiles
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script:DeprecationWarning"
+)  # which torch calls while it compiles
 def test_the_compiler_itself() -> None:
     target = target_of(tiny_target_model(num_layers=2))
     for proposer in (None, proposer_of("eagle3", target)):
-        run = Decoder(target, proposer, compiled=True).generate(PROMPT, max_new_tokens=NEW_TOKENS, num_speculative_tokens=4)
+        run = Decoder(target, proposer, compiled=True).generate(
+            PROMPT, max_new_tokens=NEW_TOKENS, num_speculative_tokens=4
+        )
         assert run.token_ids == generated(target, PROMPT)
 
 
@@ -105,7 +120,9 @@ class Branching(LlamaForCausalLM):  # type: ignore[misc]
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         forward = self.model.forward
-        self.model.forward = lambda input_ids, **kwargs: forward(input_ids + int(input_ids.sum() < 0), **kwargs)
+        self.model.forward = lambda input_ids, **kwargs: forward(
+            input_ids + int(input_ids.sum() < 0), **kwargs
+        )
 
 
 class Summing(LlamaForCausalLM):  # type: ignore[misc]
@@ -127,23 +144,38 @@ class Summing(LlamaForCausalLM):  # type: ignore[misc]
 @pytest.mark.parametrize(
     ("build", "what"),
     [
-        (lambda: mtp_targets.tiny_model("qwen3_next"), "which has layers of kind LinearAttentionLayer"),
+        (
+            lambda: mtp_targets.tiny_model("qwen3_next"),
+            "which has layers of kind LinearAttentionLayer",
+        ),
         (lambda: Branching(tiny_target_model().config).eval(), "a Branching: "),
-        (lambda: Summing(tiny_target_model().config).eval(), "a Summing, which reads padded proposals"),
+        (
+            lambda: Summing(tiny_target_model().config).eval(),
+            "a Summing, which reads padded proposals",
+        ),
     ],
     ids=["recurrent", "branching", "summing"],
 )
 def test_targets_that_cannot_are_refused(build: Any, what: str, graphs: list[Any]) -> None:
     target = target_of(build(), name="odd")
     with refused("eval.compile", f"true for odd, {what}"):
-        Decoder(target, ngram_proposer(), compiled=True).generate(PROMPT, max_new_tokens=8, num_speculative_tokens=2)
+        Decoder(target, ngram_proposer(), compiled=True).generate(
+            PROMPT, max_new_tokens=8, num_speculative_tokens=2
+        )
 
 
 @pytest.mark.parametrize(
     ("name", "sampling"),
-    [("eagle3, two layers", GREEDY), ("eagle3, window", Sampling(1.0)), ("eagle", Sampling(1.0)), ("mtp", Sampling(1.0))],
+    [
+        ("eagle3, two layers", GREEDY),
+        ("eagle3, window", Sampling(1.0)),
+        ("eagle", Sampling(1.0)),
+        ("mtp", Sampling(1.0)),
+    ],
 )
-def test_a_head_drafts_the_same_by_two_graphs(name: str, sampling: Sampling, graphs: list[Any]) -> None:
+def test_a_head_drafts_the_same_by_two_graphs(
+    name: str, sampling: Sampling, graphs: list[Any]
+) -> None:
     target, drafts = target_of(tiny_target_model()), []
     for compiled in (False, True):
         head = proposer_of(name, target)

@@ -36,16 +36,25 @@ def target() -> FrozenTarget:
 def test_greedy_output_is_the_plain_output(target: FrozenTarget) -> None:
     plain = Decoder(target).generate(PROMPT, max_new_tokens=60)
     for proposer in (HeadProposer(build_eagle3(target)), ngram_proposer()):
-        fast = Decoder(target, proposer).generate(PROMPT, max_new_tokens=60, num_speculative_tokens=4)
+        fast = Decoder(target, proposer).generate(
+            PROMPT, max_new_tokens=60, num_speculative_tokens=4
+        )
         assert fast.token_ids == plain.token_ids
 
 
 def test_batches_write_what_each_row_writes_alone(target: FrozenTarget) -> None:
     prompts = [[*PROMPT[: 1 + index % 6], 40 + index] for index in range(16)]
     plain = [Decoder(target).generate(prompt, max_new_tokens=60).token_ids for prompt in prompts]
-    for proposer in (None, HeadProposer(build_eagle3(target)), DraftModelProposer(target.model), ngram_proposer()):
+    for proposer in (
+        None,
+        HeadProposer(build_eagle3(target)),
+        DraftModelProposer(target.model),
+        ngram_proposer(),
+    ):
         k = 4 if proposer else 0
-        generations = Decoder(target, proposer).generate_all(prompts, max_new_tokens=60, num_speculative_tokens=k)
+        generations = Decoder(target, proposer).generate_all(
+            prompts, max_new_tokens=60, num_speculative_tokens=k
+        )
         assert [generation.token_ids for generation in generations] == plain
 
 
@@ -54,7 +63,10 @@ def test_trees_write_the_plain_output(target: FrozenTarget, name: str) -> None:
     plain = Decoder(target).generate(PROMPT, max_new_tokens=40)
     tree = tree_shape(TreeConfig(budget=8, depth=3, top_k=3))
     assert (
-        Decoder(target, proposer_of(name, target)).generate(PROMPT, max_new_tokens=40, tree=tree).token_ids == plain.token_ids
+        Decoder(target, proposer_of(name, target))
+        .generate(PROMPT, max_new_tokens=40, tree=tree)
+        .token_ids
+        == plain.token_ids
     )
 
 
@@ -66,7 +78,10 @@ def test_compiled_passes_write_the_plain_output(target: FrozenTarget, name: str 
         proposer.compiled = True
     decoder = Decoder(target, proposer, compiled=True)
     k = 4 if name else 0
-    assert decoder.generate(PROMPT, max_new_tokens=40, num_speculative_tokens=k).token_ids == plain.token_ids
+    assert (
+        decoder.generate(PROMPT, max_new_tokens=40, num_speculative_tokens=k).token_ids
+        == plain.token_ids
+    )
 
 
 def test_sampling_is_reproducible_by_its_generator(target: FrozenTarget) -> None:
@@ -85,7 +100,9 @@ def test_sampling_is_reproducible_by_its_generator(target: FrozenTarget) -> None
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_a_training_step_runs_and_lowers_the_loss(target: FrozenTarget, tmp_path: Path, bf16: bool) -> None:
+def test_a_training_step_runs_and_lowers_the_loss(
+    target: FrozenTarget, tmp_path: Path, bf16: bool
+) -> None:
     ids = torch.randint(3, 200, (4, 64), generator=torch.Generator().manual_seed(0)).tolist()
     rows = {
         "input_ids": ids,
@@ -94,8 +111,16 @@ def test_a_training_step_runs_and_lowers_the_loss(target: FrozenTarget, tmp_path
         "position_ids": [list(range(64))] * 4,
     }
     data = Dataset.from_dict(rows)
-    settings = {"max_steps": 20, "learning_rate": 1e-3, "bf16": bf16, "save_strategy": "no", "report_to": "none"}
-    arguments = training_arguments({"output_dir": str(tmp_path), "per_device_train_batch_size": 4, **settings})
+    settings = {
+        "max_steps": 20,
+        "learning_rate": 1e-3,
+        "bf16": bf16,
+        "save_strategy": "no",
+        "report_to": "none",
+    }
+    arguments = training_arguments(
+        {"output_dir": str(tmp_path), "per_device_train_batch_size": 4, **settings}
+    )
     draft = build_eagle3(target)
     objective = TrainingTimeTest(draft, forward_kl, 3)
     trainer = DraftTrainer(objective, target, arguments, data, data, save=save_eagle3)

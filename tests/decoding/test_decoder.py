@@ -51,8 +51,12 @@ def plain(target: FrozenTarget) -> Generation:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("k", [1, 4])
-def test_greedy_output_is_the_plain_output(target: FrozenTarget, plain: Generation, name: str, k: int) -> None:
-    fast = Decoder(target, proposer_of(name, target)).generate(PROMPT, max_new_tokens=30, num_speculative_tokens=k)
+def test_greedy_output_is_the_plain_output(
+    target: FrozenTarget, plain: Generation, name: str, k: int
+) -> None:
+    fast = Decoder(target, proposer_of(name, target)).generate(
+        PROMPT, max_new_tokens=30, num_speculative_tokens=k
+    )
     assert fast.token_ids == plain.token_ids[:30]
 
 
@@ -61,22 +65,34 @@ class LargestBuffer(TorchDispatchMode):
 
     num_bytes = 0
 
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         made = operation(*args, **(kwargs or {}))
-        sizes = [leaf.untyped_storage().nbytes() for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
+        sizes = [
+            leaf.untyped_storage().nbytes()
+            for leaf in tree_leaves(made)
+            if isinstance(leaf, torch.Tensor)
+        ]
         self.num_bytes = max([self.num_bytes, *sizes])
         return made
 
 
-@pytest.mark.parametrize("name", ["eagle3", "eagle", "mtp", "dflash", "dspark, rnn", "early_exit", "ngram"])
+@pytest.mark.parametrize(
+    "name", ["eagle3", "eagle", "mtp", "dflash", "dspark, rnn", "early_exit", "ngram"]
+)
 def test_memory_does_not_grow_with_the_square_of_a_prompt(name: str) -> None:
     model, length = tiny_target_model(), 2_000
     model.config.max_position_embeddings, model.generation_config.eos_token_id = 4_096, []
     long = FrozenTarget(model, tiny_tokenizer(), name="long")
     prompt = torch.randint(4, 260, (length,), generator=torch.Generator().manual_seed(0)).tolist()
     with LargestBuffer() as largest:
-        Decoder(long, proposer_of(name, long)).generate(prompt, max_new_tokens=4, num_speculative_tokens=3)
-    assert length * 64 * 4 <= largest.num_bytes < length**2 / 2  # the hidden states, and less than a mask of bytes
+        Decoder(long, proposer_of(name, long)).generate(
+            prompt, max_new_tokens=4, num_speculative_tokens=3
+        )
+    assert (
+        length * 64 * 4 <= largest.num_bytes < length**2 / 2
+    )  # the hidden states, and less than a mask of bytes
 
 
 # --- What an oracle drafts, in chains and in trees
@@ -85,27 +101,46 @@ CHAIN, TREE = {"num_speculative_tokens": 4}, {"tree": StaticTree((2, 2, 2, 2))}
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
-def test_what_is_right_is_accepted_in_full(target: FrozenTarget, plain: Generation, shape: dict[str, Any]) -> None:
-    fast = Decoder(target, Oracle([*PROMPT, *plain.token_ids])).generate(PROMPT, max_new_tokens=41, **shape)
+def test_what_is_right_is_accepted_in_full(
+    target: FrozenTarget, plain: Generation, shape: dict[str, Any]
+) -> None:
+    fast = Decoder(target, Oracle([*PROMPT, *plain.token_ids])).generate(
+        PROMPT, max_new_tokens=41, **shape
+    )
     assert fast.token_ids == plain.token_ids
-    assert [(r.num_accepted, r.num_off_path) for r in fast.rounds] == [(4, 4 if shape is TREE else 0)] * 8
+    assert [(r.num_accepted, r.num_off_path) for r in fast.rounds] == [
+        (4, 4 if shape is TREE else 0)
+    ] * 8
 
 
 @pytest.mark.parametrize("kind", ["windows", *mtp_targets.KINDS])
 def test_targets_with_layers_of_every_kind_keep_their_text(kind: str) -> None:
     """Sliding windows, recurrent layers, latent attention: rejections leave no trace, and drafts that are right now and then are used."""
-    target = FrozenTarget(qwen(), tiny_tokenizer(), name=kind) if kind == "windows" else mtp_targets.tiny_target(kind)
+    target = (
+        FrozenTarget(qwen(), tiny_tokenizer(), name=kind)
+        if kind == "windows"
+        else mtp_targets.tiny_target(kind)
+    )
     target.model.generation_config.eos_token_id = []
     plain = Decoder(target).generate(PROMPT, max_new_tokens=40).token_ids
-    theirs = target.model.generate(torch.tensor([PROMPT]), max_new_tokens=40, do_sample=False, pad_token_id=0)  # type: ignore[operator]
+    theirs = target.model.generate(
+        torch.tensor([PROMPT]), max_new_tokens=40, do_sample=False, pad_token_id=0
+    )  # type: ignore[operator]
     assert list(plain) == theirs[0, len(PROMPT) :].tolist()
-    wrong = [token if index % 5 else (token + 1) % 200 for index, token in enumerate([*PROMPT, *plain])]
+    wrong = [
+        token if index % 5 else (token + 1) % 200 for index, token in enumerate([*PROMPT, *plain])
+    ]
     for shape in [CHAIN] if target.is_recurrent else [CHAIN, TREE]:
         run = Decoder(target, Oracle(wrong)).generate(PROMPT, max_new_tokens=40, **shape)
         assert run.token_ids == plain
         assert 0 < sum(r.num_accepted for r in run.rounds) < sum(len(r.drafted) for r in run.rounds)
     for name in ("eagle", "mtp"):
-        assert Decoder(target, proposer_of(name, target)).generate(PROMPT, max_new_tokens=40, **CHAIN).token_ids == plain
+        assert (
+            Decoder(target, proposer_of(name, target))
+            .generate(PROMPT, max_new_tokens=40, **CHAIN)
+            .token_ids
+            == plain
+        )
 
 
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 5])
@@ -113,14 +148,18 @@ def test_targets_with_layers_of_every_kind_keep_their_text(kind: str) -> None:
 def test_the_length_limit_cuts_accepted_tokens(
     target: FrozenTarget, plain: Generation, shape: dict[str, Any], max_new_tokens: int
 ) -> None:
-    run = Decoder(target, Oracle([*PROMPT, *plain.token_ids])).generate(PROMPT, max_new_tokens=max_new_tokens, **shape)
+    run = Decoder(target, Oracle([*PROMPT, *plain.token_ids])).generate(
+        PROMPT, max_new_tokens=max_new_tokens, **shape
+    )
     assert run.token_ids == plain.token_ids[:max_new_tokens]
     assert sum(r.num_accepted for r in run.rounds) <= max_new_tokens - 1
     assert not run.stopped
 
 
 @pytest.mark.parametrize("shape", [None, CHAIN, TREE], ids=["plain", "chain", "tree"])
-def test_a_stop_token_ends_the_text_and_nothing_past_it_counts(plain: Generation, shape: dict[str, Any] | None) -> None:
+def test_a_stop_token_ends_the_text_and_nothing_past_it_counts(
+    plain: Generation, shape: dict[str, Any] | None
+) -> None:
     stop = plain.token_ids[6]
     first = plain.token_ids.index(stop)
     model = tiny_target_model()
@@ -137,8 +176,14 @@ def test_a_stop_token_ends_the_text_and_nothing_past_it_counts(plain: Generation
 
 def draws(decoder: Decoder, seed: int, **shape: Any) -> Counter[tuple[int, ...]]:
     """How often each (first, second, third token) was sampled."""
-    options = {"sampling": Sampling(temperature=0.7, top_k=3), "generator": torch.Generator().manual_seed(seed), **shape}
-    return Counter(decoder.generate(PROMPT, max_new_tokens=3, **options).token_ids for _ in range(100))
+    options = {
+        "sampling": Sampling(temperature=0.7, top_k=3),
+        "generator": torch.Generator().manual_seed(seed),
+        **shape,
+    }
+    return Counter(
+        decoder.generate(PROMPT, max_new_tokens=3, **options).token_ids for _ in range(100)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +191,11 @@ def plain_draws(target: FrozenTarget) -> Counter[tuple[int, ...]]:
     return draws(Decoder(target), seed=0)
 
 
-PAIRS, STATIC, DYNAMIC = ({"num_speculative_tokens": 2}, {"tree": StaticTree((2, 2))}, {"tree": DynamicTree(4, 2, 2)})
+PAIRS, STATIC, DYNAMIC = (
+    {"num_speculative_tokens": 2},
+    {"tree": StaticTree((2, 2))},
+    {"tree": DynamicTree(4, 2, 2)},
+)
 
 
 @pytest.mark.parametrize(
@@ -155,9 +204,16 @@ PAIRS, STATIC, DYNAMIC = ({"num_speculative_tokens": 2}, {"tree": StaticTree((2,
         ("eagle3, pruned", PAIRS),
         ("eagle3, pruned", STATIC),
         # The others are long: a hundred texts each, and another rule would show with any.
-        *(pytest.param(name, PAIRS, marks=pytest.mark.long) for name in NAMES if name != "eagle3, pruned"),
+        *(
+            pytest.param(name, PAIRS, marks=pytest.mark.long)
+            for name in NAMES
+            if name != "eagle3, pruned"
+        ),
         pytest.param("eagle3, pruned", DYNAMIC, marks=pytest.mark.long),
-        *(pytest.param("draft_model", shape, marks=pytest.mark.long) for shape in (STATIC, DYNAMIC)),
+        *(
+            pytest.param("draft_model", shape, marks=pytest.mark.long)
+            for shape in (STATIC, DYNAMIC)
+        ),
     ],
 )
 def test_sampled_text_follows_the_targets_distribution(
@@ -170,9 +226,13 @@ def test_sampled_text_follows_the_targets_distribution(
 
 
 @pytest.mark.parametrize(("prompt", "max_new_tokens"), [([], 8), (PROMPT, 251)])
-def test_prompts_that_do_not_fit_are_refused(target: FrozenTarget, prompt: list[int], max_new_tokens: int) -> None:
+def test_prompts_that_do_not_fit_are_refused(
+    target: FrozenTarget, prompt: list[int], max_new_tokens: int
+) -> None:
     with refused("eval.max_new_tokens"):
-        Decoder(target, ngram_proposer()).generate(prompt, max_new_tokens=max_new_tokens, num_speculative_tokens=2)
+        Decoder(target, ngram_proposer()).generate(
+            prompt, max_new_tokens=max_new_tokens, num_speculative_tokens=2
+        )
 
 
 # --- What a round costs
@@ -245,5 +305,7 @@ def test_a_pass_moves_no_keys_of_the_text(target: FrozenTarget) -> None:
             readers.append(super()._reader(*arguments))
             return readers[-1]
 
-    Noting(target, Placed(NgramLookup())).generate(PROMPT, max_new_tokens=240, num_speculative_tokens=1)
+    Noting(target, Placed(NgramLookup())).generate(
+        PROMPT, max_new_tokens=240, num_speculative_tokens=1
+    )
     assert len(places) > 100 and sum(one != other for one, other in pairwise(places)) <= 2

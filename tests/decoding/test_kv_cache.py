@@ -26,7 +26,9 @@ def padded(rows: list[list[int]]) -> Tensor:
     return torch.tensor([row + [77] * (width - len(row)) for row in rows])
 
 
-def step(model: PreTrainedModel, cache: BatchKVCache | DraftKVCache, rows: list[list[int]]) -> Tensor:
+def step(
+    model: PreTrainedModel, cache: BatchKVCache | DraftKVCache, rows: list[list[int]]
+) -> Tensor:
     counts = [len(row) for row in rows]
     with torch.inference_mode():
         if isinstance(cache, DraftKVCache):
@@ -36,7 +38,11 @@ def step(model: PreTrainedModel, cache: BatchKVCache | DraftKVCache, rows: list[
         positions, mask = masked_pass(cache, counts, model.config.get_text_config(), torch.float32)
         decoder = model.get_decoder()
         return decoder(  # type: ignore[no-any-return, operator]
-            input_ids=padded(rows), position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
+            input_ids=padded(rows),
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
         ).last_hidden_state
 
 
@@ -51,7 +57,9 @@ def batch(model: PreTrainedModel, num_rows: int) -> BatchKVCache:
 
 
 def ragged(model: PreTrainedModel, num_rows: int) -> DraftKVCache:
-    return DraftKVCache(num_rows, partial(LlamaLayers(model).rotary, model.lm_head.weight), torch.device("cpu"))
+    return DraftKVCache(
+        num_rows, partial(LlamaLayers(model).rotary, model.lm_head.weight), torch.device("cpu")
+    )
 
 
 CASES = {
@@ -98,17 +106,24 @@ def test_what_was_rejected_is_never_read() -> None:
         cache.truncate([8, 6])
         behind_BS = torch.arange(cache._buffers[0][0].shape[2]) >= torch.tensor([[8], [6]])
         for layer, buffers in cache._buffers.items():
-            keys, values = (buffer.masked_fill(behind_BS[:, None, :, None], poison) for buffer in buffers)
+            keys, values = (
+                buffer.masked_fill(behind_BS[:, None, :, None], poison) for buffer in buffers
+            )
             cache._buffers[layer] = keys, values
         outputs.append(step(model, cache, [TEXTS[0][8:10], TEXTS[1][6:7]]))
-    assert torch.equal(outputs[0][0], outputs[1][0]) and torch.equal(outputs[0][1, :1], outputs[1][1, :1])
+    assert torch.equal(outputs[0][0], outputs[1][0]) and torch.equal(
+        outputs[0][1, :1], outputs[1][1, :1]
+    )
 
 
 def test_ragged_buffers_grow_and_keep_what_they_hold() -> None:
     model: LlamaForCausalLM = tiny_target_model(num_layers=1)
     cache = ragged(model, 2)
     generator = torch.Generator().manual_seed(0)
-    long, short = (torch.randint(3, 250, (length,), generator=generator).tolist() for length in (FIRST_SIZE + 30, 40))
+    long, short = (
+        torch.randint(3, 250, (length,), generator=generator).tolist()
+        for length in (FIRST_SIZE + 30, 40)
+    )
     step(model, cache, [long[:500], short[:20]])
     hidden = step(model, cache, [long[500:], short[20:]])
     assert torch.allclose(hidden[0], fresh(model, long)[500:], atol=1e-4)

@@ -34,13 +34,17 @@ class Watched(LookupFirstProposer):
         super().begin(max_lengths)
         self.proposed: list[tuple[list[int], list[int]]] = []
 
-    def propose(self, state: DecodingState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
+    def propose(
+        self, state: DecodingState, k: int, sampling: Sampling, generators: Generators
+    ) -> list[Proposal]:
         proposals = super().propose(state, k, sampling, generators)
         self.proposed.append((list(state.token_ids[0]), proposals[0].tokens))
         return proposals
 
 
-@pytest.mark.parametrize("shape", [{"draft_tokens": 2}, {"draft_tree": {"budget": 5, "depth": 2, "top_k": 3}}])
+@pytest.mark.parametrize(
+    "shape", [{"draft_tokens": 2}, {"draft_tree": {"budget": 5, "depth": 2, "top_k": 3}}]
+)
 def test_the_draft_drafts_where_nothing_is_found_as_if_it_had_read_every_round(
     target: FrozenTarget, shape: dict[str, Any]
 ) -> None:
@@ -56,7 +60,12 @@ def test_the_draft_drafts_where_nothing_is_found_as_if_it_had_read_every_round(
         else:
             head.begin([100])
             fresh = target.features(torch.tensor([text[:-1]]), head.aux_layers)
-            drafting = state_of(text, fresh), DynamicTree(5, 2, 3) if config.draft_tree else 2, GREEDY, [None]
+            drafting = (
+                state_of(text, fresh),
+                DynamicTree(5, 2, 3) if config.draft_tree else 2,
+                GREEDY,
+                [None],
+            )
             (own,) = head.propose_tree(*drafting) if config.draft_tree else head.propose(*drafting)
             assert tokens == own.tokens and len(tokens) == (5 if config.draft_tree else 2)
             followed[looked_up] += 1
@@ -75,30 +84,48 @@ def test_a_draft_model_catches_up_as_well(target: FrozenTarget) -> None:
 
 def test_rows_are_looked_up_and_drawn_in_one_round_of_a_batch(target: FrozenTarget) -> None:
     """As many tokens of each: certain ones are not verified as drawn ones."""
-    proposer, prompts = behind_lookup(DraftModelProposer(target.model), min=1, draft_tokens=2), [list(range(220)), [7]]
-    options: dict[str, Any] = {"max_new_tokens": 20, "num_speculative_tokens": 2, "sampling": Sampling(0.8)}
+    proposer, prompts = (
+        behind_lookup(DraftModelProposer(target.model), min=1, draft_tokens=2),
+        [list(range(220)), [7]],
+    )
+    options: dict[str, Any] = {
+        "max_new_tokens": 20,
+        "num_speculative_tokens": 2,
+        "sampling": Sampling(0.8),
+    }
 
     def seeded(row: int) -> torch.Generator:
         return torch.Generator().manual_seed(row)
 
-    together = Decoder(target, proposer).generate_all(prompts, generators=[seeded(0), seeded(1)], **options)
-    alone = [Decoder(target, proposer).generate(prompt, generator=seeded(row), **options) for row, prompt in enumerate(prompts)]
+    together = Decoder(target, proposer).generate_all(
+        prompts, generators=[seeded(0), seeded(1)], **options
+    )
+    alone = [
+        Decoder(target, proposer).generate(prompt, generator=seeded(row), **options)
+        for row, prompt in enumerate(prompts)
+    ]
     assert [run.token_ids for run in together] == [run.token_ids for run in alone]
 
 
 def test_it_says_what_it_is(target: FrozenTarget) -> None:
-    head = HeadProposer(build_eagle3(target, draft_vocabulary=torch.arange(0, target.vocab_size, 3)))
+    head = HeadProposer(
+        build_eagle3(target, draft_vocabulary=torch.arange(0, target.vocab_size, 3))
+    )
     proposer = behind_lookup(head, min=3, max=4, draft_tokens=2)
     assert proposer.vocabulary is None and (proposer.num_parameters, proposer.aux_layers) == (
         head.num_parameters,
         head.aux_layers,
     )
-    assert proposer.settings == {"lookup_first": {"method": "ngram", "min": 3, "max": 4, "draft_tokens": 2}}
+    assert proposer.settings == {
+        "lookup_first": {"method": "ngram", "min": 3, "max": 4, "draft_tokens": 2}
+    }
     assert [proposer.passes(k) for k in (1, 2, 6)] == [1, 2, 0]
     assert proposer.draws(Sampling(1.0), None) and not proposer.draws(GREEDY, None)
     grown = behind_lookup(head, draft_tree={"budget": 4, "depth": 3, "top_k": 2})
     tree = {"budget": 4, "depth": 3, "top_k": 2}
-    assert grown.settings == {"lookup_first": {"method": "ngram", "min": 2, "max": 5, "draft_tree": tree}}
+    assert grown.settings == {
+        "lookup_first": {"method": "ngram", "min": 2, "max": 5, "draft_tree": tree}
+    }
     assert [grown.passes(k) for k in (3, 6)] == [3, 0]
     assert not grown.draws(Sampling(1.0), None)  # the best tokens
     with refused("eval.lookup_first.draft_tree", "a tree of a draft that drafts chains only"):

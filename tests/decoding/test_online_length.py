@@ -17,7 +17,14 @@ from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.models.proposer import DraftModelProposer
 from specdistill.suites.suite import Prompt
 from specdistill.targets.frozen import FrozenTarget
-from tests.proposers import Oracle, behind_lookup, ngram_proposer, state_of, suffix_proposer, tiny_target
+from tests.proposers import (
+    Oracle,
+    behind_lookup,
+    ngram_proposer,
+    state_of,
+    suffix_proposer,
+    tiny_target,
+)
 
 PROMPT, NEW_TOKENS, K = [5, 9, 5, 9, 6], 200, 6
 PAYS, LOSES = (1.2, 0.1, 2.0, 0.5), (1.2, 0.1, 0.8, 0.5)  # what rules start with
@@ -44,7 +51,13 @@ class Scripted(Oracle):
     def __init__(self, plain: list[int], right: range) -> None:
         start = len(PROMPT)
         super().__init__(
-            [*PROMPT, *(token if index in right else (token + 1) % 250 for index, token in enumerate(plain, start))]
+            [
+                *PROMPT,
+                *(
+                    token if index in right else (token + 1) % 250
+                    for index, token in enumerate(plain, start)
+                ),
+            ]
         )
 
 
@@ -55,14 +68,18 @@ def online(draft: Any, start: tuple[float, float, float, float]) -> OnlineLength
 
 
 def decode(target: FrozenTarget, proposer: Any, prompt: list[int] = PROMPT) -> Generation:
-    return Decoder(target, proposer).generate(prompt, max_new_tokens=NEW_TOKENS, num_speculative_tokens=K)
+    return Decoder(target, proposer).generate(
+        prompt, max_new_tokens=NEW_TOKENS, num_speculative_tokens=K
+    )
 
 
 def lengths(generation: Generation) -> list[int]:
     return [len(entry.drafted) for entry in generation.rounds]
 
 
-def test_drafts_are_long_where_they_are_accepted_and_end_where_they_are_not(target: FrozenTarget, plain: list[int]) -> None:
+def test_drafts_are_long_where_they_are_accepted_and_end_where_they_are_not(
+    target: FrozenTarget, plain: list[int]
+) -> None:
     run = decode(target, online(Scripted(plain, range(80)), PAYS))
     accepted = [entry.num_accepted for entry in run.rounds]
     first_wrong = accepted.index(0)
@@ -70,8 +87,13 @@ def test_drafts_are_long_where_they_are_accepted_and_end_where_they_are_not(targ
     assert max(lengths(run)[:first_wrong]) > 4 and lengths(run)[-30:].count(0) > 25
 
 
-def test_where_no_draft_pays_it_is_tried_again_now_and_then_and_found_to_pay(target: FrozenTarget, plain: list[int]) -> None:
-    never, later = (decode(target, online(Scripted(plain, right), LOSES)) for right in (range(0), range(70, 300)))
+def test_where_no_draft_pays_it_is_tried_again_now_and_then_and_found_to_pay(
+    target: FrozenTarget, plain: list[int]
+) -> None:
+    never, later = (
+        decode(target, online(Scripted(plain, right), LOSES))
+        for right in (range(0), range(70, 300))
+    )
     tried = [index for index, length in enumerate(lengths(never)) if length]
     # At first a draft costs 1.3 plain steps and yields 1.04 tokens: it loses 2 % of the time of 13 rounds; then more.
     assert tried[0] == 0 and all(14 <= later - earlier <= 25 for earlier, later in pairwise(tried))
@@ -81,7 +103,9 @@ def test_where_no_draft_pays_it_is_tried_again_now_and_then_and_found_to_pay(tar
 def test_a_request_begins_as_every_other(target: FrozenTarget, plain: list[int]) -> None:
     """What was learned of one is forgotten before the next, so that repetitions of a prompt hold the same rounds."""
     proposer = online(Scripted(plain, range(40)), PAYS)
-    first, other, again = (decode(target, proposer, prompt) for prompt in (PROMPT, PROMPT[1:], PROMPT))
+    first, other, again = (
+        decode(target, proposer, prompt) for prompt in (PROMPT, PROMPT[1:], PROMPT)
+    )
     assert [entry.drafted for entry in first.rounds] == [entry.drafted for entry in again.rounds]
     assert lengths(first) != lengths(other)
 
@@ -94,12 +118,16 @@ def test_a_draft_looks_up_earlier_outputs(target: FrozenTarget, plain: list[int]
 
 
 @pytest.mark.parametrize("name", ["alone", "behind a lookup"])
-def test_the_draft_has_read_the_rounds_that_it_did_not_draft(target: FrozenTarget, name: str) -> None:
+def test_the_draft_has_read_the_rounds_that_it_did_not_draft(
+    target: FrozenTarget, name: str
+) -> None:
     """What it drafts is what a head drafts that reads the whole sequence at once."""
     head, drafted = HeadProposer(build_eagle3(target)), []
 
     class Watched(OnlineLengthProposer):
-        def propose(self, state: DecodingState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
+        def propose(
+            self, state: DecodingState, k: int, sampling: Sampling, generators: Generators
+        ) -> list[Proposal]:
             proposals = super().propose(state, k, sampling, generators)
             drafted.append((list(state.token_ids[0]), proposals[0].tokens))
             return proposals
@@ -131,7 +159,9 @@ def test_a_draft_ends_with_a_token_that_it_is_unsure_of() -> None:
 
 def test_the_rows_of_a_batch_share_a_length(target: FrozenTarget) -> None:
     proposer, prompts = online(DraftModelProposer(target.model), PAYS), [[3, 4], PROMPT, [8] * 9]
-    runs = Decoder(target, proposer).generate_all(prompts, max_new_tokens=40, num_speculative_tokens=K)
+    runs = Decoder(target, proposer).generate_all(
+        prompts, max_new_tokens=40, num_speculative_tokens=K
+    )
     alone = [Decoder(target).generate(prompt, max_new_tokens=40) for prompt in prompts]
     assert [run.token_ids for run in runs] == [run.token_ids for run in alone]
     shared = [*zip(*map(lengths, runs), strict=False)]
@@ -151,14 +181,24 @@ def test_a_row_that_leaves_a_batch_takes_along_what_it_drafted() -> None:
 
 
 def rounds(length: int, seconds: float, *accepted: int) -> list[Round]:
-    return [Round((1,) * length, count, (1,) * (count + 1), seconds / 4, 3 * seconds / 4) for count in accepted]
+    return [
+        Round((1,) * length, count, (1,) * (count + 1), seconds / 4, 3 * seconds / 4)
+        for count in accepted
+    ]
 
 
 def test_costs_are_a_line_over_plain_rounds_and_the_best_length_yields_most() -> None:
-    times = {0: rounds(0, 2.0, 0, 0), 1: rounds(1, 3.0, 0, 1), 2: rounds(2, 3.5, 2, 1), 3: rounds(3, 4.0, 2, 1)}
+    times = {
+        0: rounds(0, 2.0, 0, 0),
+        1: rounds(1, 3.0, 0, 1),
+        2: rounds(2, 3.5, 2, 1),
+        3: rounds(3, 4.0, 2, 1),
+    }
     assert cost_and_yield(times) == pytest.approx((1.25, 0.25, 2.5 / 1.75, 7 / 11))
     assert cost_and_yield({0: rounds(0, 2.0, 0), 1: rounds(1, 3.0, 1)}) == (1.5, 0.0, 2 / 1.5, 1.0)
-    assert cost_and_yield({}) == cost_and_yield({0: rounds(0, 2.0, 0)}) == (1.0, 0.0, 1.0, 0.5)  # nothing was drafted
+    assert (
+        cost_and_yield({}) == cost_and_yield({0: rounds(0, 2.0, 0)}) == (1.0, 0.0, 1.0, 0.5)
+    )  # nothing was drafted
 
 
 def test_lengths_follow_each_other_while_costs_are_measured(target: FrozenTarget) -> None:
@@ -170,5 +210,9 @@ def test_lengths_follow_each_other_while_costs_are_measured(target: FrozenTarget
     for _ in range(2):
         seen.clear()
         calibrate(target, proposer, [Prompt("p", "c", "text", tuple(PROMPT))], settings)
-        assert {*seen} == {1, 2} and rule.slope is not None and rule.first["cost"] == rule.base + rule.slope
+        assert (
+            {*seen} == {1, 2}
+            and rule.slope is not None
+            and rule.first["cost"] == rule.base + rule.slope
+        )
     assert rule.first["offset"] < 0 and rule.first["rate"] < 0.25  # nothing was accepted

@@ -29,7 +29,10 @@ def test_greedy_text_is_what_float64_prefers_and_float32_does_not(target, monkey
     assert any(token >= 130 for token in plain)
     assert any(token < 130 for token in plain)
     after = target.model.state_dict()
-    assert all(torch.equal(tensor, after[name]) and tensor.dtype == after[name].dtype for name, tensor in before.items())
+    assert all(
+        torch.equal(tensor, after[name]) and tensor.dtype == after[name].dtype
+        for name, tensor in before.items()
+    )
     monkeypatch.setattr(decoder, "NEAR_TIE", -1.0)
     assert Decoder(target).generate(PROMPT, max_new_tokens=NEW_TOKENS).token_ids != plain
 
@@ -37,7 +40,9 @@ def test_greedy_text_is_what_float64_prefers_and_float32_does_not(target, monkey
 def test_a_draft_changes_nothing_at_near_ties(target):
     plain = Decoder(target).generate(PROMPT, max_new_tokens=NEW_TOKENS).token_ids
     for proposer in (HeadProposer(build_eagle3(target)), ngram_proposer()):
-        fast = Decoder(target, proposer).generate(PROMPT, max_new_tokens=NEW_TOKENS, num_speculative_tokens=4)
+        fast = Decoder(target, proposer).generate(
+            PROMPT, max_new_tokens=NEW_TOKENS, num_speculative_tokens=4
+        )
         assert fast.token_ids == plain
 
 

@@ -55,13 +55,21 @@ BLOCKS = ("dflash", "dspark", "dspark, rnn", "pard")
 
 def test_the_tree_of_the_diagram() -> None:
     assert DIAGRAM.children == {ROOT: [0, 1], 0: [2, 3], 1: [4], 2: [], 3: [], 4: []}
-    assert DIAGRAM.prolonged([]) == [0, 2] and DIAGRAM.prolonged([1]) == [1, 4] and DIAGRAM.prolonged([0, 3]) == [0, 3]
+    assert (
+        DIAGRAM.prolonged([]) == [0, 2]
+        and DIAGRAM.prolonged([1]) == [1, 4]
+        and DIAGRAM.prolonged([0, 3]) == [0, 3]
+    )
     step = Step.whole([DIAGRAM], [3], torch.device("cpu"))
     assert step.positions == [[3, 4, 4, 5, 5, 5]]
     rows = ["111 100000", "111 110000", "111 101000", "111 110100", "111 110010", "111 101001"]
-    assert step.visible(None)[0].int().tolist() == [[int(bit) for bit in row if bit != " "] for row in rows]
+    assert step.visible(None)[0].int().tolist() == [
+        [int(bit) for bit in row if bit != " "] for row in rows
+    ]
     rows = ["011 100000", "001 110000", "001 101000", "000 110100", "000 110010", "000 101001"]
-    assert step.visible(3)[0].int().tolist() == [[int(bit) for bit in row if bit != " "] for row in rows]
+    assert step.visible(3)[0].int().tolist() == [
+        [int(bit) for bit in row if bit != " "] for row in rows
+    ]
 
 
 def test_levels_see_what_the_whole_tree_lets_them_see() -> None:
@@ -69,7 +77,9 @@ def test_levels_see_what_the_whole_tree_lets_them_see() -> None:
     second = first.descend(torch.tensor([[0, 0, 1]] * 2))
     whole = Step.whole([DIAGRAM] * 2, [3, 6], torch.device("cpu"))
     for window in (None, 2, 3, 5):
-        both = torch.cat((torch.nn.functional.pad(first.visible(window), (0, 3)), second.visible(window)), 1)
+        both = torch.cat(
+            (torch.nn.functional.pad(first.visible(window), (0, 3)), second.visible(window)), 1
+        )
         assert torch.equal(both, whole.visible(window)[:, 1:])
 
 
@@ -89,7 +99,10 @@ def from_table() -> Any:
 
     def expand(index_1T: Tensor, rows_1T: Tensor) -> Tensor:
         nonlocal texts
-        texts = [(*texts[row], token) for token, row in zip(index_1T[0].tolist(), rows_1T[0].tolist(), strict=True)]
+        texts = [
+            (*texts[row], token)
+            for token, row in zip(index_1T[0].tolist(), rows_1T[0].tolist(), strict=True)
+        ]
         return torch.tensor([[TABLE[text] for text in texts]]).log()
 
     return torch.tensor([TABLE[()]]).log(), expand
@@ -97,23 +110,31 @@ def from_table() -> Any:
 
 def test_a_dynamic_tree_keeps_the_most_probable_paths() -> None:
     # Of the second level 00 (0.30) and 12 (0.27) are expanded, not 01 (0.24).
-    ((index_N, tree, probs_NW),) = DynamicTree(budget=6, depth=3, top_k=2).grow(*from_table(), GREEDY, [None])
+    ((index_N, tree, probs_NW),) = DynamicTree(budget=6, depth=3, top_k=2).grow(
+        *from_table(), GREEDY, [None]
+    )
     assert index_N.tolist() == [0, 1, 0, 1, 2, 0]
     assert tree.parents == (ROOT, ROOT, 0, 0, 1, 2)
     assert probs_NW is None
     ((index_N, _, _),) = DynamicTree(budget=4, depth=3, top_k=2).grow(*from_table(), GREEDY, [None])
     assert index_N.tolist() in ([0, 1, 0, 2], [0, 1, 0, 0])  # two of 0.27
     # At T = 1/4 probabilities go by their fourth powers: 0.94 of 0, 0.67 of 00 and 0.27 of 01, before 0.06 of 1.
-    ((index_N, tree, _),) = DynamicTree(budget=3, depth=2, top_k=2).grow(*from_table(), Sampling(0.25), [None])
+    ((index_N, tree, _),) = DynamicTree(budget=3, depth=2, top_k=2).grow(
+        *from_table(), Sampling(0.25), [None]
+    )
     assert (index_N.tolist(), tree.parents) == ([0, 0, 1], (ROOT, 0, 0))
 
 
 def test_a_static_tree_has_the_distribution_that_each_node_was_drawn_from() -> None:
     generator = torch.Generator().manual_seed(0)
-    ((index_N, tree, probs_NW),) = StaticTree((2, 1)).grow(*from_table(), Sampling(1.0), [generator])
+    ((index_N, tree, probs_NW),) = StaticTree((2, 1)).grow(
+        *from_table(), Sampling(1.0), [generator]
+    )
     paths: dict[int, tuple[int, ...]] = {ROOT: ()}
     for node, parent in enumerate(tree.parents):
-        assert probs_NW is not None and probs_NW[node].tolist() == pytest.approx(TABLE[paths[parent]], abs=1e-6)
+        assert probs_NW is not None and probs_NW[node].tolist() == pytest.approx(
+            TABLE[paths[parent]], abs=1e-6
+        )
         paths[node] = (*paths[parent], int(index_N[node]))
     assert sorted(map(len, paths.values())) == [0, 1, 1, 2, 2]
 
@@ -135,7 +156,9 @@ def test_a_pass_over_a_tree_reads_each_branch_as_it_reads_it_alone(kind: str) ->
     reach 18, where float32 itself rounds by nearly as much as is allowed.
     """
     target = models(kind)
-    target.model.double().set_experts_implementation("eager")  # torch's grouped product of experts has no float64
+    target.model.double().set_experts_implementation(
+        "eager"
+    )  # torch's grouped product of experts has no float64
     text = [(7 * n) % 200 + 1 for n in range(20)]
     tokens = [50, 60, 70, 80, 90]
     layers = (1, 2)
@@ -164,13 +187,17 @@ def assert_same(ours: Tensor, theirs: Tensor) -> None:
     assert torch.allclose(ours, theirs, rtol=0, atol=1e-5)
 
 
-def test_targets_that_cannot_read_a_tree_are_refused(target: FrozenTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_targets_that_cannot_read_a_tree_are_refused(
+    target: FrozenTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with refused("eval.tree", "tiny qwen3_next, whose recurrent layers"):
         check_reads_trees(mtp_targets.tiny_target("qwen3_next"))
     check_reads_trees(target)
     plain = target.features
     for ignored in ("attention_mask", "position_ids_BT"):
-        monkeypatch.setattr(target, "features", lambda *a, ignored=ignored, **o: plain(*a, **{**o, ignored: None}))
+        monkeypatch.setattr(
+            target, "features", lambda *a, ignored=ignored, **o: plain(*a, **{**o, ignored: None})
+        )
         with refused("eval.tree", "tiny, which reads a branch of a tree differently"):
             check_reads_trees(target)
     monkeypatch.setattr(target.config, "_attn_implementation", "flash_attention_2")
@@ -191,7 +218,9 @@ def forced_logits(proposer: Any, target: FrozenTarget, text: list[int], path: li
     hidden = head.fuse(target.features(torch.tensor([text[:-1]]), head.aux_layers))
     next_ids = torch.tensor([text[1:]])
     for token in [*path, None]:
-        normed, next_hidden = head(next_ids, hidden, proposer.cache.extend([next_ids.shape[1]]), proposer.cache)
+        normed, next_hidden = head(
+            next_ids, hidden, proposer.cache.extend([next_ids.shape[1]]), proposer.cache
+        )
         next_ids, hidden = torch.tensor([[token or 0]]), next_hidden[:, -1:]
     return head.logits(normed[0, -1])
 
@@ -236,7 +265,9 @@ class Guided(Watched):
 
 @pytest.mark.parametrize("prompts", [[PROMPT], [PROMPT, [7], list(range(40, 60))]])
 @pytest.mark.parametrize("name", ["eagle3", "eagle"])
-def test_a_head_gets_the_features_of_the_accepted_path(target: FrozenTarget, name: str, prompts: list[list[int]]) -> None:
+def test_a_head_gets_the_features_of_the_accepted_path(
+    target: FrozenTarget, name: str, prompts: list[list[int]]
+) -> None:
     options: dict[str, Any] = {"max_new_tokens": 17, "tree": StaticTree((2, 2, 2))}
     plain = [Decoder(target).generate(prompt, max_new_tokens=17).token_ids for prompt in prompts]
     oracle = Oracle(*([*prompt, *text] for prompt, text in zip(prompts, plain, strict=True)))
@@ -263,21 +294,42 @@ def plain(target: FrozenTarget) -> Generation:
 def test_greedy_output_is_the_plain_output(
     target: FrozenTarget, plain: Generation, name: str, shape: StaticTree | DynamicTree
 ) -> None:
-    fast = Decoder(target, proposer_of(name, target)).generate(PROMPT, max_new_tokens=30, tree=shape)
-    assert fast.token_ids == plain.token_ids == (fast.token_ids[0], *(token for r in fast.rounds for token in r.emitted))
+    fast = Decoder(target, proposer_of(name, target)).generate(
+        PROMPT, max_new_tokens=30, tree=shape
+    )
+    assert (
+        fast.token_ids
+        == plain.token_ids
+        == (fast.token_ids[0], *(token for r in fast.rounds for token in r.emitted))
+    )
     for r in fast.rounds:
         assert r.emitted[: r.num_accepted] == r.drafted[: r.num_accepted]
         assert len(r.emitted) in (r.num_accepted, r.num_accepted + 1)
         assert len(r.drafted) <= shape.depth
-        assert len(r.drafted) + r.num_off_path == (shape.budget if isinstance(shape, DynamicTree) else 3 + 6 + 6)
+        assert len(r.drafted) + r.num_off_path == (
+            shape.budget if isinstance(shape, DynamicTree) else 3 + 6 + 6
+        )
 
 
-@pytest.mark.parametrize("name", ["draft_model", "draft_model, other vocabulary", "eagle3, pruned", *BLOCKS])
-@pytest.mark.parametrize("shape", [DynamicTree(budget=4, depth=4, top_k=1), StaticTree((1, 1, 1, 1))])
-def test_a_tree_of_one_branch_is_the_chain(target: FrozenTarget, name: str, shape: StaticTree | DynamicTree) -> None:
-    chain = Decoder(target, proposer_of(name, target)).generate(PROMPT, max_new_tokens=24, num_speculative_tokens=4)
-    tree = Decoder(target, proposer_of(name, target)).generate(PROMPT, max_new_tokens=24, tree=shape)
-    rounds = [[(r.drafted, r.num_accepted, r.emitted, r.num_off_path) for r in run.rounds] for run in (chain, tree)]
+@pytest.mark.parametrize(
+    "name", ["draft_model", "draft_model, other vocabulary", "eagle3, pruned", *BLOCKS]
+)
+@pytest.mark.parametrize(
+    "shape", [DynamicTree(budget=4, depth=4, top_k=1), StaticTree((1, 1, 1, 1))]
+)
+def test_a_tree_of_one_branch_is_the_chain(
+    target: FrozenTarget, name: str, shape: StaticTree | DynamicTree
+) -> None:
+    chain = Decoder(target, proposer_of(name, target)).generate(
+        PROMPT, max_new_tokens=24, num_speculative_tokens=4
+    )
+    tree = Decoder(target, proposer_of(name, target)).generate(
+        PROMPT, max_new_tokens=24, tree=shape
+    )
+    rounds = [
+        [(r.drafted, r.num_accepted, r.emitted, r.num_off_path) for r in run.rounds]
+        for run in (chain, tree)
+    ]
     assert rounds[0] == rounds[1]
 
 
@@ -290,7 +342,9 @@ def test_near_ties_are_broken_on_every_branch_that_is_taken() -> None:
     plain = Decoder(target).generate(PROMPT, max_new_tokens=40).token_ids
     draft = LlamaForCausalLM(target.model.config).eval()
     draft.load_state_dict(target.model.state_dict())
-    run = Decoder(target, DraftModelProposer(draft)).generate(PROMPT, max_new_tokens=40, tree=StaticTree((2, 2, 2)))
+    run = Decoder(target, DraftModelProposer(draft)).generate(
+        PROMPT, max_new_tokens=40, tree=StaticTree((2, 2, 2))
+    )
     assert run.token_ids == plain
     assert all(r.num_accepted == 3 for r in run.rounds[:-1])
 
@@ -301,7 +355,10 @@ def test_near_ties_are_broken_on_every_branch_that_is_taken() -> None:
 def test_a_target_that_drafts_for_itself_loses_nothing_by_drawing(target: FrozenTarget) -> None:
     """p = q: the first child of every node stands."""
     watched = Watched(DraftModelProposer(target.model))
-    options: dict[str, Any] = {"sampling": Sampling(1.0), "generator": torch.Generator().manual_seed(0)}
+    options: dict[str, Any] = {
+        "sampling": Sampling(1.0),
+        "generator": torch.Generator().manual_seed(0),
+    }
     run = Decoder(target, watched).generate(PROMPT, max_new_tokens=41, tree=STATIC, **options)
     assert [r.num_accepted for r in run.rounds[:-1]] == [3] * (len(run.rounds) - 1)
     assert all(proposal.probabilities is not None for proposal in watched.proposals)
@@ -313,7 +370,9 @@ def test_a_target_that_drafts_for_itself_loses_nothing_by_drawing(target: Frozen
 def test_a_law_of_few_tokens_gives_few_children(target: FrozenTarget) -> None:
     watched = Watched(DraftModelProposer(half_right(target)))
     sampling, generator = Sampling(1.0, top_k=2), torch.Generator().manual_seed(0)
-    run = Decoder(target, watched).generate(PROMPT, max_new_tokens=20, tree=STATIC, sampling=sampling, generator=generator)
+    run = Decoder(target, watched).generate(
+        PROMPT, max_new_tokens=20, tree=STATIC, sampling=sampling, generator=generator
+    )
     assert {len(proposal.tokens) for proposal in watched.proposals} == {2 + 4 + 4}
     assert {len(r.drafted) + r.num_off_path for r in run.rounds} == {10}
 
@@ -340,21 +399,32 @@ def test_forms_that_cannot_be_are_refused(options: dict[str, Any], key: str, got
 
 def test_forms_are_what_a_recipe_says() -> None:
     assert (
-        tree_shape(TreeConfig(budget=9, depth=4, top_k=3)) == DYNAMIC and tree_shape(TreeConfig(branching=[3, 2, 1])) == STATIC
+        tree_shape(TreeConfig(budget=9, depth=4, top_k=3)) == DYNAMIC
+        and tree_shape(TreeConfig(branching=[3, 2, 1])) == STATIC
     )
     for shape in (DYNAMIC, STATIC):
         assert tree_shape(TreeConfig(**shape.settings)) == shape  # type: ignore[arg-type]
-    assert tree_shape(TreeConfig(budget=14, depth=4, top_k=2)).num_candidates(4) == 14  # 2, and three times 2 of 2
-    assert DYNAMIC.cut(1) == replace(DYNAMIC, depth=1, budget=3) and STATIC.cut(2) == StaticTree((3, 2))
+    assert (
+        tree_shape(TreeConfig(budget=14, depth=4, top_k=2)).num_candidates(4) == 14
+    )  # 2, and three times 2 of 2
+    assert DYNAMIC.cut(1) == replace(DYNAMIC, depth=1, budget=3) and STATIC.cut(2) == StaticTree(
+        (3, 2)
+    )
 
 
 @pytest.mark.parametrize(
     ("proposer", "key", "got"),
     [
         (lambda target: ngram_proposer(), "tree", "a tree for LookupProposer"),
-        (lambda target: HeadProposer(build_eagle3(target, sliding_window=3)), "tree.depth", "4 steps"),
+        (
+            lambda target: HeadProposer(build_eagle3(target, sliding_window=3)),
+            "tree.depth",
+            "4 steps",
+        ),
     ],
 )
-def test_proposers_that_cannot_draft_the_tree_are_refused(target: FrozenTarget, proposer: Any, key: str, got: str) -> None:
+def test_proposers_that_cannot_draft_the_tree_are_refused(
+    target: FrozenTarget, proposer: Any, key: str, got: str
+) -> None:
     with refused(f"eval.{key}", got):
         Decoder(target, proposer(target)).generate(PROMPT, max_new_tokens=8, tree=DYNAMIC)

@@ -19,11 +19,15 @@ def test_rejection_gives_the_targets_distribution_exactly(k: int, length: int, s
         tokens, probabilities = list(text), []
         for uniform in [*uniforms, *[0.5] * k][:k]:
             probabilities.append(draft(tuple(tokens)))
-            tokens.append(int(draw(probabilities[-1][None], torch.tensor([uniform], dtype=torch.float64))))
+            tokens.append(
+                int(draw(probabilities[-1][None], torch.tensor([uniform], dtype=torch.float64)))
+            )
         return Proposal(tokens[len(text) :], torch.stack(probabilities))
 
     distribution = output_distribution(target, propose, length=length)
-    assert torch.allclose(distribution, plain_distribution(target, length=length), rtol=0, atol=1e-12)
+    assert torch.allclose(
+        distribution, plain_distribution(target, length=length), rtol=0, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-53])
@@ -32,21 +36,31 @@ def test_impossible_tokens_are_rejected_and_never_drawn(uniform: float, one_hot:
     """p(x) = 0, also at the ends of what a uniform can be."""
     p = torch.tensor([[[0.0, 0.5, 0.5], [1.0, 0.0, 0.0]]])
     q = None if one_hot else torch.tensor([[[1.0, 0.0, 0.0]]])
-    count, token = rejection(torch.tensor([[0]]), p, q, torch.full((1, 2), uniform, dtype=torch.float64))
+    count, token = rejection(
+        torch.tensor([[0]]), p, q, torch.full((1, 2), uniform, dtype=torch.float64)
+    )
     assert (int(count), int(token)) == (0, 1 if uniform == 0 else 2)
 
 
 def test_a_draft_token_is_accepted_below_its_ratio_alone() -> None:
     """p / q = 1/2: at u = 1/2 it is rejected. Of p - q, which is (-1/4, 1/4, 0), the second token is left."""
     p, q = torch.tensor([[[0.25, 0.5, 0.25], [0.0, 0.0, 1.0]]]), torch.tensor([[[0.5, 0.25, 0.25]]])
-    for test, expected in ((0.0, (1, 2)), (0.5 - 2**-53, (1, 2)), (0.5, (0, 1)), (1 - 2**-53, (0, 1))):
+    for test, expected in (
+        (0.0, (1, 2)),
+        (0.5 - 2**-53, (1, 2)),
+        (0.5, (0, 1)),
+        (1 - 2**-53, (0, 1)),
+    ):
         uniforms = torch.tensor([[test, 0.0]], dtype=torch.float64)
         count, token = rejection(torch.tensor([[0]]), p, q, uniforms)
         assert (int(count), int(token)) == expected, test
 
 
 @pytest.mark.parametrize(
-    ("tokens", "expected"), [([4, 3, 0], (2, 2)), ([4, 3, 2], (3, 1)), ([1, 3, 2], (0, 4)), ([4], (1, 3)), ([], (0, 4))]
+    ("tokens", "expected"),
+    [([4, 3, 0], (2, 2)), ([4, 3, 2], (3, 1)), ([1, 3, 2], (0, 4)), ([4], (1, 3)), ([], (0, 4))],
 )
-def test_greedy_accepts_the_prefix_that_matches_the_choices(tokens: list[int], expected: tuple[int, int]) -> None:
+def test_greedy_accepts_the_prefix_that_matches_the_choices(
+    tokens: list[int], expected: tuple[int, int]
+) -> None:
     assert greedy(tokens, [4, 3, 2, 1][: len(tokens) + 1]) == expected

@@ -9,12 +9,21 @@ from torch import Tensor
 
 from specdistill.decoding.tree import ROOT, Tree, draw_distinct
 from specdistill.decoding.verify import follow, sampled
-from tests.enumeration import Distribution, Outcome, cells, decoded, plain_distribution, random_distribution
+from tests.enumeration import (
+    Distribution,
+    Outcome,
+    cells,
+    decoded,
+    plain_distribution,
+    random_distribution,
+)
 
 ROUNDING = 1e-15
 INSET = 1e-9  # of a cell's width: how near to its ends the rule is evaluated
 
-Candidates = list[tuple[tuple[int, ...], Tree, float]]  # tokens of a tree's nodes, its form, and how likely it is
+Candidates = list[
+    tuple[tuple[int, ...], Tree, float]
+]  # tokens of a tree's nodes, its form, and how likely it is
 
 
 def node_texts(text: tuple[int, ...], tokens: tuple[int, ...], tree: Tree) -> list[tuple[int, ...]]:
@@ -32,7 +41,11 @@ def drawn(draft: Distribution, text: tuple[int, ...], branching: tuple[int, ...]
         grown: Candidates = []
         for tokens, tree, chance in found:
             texts = node_texts(text, tokens, tree)
-            nodes = [node for node in range(ROOT, len(tokens)) if len(texts[node + 1]) == len(text) + level]
+            nodes = [
+                node
+                for node in range(ROOT, len(tokens))
+                if len(texts[node + 1]) == len(text) + level
+            ]
             choices = []
             for node in nodes:
                 distribution = draft(texts[node + 1])
@@ -63,10 +76,14 @@ def ordered_chance(distribution: Tensor, order: tuple[int, ...]) -> float:
     return chance
 
 
-def outcomes(tokens: tuple[int, ...], tree: Tree, p: Tensor, q: Tensor | None) -> Iterator[tuple[Tensor, Tensor, float]]:
+def outcomes(
+    tokens: tuple[int, ...], tree: Tree, p: Tensor, q: Tensor | None
+) -> Iterator[tuple[Tensor, Tensor, float]]:
     """The cells into which the rule's uniforms fall: two opposite corners, and the volume. Uniforms it does not look at stay at 1/2."""
 
-    def visit(node: int, low: Tensor, high: Tensor, volume: float) -> Iterator[tuple[Tensor, Tensor, float]]:
+    def visit(
+        node: int, low: Tensor, high: Tensor, volume: float
+    ) -> Iterator[tuple[Tensor, Tensor, float]]:
         r, children = p[node + 1], tree.children[node]
         if q is None:
             for middle, width in cells(r.cumsum(0)):
@@ -76,7 +93,9 @@ def outcomes(tokens: tuple[int, ...], tree: Tree, p: Tensor, q: Tensor | None) -
                 ends = [end.clone() for end in (low, high)]
                 ends[0][node + 1], ends[1][node + 1] = corners(middle, width)
                 below = [child for child in children if tokens[child] == token]
-                yield from visit(below[0], *ends, volume * width) if below else [(*ends, volume * width)]
+                yield from (
+                    visit(below[0], *ends, volume * width) if below else [(*ends, volume * width)]
+                )
             return
         distribution = q[children[0]] if children else None
         for child in children:
@@ -123,7 +142,11 @@ def output_distribution(
         for tokens, tree, chance in candidates(text):
             texts = node_texts(text, tokens, tree)
             p = torch.stack([target(ending) for ending in texts])
-            q = None if draft is None else torch.stack([draft(texts[parent + 1]) for parent in tree.parents])
+            q = (
+                None
+                if draft is None
+                else torch.stack([draft(texts[parent + 1]) for parent in tree.parents])
+            )
             for low, high, volume in outcomes(tokens, tree, p, q):
                 path, token = sampled(tokens, tree, p, q, low)
                 assert (path, token) == sampled(tokens, tree, p, q, high), "not constant on a cell"
@@ -133,18 +156,25 @@ def output_distribution(
 
 
 @pytest.mark.parametrize(
-    ("size", "branching", "length"), [(3, (2,), 2), (3, (2, 1), 2), (3, (1, 2), 2), (3, (3,), 2), (3, (2, 2), 1), (10, (2,), 1)]
+    ("size", "branching", "length"),
+    [(3, (2,), 2), (3, (2, 1), 2), (3, (1, 2), 2), (3, (3,), 2), (3, (2, 2), 1), (10, (2,), 1)],
 )
 def test_candidates_drawn_without_replacement_leave_the_targets_distribution(
     size: int, branching: tuple[int, ...], length: int
 ) -> None:
     target, draft = random_distribution(size, 1), random_distribution(size, 2)
-    distribution = output_distribution(target, lambda text: drawn(draft, text, branching), draft, size, length)
-    assert torch.allclose(distribution, plain_distribution(target, length=length), rtol=0, atol=1e-12)
+    distribution = output_distribution(
+        target, lambda text: drawn(draft, text, branching), draft, size, length
+    )
+    assert torch.allclose(
+        distribution, plain_distribution(target, length=length), rtol=0, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("parents", [(-1, -1, 0, 0, 1), (-1, 0, 1), (-1, -1, -1)])
-def test_certain_candidates_leave_the_targets_law_however_they_were_chosen(parents: tuple[int, ...]) -> None:
+def test_certain_candidates_leave_the_targets_law_however_they_were_chosen(
+    parents: tuple[int, ...],
+) -> None:
     """As a dynamic tree chooses: best tokens of the draft, in a form that depends on the text."""
     target, draft, size = random_distribution(5, 1), random_distribution(5, 2), 5
 
@@ -190,7 +220,13 @@ def test_impossible_candidates_are_rejected_and_never_drawn(uniform: float) -> N
     p = torch.tensor([[0.0, 0.0, 0.5, 0.5], [1.0, 0, 0, 0], [1.0, 0, 0, 0]])
     q = torch.tensor([[0.5, 0.25, 0.25, 0.0]] * 2)
     for probabilities in (q, None):
-        path, token = sampled([0, 1], Tree((ROOT, ROOT)), p, probabilities, torch.full((3,), uniform, dtype=torch.float64))
+        path, token = sampled(
+            [0, 1],
+            Tree((ROOT, ROOT)),
+            p,
+            probabilities,
+            torch.full((3,), uniform, dtype=torch.float64),
+        )
         assert path == [] and token in (2, 3)
 
 

@@ -25,8 +25,19 @@ PAGES = [*FIRST, *sorted({ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"
 RUN_IN_A_SHELL = ("cat", "cp")
 # What makes a command of the pages small. Nothing else is changed.
 SMALL = {
-    "train": ["train.max_steps=4", "train.eval_steps=2", "train.save_steps=2", "train.per_device_train_batch_size=2"],
-    "eval": ["eval.num_prompts=4", "eval.max_new_tokens=12", "eval.repeats=1", "eval.warmup=0", "eval.sampling_draws=20"],
+    "train": [
+        "train.max_steps=4",
+        "train.eval_steps=2",
+        "train.save_steps=2",
+        "train.per_device_train_batch_size=2",
+    ],
+    "eval": [
+        "eval.num_prompts=4",
+        "eval.max_new_tokens=12",
+        "eval.repeats=1",
+        "eval.warmup=0",
+        "eval.sampling_draws=20",
+    ],
     "compare": ["num_prompts=2", "max_new_tokens=8", "repeats=1", "warmup=0", "sampling_draws=0"],
     "doctor": ["eval.num_prompts=1"],
     "plan": ["serving.context=128", "training.batch_size=1", "training.max_length=64"],
@@ -39,9 +50,15 @@ ROWS = [
 ]
 READS_ROWS = ("data", "train")
 SWEPT = ["eval.num_prompts=2", "eval.max_new_tokens=6"]
-SWEPT += [f"eval.sweep.{axis}" for axis in ("num_speculative_tokens=[2]", "temperature=[1]", "batch_size=[2]", "context=[64]")]
+SWEPT += [
+    f"eval.sweep.{axis}"
+    for axis in ("num_speculative_tokens=[2]", "temperature=[1]", "batch_size=[2]", "context=[64]")
+]
 SELECTED = ["selection.num_prompts=2", "selection.max_new_tokens=8"]
-OF_MINE = ["target.dtype=float32", "draft.vocab_size=null"]  # the recipe of your-target.md is for a target of 8B parameters
+OF_MINE = [
+    "target.dtype=float32",
+    "draft.vocab_size=null",
+]  # the recipe of your-target.md is for a target of 8B parameters
 MAY_SAY_NO = ("eval", "gate", "doctor")  # by exit code 1, of a draft that has hardly been trained
 
 
@@ -58,36 +75,66 @@ def verb_and_keys(command: str) -> tuple[str, list[str]] | None:
 def test_every_command_is_typed_by_a_test_or_says_what_it_needs() -> None:
     lines = {line.command for page in PAGES for line in shell_lines(page) if not line.is_marked}
     assert {
-        line for line in lines if not verb_and_keys(line) and line.split()[0] not in (*RUN_IN_A_SHELL, "make", ".")
+        line
+        for line in lines
+        if not verb_and_keys(line) and line.split()[0] not in (*RUN_IN_A_SHELL, "make", ".")
     } == set()
 
 
 def test_make_knows_the_chores_that_pages_name() -> None:
-    chores = {word for page in PAGES for line in shell_lines(page) for word in re.findall(r"^make ([\w-]+)", line.command)}
+    chores = {
+        word
+        for page in PAGES
+        for line in shell_lines(page)
+        for word in re.findall(r"^make ([\w-]+)", line.command)
+    }
     assert {"setup", "demo", "test"} <= chores
-    subprocess.run(["make", "--dry-run", *sorted(chores)], cwd=ROOT, capture_output=True, check=True, timeout=60)
+    subprocess.run(
+        ["make", "--dry-run", *sorted(chores)],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+        timeout=60,
+    )
 
 
 @pytest.fixture(scope="module")
-def stories(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def stories(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
     """A folder where the names that the pages use are files. The target is a trained model of 260,000 parameters, where there is one."""
     folder = tmp_path_factory.mktemp("reader")
     target = folder / "path" / "to" / "model"
     try:
         data = request.getfixturevalue("shared_data")
         shutil.copytree(data / "models" / "stories260K-hf", target, copy_function=shutil.copyfile)
-        rows = (data / "train" / "tinystories" / "tinystories_val_slice.jsonl").read_text("utf-8").splitlines()
+        rows = (
+            (data / "train" / "tinystories" / "tinystories_val_slice.jsonl")
+            .read_text("utf-8")
+            .splitlines()
+        )
     except pytest.skip.Exception:
         tiny_target_model().save_pretrained(target)
         tiny_tokenizer().save_pretrained(target)
-        rows = [json.dumps({"text": f"Once upon a time there were {n} cats and {n * n} dogs. " * 3}) for n in range(200)]
+        rows = [
+            json.dumps({"text": f"Once upon a time there were {n} cats and {n * n} dogs. " * 3})
+            for n in range(200)
+        ]
     (folder / "path/to/model").chmod(0o755)
-    for name, part in (("texts", rows[:120]), ("conversations", rows[:120]), ("prompts", rows[-8:])):
-        (folder / "path" / "to" / f"{name}.jsonl").write_text("\n".join(part) + "\n", encoding="utf-8")
+    for name, part in (
+        ("texts", rows[:120]),
+        ("conversations", rows[:120]),
+        ("prompts", rows[-8:]),
+    ):
+        (folder / "path" / "to" / f"{name}.jsonl").write_text(
+            "\n".join(part) + "\n", encoding="utf-8"
+        )
     (folder / "path" / "to" / "draft").symlink_to(target)
     (folder / "runs").mkdir()
     (folder / "runs" / "before").symlink_to("short")
-    (recipe,) = re.findall(r"^```yaml\n(.*?)^```", read(ROOT / "docs" / "your-target.md"), re.MULTILINE | re.DOTALL)
+    (recipe,) = re.findall(
+        r"^```yaml\n(.*?)^```", read(ROOT / "docs" / "your-target.md"), re.MULTILINE | re.DOTALL
+    )
     (folder / "mine.yaml").write_text(recipe, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -121,13 +168,19 @@ def test_a_reader_types_every_command(stories: Path, monkeypatch: pytest.MonkeyP
             command = verb_and_keys(line.command)
             if command is None:
                 if line.command.startswith(RUN_IN_A_SHELL):
-                    subprocess.run(line.command, shell=True, check=True, capture_output=True, timeout=60)
+                    subprocess.run(
+                        line.command, shell=True, check=True, capture_output=True, timeout=60
+                    )
                 continue
             verb, keys = command
             code = typed(verb, keys, monkeypatch)
-            assert code == 0 or (code == 1 and verb in MAY_SAY_NO), f"{page.name}: {line.command}: exit code {code}"
+            assert code == 0 or (code == 1 and verb in MAY_SAY_NO), (
+                f"{page.name}: {line.command}: exit code {code}"
+            )
     for run in ("small-eagle3", "mine"):
-        report = json.loads((stories / "runs" / run / "report" / "report.json").read_text(encoding="utf-8"))
+        report = json.loads(
+            (stories / "runs" / run / "report" / "report.json").read_text(encoding="utf-8")
+        )
         assert report["gate"]["verdict"] in ("passed", "failed", "inconclusive")
         assert report["lossless"]["unexplained_divergences"] == 0
         assert (stories / "runs" / run / "vllm" / "SERVE.md").is_file()

@@ -18,13 +18,23 @@ PAGE, NOTEBOOK = ROOT / "docs" / "python.md", ROOT / "docs" / "python.ipynb"
 SMALL = {
     "train": {"max_steps": 2, "eval_steps": 2, "save_steps": 2, "per_device_train_batch_size": 2},
     "data": {"max_length": 64, "regenerate": None},
-    "eval": {"num_prompts": 2, "max_new_tokens": 12, "repeats": 1, "warmup": 0, "sampling_draws": 0},
+    "eval": {
+        "num_prompts": 2,
+        "max_new_tokens": 12,
+        "repeats": 1,
+        "warmup": 0,
+        "sampling_draws": 0,
+    },
 }
 
 
 def blocks(page: Path) -> list[str]:
     if page.suffix == ".ipynb":
-        return ["".join(cell["source"]) for cell in json.loads(read(page))["cells"] if cell["cell_type"] == "code"]
+        return [
+            "".join(cell["source"])
+            for cell in json.loads(read(page))["cells"]
+            if cell["cell_type"] == "code"
+        ]
     return re.findall(r"^```python\n(.*?)^```", read(page), re.MULTILINE | re.DOTALL)
 
 
@@ -45,9 +55,18 @@ def make_small(recipe: str, **more: object) -> None:
 
 @pytest.mark.parametrize("page", [PAGE, NOTEBOOK], ids=lambda page: page.name)
 def test_what_a_page_imports_is_offered(page: Path) -> None:
-    imports = [node for block in blocks(page) for node in ast.walk(ast.parse(block)) if isinstance(node, ast.ImportFrom)]
+    imports = [
+        node
+        for block in blocks(page)
+        for node in ast.walk(ast.parse(block))
+        if isinstance(node, ast.ImportFrom)
+    ]
     names = {alias.name for node in imports if node.module == "specdistill" for alias in node.names}
-    assert {"generate", "judge", "load_draft", "load_target", "measure", "train"} <= names <= set(dir(specdistill))
+    assert (
+        {"generate", "judge", "load_draft", "load_target", "measure", "train"}
+        <= names
+        <= set(dir(specdistill))
+    )
 
 
 def test_a_gated_draft_takes_at_most_fifteen_lines() -> None:
@@ -68,13 +87,20 @@ def test_the_page_runs(in_empty_folder: Path) -> None:
     target.config.max_position_embeddings = 1024
     target.save_pretrained("path/to/model")
     tiny_tokenizer().save_pretrained("path/to/model")
-    rows = [{"text": f"Once upon a time there were {n} cats and {n * n} dogs. " * 2} for n in range(60)]
+    rows = [
+        {"text": f"Once upon a time there were {n} cats and {n * n} dogs. " * 2} for n in range(60)
+    ]
     for name, part in (("conversations", rows), ("prompts", rows[:4])):
-        Path("path", "to", f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in part), encoding="utf-8")
+        Path("path", "to", f"{name}.jsonl").write_text(
+            "".join(f"{json.dumps(row)}\n" for row in part), encoding="utf-8"
+        )
     make_small("small/eagle3")
     names = run(PAGE)
     assert {type(names[name]).__name__ for name in ("report", "decision")} == {"Report"}
-    assert Path("runs/python/report/release/report.json").is_file() and Path("runs/rows.jsonl").is_file()
+    assert (
+        Path("runs/python/report/release/report.json").is_file()
+        and Path("runs/rows.jsonl").is_file()
+    )
 
 
 @pytest.mark.long  # a training and a measurement of pico

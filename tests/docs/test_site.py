@@ -17,26 +17,40 @@ from specdistill.report.phrases import verdict
 from specdistill.report.text import to_markdown
 
 CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-LOADED = re.compile(r"<(?:link|script|img|iframe)\b[^>]*?\b(?:src|href)=\"?((?:https?:)?//[^\"\s>]+)")
+LOADED = re.compile(
+    r"<(?:link|script|img|iframe)\b[^>]*?\b(?:src|href)=\"?((?:https?:)?//[^\"\s>]+)"
+)
 IMPORTED = re.compile(r"(?:@import\s+|url\()[\"']?((?:https?:)?//[^\"')]+)")
 
 
 def leaves(nav: Any) -> list[str]:
     if isinstance(nav, str):
         return [nav]
-    return [page for part in (nav.values() if isinstance(nav, dict) else nav) for page in leaves(part)]
+    return [
+        page for part in (nav.values() if isinstance(nav, dict) else nav) for page in leaves(part)
+    ]
 
 
 def test_navigation_has_every_page_once() -> None:
-    others = ["index.md", "contributing.md", "changelog.md"]  # the README and others, which docs/site.py adds
-    assert sorted(leaves(CONFIG["nav"])) == sorted([*others, *(page.name for page in (ROOT / "docs").glob("*.md"))])
+    others = [
+        "index.md",
+        "contributing.md",
+        "changelog.md",
+    ]  # the README and others, which docs/site.py adds
+    assert sorted(leaves(CONFIG["nav"])) == sorted(
+        [*others, *(page.name for page in (ROOT / "docs").glob("*.md"))]
+    )
 
 
 def test_the_sample_report_is_what_the_code_makes_of_its_numbers() -> None:
     report, records = read_report(ROOT / "docs/sample")
     again = "python -m bench.sample report=docs/sample"
-    assert (ROOT / "docs/sample/report.md").read_text(encoding="utf-8") == to_markdown(report), again
-    assert (ROOT / "docs/images/report.svg").read_text(encoding="utf-8") == to_picture(report, records), again
+    assert (ROOT / "docs/sample/report.md").read_text(encoding="utf-8") == to_markdown(report), (
+        again
+    )
+    assert (ROOT / "docs/images/report.svg").read_text(encoding="utf-8") == to_picture(
+        report, records
+    ), again
     assert sum(path.stat().st_size for path in (ROOT / "docs/sample").iterdir()) < 1_000_000
 
 
@@ -65,19 +79,36 @@ def test_site_is_whole_and_loads_nothing_from_elsewhere(site: Path) -> None:
     assert len(pages) > 20
     assert styles
     texts = {path: path.read_text(encoding="utf-8") for path in [*pages, *styles]}
-    found = {str(path.relative_to(site)): [*LOADED.findall(text), *IMPORTED.findall(text)] for path, text in texts.items()}
-    assert {name: links for name, links in found.items() if set(links) - {CONFIG["extra"]["repository"]}} == {}
-    assert "mermaid" not in "".join(re.findall(r'class="[^"]*"', "".join(texts.values())))  # drawn by a script of unpkg.com
+    found = {
+        str(path.relative_to(site)): [*LOADED.findall(text), *IMPORTED.findall(text)]
+        for path, text in texts.items()
+    }
+    assert {
+        name: links for name, links in found.items() if set(links) - {CONFIG["extra"]["repository"]}
+    } == {}
+    assert "mermaid" not in "".join(
+        re.findall(r'class="[^"]*"', "".join(texts.values()))
+    )  # drawn by a script of unpkg.com
 
     # What the pages link to is a page of the site, or a file of the repository that exists; threads are links
     prefix = f"{CONFIG['extra']['repository']}/"
     links = {link for page in pages for link in re.findall(rf'href="{prefix}([^"#]+)', texts[page])}
     assert "blob/main/specdistill/losses/divergence.py" in links
-    assert [link for link in links if not (ROOT / re.sub(r"^(?:blob|tree)/main/", "", link)).exists()] == []
+    assert [
+        link for link in links if not (ROOT / re.sub(r"^(?:blob|tree)/main/", "", link)).exists()
+    ] == []
     overview, threads = texts[site / "index.html"], texts[site / "troubleshooting" / "index.html"]
     assert (
-        'href="your-target/"' in overview and 'src="images/report.svg"' in overview and 'href="sample/report.html"' in overview
+        'href="your-target/"' in overview
+        and 'src="images/report.svg"' in overview
+        and 'href="sample/report.html"' in overview
     )
     sample = texts[site / "sample" / "report.html"]
-    assert f"<title>{verdict(read_report(ROOT / 'docs/sample')[0])}: " in sample and (site / "sample" / "report.json").is_file()
-    assert '<a href="https://github.com/vllm-project/speculators/issues/684">vllm-project/speculators#684</a>' in threads
+    assert (
+        f"<title>{verdict(read_report(ROOT / 'docs/sample')[0])}: " in sample
+        and (site / "sample" / "report.json").is_file()
+    )
+    assert (
+        '<a href="https://github.com/vllm-project/speculators/issues/684">vllm-project/speculators#684</a>'
+        in threads
+    )

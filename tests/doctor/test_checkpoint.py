@@ -66,7 +66,9 @@ def leaves_out(key: str) -> Callable[[Config, Tensors], None]:
     return lambda config, tensors: (tensors if key in tensors else config).pop(key)
 
 
-def puts(name: str, of: Callable[[Tensor], Tensor], like: str | None = None) -> Callable[[Config, Tensors], None]:
+def puts(
+    name: str, of: Callable[[Tensor], Tensor], like: str | None = None
+) -> Callable[[Config, Tensors], None]:
     return lambda config, tensors: tensors.update({name: of(tensors[like or name]).contiguous()})
 
 
@@ -89,12 +91,28 @@ MUTATIONS: dict[str, tuple[str, Callable[[Config, Tensors], None], str]] = {
     ),
     "integers": ("eagle3", puts(FC, lambda tensor: tensor.to(torch.int8)), "torch.int8"),
     "zeros": ("eagle3", puts(Q, torch.zeros_like), f"{Q} is all zeros"),
-    "a norm of zeros": ("mtp", puts("mtp.norm.weight", torch.zeros_like), "mtp.norm.weight is all zeros"),
-    "no embedding of another width": ("narrow", leaves_out("embed_tokens.weight"), "without embed_tokens.weight"),
-    "d2t is shifted halfway": ("eagle3", puts("d2t", lambda d2t: d2t + (torch.arange(len(d2t)) > 9)), "d2t and t2d"),
+    "a norm of zeros": (
+        "mtp",
+        puts("mtp.norm.weight", torch.zeros_like),
+        "mtp.norm.weight is all zeros",
+    ),
+    "no embedding of another width": (
+        "narrow",
+        leaves_out("embed_tokens.weight"),
+        "without embed_tokens.weight",
+    ),
+    "d2t is shifted halfway": (
+        "eagle3",
+        puts("d2t", lambda d2t: d2t + (torch.arange(len(d2t)) > 9)),
+        "d2t and t2d",
+    ),
     "vocab_size": ("eagle3", says(vocab_size=32000), "vocab_size 32000"),
     "no architectures": ("eagle3", leaves_out("architectures"), "architectures"),
-    "another MTP target": ("mtp", lambda config, tensors: config["text_config"].update(hidden_size=48), "hidden_size 48"),
+    "another MTP target": (
+        "mtp",
+        lambda config, tensors: config["text_config"].update(hidden_size=48),
+        "hidden_size 48",
+    ),
     "not a draft": ("eagle3", is_medusa, "MedusaModel"),
 }
 
@@ -102,7 +120,10 @@ MUTATIONS: dict[str, tuple[str, Callable[[Config, Tensors], None], str]] = {
 def changed(draft: Path, change: Callable[[Config, Tensors], Any], copy: Path) -> Path:
     """A copy of a draft's folder with another config.json or other weights."""
     shutil.copytree(draft, copy)
-    config, tensors = json.loads((copy / "config.json").read_text()), load_file(copy / "model.safetensors")
+    config, tensors = (
+        json.loads((copy / "config.json").read_text()),
+        load_file(copy / "model.safetensors"),
+    )
     change(config, tensors)
     (copy / "config.json").write_text(json.dumps(config))
     save_file(tensors, copy / "model.safetensors")
@@ -124,7 +145,10 @@ WARNINGS: dict[str, tuple[Callable[[Config, Tensors], None], str]] = {
         says(rope_parameters={"rope_type": "default", "rope_theta": 500.0}, rope_theta=500.0),
         "(rope_theta) is 500",
     ),
-    "shorter texts than the target's": (says(max_position_embeddings=128), "is 128 tokens, the target's 256"),
+    "shorter texts than the target's": (
+        says(max_position_embeddings=128),
+        "is 128 tokens, the target's 256",
+    ),
     "a weight that is too large": (puts(FC, lambda weight: weight * 1e4), "fc.weight"),
 }
 
@@ -134,7 +158,9 @@ def test_what_may_be_a_mistake_is_a_warning(
     change: Callable[[Config, Tensors], None], what: str, folder: Path, tmp_path: Path
 ) -> None:
     seen = examined(folder, changed(folder / "eagle3", change, tmp_path / "draft"))
-    assert not whats(seen) and any(what in warning for warning in whats(seen, "warning")), seen.findings
+    assert not whats(seen) and any(what in warning for warning in whats(seen, "warning")), (
+        seen.findings
+    )
 
 
 def test_d2t_of_ids_looks_like_it(folder: Path, tmp_path: Path) -> None:
@@ -149,7 +175,9 @@ def test_d2t_of_ids_looks_like_it(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_an_engine_loads_what_was_exported_for_it_and_not_the_other(engine: str, folder: Path, tmp_path: Path) -> None:
+def test_an_engine_loads_what_was_exported_for_it_and_not_the_other(
+    engine: str, folder: Path, tmp_path: Path
+) -> None:
     target = FrozenTarget.load(str(folder / "target"))
     save_head("eagle3", head_of("eagle3", target, {"aux_layers": [1, 3, 6]}), tmp_path / "ours")
     other = {"vllm": "sglang", "sglang": "vllm"}[engine]
@@ -173,8 +201,14 @@ def test_what_an_engine_makes_of_ours(draft: str, engine: str, what: str, folder
 
 
 def test_a_missing_tensor_is_told_as_the_engine_sees_it(folder: Path, tmp_path: Path) -> None:
-    problems = whats(examined(folder, changed(folder / "eagle3", leaves_out(NORM), tmp_path / "draft"), "vllm"))
-    assert len(problems) == 2 and "norm.weight of shape (64,)" in problems[0] and "norm.weight [64]" in problems[1]
+    problems = whats(
+        examined(folder, changed(folder / "eagle3", leaves_out(NORM), tmp_path / "draft"), "vllm")
+    )
+    assert (
+        len(problems) == 2
+        and "norm.weight of shape (64,)" in problems[0]
+        and "norm.weight [64]" in problems[1]
+    )
 
 
 def test_a_small_draft_of_another_vocabulary(folder: Path, tmp_path: Path) -> None:
@@ -184,14 +218,22 @@ def test_a_small_draft_of_another_vocabulary(folder: Path, tmp_path: Path) -> No
     assert len(problems) == 1 and "260" in problems[0] and "300" in problems[0]
 
 
-def test_the_verb_says_what_and_what_to_do(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_says_what_and_what_to_do(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["doctor", f"draft={folder / 'eagle3'}"]) == 0
     assert "problem  " not in capsys.readouterr().out
-    wrong = changed(folder / "eagle3", lambda config, tensors: config.pop("architectures"), tmp_path / "draft")
+    wrong = changed(
+        folder / "eagle3", lambda config, tensors: config.pop("architectures"), tmp_path / "draft"
+    )
     edit(wrong / "config.json", lambda config: {**config, "torch_dtype": "float32"})
     assert main(["doctor", f"draft={wrong}"]) == 1
     lines = capsys.readouterr().out.splitlines()[-5:]
-    assert lines[0].startswith("problem  ") and lines[2].startswith("warning  ") and lines[4] == "1 problem, 1 warning"
+    assert (
+        lines[0].startswith("problem  ")
+        and lines[2].startswith("warning  ")
+        and lines[4] == "1 problem, 1 warning"
+    )
     assert all(line.startswith(" " * 9) for line in (lines[1], lines[3]))  # what to do
 
 
@@ -210,7 +252,10 @@ def test_mistakes_are_told_by_their_key(
     arguments: list[str], key: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     places = {"DRAFT": str(folder / "eagle3"), "TARGET": str(folder / "target")}
-    spelt = [f"{name}={places.get(value, value)}" for name, _, value in (argument.partition("=") for argument in arguments)]
+    spelt = [
+        f"{name}={places.get(value, value)}"
+        for name, _, value in (argument.partition("=") for argument in arguments)
+    ]
     assert main(["doctor", *spelt]) == 2
     assert refused_key(capsys.readouterr().err) == key
 
@@ -225,29 +270,56 @@ def test_a_section_of_the_config_that_is_none_is_one_line(
     assert "with rope_parameters 3" in " ".join((printed.out + printed.err).split())
 
 
-def test_a_narrow_window_is_given_no_longer_chains(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_narrow_window_is_given_no_longer_chains(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     target = FrozenTarget.load(str(folder / "target"))
     save_head("eagle3", head_of("eagle3", target, {"sliding_window": 2}), tmp_path / "draft")
-    main(["doctor", f"draft={tmp_path / 'draft'}", f"target={folder / 'target'}", "eval.num_prompts=1"])
+    main(
+        [
+            "doctor",
+            f"draft={tmp_path / 'draft'}",
+            f"target={folder / 'target'}",
+            "eval.num_prompts=1",
+        ]
+    )
     assert "2 draft tokens" in capsys.readouterr().out
 
 
 def test_a_short_context_is_a_problem_where_prompts_are_longer(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    draft = create_draft_model(FrozenTarget.load(str(folder / "target")), init="layers", num_layers=1)
+    draft = create_draft_model(
+        FrozenTarget.load(str(folder / "target")), init="layers", num_layers=1
+    )
     draft.config.max_position_embeddings = 64
     save_draft_model(draft, tiny_tokenizer(), tmp_path / "draft")
-    keys = ["doctor", f"draft={tmp_path / 'draft'}", f"target={folder / 'target'}", "eval.num_prompts=1"]
+    keys = [
+        "doctor",
+        f"draft={tmp_path / 'draft'}",
+        f"target={folder / 'target'}",
+        "eval.num_prompts=1",
+    ]
     assert main(keys) == ExitCode.CHECK_FAILED
     printed = capsys.readouterr().out
     assert "a draft whose context is 64 tokens for a sequence of" in printed
     assert "(max_position_embeddings) is 64 tokens, the target's 256" in printed
 
 
-def test_the_target_goes_where_it_is_told(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_head("eagle3", head_of("eagle3", FrozenTarget.load(str(folder / "target")), {}), tmp_path / "draft")
-    keys = ["doctor", f"draft={tmp_path / 'draft'}", f"target={folder / 'target'}", "eval.num_prompts=1"]
+def test_the_target_goes_where_it_is_told(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_head(
+        "eagle3",
+        head_of("eagle3", FrozenTarget.load(str(folder / "target")), {}),
+        tmp_path / "draft",
+    )
+    keys = [
+        "doctor",
+        f"draft={tmp_path / 'draft'}",
+        f"target={folder / 'target'}",
+        "eval.num_prompts=1",
+    ]
     assert main([*keys, "target.device_map=nowhere"]) == ExitCode.USER_ERROR
     assert refused_key(capsys.readouterr().err) == "target.device_map"
     assert main([*keys, "target.device_map=cpu"]) != ExitCode.USER_ERROR

@@ -36,7 +36,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`target` and `prompts.jsonl`."""
     path = tmp_path_factory.mktemp("memorised")
     model = tiny_target_model()
-    model.config.eos_token_id = model.generation_config.eos_token_id = None  # its completions have no end
+    model.config.eos_token_id = model.generation_config.eos_token_id = (
+        None  # its completions have no end
+    )
     model.save_pretrained(path / "target")
     tiny_tokenizer().save_pretrained(path / "target")
     (path / "prompts.jsonl").write_text(json.dumps({"prompt": PROMPT}))
@@ -53,7 +55,9 @@ def run_of(folder: Path) -> Callable[[str], Path]:
             prompt = target.tokenizer(PROMPT)["input_ids"]
             written = Decoder(target).generate(prompt, max_new_tokens=NUM_TOKENS).token_ids
             # Side by side, as many of the tokens of any real vocabulary are.
-            side_by_side = sorted({near for token in written for near in (token, token + 1) if 0 < near < 259})
+            side_by_side = sorted(
+                {near for token in written for near in (token, token + 1) if 0 < near < 259}
+            )
             shape = {"draft_vocabulary": torch.tensor(side_by_side)}
         memorise(method, target, folder / method, num_steps=STEPS.get(method, 200), **shape)
         return folder / method
@@ -62,11 +66,17 @@ def run_of(folder: Path) -> Callable[[str], Path]:
 
 
 def tried(draft: Path, target: Path, **prompts: Any) -> Diagnosis:
-    return diagnose(validate(DoctorOptions, {"draft": str(draft), "target": {"model": str(target)}, "eval": prompts}))
+    return diagnose(
+        validate(
+            DoctorOptions, {"draft": str(draft), "target": {"model": str(target)}, "eval": prompts}
+        )
+    )
 
 
 def diagnosed(folder: Path, run: Path) -> Diagnosis:
-    return tried(run / "draft", folder / "target", suite=str(folder / "prompts.jsonl"), num_prompts=1)
+    return tried(
+        run / "draft", folder / "target", suite=str(folder / "prompts.jsonl"), num_prompts=1
+    )
 
 
 def mutated(learned: Path, change: Change, run: Path) -> Path:
@@ -127,7 +137,10 @@ def reads(*layers: int) -> Change:
     return says(eagle_config={"use_aux_hidden_state": True, IDS: [layer - 1 for layer in layers]})
 
 
-NORMS = {name: f"midlayer.{name}.weight" for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")}
+NORMS = {
+    name: f"midlayer.{name}.weight"
+    for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")
+}
 SMALLER_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 THETA = {"rope_theta": 500.0, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
 QUICK = [
@@ -148,12 +161,32 @@ def says_of_blocks(**keys: Any) -> Change:
 LONG = [  # a grid, and drafts of three more methods
     ("eagle3", says(norm_before_residual=True), "norm_before_residual is True"),
     ("eagle3", reads(0, 1, 2), "after layers [0, 1, 2]: it was trained on [1, 2, 3]"),
-    ("eagle3", swaps(NORMS["hidden_norm"], NORMS["input_layernorm"]), "input_layernorm and hidden_norm"),
-    ("eagle3", swaps(NORMS["hidden_norm"], NORMS["post_attention_layernorm"]), "hidden_norm and post_attention_layernorm"),
+    (
+        "eagle3",
+        swaps(NORMS["hidden_norm"], NORMS["input_layernorm"]),
+        "input_layernorm and hidden_norm",
+    ),
+    (
+        "eagle3",
+        swaps(NORMS["hidden_norm"], NORMS["post_attention_layernorm"]),
+        "hidden_norm and post_attention_layernorm",
+    ),
     ("eagle3", orders_fc(2, 1, 0), "[3, 2, 1]"),
-    ("eagle3", swaps_halves(*(f"midlayer.self_attn.{part}_proj.weight" for part in "qkv")), "halves"),
-    ("eagle3", swaps("midlayer.mlp.gate_proj.weight", "midlayer.mlp.up_proj.weight"), "layers.0.mlp.gate_proj and up_proj"),
-    ("eagle3", transposes("midlayer.self_attn.o_proj.weight"), "layers.0.self_attn.o_proj.weight is transposed"),
+    (
+        "eagle3",
+        swaps_halves(*(f"midlayer.self_attn.{part}_proj.weight" for part in "qkv")),
+        "halves",
+    ),
+    (
+        "eagle3",
+        swaps("midlayer.mlp.gate_proj.weight", "midlayer.mlp.up_proj.weight"),
+        "layers.0.mlp.gate_proj and up_proj",
+    ),
+    (
+        "eagle3",
+        transposes("midlayer.self_attn.o_proj.weight"),
+        "layers.0.self_attn.o_proj.weight is transposed",
+    ),
     ("eagle3", says(**SMALLER_HEADS), "num_attention_heads 4"),
     ("eagle3", says(**THETA), "(rope_theta) is 500"),
     ("eagle3", shifts_d2t(-1), "d2t is too small"),
@@ -167,10 +200,16 @@ LONG = [  # a grid, and drafts of three more methods
 
 
 @pytest.mark.parametrize(
-    ("method", "change", "cause"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)]
+    ("method", "change", "cause"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)],
 )
 def test_the_cause_of_low_acceptance_is_named(
-    method: str, change: Change, cause: str, folder: Path, run_of: Callable[[str], Path], tmp_path: Path
+    method: str,
+    change: Change,
+    cause: str,
+    folder: Path,
+    run_of: Callable[[str], Path],
+    tmp_path: Path,
 ) -> None:
     made = diagnosed(folder, mutated(run_of(method), change, tmp_path / "run"))
     *_, why = (finding.what for finding in made.findings if finding.severity == "problem")
@@ -178,23 +217,37 @@ def test_the_cause_of_low_acceptance_is_named(
 
 
 @pytest.mark.parametrize(
-    "method", ["eagle3", *(pytest.param(name, marks=pytest.mark.long) for name in ("eagle", "mtp", "dspark"))]
+    "method",
+    [
+        "eagle3",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("eagle", "mtp", "dspark")),
+    ],
 )
-def test_a_good_draft_has_no_problem(method: str, folder: Path, run_of: Callable[[str], Path]) -> None:
+def test_a_good_draft_has_no_problem(
+    method: str, folder: Path, run_of: Callable[[str], Path]
+) -> None:
     made = diagnosed(folder, run_of(method))
-    assert made.is_sound and made.acceptance is not None and made.acceptance.length > 4.5, made.findings
+    assert made.is_sound and made.acceptance is not None and made.acceptance.length > 4.5, (
+        made.findings
+    )
     assert made.recorded == SimulatedAcceptance(4, LENGTH)
 
 
-def test_a_draft_without_a_history_is_still_tried(folder: Path, run_of: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_draft_without_a_history_is_still_tried(
+    folder: Path, run_of: Callable[[str], Path], tmp_path: Path
+) -> None:
     run = mutated(run_of("eagle3"), reads(0, 1, 2), tmp_path / "run")
     shutil.rmtree(run / "run")
     assert "it was trained on [1, 2, 3]" in diagnosed(folder, run).findings[0].what
     shutil.copytree(run_of("eagle3") / "draft", tmp_path / "good" / "draft")
-    assert [finding.severity for finding in diagnosed(folder, tmp_path / "good").findings] == ["warning"]
+    assert [finding.severity for finding in diagnosed(folder, tmp_path / "good").findings] == [
+        "warning"
+    ]
 
 
-def in_a_run(learned: Path, run: Path, *, suite: str | None, rows: str | None = None, **data: Any) -> Path:
+def in_a_run(
+    learned: Path, run: Path, *, suite: str | None, rows: str | None = None, **data: Any
+) -> Path:
     """A copy of a run with a recipe, and with the draft as an export next to it, whose folder is returned. rows: their fingerprint."""
     shutil.copytree(learned, run)
     recipe = {"method": "eagle3", "target": {"model": "pico"}, "train": {"output_dir": str(run)}}
@@ -204,17 +257,28 @@ def in_a_run(learned: Path, run: Path, *, suite: str | None, rows: str | None = 
     return shutil.copytree(run / "draft", run / "vllm")
 
 
-def test_a_draft_of_a_run_is_tried_on_what_it_is_for(folder: Path, run_of: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_draft_of_a_run_is_tried_on_what_it_is_for(
+    folder: Path, run_of: Callable[[str], Path], tmp_path: Path
+) -> None:
     """An export, too: on the suite of the run's recipe, else on rows that its training held out, else on plain ones, which it says."""
     target, learned = folder / "target", run_of("eagle3")
     exported = in_a_run(learned, tmp_path / "suite", suite=str(folder / "prompts.jsonl"))
     made = tried(exported, target, num_prompts=2)
-    assert made.prompts == f"1 of suite {folder / 'prompts.jsonl'}, the first: {PROMPT!r}" and made.is_sound
+    assert (
+        made.prompts == f"1 of suite {folder / 'prompts.jsonl'}, the first: {PROMPT!r}"
+        and made.is_sound
+    )
     assert made.recorded == SimulatedAcceptance(4, LENGTH)
 
-    config = config_for(tmp_path, [{"text": f"{PROMPT} {number:02d} once upon a time"} for number in range(40)], max_length=64)
+    config = config_for(
+        tmp_path,
+        [{"text": f"{PROMPT} {number:02d} once upon a time"} for number in range(40)],
+        max_length=64,
+    )
     rows, _ = opened(config, RowTarget.of(FrozenTarget.load(str(target))))
-    exported = in_a_run(learned, tmp_path / "rows", suite=None, rows=rows._fingerprint, cache_dir=config.cache_dir)
+    exported = in_a_run(
+        learned, tmp_path / "rows", suite=None, rows=rows._fingerprint, cache_dir=config.cache_dir
+    )
     made = tried(exported, target, num_prompts=2)
     assert made.prompts is not None and made.prompts.startswith(
         f"2 of the held-out rows of {tmp_path / 'rows'}, the first: '{PROMPT}"
@@ -223,16 +287,26 @@ def test_a_draft_of_a_run_is_tried_on_what_it_is_for(folder: Path, run_of: Calla
 
     shutil.rmtree(config.cache_dir)
     made = tried(exported, target, num_prompts=2)
-    assert made.prompts is not None and made.prompts.startswith("2 of suite pico-short, the first: ") and made.recorded is None
-    assert "lines of Python" in "".join(finding.what for finding in made.findings if finding.severity == "warning")
+    assert (
+        made.prompts is not None
+        and made.prompts.startswith("2 of suite pico-short, the first: ")
+        and made.recorded is None
+    )
+    assert "lines of Python" in "".join(
+        finding.what for finding in made.findings if finding.severity == "warning"
+    )
 
 
-def test_what_no_repair_helps_is_given_likely_causes(folder: Path, run_of: Callable[[str], Path], tmp_path: Path) -> None:
+def test_what_no_repair_helps_is_given_likely_causes(
+    folder: Path, run_of: Callable[[str], Path], tmp_path: Path
+) -> None:
     def noise(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and tensor.dim() == 2:
                 # Small, so that every distribution is near the uniform one whatever is changed: large ones differ by luck.
-                tensors[name] = 0.02 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1))
+                tensors[name] = 0.02 * torch.randn(
+                    tensor.shape, generator=torch.Generator().manual_seed(1)
+                )
 
     made = diagnosed(folder, mutated(run_of("eagle3"), noise, tmp_path / "run"))
     assert [finding.severity for finding in made.findings] == ["problem", "note"], made.findings
@@ -241,7 +315,11 @@ def test_what_no_repair_helps_is_given_likely_causes(folder: Path, run_of: Calla
 
 def test_a_small_draft(folder: Path, tmp_path: Path) -> None:
     target = FrozenTarget.load(str(folder / "target"))
-    save_draft_model(create_draft_model(target, init="layers", num_layers=4), target.tokenizer, tmp_path / "run" / "draft")
+    save_draft_model(
+        create_draft_model(target, init="layers", num_layers=4),
+        target.tokenizer,
+        tmp_path / "run" / "draft",
+    )
     made = diagnosed(folder, tmp_path / "run")
     assert made.acceptance is not None and made.acceptance.length == 5 and made.is_sound
 
@@ -259,9 +337,14 @@ def test_a_fit_is_of_the_completion_alone() -> None:
             return {}
 
         def __call__(self, **given: Any) -> tuple[None, Any]:
-            return None, SimpleNamespace(loss=[2.0, 6.0], loss_tokens=[1, 2], chain_correct=[3.0, 1.0], chains=[4, 4])
+            return None, SimpleNamespace(
+                loss=[2.0, 6.0], loss_tokens=[1, 2], chain_correct=[3.0, 1.0], chains=[4, 4]
+            )
 
-    target, completion = SimpleNamespace(device="cpu"), SimpleNamespace(prompt_ids=[5, 6, 7], token_ids=[8, 9])
+    target, completion = (
+        SimpleNamespace(device="cpu"),
+        SimpleNamespace(prompt_ids=[5, 6, 7], token_ids=[8, 9]),
+    )
     assert _fit(Objective(), target, completion) == (2.5, 2.0)  # type: ignore[arg-type]
 
 
@@ -269,19 +352,38 @@ def test_the_best_evaluation_is_what_was_recorded(tmp_path: Path) -> None:
     assert recorded(tmp_path / "draft") is None
     log = [{"step": 1, "loss": 2.0}]
     log += [
-        {"step": step, "eval_acceptance_length": length, "eval_acceptance_length_sampled": 2.0, "eval_acceptance_1": 0.5}
+        {
+            "step": step,
+            "eval_acceptance_length": length,
+            "eval_acceptance_length_sampled": 2.0,
+            "eval_acceptance_1": 0.5,
+        }
         for step, length in ((2, 3.5), (4, 3.0))
     ]
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "history.json").write_text(json.dumps({"seconds": None, "steps": 4, "log": log}))
+    (tmp_path / "run" / "history.json").write_text(
+        json.dumps({"seconds": None, "steps": 4, "log": log})
+    )
     assert recorded(tmp_path / "draft") == SimulatedAcceptance(1, 3.5)
 
 
-def test_the_verb(folder: Path, run_of: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb(
+    folder: Path, run_of: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     common = [f"target={folder / 'target'}", f"suite={folder / 'prompts.jsonl'}", "engine=sglang"]
     assert main(["doctor", f"draft={run_of('eagle3') / 'draft'}", *common]) == 0
     output = capsys.readouterr().out
-    assert all(fact in output for fact in ("eagle3", "15 tensors", "float32", "1 layer of 64", "1, 2, 3", "4 draft tokens"))
+    assert all(
+        fact in output
+        for fact in (
+            "eagle3",
+            "15 tensors",
+            "float32",
+            "1 layer of 64",
+            "1, 2, 3",
+            "4 draft tokens",
+        )
+    )
     assert f"prompts: 1 of suite {folder / 'prompts.jsonl'}, the first: {PROMPT!r}" in output
     wrong = mutated(run_of("eagle3"), says(norm_output=True), tmp_path / "run")
     assert main(["doctor", f"draft={wrong / 'draft'}", *common]) == 1
@@ -291,28 +393,46 @@ def test_the_verb(folder: Path, run_of: Callable[[str], Path], tmp_path: Path, c
 def test_a_lookup_in_front(
     folder: Path, run_of: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    common = [f"draft={run_of('eagle3') / 'draft'}", f"target={folder / 'target'}", f"suite={folder / 'prompts.jsonl'}"]
+    common = [
+        f"draft={run_of('eagle3') / 'draft'}",
+        f"target={folder / 'target'}",
+        f"suite={folder / 'prompts.jsonl'}",
+    ]
     lookup = "eval.lookup_first={min: 2, max: 2, draft_tokens: 1}"
     main(["doctor", *common, lookup, "engine=vllm"])
     printed = capsys.readouterr().out
     behind = "with the lookup in front: acceptance length 2.00 (up to"  # one token, always accepted
-    assert "acceptance length 4.80 with 4" in printed and behind in printed and "without a lookup" not in printed
+    assert (
+        "acceptance length 4.80 with 4" in printed
+        and behind in printed
+        and "without a lookup" not in printed
+    )
     assert main(["doctor", *common, lookup, "engine=sglang"]) == 1
     assert "specdistill starts SGLang without a lookup in front" in capsys.readouterr().out
     assert main(["doctor", *common, "eval.lookup_first={min: 6}"]) == 2
-    assert "eval.lookup_first.min: got 6, expected at most eval.lookup_first.max, which is 5" in capsys.readouterr().err
+    assert (
+        "eval.lookup_first.min: got 6, expected at most eval.lookup_first.max, which is 5"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("theta", ["x", [1.0]])
 def test_a_rotary_base_of_the_target_that_is_no_number_is_refused(
-    theta: Any, folder: Path, run_of: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    theta: Any,
+    folder: Path,
+    run_of: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     target = shutil.copytree(folder / "target", tmp_path / "target")
     config = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(
         json.dumps({**config, "rope_parameters": {"rope_type": "default", "rope_theta": theta}})
     )
-    assert main(["doctor", f"draft={run_of('eagle3') / 'draft'}", f"target={target}", "decode=false"]) == 2
+    assert (
+        main(["doctor", f"draft={run_of('eagle3') / 'draft'}", f"target={target}", "decode=false"])
+        == 2
+    )
     assert f"target.model: got a config.json with rope_theta {theta!r}" in capsys.readouterr().err
 
 
@@ -324,5 +444,7 @@ def test_a_tokenizer_with_more_tokens_than_the_target_is_refused(
     tokenizer.add_tokens(["def"])
     tokenizer.save_pretrained(tmp_path / "target")
     draft, suite = run_of("eagle3") / "draft", folder / "prompts.jsonl"
-    assert main(["doctor", f"draft={draft}", f"target={tmp_path / 'target'}", f"suite={suite}"]) == 2
+    assert (
+        main(["doctor", f"draft={draft}", f"target={tmp_path / 'target'}", f"suite={suite}"]) == 2
+    )
     assert "target.model: got 'def' in prompt 1, token" in capsys.readouterr().err

@@ -19,7 +19,10 @@ def examined(pair: Any, folder: Path, capsys: pytest.CaptureFixture[str]) -> tup
 
 # The weights of three are gigabytes, which it reads, and of one 23 GB: minutes.
 @pytest.mark.parametrize(
-    "name", one_a_method(sorted(PAIRS.keys() - {"deepseek-mtp"}), but=("llama-1b", "llama-eagle", "qwen3-pard"))
+    "name",
+    one_a_method(
+        sorted(PAIRS.keys() - {"deepseek-mtp"}), but=("llama-1b", "llama-eagle", "qwen3-pard")
+    ),
 )
 def test_a_public_draft_is_sound(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     code, said = examined(PAIRS[name], tmp_path / name, capsys)
@@ -72,10 +75,14 @@ def test_a_wrong_draft_is_told(name: str, tmp_path: Path, capsys: pytest.Capture
         ({"mtp.fc.weight": ("BF16", (4096, 4096))}, "(4096, 8192)"),
     ],
 )
-def test_a_target_s_own_layer_is_whole(changed: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_target_s_own_layer_is_whole(
+    changed: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     pair = PAIRS["qwen3.5-mtp"]
     tensors = {name: tensor for name, tensor in (pair.target.tensors | changed).items() if tensor}
-    code, shown = examined(replace(pair, target=replace(pair.target, tensors=tensors)), tmp_path / "pair", capsys)
+    code, shown = examined(
+        replace(pair, target=replace(pair.target, tensors=tensors)), tmp_path / "pair", capsys
+    )
     assert code == 1 and said in shown
 
 

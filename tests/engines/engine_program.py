@@ -17,10 +17,22 @@ import threading
 import time
 from http.server import ThreadingHTTPServer
 
-from server_answers import AnswerHandler, completion, counters, pages, stream  # the module next to this one
+from server_answers import (
+    AnswerHandler,
+    completion,
+    counters,
+    pages,
+    stream,
+)  # the module next to this one
 
 STEP_SECONDS, FREE_TOKENS = 0.004, 8
-OPTIONS = {"--enable-metrics", "--disable-radix-cache", "--no-enable-prefix-caching", "--trust-remote-code", "--broken"}
+OPTIONS = {
+    "--enable-metrics",
+    "--disable-radix-cache",
+    "--no-enable-prefix-caching",
+    "--trust-remote-code",
+    "--broken",
+}
 OPTIONS |= {"--no-async-scheduling", "--deaf", "--metrics", "--no-spec-draft-backend-sampling"}
 
 
@@ -45,7 +57,10 @@ def main(engine, *words):
     subprocess.Popen([sys.executable, "-c", child, *sys.argv[1:]])
     k = options.get("--spec-ngram-simple-size-m", options.get("--spec-draft-n-max", k))
     State.k = int(options.get("--speculative-num-steps", k))
-    State.engine, State.model = engine, options.get("--model-path") or options.get("-m") or positional[0]
+    State.engine, State.model = (
+        engine,
+        options.get("--model-path") or options.get("-m") or positional[0],
+    )
     State.counts = "--per-request-spec-decode-metrics" in options or engine == "sglang"
     ThreadingHTTPServer(("127.0.0.1", int(options["--port"])), Handler).serve_forever()
 
@@ -63,7 +78,11 @@ class Handler(AnswerHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         prompt = body.get("prompt") or body["input_ids"]
-        number = body.get("max_tokens") or body.get("n_predict") or body["sampling_params"]["max_new_tokens"]
+        number = (
+            body.get("max_tokens")
+            or body.get("n_predict")
+            or body["sampling_params"]["max_new_tokens"]
+        )
         tokens, accepted = [(sum(prompt) + 7 * index) % 1000 + 5 for index in range(number)], []
         with State.lock:
             State.in_flight += 1
@@ -79,7 +98,15 @@ class Handler(AnswerHandler):
         if State.engine == "llama.cpp":
             content = stream(State.k, "", tokens, accepted)
         else:
-            content = completion(State.engine, State.k, "", tokens, accepted, State.k * len(accepted), counts=State.counts)
+            content = completion(
+                State.engine,
+                State.k,
+                "",
+                tokens,
+                accepted,
+                State.k * len(accepted),
+                counts=State.counts,
+            )
         self.answer(content)
 
 

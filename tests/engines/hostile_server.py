@@ -32,9 +32,13 @@ class Handler(AnswerHandler):
             self.server.ended.wait()
         else:
             head = b"Content-Encoding: gzip\r\n" if wrong == BOMB else b""
-            self.wfile.write(b"HTTP/1.1 200 OK\r\n" + head + (b"X-Drip: " if wrong == DRIP_HEAD else b"\r\n"))
+            self.wfile.write(
+                b"HTTP/1.1 200 OK\r\n" + head + (b"X-Drip: " if wrong == DRIP_HEAD else b"\r\n")
+            )
             with suppress(OSError):
-                for part in {FLOOD: [b" " * 2**20] * (MANY >> 20), BOMB: [BOMBS]}.get(wrong, itertools.repeat(b" ")):
+                for part in {FLOOD: [b" " * 2**20] * (MANY >> 20), BOMB: [BOMBS]}.get(
+                    wrong, itertools.repeat(b" ")
+                ):
                     self.wfile.write(part)
                     if wrong in (DRIP, DRIP_HEAD) and self.server.ended.wait(0.05):
                         break
@@ -45,7 +49,12 @@ class Handler(AnswerHandler):
 def hostile(wrong, *, engine="vllm", model="pico"):
     """wrong: path -> what is answered there, as bytes or JSON, or one of the words above."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.engine, server.wrong, server.lock, server.ended = engine, wrong, threading.Lock(), threading.Event()
+        server.engine, server.wrong, server.lock, server.ended = (
+            engine,
+            wrong,
+            threading.Lock(),
+            threading.Event(),
+        )
         server.pages = {**pages(engine, model, K), "/metrics": counters(engine, K, 0)}
         server.num_asked, server.address = 0, f"http://127.0.0.1:{server.server_port}"
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()

@@ -19,13 +19,28 @@ class AnswerHandler(BaseHTTPRequestHandler):
 
 def pages(engine, model, k, *, version="0.32.0", max_length=None):
     """By their paths. k: draft tokens of a draft; 0 without one."""
-    drafting = {"speculative_algorithm": "EAGLE3" if k else None, "speculative_num_steps": k or None}
-    own = {"/server_info": {"version": version, "model_path": model, **drafting}} if engine == "sglang" else {}
+    drafting = {
+        "speculative_algorithm": "EAGLE3" if k else None,
+        "speculative_num_steps": k or None,
+    }
+    own = (
+        {"/server_info": {"version": version, "model_path": model, **drafting}}
+        if engine == "sglang"
+        else {}
+    )
     if engine == "llama.cpp":
         props = {"build_info": version, "model_path": model, "model_alias": model}
-        own = {"/props": {**props, "default_generation_settings": {"n_ctx": 512}}, "/slots": [{"speculative": bool(k)}]}
+        own = {
+            "/props": {**props, "default_generation_settings": {"n_ctx": 512}},
+            "/slots": [{"speculative": bool(k)}],
+        }
     served = {"id": model, "root": model, "max_model_len": max_length}
-    return {"/health": {}, "/version": {"version": version}, "/v1/models": {"data": [served]}, **own}
+    return {
+        "/health": {},
+        "/version": {"version": version},
+        "/v1/models": {"data": [served]},
+        **own,
+    }
 
 
 def counters(engine, k, generated, labels=""):
@@ -48,10 +63,20 @@ def stream(k, text, token_ids, accepted):
     for number, token in enumerate(token_ids, start=1):
         if not left and k:
             count = next(rounds, 0)
-            drafted, kept = timings.get("draft_n", 0) + k, timings.get("draft_n_accepted", 0) + count
+            drafted, kept = (
+                timings.get("draft_n", 0) + k,
+                timings.get("draft_n_accepted", 0) + count,
+            )
             timings, left = {**timings, "draft_n": drafted, "draft_n_accepted": kept}, count + 1
         timings, left = {**timings, "predicted_n": number}, max(left - 1, 0)
-        events.append({"content": text if number == 1 else "", "tokens": [token], "stop": False, "timings": timings})
+        events.append(
+            {
+                "content": text if number == 1 else "",
+                "tokens": [token],
+                "stop": False,
+                "timings": timings,
+            }
+        )
     events.append({"content": "", "tokens": [], "stop": True, "timings": timings})
     return "".join(f"data: {json.dumps(event)}\n\n" for event in events)
 
@@ -61,10 +86,24 @@ def completion(engine, k, text, token_ids, accepted, num_drafted, *, counts=True
     histogram = [accepted.count(count) for count in range(k + 1)]
     counted = (len(accepted), num_drafted, sum(accepted), histogram)
     if engine == "sglang":
-        names = ("spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts", "spec_correct_drafts_histogram")
+        names = (
+            "spec_verify_ct",
+            "spec_num_proposed_drafts",
+            "spec_num_correct_drafts",
+            "spec_correct_drafts_histogram",
+        )
         drafts = dict(zip(names, counted, strict=True)) if accepted and k else {}
-        return {"text": text, "output_ids": token_ids, "meta_info": {"completion_tokens": len(token_ids), **drafts}}
-    names = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "acceptance_histogram")
+        return {
+            "text": text,
+            "output_ids": token_ids,
+            "meta_info": {"completion_tokens": len(token_ids), **drafts},
+        }
+    names = (
+        "num_spec_steps",
+        "num_draft_tokens",
+        "num_accepted_draft_tokens",
+        "acceptance_histogram",
+    )
     drafts = dict(zip(names, counted, strict=True)) if k and counts else None
     return {
         "choices": [{"text": text, "token_ids": token_ids}],

@@ -46,7 +46,9 @@ def ask(address, engine="vllm", timeout=20.0):
 def test_the_time_is_of_the_whole_answer(wrong, path):
     with hostile({path: wrong}) as server:
         start = time.monotonic()
-        with pytest.raises(ResourceError, match=rf"{path} did not answer in 0.5 s; .* eval\.server_timeout"):
+        with pytest.raises(
+            ResourceError, match=rf"{path} did not answer in 0.5 s; .* eval\.server_timeout"
+        ):
             ask(server.address, timeout=SECONDS)
         assert SECONDS <= time.monotonic() - start < SECONDS + 1
 
@@ -54,13 +56,19 @@ def test_the_time_is_of_the_whole_answer(wrong, path):
 @pytest.mark.parametrize("path", ["/metrics", VLLM])
 @pytest.mark.parametrize("wrong", [FLOOD, BOMB])
 def test_an_answer_has_a_size(wrong, path):
-    with hostile({path: wrong}) as server, pytest.raises(ResourceError, match=f"{path} answered more than 64 MiB"):
+    with (
+        hostile({path: wrong}) as server,
+        pytest.raises(ResourceError, match=f"{path} answered more than 64 MiB"),
+    ):
         ask(server.address)
 
 
 def of_models(*places_and_values):
     right = pages("sglang", "pico", K)
-    return [({path: edited(right[path], place, value)}, path) for path, place, value in places_and_values]
+    return [
+        ({path: edited(right[path], place, value)}, path)
+        for path, place, value in places_and_values
+    ]
 
 
 def of_completions(engine, path, *places_and_values):
@@ -70,9 +78,19 @@ def of_completions(engine, path, *places_and_values):
 
 DRAFTS = ("metrics", "speculative_decoding")
 IN_VLLM = [
-    *(({path: wrong}, path) for path in ("/v1/models", "/version", VLLM) for wrong in (*NO_JSON, *NO_OBJECT)),
-    *(({"/metrics": wrong}, "/metrics") for wrong in (b"", b"\xff", b"<html>", b"vllm:generation_tokens_total NaN\n")),
-    *(({"/metrics": f"vllm:generation_tokens_total {wrong}\n".encode()}, "/metrics") for wrong in ("1e999", "-1", "many")),
+    *(
+        ({path: wrong}, path)
+        for path in ("/v1/models", "/version", VLLM)
+        for wrong in (*NO_JSON, *NO_OBJECT)
+    ),
+    *(
+        ({"/metrics": wrong}, "/metrics")
+        for wrong in (b"", b"\xff", b"<html>", b"vllm:generation_tokens_total NaN\n")
+    ),
+    *(
+        ({"/metrics": f"vllm:generation_tokens_total {wrong}\n".encode()}, "/metrics")
+        for wrong in ("1e999", "-1", "many")
+    ),
     *of_models(
         ("/v1/models", ["data"], []),
         ("/v1/models", ["data"], None),
@@ -140,7 +158,10 @@ IN_SGLANG = [
 )
 def test_a_malformed_answer_is_one_line(engine, wrong, path):
     said = f"{path} (answered what it should not|does not say what it accepted|is no Prometheus page|has no vllm:)"
-    with hostile(wrong, engine=engine) as server, pytest.raises(ResourceError, match=said) as caught:
+    with (
+        hostile(wrong, engine=engine) as server,
+        pytest.raises(ResourceError, match=said) as caught,
+    ):
         ask(server.address, engine)
     assert len(str(caught.value)) < 1000
 
@@ -149,7 +170,11 @@ def test_a_malformed_answer_is_one_line(engine, wrong, path):
 def test_a_field_is_named(engine):
     path, place, name = {
         "vllm": (VLLM, ["choices", 0, "text"], r"choices\.0\.text: .* string, not 3"),
-        "sglang": (SGLANG, ["meta_info", "completion_tokens"], r"meta_info\.completion_tokens: .* integer, not 3\.5"),
+        "sglang": (
+            SGLANG,
+            ["meta_info", "completion_tokens"],
+            r"meta_info\.completion_tokens: .* integer, not 3\.5",
+        ),
     }[engine]
     value = 3 if engine == "vllm" else 3.5
     ((wrong, _),) = of_completions(engine, path, (place, value))
@@ -157,7 +182,9 @@ def test_a_field_is_named(engine):
         ask(server.address, engine)
 
 
-@pytest.mark.parametrize("address", ["http://127.0.0.1:99999", "http://[::1", "http://:80", "http://\u2028"])
+@pytest.mark.parametrize(
+    "address", ["http://127.0.0.1:99999", "http://[::1", "http://:80", "http://\u2028"]
+)
 def test_an_address_that_is_none_is_one_line(address):
     with pytest.raises(ResourceError, match="does not answer"):
         ask(address)
@@ -168,7 +195,10 @@ OF_DATA = [
     *NO_JSON,
     *NO_OBJECT,
     *(edited(RIGHT, ["choices", 0, "text"], wrong) for wrong in (None, 3, ["ab"])),
-    *(edited(RIGHT, ["choices", 0, "token_ids"], wrong) for wrong in ("ab", [6.5], [-1], [None], {"a": 1})),
+    *(
+        edited(RIGHT, ["choices", 0, "token_ids"], wrong)
+        for wrong in ("ab", [6.5], [-1], [None], {"a": 1})
+    ),
     *(edited(RIGHT, ["choices"], wrong) for wrong in ([], {}, [None], "ab")),
     edited(RIGHT, ["choices", 0, "finish_reason"], {}),
     DRIP,
@@ -186,7 +216,9 @@ def test_a_server_of_training_data_may_answer_better_later(wrong):
         CompletionServer(server.address, timeout).complete({"prompt": [1]})
 
 
-@pytest.mark.parametrize("wrong", [b"[" * 100_000, {"data": []}, {"data": [{"id": None}]}, {"data": [{"id": 3}]}])
+@pytest.mark.parametrize(
+    "wrong", [b"[" * 100_000, {"data": []}, {"data": [{"id": None}]}, {"data": [{"id": 3}]}]
+)
 def test_models_of_a_server_of_training_data(wrong):
     with hostile({"/v1/models": wrong}) as server, pytest.raises(ResourceError, match="/v1/models"):
         CompletionServer(server.address, 20.0).find_model(["pico"])
@@ -195,7 +227,10 @@ def test_models_of_a_server_of_training_data(wrong):
 @pytest.mark.parametrize("wrong", [DRIP, DRIP_HEAD, SILENCE])
 def test_an_interrupt_is_heard_while_servers_are_asked(wrong):
     with hostile({VLLM: wrong}) as server:
-        client, connected = ENGINES["vllm"].client, Server(server.address, key="eval.server", timeout=20.0)
+        client, connected = (
+            ENGINES["vllm"].client,
+            Server(server.address, key="eval.server", timeout=20.0),
+        )
         peer = ConnectedServer("vllm", client, connected, client.identify(connected))
         prompts = [Prompt(str(number), "c", "a", (1,)) for number in range(40)]
 

@@ -18,4 +18,9 @@ def test_engines_are_offered_where_they_can_serve() -> None:
 def test_the_table_is_read_without_torch_or_http() -> None:
     heavy = "{'torch', 'transformers', 'httpx2'}"
     code = f"import sys, specdistill.engines; print(sorted({heavy} & sys.modules.keys()))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "[]\n"
+    )

@@ -28,10 +28,15 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> FrozenTarget:
     return layouts.saved_target(tmp_path_factory.mktemp("target"))
 
 
-def check(engine: str, method: str, folder: Path, head: Any, target: FrozenTarget, **keys: Any) -> LoaderCheck:
+def check(
+    engine: str, method: str, folder: Path, head: Any, target: FrozenTarget, **keys: Any
+) -> LoaderCheck:
     """A folder, with some keys of its config.json changed, as the engine would load it."""
     config = json.loads((folder / "config.json").read_text()) | keys
-    shapes = {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
+    shapes = {
+        name: tuple(tensor.shape)
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
     loader = loader_of(METHODS[method].serving()[engine].loaders, config)
     assert loader is not None
     return check_loader(loader, config, shapes, head.config, target)
@@ -48,7 +53,9 @@ def random_shape(draw: random.Random, method: str) -> dict[str, Any]:
     if method == "eagle":
         return shape | {"fc_bias": draw.random() < 0.3}
     layers = draw.sample(range(layouts.NUM_LAYERS + 1), draw.randint(1, 5))
-    shape["aux_layers"] = draw.choice([[2, 4, 5], [2, 4, 5], sorted(layers), sorted(layers), layers])
+    shape["aux_layers"] = draw.choice(
+        [[2, 4, 5], [2, 4, 5], sorted(layers), sorted(layers), layers]
+    )
     shape["hidden_size"] = draw.choice([32, 64, 64, 128])
     shape |= draw.choice([{}, {"fc_norm": True}, {"norm_before_fc": True}])
     shape |= {name: True for name in ("norm_output", "norm_before_residual") if draw.random() < 0.2}
@@ -59,10 +66,21 @@ def random_shape(draw: random.Random, method: str) -> dict[str, Any]:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     ("method", "layout"),
-    [("eagle3", "vllm"), ("eagle3", "sglang"), ("eagle3", "speculators"), ("eagle", "vllm"), ("eagle", "sglang")],
+    [
+        ("eagle3", "vllm"),
+        ("eagle3", "sglang"),
+        ("eagle3", "speculators"),
+        ("eagle", "vllm"),
+        ("eagle", "sglang"),
+    ],
 )
 def test_what_is_exported_loads_and_what_is_refused_would_not_have(
-    method: str, layout: str, seed: int, target: FrozenTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str,
+    layout: str,
+    seed: int,
+    target: FrozenTarget,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A dozen random heads, which also come back bit for bit. A refusal is held against the rules: written all the same, the folder
     fails them.
@@ -73,7 +91,11 @@ def test_what_is_exported_loads_and_what_is_refused_would_not_have(
     for index in range(12):
         shape = random_shape(draw, method)
         head = head_of(method, target, shape)
-        ours, output, files = tmp_path / f"ours-{index}", tmp_path / f"out-{index}", TargetFiles(target.name)
+        ours, output, files = (
+            tmp_path / f"ours-{index}",
+            tmp_path / f"out-{index}",
+            TargetFiles(target.name),
+        )
         save_head(method, head, ours)
         refusal = ""
         try:
@@ -88,7 +110,9 @@ def test_what_is_exported_loads_and_what_is_refused_would_not_have(
             assert refusal.startswith(f"engine: got {layout} for ") and ", a head with " in refusal
         else:
             back = load_head(method, output, target).state_dict()
-            assert all(torch.equal(back[name], tensor) for name, tensor in head.state_dict().items()), shape
+            assert all(
+                torch.equal(back[name], tensor) for name, tensor in head.state_dict().items()
+            ), shape
         assert bool(result.refused or result.silent) == bool(refusal), (shape, refusal, result)
         able += not refusal
     assert able > 0
@@ -122,13 +146,22 @@ MISSING, EXTRA = "midlayer.mlp.up_proj.weight", "midlayer.self_attn.q_norm.weigh
 
 @pytest.mark.parametrize(
     ("engine", "missing", "extra"),
-    [("vllm", "silent", "refused"), ("sglang", "silent", "silent"), ("trtllm", "refused", "silent")],
+    [
+        ("vllm", "silent", "refused"),
+        ("sglang", "silent", "silent"),
+        ("trtllm", "refused", "silent"),
+    ],
 )
-def test_missing_and_unknown_tensors(engine: str, missing: str, extra: str, target: FrozenTarget, tmp_path: Path) -> None:
+def test_missing_and_unknown_tensors(
+    engine: str, missing: str, extra: str, target: FrozenTarget, tmp_path: Path
+) -> None:
     head = one_head(target, tmp_path)
     rewrite(tmp_path / "vllm", without=MISSING, **{EXTRA: torch.ones(32)})
     result = check(engine, "eagle3", tmp_path / "vllm", head, target)
-    assert any(what.startswith("layers.0.mlp.up_proj.weight [128, 64]") for what in getattr(result, missing))
+    assert any(
+        what.startswith("layers.0.mlp.up_proj.weight [128, 64]")
+        for what in getattr(result, missing)
+    )
     assert any(what.endswith(EXTRA) for what in getattr(result, extra))
 
 
@@ -160,10 +193,15 @@ def test_tensorrt_is_told_the_layers_when_it_starts(target: FrozenTarget, tmp_pa
     assert not result.refused and not result.silent
 
 
-def test_a_whole_vocabulary_with_a_map_is_refused_by_vllm_alone(target: FrozenTarget, tmp_path: Path) -> None:
+def test_a_whole_vocabulary_with_a_map_is_refused_by_vllm_alone(
+    target: FrozenTarget, tmp_path: Path
+) -> None:
     head = one_head(target, tmp_path, draft_vocabulary=None)
     rewrite(tmp_path / "vllm", d2t=torch.zeros(260, dtype=torch.long))
-    results = {engine: check(engine, "eagle3", tmp_path / "vllm", head, target) for engine in ("vllm", "sglang")}
+    results = {
+        engine: check(engine, "eagle3", tmp_path / "vllm", head, target)
+        for engine in ("vllm", "sglang")
+    }
     assert ["d2t" in what for what in results["vllm"].refused] == [True]
     assert not results["sglang"].refused and not results["sglang"].silent
 
@@ -172,17 +210,42 @@ def test_a_whole_vocabulary_with_a_map_is_refused_by_vllm_alone(target: FrozenTa
     ("engine", "keys", "outcome", "says"),
     [
         ("vllm", {"architectures": None}, "refused", "no architectures"),
-        ("sglang", {"architectures": ["LlamaForCausalLM"]}, "refused", "loads such a draft as LlamaForCausalLMEagle3"),
-        ("trtllm", {"architectures": ["Eagle3Speculator"]}, "refused", "architectures Eagle3Speculator"),
+        (
+            "sglang",
+            {"architectures": ["LlamaForCausalLM"]},
+            "refused",
+            "loads such a draft as LlamaForCausalLMEagle3",
+        ),
+        (
+            "trtllm",
+            {"architectures": ["Eagle3Speculator"]},
+            "refused",
+            "architectures Eagle3Speculator",
+        ),
         ("vllm", {"target_hidden_size": None}, "refused", "target_hidden_size null"),
         ("sglang", {"target_hidden_size": None}, "refused", "target_hidden_size null"),
-        ("vllm", {"num_attention_heads": 4}, "refused", "q_proj.weight is [64, 128], and its config.json makes this parameter"),
+        (
+            "vllm",
+            {"num_attention_heads": 4},
+            "refused",
+            "q_proj.weight is [64, 128], and its config.json makes this parameter",
+        ),
         ("vllm", {"draft_vocab_size": 24}, "refused", "lm_head.weight is [25, 64]"),
         ("vllm", {"draft_vocab_size": None}, "refused", "lm_head.weight is [25, 64]"),
         ("vllm", {"norm_before_residual": True}, "silent", "reads norm_before_residual as True"),
-        ("sglang", {"norm_output": True}, "silent", "reads norm_output as True, and the draft was trained with False"),
+        (
+            "sglang",
+            {"norm_output": True},
+            "silent",
+            "reads norm_output as True, and the draft was trained with False",
+        ),
         ("trtllm", {"tie_word_embeddings": True}, "silent", "reads tie_word_embeddings as True"),
-        ("vllm", {"eagle_config": {"use_aux_hidden_state": False}}, "silent", "use_aux_hidden_state as False"),
+        (
+            "vllm",
+            {"eagle_config": {"use_aux_hidden_state": False}},
+            "silent",
+            "use_aux_hidden_state as False",
+        ),
     ],
 )
 def test_what_a_config_says(
@@ -205,7 +268,9 @@ def test_keys_that_are_not_there(target: FrozenTarget, tmp_path: Path) -> None:
     assert any("num_layers as 32" in what for what in result.silent)
 
 
-def test_speculators_residual_is_before_its_norm_unless_it_says_so(target: FrozenTarget, tmp_path: Path) -> None:
+def test_speculators_residual_is_before_its_norm_unless_it_says_so(
+    target: FrozenTarget, tmp_path: Path
+) -> None:
     head = one_head(target, tmp_path, "speculators")
     path = tmp_path / "speculators" / "config.json"
     config = json.loads(path.read_text())
@@ -222,7 +287,9 @@ def test_another_width_needs_its_own_embedding(target: FrozenTarget, tmp_path: P
     rewrite(tmp_path / "vllm", without="embed_tokens.weight")
     for engine, outcome in (("vllm", "silent"), ("sglang", "silent"), ("trtllm", "refused")):
         result = check(engine, "eagle3", tmp_path / "vllm", head, target)
-        assert any("embed_tokens.weight [260, 32]" in what for what in getattr(result, outcome)), engine
+        assert any("embed_tokens.weight [260, 32]" in what for what in getattr(result, outcome)), (
+            engine
+        )
 
 
 def test_the_targets_head_is_taken_only_where_it_fits(target: FrozenTarget, tmp_path: Path) -> None:

@@ -41,7 +41,11 @@ TOY_EAGLE3 = Serving(
     (
         Loader(
             architectures=frozenset({"Toy"}),
-            slots=(*SLOTS, Slot("lm_head.weight", "W H"), Slot("embed_tokens.weight", "V H", source="shared")),
+            slots=(
+                *SLOTS,
+                Slot("lm_head.weight", "W H"),
+                Slot("embed_tokens.weight", "V H", source="shared"),
+            ),
             unknown="silent",
             unset="refused",
             settings=SETTINGS,
@@ -59,10 +63,16 @@ def test_a_new_engine_is_one_file_a_row_and_what_methods_say_of_it(
     monkeypatch.setitem(SERVING, "toy", TOY_EAGLE3)
     target = saved_target(tmp_path / "target")
     for num_layers in (1, 2):
-        save_head("eagle3", head_of("eagle3", target, {"num_layers": num_layers}), tmp_path / str(num_layers))
+        save_head(
+            "eagle3",
+            head_of("eagle3", target, {"num_layers": num_layers}),
+            tmp_path / str(num_layers),
+        )
     given = ["engine=toy", f"target={tmp_path / 'target'}"]
 
-    assert main(["export", *given, f"draft={tmp_path / '1'}", f"output_dir={tmp_path / 'out'}"]) == 0
+    assert (
+        main(["export", *given, f"draft={tmp_path / '1'}", f"output_dir={tmp_path / 'out'}"]) == 0
+    )
     config: dict[str, Any] = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["architectures"] == ["Toy"] and "midlayer." not in config
     served = (tmp_path / "out" / "SERVE.md").read_text()
@@ -74,7 +84,10 @@ def test_a_new_engine_is_one_file_a_row_and_what_methods_say_of_it(
     assert main(["doctor", *given, f"draft={tmp_path / '1'}", "decode=false"]) == 1
     printed = capsys.readouterr().out
     assert "Toy 1.0" in printed and "architectures LlamaForCausalLMEagle3" in printed
-    assert main(["export", *given, f"draft={tmp_path / '2'}", f"output_dir={tmp_path / 'refused'}"]) == 2
+    assert (
+        main(["export", *given, f"draft={tmp_path / '2'}", f"output_dir={tmp_path / 'refused'}"])
+        == 2
+    )
     assert refused_key(capsys.readouterr().err) == "engine"
 
 

@@ -117,7 +117,11 @@ def test_an_engine_that_never_answers_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(start, "START_SECONDS", 0.0)
     with (
         pytest.raises(ResourceError, match=" 0 s"),
-        started([sys.executable, "-c", "import time; time.sleep(600)"], tmp_path / "log", key="eval.engine_command"),
+        started(
+            [sys.executable, "-c", "import time; time.sleep(600)"],
+            tmp_path / "log",
+            key="eval.engine_command",
+        ),
     ):
         pytest.fail("it answered")
 

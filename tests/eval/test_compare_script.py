@@ -38,7 +38,10 @@ def work(tmp_path_factory):
     """A folder with a target, a suite, a trained run with a head, a draft model and a head for a wider target."""
     folder = tmp_path_factory.mktemp("work")
     model, tokenizer = tiny_target_model(num_layers=3), tiny_tokenizer()
-    smaller, wider = tiny_target_model(num_layers=1), tiny_target_model(num_layers=3, hidden_size=128)
+    smaller, wider = (
+        tiny_target_model(num_layers=1),
+        tiny_target_model(num_layers=3, hidden_size=128),
+    )
     for name, saved in (("target", model), ("small", smaller)):
         saved.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
@@ -50,7 +53,11 @@ def work(tmp_path_factory):
     foreign.save_pretrained(folder / "foreign")
     (folder / "run" / "run").mkdir()
     (folder / "run" / "run" / "history.json").write_text(json.dumps(HISTORY))
-    rows = [{"id": f"{kind}{n}", "category": kind, "prompt": f"{kind} {n} {kind} {n} "} for kind in "ab" for n in range(2)]
+    rows = [
+        {"id": f"{kind}{n}", "category": kind, "prompt": f"{kind} {n} {kind} {n} "}
+        for kind in "ab"
+        for n in range(2)
+    ]
     (folder / "suite.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -66,7 +73,9 @@ def arguments(work, tmp_path, monkeypatch):
 def read(folder):
     """A candidate's report, and the rounds of all its prompts."""
     samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
-    return json.loads((folder / "report.json").read_text()), [entry for sample in samples for entry in sample["rounds"]]
+    return json.loads((folder / "report.json").read_text()), [
+        entry for sample in samples for entry in sample["rounds"]
+    ]
 
 
 def test_a_comparison_leaves_its_pages_and_every_report(arguments, tmp_path, capsys):
@@ -84,12 +93,17 @@ def test_a_comparison_leaves_its_pages_and_every_report(arguments, tmp_path, cap
     assert all(entry["lossless"] for entry in comparison["ranking"])
     reports = [candidate["report"] for candidate in comparison["candidates"]]
     assert [report["draft"]["method"] for report in reports] == ["eagle3", "draft_model", "ngram"]
-    assert len({report["results"][0]["baseline_tokens_per_second"] for report in reports}) == 1  # measured once, for all
+    assert (
+        len({report["results"][0]["baseline_tokens_per_second"] for report in reports}) == 1
+    )  # measured once, for all
     for name, report in zip(names, reports, strict=True):
         assert sorted(path.name for path in (out / name).iterdir()) == FILES
         assert json.loads((out / name / "report.json").read_text()) == report
         validate(report)
-    samples = [[json.loads(line)["id"] for line in (out / name / "samples.jsonl").read_text().splitlines()] for name in names]
+    samples = [
+        [json.loads(line)["id"] for line in (out / name / "samples.jsonl").read_text().splitlines()]
+        for name in names
+    ]
     assert samples == [["a0", "a1", "b0", "b1"]] * 3
     (tmp_path / "any.yaml").write_text("- {metric: lossless.greedy_identical, equals: true}\n")
     judge_again(
@@ -104,8 +118,14 @@ def test_a_comparison_leaves_its_pages_and_every_report(arguments, tmp_path, cap
 
 def test_options_of_one_method_go_to_its_candidates(arguments, tmp_path):
     told = ("ngram.min=2", "ngram.max=5", "ngram.lookup=prompt")
-    assert command(*arguments, "drafts=[run/draft,small,ngram]", "num_prompts=2", *told) == ExitCode.DONE
-    assert [read(tmp_path / "out" / name)[0]["settings"]["drafting"] for name in ("draft", "small", "ngram")] == [
+    assert (
+        command(*arguments, "drafts=[run/draft,small,ngram]", "num_prompts=2", *told)
+        == ExitCode.DONE
+    )
+    assert [
+        read(tmp_path / "out" / name)[0]["settings"]["drafting"]
+        for name in ("draft", "small", "ngram")
+    ] == [
         {},
         {},
         {"min": 2, "max": 5, "lookup": "prompt"},
@@ -113,47 +133,95 @@ def test_options_of_one_method_go_to_its_candidates(arguments, tmp_path):
 
 
 def test_a_draft_is_compared_with_itself_behind_an_ngram_lookup(arguments, tmp_path):
-    keys = ["drafts=[run/draft,run/draft,ngram]", "num_speculative_tokens_each=[2,4,4]", "max_new_tokens=16"]
-    assert command(*arguments, *keys, f"{FIRST}_each=[null,{{min: 1, draft_tokens: 1}},null]") == ExitCode.DONE
+    keys = [
+        "drafts=[run/draft,run/draft,ngram]",
+        "num_speculative_tokens_each=[2,4,4]",
+        "max_new_tokens=16",
+    ]
+    assert (
+        command(*arguments, *keys, f"{FIRST}_each=[null,{{min: 1, draft_tokens: 1}},null]")
+        == ExitCode.DONE
+    )
     folder = tmp_path / "out" / "ngram+draft"
     report, rounds = read(folder)
-    assert report["settings"]["drafting"] == {FIRST: {"method": "ngram", "min": 1, "max": 5, "draft_tokens": 1}}
+    assert report["settings"]["drafting"] == {
+        FIRST: {"method": "ngram", "min": 1, "max": 5, "draft_tokens": 1}
+    }
     assert report["draft"]["model"] == "run/draft"
-    row, theory = report["results"][0], report["theory"]  # of K = 0 and K alone, and at the cost of what a round drafts
+    row, theory = (
+        report["results"][0],
+        report["theory"],
+    )  # of K = 0 and K alone, and at the cost of what a round drafts
     a_round = row["draft_ms"] * row["num_draft_tokens"] / row["num_drafts"]
     assert theory["c"] * theory["K"] * row["baseline_step_ms"] == pytest.approx(a_round)
     assert [(point["k"], point["draft_passes"]) for point in theory["curve"]] == [(0, 0), (4, 0)]
-    assert {len(entry["drafted"]) for entry in rounds} == {1, 4}  # the draft's, and the n-gram lookup's
+    assert {len(entry["drafted"]) for entry in rounds} == {
+        1,
+        4,
+    }  # the draft's, and the n-gram lookup's
     told = "ngram lookup of 1 to 5 tokens first, behind it a chain of 1"
-    pages = (folder / "report.md", tmp_path / "out" / "comparison.md", tmp_path / "out" / "comparison.html")
+    pages = (
+        folder / "report.md",
+        tmp_path / "out" / "comparison.md",
+        tmp_path / "out" / "comparison.html",
+    )
     assert all(told in page.read_text() for page in pages)
 
 
 def test_suffix_decoding_is_compared_alone_and_in_front_of_a_draft(arguments, tmp_path):
     keys = ["drafts=[run/draft,suffix]", "num_prompts=2", "suffix.max=8"]
     assert command(*arguments, *keys, f"{FIRST}_each=[{{method: suffix}},null]") == ExitCode.DONE
-    settings = [read(tmp_path / "out" / name)[0]["settings"]["drafting"] for name in ("suffix+draft", "suffix")]
-    assert settings[0] == {FIRST: {"method": "suffix", "min": 2, "max": 5, "draft_tokens": 2}} and settings[1]["max"] == 8
+    settings = [
+        read(tmp_path / "out" / name)[0]["settings"]["drafting"]
+        for name in ("suffix+draft", "suffix")
+    ]
+    assert (
+        settings[0] == {FIRST: {"method": "suffix", "min": 2, "max": 5, "draft_tokens": 2}}
+        and settings[1]["max"] == 8
+    )
 
 
 def test_a_draft_drafts_a_tree_behind_an_ngram_lookup(arguments, tmp_path):
-    keys = ["drafts=[run/draft,run/draft]", "num_speculative_tokens_each=[2,4]", "max_new_tokens=16"]
-    assert command(*arguments, *keys, f"{FIRST}_each=[null,{{min: 1, draft_tree: {{branching: [2,2]}}}}]") == ExitCode.DONE
+    keys = [
+        "drafts=[run/draft,run/draft]",
+        "num_speculative_tokens_each=[2,4]",
+        "max_new_tokens=16",
+    ]
+    assert (
+        command(
+            *arguments, *keys, f"{FIRST}_each=[null,{{min: 1, draft_tree: {{branching: [2,2]}}}}]"
+        )
+        == ExitCode.DONE
+    )
     folder = tmp_path / "out" / "ngram+draft"
     report, rounds = read(folder)
     drafting = report["settings"]["drafting"][FIRST]
     assert drafting["draft_tree"] == {"branching": [2, 2]} and report["settings"]["tree"] is None
     assert report["lossless"]["greedy_identical"]
-    assert {entry.get("num_off_path", 0) for entry in rounds} == {0, 4}  # of an n-gram lookup's chain, and of 6 nodes 2 deep
-    assert "ngram lookup of 1 to 5 tokens first, behind it a tree with branching 2, 2" in (folder / "report.md").read_text()
+    assert {entry.get("num_off_path", 0) for entry in rounds} == {
+        0,
+        4,
+    }  # of an n-gram lookup's chain, and of 6 nodes 2 deep
+    assert (
+        "ngram lookup of 1 to 5 tokens first, behind it a tree with branching 2, 2"
+        in (folder / "report.md").read_text()
+    )
 
 
-def test_a_target_that_reads_no_trees_says_so_before_anything_is_measured(arguments, tmp_path, capsys):
+def test_a_target_that_reads_no_trees_says_so_before_anything_is_measured(
+    arguments, tmp_path, capsys
+):
     tiny_model("qwen3_next").save_pretrained(tmp_path / "recurrent")
     tiny_tokenizer().save_pretrained(tmp_path / "recurrent")
     keys = [f"target={tmp_path / 'recurrent'}", "drafts=[small,ngram]"]
-    assert command(*arguments, *keys, f"{FIRST}_each=[{{draft_tree: {{branching: [2]}}}},null]") == ExitCode.USER_ERROR
-    assert refused_key((printed := capsys.readouterr()).err) == "tree" and "Measuring" not in printed.err
+    assert (
+        command(*arguments, *keys, f"{FIRST}_each=[{{draft_tree: {{branching: [2]}}}},null]")
+        == ExitCode.USER_ERROR
+    )
+    assert (
+        refused_key((printed := capsys.readouterr()).err) == "tree"
+        and "Measuring" not in printed.err
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -165,7 +233,9 @@ def test_each_draft_has_its_own_k_or_tree_over_one_baseline(arguments, tmp_path)
         report, rounds = read(tmp_path / "out" / name)
         row = report["results"][0]
         baselines.add(row["baseline_tokens_per_second"])
-        assert report["settings"]["num_speculative_tokens"] == len(row["accepted_per_position"]) == k
+        assert (
+            report["settings"]["num_speculative_tokens"] == len(row["accepted_per_position"]) == k
+        )
         assert report["settings"]["tree"] == ({"branching": [2, 2]} if name == "draft" else None)
         assert max(len(round["drafted"]) for round in rounds) == k
         assert {round.get("num_off_path", 0) for round in rounds} == {4 if name == "draft" else 0}
@@ -175,21 +245,36 @@ def test_each_draft_has_its_own_k_or_tree_over_one_baseline(arguments, tmp_path)
 
 def test_categories_have_rows_of_all_drafts(arguments, tmp_path):
     assert command(*arguments, "drafts=[run/draft,ngram]") == ExitCode.DONE
-    page = (tmp_path / "out" / "comparison.md").read_text().partition("## By category")[2].partition("## Why")[0]
+    page = (
+        (tmp_path / "out" / "comparison.md")
+        .read_text()
+        .partition("## By category")[2]
+        .partition("## Why")[0]
+    )
     head, _, *rows = page.strip().splitlines()
     assert head.startswith("| category | prompts |") and "draft" in head and "ngram" in head
     report, _ = read(tmp_path / "out" / "draft")
     for row, line in zip(report["results"], rows, strict=True):
         assert f"{row['speedup']:.2f}×" in line and f"| {row['num_prompts']} |" in line
-    table = (tmp_path / "out" / "comparison.html").read_text().partition("<h2>By category</h2>")[2].partition("</thead>")[0]
-    assert {">category<", ">draft<", ">ngram<"} <= {f">{part}" for part in re.findall(r">([^>]+<)", table)}  # names as they are
+    table = (
+        (tmp_path / "out" / "comparison.html")
+        .read_text()
+        .partition("<h2>By category</h2>")[2]
+        .partition("</thead>")[0]
+    )
+    assert {">category<", ">draft<", ">ngram<"} <= {
+        f">{part}" for part in re.findall(r">([^>]+<)", table)
+    }  # names as they are
 
 
 def test_a_draft_of_another_family_is_compared(arguments, tmp_path, capsys):
     family = (*arguments, "drafts=[foreign,small]", "num_prompts=2")
     assert command(*family) == ExitCode.USER_ERROR
     printed = capsys.readouterr().err
-    assert "error: drafts: got a draft of 256 tokens for a target of 260" in printed and "heterogeneous_vocab=true" in printed
+    assert (
+        "error: drafts: got a draft of 256 tokens for a target of 260" in printed
+        and "heterogeneous_vocab=true" in printed
+    )
     assert command(*family, "heterogeneous_vocab=true") == ExitCode.DONE
     comparison = json.loads((tmp_path / "out" / "comparison.json").read_text())
     candidates = {candidate["name"]: candidate for candidate in comparison["candidates"]}
@@ -202,12 +287,19 @@ def test_a_draft_that_changes_the_text_is_exit_code_one(arguments, tmp_path, mon
 
     def only_ngram_is_lossless(target, proposer, *others):
         found = check(target, proposer, *others)
-        return found if isinstance(proposer, LookupProposer) else [{"prompt_id": "p", "near_tie": False}, *found[1:]]
+        return (
+            found
+            if isinstance(proposer, LookupProposer)
+            else [{"prompt_id": "p", "near_tie": False}, *found[1:]]
+        )
 
     monkeypatch.setattr(module, "greedy_check", only_ngram_is_lossless)
     assert command(*arguments, "drafts=[small,ngram]", "num_prompts=2") == ExitCode.CHECK_FAILED
     ranking = json.loads((tmp_path / "out" / "comparison.json").read_text())["ranking"]
-    assert [(entry["name"], entry["lossless"]) for entry in ranking] == [("ngram", True), ("small", False)]
+    assert [(entry["name"], entry["lossless"]) for entry in ranking] == [
+        ("ngram", True),
+        ("small", False),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -222,34 +314,82 @@ def test_a_draft_that_changes_the_text_is_exit_code_one(arguments, tmp_path, mon
         (["drafts=[small,ngram]", "target=./nowhere"], "target.model", "./nowhere"),
         (["drafts=[small,ngram]", "max_new_tokens=400"], "suite", "prompt a0"),
         (
-            ["drafts=[small,ngram]", "num_speculative_tokens=2", "num_speculative_tokens_each=[1,2]"],
+            [
+                "drafts=[small,ngram]",
+                "num_speculative_tokens=2",
+                "num_speculative_tokens_each=[1,2]",
+            ],
             "num_speculative_tokens",
             "2",
         ),
-        (["drafts=[small,ngram]", "num_speculative_tokens_each=[1]"], "num_speculative_tokens_each", "1 of them"),
         (
-            ["drafts=[small,ngram]", "num_speculative_tokens_each=[7,2]", "trees_each=[{branching: [2,2]},null]"],
+            ["drafts=[small,ngram]", "num_speculative_tokens_each=[1]"],
+            "num_speculative_tokens_each",
+            "1 of them",
+        ),
+        (
+            [
+                "drafts=[small,ngram]",
+                "num_speculative_tokens_each=[7,2]",
+                "trees_each=[{branching: [2,2]},null]",
+            ],
             *("num_speculative_tokens", "7"),
         ),
         (["drafts=[small,ngram]", "trees_each=[null]"], "trees_each", "1 of them"),
-        (["drafts=[small,ngram]", "trees_each=[null,{branching: [2]}]"], "tree", "a tree for LookupProposer"),
-        (["drafts=[run/draft,small]", "ngram.max=5"], "ngram", "rule='specdistill' min=1 max=5 lookup='sequence' with"),
-        (["drafts=[run/draft,ngram]", "heterogeneous_vocab=true"], "heterogeneous_vocab", "True with method eagle3 and ngram"),
-        (["drafts=[small,ngram]", "lookup_first.min=3"], f"{FIRST}_each", "a lookup in front of ngram"),
+        (
+            ["drafts=[small,ngram]", "trees_each=[null,{branching: [2]}]"],
+            "tree",
+            "a tree for LookupProposer",
+        ),
+        (
+            ["drafts=[run/draft,small]", "ngram.max=5"],
+            "ngram",
+            "rule='specdistill' min=1 max=5 lookup='sequence' with",
+        ),
+        (
+            ["drafts=[run/draft,ngram]", "heterogeneous_vocab=true"],
+            "heterogeneous_vocab",
+            "True with method eagle3 and ngram",
+        ),
+        (
+            ["drafts=[small,ngram]", "lookup_first.min=3"],
+            f"{FIRST}_each",
+            "a lookup in front of ngram",
+        ),
         (["drafts=[small,run/draft]", "lookup_first.min=9"], "lookup_first.min", "9"),
-        (["drafts=[small,run/draft]", f"{FIRST}_each=[null,{{min: 9}}]"], f"{FIRST}_each[1].min", "9"),
+        (
+            ["drafts=[small,run/draft]", f"{FIRST}_each=[null,{{min: 9}}]"],
+            f"{FIRST}_each[1].min",
+            "9",
+        ),
         (["drafts=[small,ngram]", "ngram={min: 4, max: 3}"], "ngram.min", "4"),
         (
-            ["drafts=[small,ngram]", "trees_each=[{branching: [2,2]},null]", f"{FIRST}_each=[{{}},null]"],
+            [
+                "drafts=[small,ngram]",
+                "trees_each=[{branching: [2,2]},null]",
+                f"{FIRST}_each=[{{}},null]",
+            ],
             *(f"{FIRST}_each", "a lookup in front of a draft with a tree"),
         ),
-        (["drafts=[small,run/draft]", f"{TREE}={{branching: [2,1,1,1,1]}}"], TREE, "a tree of depth 5 with K = 4"),
+        (
+            ["drafts=[small,run/draft]", f"{TREE}={{branching: [2,1,1,1,1]}}"],
+            TREE,
+            "a tree of depth 5 with K = 4",
+        ),
         (["drafts=[small,run/draft]", f"{TREE}={{branching: [2]}}", f"{TOKENS}=1"], TOKENS, "1"),
-        (["drafts=[small,run/draft]", f"{TREE}={{branching: [2]}}", "compile=true"], "compile", "true with"),
+        (
+            ["drafts=[small,run/draft]", f"{TREE}={{branching: [2]}}", "compile=true"],
+            "compile",
+            "true with",
+        ),
         (["drafts=[small,run/draft]", f"{TREE}={{budget: 4}}"], "tree.depth", "nothing"),
         (["drafts=[small,run/draft]", f"{TOKENS}=5"], TOKENS, "5 with K = 4"),
         (["drafts=[small,run/draft]", f"{FIRST}_each=[null]"], f"{FIRST}_each", "1 of them"),
-        (["drafts=[small,run/draft]", f"{TOKENS}=1", f"{FIRST}_each=[null,{{}}]"], f"{FIRST}_each", "[null,"),
+        (
+            ["drafts=[small,run/draft]", f"{TOKENS}=1", f"{FIRST}_each=[null,{{}}]"],
+            f"{FIRST}_each",
+            "[null,",
+        ),
         (["drafts=[small,ngram]", "draft=small"], "draft", "an unknown key"),
         (["drafts=small,ngram", "eval.num_prompts=0"], "num_prompts", "0"),  # as eval names it
         (["drafts=small,ngram", "eval.lookup_first.min=9"], "lookup_first.min", "9"),
@@ -258,12 +398,19 @@ def test_a_draft_that_changes_the_text_is_exit_code_one(arguments, tmp_path, mon
 def test_bad_input_is_one_line_and_leaves_nothing(arguments, tmp_path, capsys, more, key, got):
     assert command(*arguments, *more) == ExitCode.USER_ERROR
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith(f"error: {key} is required: " if got == "nothing" else f"error: {key}: got {got}")
+    assert said.startswith(
+        f"error: {key} is required: " if got == "nothing" else f"error: {key}: got {got}"
+    )
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
-    "written", ["{", '{"seconds": 1, "steps": 2, "log": null}', '{"seconds": 1, "steps": 2, "log": [{"epoch": "x"}]}']
+    "written",
+    [
+        "{",
+        '{"seconds": 1, "steps": 2, "log": null}',
+        '{"seconds": 1, "steps": 2, "log": [{"epoch": "x"}]}',
+    ],
 )
 def test_a_history_that_cannot_be_read_is_said_before_anything_is_measured(
     arguments, work, tmp_path, capsys, monkeypatch, written

@@ -30,7 +30,11 @@ def folder(tmp_path):
 
 
 def test_a_report_that_passes(folder, capsys):
-    assert json.loads((folder / "report.json").read_text())["gate"] == {"verdict": None, "passed": False, "rules": []}
+    assert json.loads((folder / "report.json").read_text())["gate"] == {
+        "verdict": None,
+        "passed": False,
+        "rules": [],
+    }
     assert command(f"report={folder}/report.json", "gates=default") == ExitCode.DONE
     report = json.loads((folder / "default" / "report.json").read_text())
     assert report["gate"]["passed"]
@@ -41,7 +45,9 @@ def test_a_report_that_passes(folder, capsys):
 
 def test_json_is_the_report(folder, capsys):
     assert command(f"report={folder}", "--json") == ExitCode.DONE
-    assert json.loads(capsys.readouterr().out) == json.loads((folder / "default" / "report.json").read_text())
+    assert json.loads(capsys.readouterr().out) == json.loads(
+        (folder / "default" / "report.json").read_text()
+    )
 
 
 def test_a_report_that_fails(folder, tmp_path, capsys):
@@ -60,8 +66,14 @@ def test_a_regression_against_a_baseline(folder, tmp_path):
     gate = tmp_path / "gate.yaml"
     gate.write_text("- {metric: mean_acceptance_length, max_regression: 0.05}\n")
     write(tmp_path / "before", simulate(24, conditional=(0.95, 0.9, 0.9, 0.9)))
-    assert command(f"report={folder}", f"gates={gate}", f"baseline={tmp_path / 'before'}") == ExitCode.CHECK_FAILED
-    assert command(f"report={tmp_path / 'before'}", f"gates={gate}", f"baseline={folder}") == ExitCode.DONE
+    assert (
+        command(f"report={folder}", f"gates={gate}", f"baseline={tmp_path / 'before'}")
+        == ExitCode.CHECK_FAILED
+    )
+    assert (
+        command(f"report={tmp_path / 'before'}", f"gates={gate}", f"baseline={folder}")
+        == ExitCode.DONE
+    )
     assert command(f"report={folder}", f"gates={gate}") == ExitCode.CHECK_FAILED
 
 
@@ -82,7 +94,9 @@ def test_a_report_that_was_edited_fails(folder, capsys):
 
 def test_a_first_release(folder, tmp_path, capsys):
     gate = tmp_path / "mine.yaml"
-    gate.write_text("- {metric: speedup, min: 1}\n- {metric: mean_acceptance_length, max_regression: 0.03}\n")
+    gate.write_text(
+        "- {metric: speedup, min: 1}\n- {metric: mean_acceptance_length, max_regression: 0.03}\n"
+    )
     assert command(f"report={folder}", f"gates={gate}") == ExitCode.CHECK_FAILED
     assert "baseline=none" in capsys.readouterr().out
     assert command(f"report={folder}", f"gates={gate}", "baseline=none") == ExitCode.DONE
@@ -93,7 +107,10 @@ def test_a_first_release(folder, tmp_path, capsys):
     ("keys", "key"),
     [
         (["report={folder}", "output_dir={folder}"], "output_dir"),
-        (["report={folder}", "baseline={folder}"], "baseline"),  # which the rules of this gate do not read
+        (
+            ["report={folder}", "baseline={folder}"],
+            "baseline",
+        ),  # which the rules of this gate do not read
         (["gates=default"], "report"),
         (["report={folder}/nowhere"], "report"),
         (["report={folder}", "gates=nowhere"], "gate"),
@@ -105,7 +122,9 @@ def test_bad_input(folder, capsys, keys, key):
     assert refused_key(capsys.readouterr().err) == key
 
 
-def test_a_baseline_that_cannot_be_compared_is_refused_with_the_difference(folder, tmp_path, capsys):
+def test_a_baseline_that_cannot_be_compared_is_refused_with_the_difference(
+    folder, tmp_path, capsys
+):
     other = edited(json.loads((folder / "report.json").read_text()), ("suite", "sha256"), "f" * 64)
     write_report(tmp_path / "other", {**other, "digest": digest(other, simulate(24))}, simulate(24))
     (tmp_path / "gate.yaml").write_text("- {metric: speedup, max_regression: 0.05}\n")

@@ -13,24 +13,43 @@ from tests.launches import TWO_PROCESSES, finish, start
 from tests.refusals import refused_key
 from tests.tiny import write_inputs
 
-pytestmark = [pytest.mark.long, pytest.mark.distributed, pytest.mark.launches]  # processes, seconds each
-COUNTS = ("num_prompts", "num_drafts", "num_draft_tokens", "accepted_per_position", "mean_acceptance_length")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.distributed,
+    pytest.mark.launches,
+]  # processes, seconds each
+COUNTS = (
+    "num_prompts",
+    "num_drafts",
+    "num_draft_tokens",
+    "accepted_per_position",
+    "mean_acceptance_length",
+)
 
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("target")
     write_inputs(folder)
-    rows = [{"prompt": f"{number} and {number}, {number} and", "category": "ab"[number % 2]} for number in range(7)]
+    rows = [
+        {"prompt": f"{number} and {number}, {number} and", "category": "ab"[number % 2]}
+        for number in range(7)
+    ]
     (folder / "suite.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     few = ["eval.max_new_tokens=16", "eval.repeats=1", "eval.warmup=0", "eval.sampling_draws=20"]
     return ["method=ngram", f"target={folder / 'model'}", f"suite={folder / 'suite.jsonl'}", *few]
 
 
-def measured(folder: Path, *keys: str, config: str, options: tuple[str, ...] = ()) -> dict[str, Any]:
-    process = start(ROOT / "eval/run.py", *keys, f"output_dir={folder}", config=config, options=options)
+def measured(
+    folder: Path, *keys: str, config: str, options: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    process = start(
+        ROOT / "eval/run.py", *keys, f"output_dir={folder}", config=config, options=options
+    )
     output = finish(process)
-    assert process.returncode in (ExitCode.DONE, ExitCode.CHECK_FAILED, ExitCode.INCONCLUSIVE), output
+    assert process.returncode in (ExitCode.DONE, ExitCode.CHECK_FAILED, ExitCode.INCONCLUSIVE), (
+        output
+    )
     report: dict[str, Any] = json.loads((folder / "report.json").read_text())
     return report
 
@@ -42,9 +61,19 @@ def test_two_processes_measure_what_one_does(keys: list[str], tmp_path: Path) ->
         assert {name: one[name] for name in COUNTS} == {name: two[name] for name in COUNTS}
     assert alone["lossless"]["prompts_checked"] == both["lossless"]["prompts_checked"] == 7
     assert all(row["speedup"] > 0 for row in both["results"])
-    one, two = (read_records(tmp_path / name / "samples.jsonl", "report") for name in ("one", "two"))
+    one, two = (
+        read_records(tmp_path / name / "samples.jsonl", "report") for name in ("one", "two")
+    )
     assert [record.text for record in one] == [record.text for record in two]
-    assert [record.baseline is None for record in two] == [False, False, True, True, False, False, True]  # a, b, a, …
+    assert [record.baseline is None for record in two] == [
+        False,
+        False,
+        True,
+        True,
+        False,
+        False,
+        True,
+    ]  # a, b, a, …
 
 
 def test_what_looks_earlier_outputs_up_is_not_shared(keys: list[str], tmp_path: Path) -> None:

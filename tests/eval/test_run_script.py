@@ -36,7 +36,11 @@ def target(tmp_path_factory):
 @pytest.fixture(scope="module")
 def suite(tmp_path_factory):
     path = tmp_path_factory.mktemp("suite") / "small.jsonl"
-    rows = [{"id": f"{kind}{n}", "category": kind, "prompt": f"{kind} {n} {kind} {n} "} for kind in "ab" for n in range(2)]
+    rows = [
+        {"id": f"{kind}{n}", "category": kind, "prompt": f"{kind} {n} {kind} {n} "}
+        for kind in "ab"
+        for n in range(2)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -52,7 +56,14 @@ def gate(tmp_path):
 def keys(target, suite, gate, tmp_path):
     """Of as short a measurement as there is, into `report`."""
     quick = ("eval.max_new_tokens=8", "eval.repeats=1", "eval.warmup=0", "eval.sampling_draws=0")
-    return [f"target={target}", "method=ngram", f"suite={suite}", f"output_dir={tmp_path / 'report'}", f"gate={gate}", *quick]
+    return [
+        f"target={target}",
+        "method=ngram",
+        f"suite={suite}",
+        f"output_dir={tmp_path / 'report'}",
+        f"gate={gate}",
+        *quick,
+    ]
 
 
 @pytest.fixture
@@ -63,7 +74,9 @@ def measured(keys, tmp_path):
         assert command(*keys, *more, f"output_dir={folder}") == code
         report = json.loads((folder / "report.json").read_text())
         validate(report)
-        return report, [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+        return report, [
+            json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()
+        ]
 
     return measure
 
@@ -77,7 +90,11 @@ def test_a_measurement_leaves_a_whole_report(measured, tmp_path, capsys):
     assert [entry["category"] for entry in report["results"]] == ["all", "a", "b"]
     assert report["lossless"]["prompts_checked"] == 4
     assert "eval.sampling_draws" in report["not_measured"]["lossless.sampling_test"]
-    assert (report["draft"]["method"], report["draft"]["model"], report["draft"]["parameters"]) == ("ngram", None, 0)
+    assert (report["draft"]["method"], report["draft"]["model"], report["draft"]["parameters"]) == (
+        "ngram",
+        None,
+        0,
+    )
     assert report["settings"]["draft_sampling"] == "greedy"
     assert report["settings"]["drafting"] == {"min": 1, "max": 4, "lookup": "sequence"}
     assert "drafting: min 1, max 4, lookup sequence" in (folder / "report.md").read_text()
@@ -95,45 +112,79 @@ def test_trees_are_measured_and_reported(measured, tmp_path):
     report, samples = measured("method=draft_model", f"draft={draft}", tree)
     row, settings = report["results"][0], report["settings"]
     assert settings["tree"] == row["tree"] == {"budget": 6, "depth": 3, "top_k": 2}
-    assert settings["num_speculative_tokens"] == row["num_speculative_tokens"] == len(row["accepted_per_position"]) == 3
+    assert (
+        settings["num_speculative_tokens"]
+        == row["num_speculative_tokens"]
+        == len(row["accepted_per_position"])
+        == 3
+    )
     assert row["num_draft_tokens"] == 6 * row["num_drafts"]
-    assert row["mean_acceptance_length"] == pytest.approx(1 + row["num_accepted_tokens"] / row["num_drafts"])
+    assert row["mean_acceptance_length"] == pytest.approx(
+        1 + row["num_accepted_tokens"] / row["num_drafts"]
+    )
     assert report["theory"]["predicted"] == pytest.approx(row["predicted_speedup"])
-    assert all(len(entry["drafted"]) + entry["num_off_path"] == 6 for sample in samples for entry in sample["rounds"])
+    assert all(
+        len(entry["drafted"]) + entry["num_off_path"] == 6
+        for sample in samples
+        for entry in sample["rounds"]
+    )
 
 
-def test_one_draft_is_measured_over_several_adapters_each_a_category(measured, keys, target, tmp_path, capsys):
+def test_one_draft_is_measured_over_several_adapters_each_a_category(
+    measured, keys, target, tmp_path, capsys
+):
     """As with each alone, and lossless by each; the draft's record names the base or one of them."""
     for name, alpha in (("maths", 8), ("code", 80)):
         save_adapter(tmp_path / name, str(target), num_layers=2)
         config = json.loads((tmp_path / name / "adapter_config.json").read_text())
-        (tmp_path / name / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": alpha}))
+        (tmp_path / name / "adapter_config.json").write_text(
+            json.dumps({**config, "lora_alpha": alpha})
+        )
     adapters = [str(tmp_path / name) for name in ("maths", "code")]
     several = f"target.adapter=[{','.join(adapters)}]"
     report, samples = measured(several, "eval.sampling_draws=20")
     assert [row["category"] for row in report["results"]] == ["all", "maths", "code"]
-    assert (report["suite"]["num_prompts"], report["lossless"]["prompts_checked"]) == (8, 8) and report["gate"]["passed"]
+    assert (report["suite"]["num_prompts"], report["lossless"]["prompts_checked"]) == (
+        8,
+        8,
+    ) and report["gate"]["passed"]
     assert report["target"]["model"] == f"{target.name} + maths, code"
-    both = [measured(f"target.adapter={adapter}", folder=tmp_path / f"{adapter}-alone") for adapter in adapters]
-    assert [[sample["rounds"] for sample in alone] for _, alone in both] == [
-        [sample["rounds"] for sample in samples if sample["category"] == name] for name in ("maths", "code")
+    both = [
+        measured(f"target.adapter={adapter}", folder=tmp_path / f"{adapter}-alone")
+        for adapter in adapters
     ]
-    assert (samples[0]["id"], samples[4]["cluster"]) == ("maths/a0", "a0") and samples[0]["rounds"] != samples[4]["rounds"]
-    assert len({report["target"]["weights"], *(alone["target"]["weights"] for alone, _ in both)}) == 3
+    assert [[sample["rounds"] for sample in alone] for _, alone in both] == [
+        [sample["rounds"] for sample in samples if sample["category"] == name]
+        for name in ("maths", "code")
+    ]
+    assert (samples[0]["id"], samples[4]["cluster"]) == ("maths/a0", "a0") and samples[0][
+        "rounds"
+    ] != samples[4]["rounds"]
+    assert (
+        len({report["target"]["weights"], *(alone["target"]["weights"] for alone, _ in both)}) == 3
+    )
     for row, (alone, _) in zip(report["results"][1:], both, strict=True):
         assert row["num_accepted_tokens"] == alone["results"][0]["num_accepted_tokens"]
 
     draft = tmp_path / "draft"
     tiny_target_model(num_layers=1).save_pretrained(draft)
     tiny_tokenizer().save_pretrained(draft)
-    config, of_draft = json.loads((draft / "config.json").read_text()), ("method=draft_model", f"draft={draft}", several)
+    config, of_draft = (
+        json.loads((draft / "config.json").read_text()),
+        ("method=draft_model", f"draft={draft}", several),
+    )
     identity = vars(TargetFiles(str(target)).identity)
     for made_for in (identity, vars(TargetFiles(str(target), adapter=adapters[1]).identity)):
-        (draft / "config.json").write_text(json.dumps({**config, "specdistill": {"target": made_for}}))
+        (draft / "config.json").write_text(
+            json.dumps({**config, "specdistill": {"target": made_for}})
+        )
         assert len(measured(*of_draft, "eval.num_prompts=1", folder=tmp_path / "of-draft")[1]) == 2
     other = {**identity, "weights": "0" * 64}
     (draft / "config.json").write_text(json.dumps({**config, "specdistill": {"target": other}}))
-    for key, given in (("eval.draft", of_draft), ("target.adapter", [f"target.adapter=[{adapters[0]},{adapters[0]}]"])):
+    for key, given in (
+        ("eval.draft", of_draft),
+        ("target.adapter", [f"target.adapter=[{adapters[0]},{adapters[0]}]"]),
+    ):
         capsys.readouterr()
         assert command(*keys, *given) == ExitCode.USER_ERROR
         assert refused_key(capsys.readouterr().err) == key
@@ -147,7 +198,9 @@ def test_suffixes_are_looked_up_in_what_earlier_prompts_gave(measured, tmp_path)
     assert report["lossless"]["greedy_identical"] and report["gate"]["verdict"] == "passed"
     once = measured(*keys, folder=tmp_path / "once")[1]
     alone = measured(*keys, "eval.suffix.max_cached_requests=0", folder=tmp_path / "alone")[1]
-    rounds, of_once, of_alone = ([sample["rounds"] for sample in each] for each in (samples, once, alone))
+    rounds, of_once, of_alone = (
+        [sample["rounds"] for sample in each] for each in (samples, once, alone)
+    )
     assert rounds == of_once != of_alone
     assert rounds[0] == of_alone[0]
 
@@ -157,29 +210,58 @@ def test_a_draft_of_another_vocabulary_is_told_what_tokens_are_to_it(measured, t
     tokenizer = other_tokenizer("a", ("</s>",))
     tiny_draft_model(len(tokenizer), seed=2).save_pretrained(draft)
     tokenizer.save_pretrained(draft)
-    told = {"heterogeneous_vocab": True, "token_replacements": {"<|endoftext|>": "</s>", "<|user|>": "User: "}}
-    report, _ = measured("method=draft_model", f"draft={draft}", *(f"eval.{key}={json.dumps(told[key])}" for key in told))
+    told = {
+        "heterogeneous_vocab": True,
+        "token_replacements": {"<|endoftext|>": "</s>", "<|user|>": "User: "},
+    }
+    report, _ = measured(
+        "method=draft_model",
+        f"draft={draft}",
+        *(f"eval.{key}={json.dumps(told[key])}" for key in told),
+    )
     assert report["settings"]["drafting"] == told
-    assert report["lossless"]["greedy_identical"] and "token replacements" in (tmp_path / "report" / "report.md").read_text()
+    assert (
+        report["lossless"]["greedy_identical"]
+        and "token replacements" in (tmp_path / "report" / "report.md").read_text()
+    )
 
 
-@pytest.mark.parametrize(("method", "own", "lengths"), [("ngram", 1, {1, 3}), ("suffix", 2, {1, 2})])
+@pytest.mark.parametrize(
+    ("method", "own", "lengths"), [("ngram", 1, {1, 3}), ("suffix", 2, {1, 2})]
+)
 def test_a_draft_is_measured_behind_a_lookup(measured, tmp_path, method, own, lengths):
     """Alone and in batches, sampled too: the main configuration, a sweep, the test of sampling, and the gate's verdict."""
     draft = tmp_path / "draft"
     tiny_target_model(num_layers=1).save_pretrained(draft)
     tiny_tokenizer().save_pretrained(draft)
     lookup = f"eval.lookup_first={{method: {method}, min: 1, draft_tokens: {own}}}"
-    more = ["eval.temperature=1", "eval.top_k=3", "eval.sweep.batch_size=[2]", "eval.sampling_draws=100"]
-    report, samples = measured("method=draft_model", f"draft={draft}", lookup, "eval.num_speculative_tokens=3", *more)
-    assert report["settings"]["drafting"]["lookup_first"] == {"method": method, "min": 1, "max": 5, "draft_tokens": own}
-    assert report["lossless"]["greedy_identical"] and report["lossless"]["sampling_test"]["p_value"] > 1e-3
+    more = [
+        "eval.temperature=1",
+        "eval.top_k=3",
+        "eval.sweep.batch_size=[2]",
+        "eval.sampling_draws=100",
+    ]
+    report, samples = measured(
+        "method=draft_model", f"draft={draft}", lookup, "eval.num_speculative_tokens=3", *more
+    )
+    assert report["settings"]["drafting"]["lookup_first"] == {
+        "method": method,
+        "min": 1,
+        "max": 5,
+        "draft_tokens": own,
+    }
+    assert (
+        report["lossless"]["greedy_identical"]
+        and report["lossless"]["sampling_test"]["p_value"] > 1e-3
+    )
     assert report["gate"]["verdict"] == "passed"
     assert {len(entry["drafted"]) for sample in samples for entry in sample["rounds"]} == lengths
     if (
         method == "ngram"
     ):  # what a suffix is found in also depends on the batch, and so does which of the possible texts is sampled
-        assert [sample["text"] for sample in samples[:4]] == [sample["text"] for sample in samples[4:]]
+        assert [sample["text"] for sample in samples[:4]] == [
+            sample["text"] for sample in samples[4:]
+        ]
 
 
 def test_the_length_of_a_draft_is_chosen_online(measured, tmp_path):
@@ -188,13 +270,18 @@ def test_the_length_of_a_draft_is_chosen_online(measured, tmp_path):
     tiny_target_model(num_layers=1).save_pretrained(draft)
     tiny_tokenizer().save_pretrained(draft)
     more = ["eval.sweep.batch_size=[2]", "eval.max_new_tokens=40", "eval.num_speculative_tokens=3"]
-    report, samples = measured("method=draft_model", f"draft={draft}", "eval.draft_length=online", *more)
+    report, samples = measured(
+        "method=draft_model", f"draft={draft}", "eval.draft_length=online", *more
+    )
     assert report["settings"]["drafting"]["draft_length"] == "online"
     assert report["lossless"]["greedy_identical"] and report["gate"]["verdict"] == "passed"
     alone, together = (row for row in report["results"] if row["category"] == "all")
     for row, of_row in ((alone, samples[:4]), (together, samples[4:])):
         lengths = [len(entry["drafted"]) for sample in of_row for entry in sample["rounds"]]
-        assert row["num_rounds_per_length"] == [lengths.count(k) for k in range(4)] and len(set(lengths)) > 1
+        assert (
+            row["num_rounds_per_length"] == [lengths.count(k) for k in range(4)]
+            and len(set(lengths)) > 1
+        )
     assert "length chosen online: " in (tmp_path / "report" / "report.md").read_text()
 
 
@@ -204,11 +291,19 @@ def test_the_targets_passes_are_compiled(measured, tmp_path, monkeypatch):
     shapes = []
 
     def backend(graph, inputs):
-        shapes.append({tuple(tensor.shape) for tensor in inputs if tensor.dtype == torch.long and tensor.ndim == 2})
+        shapes.append(
+            {
+                tuple(tensor.shape)
+                for tensor in inputs
+                if tensor.dtype == torch.long and tensor.ndim == 2
+            }
+        )
         return graph.forward
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    report, _ = measured("eval.compile=true", "eval.num_speculative_tokens=2", "eval.sampling_draws=20")
+    report, _ = measured(
+        "eval.compile=true", "eval.num_speculative_tokens=2", "eval.sampling_draws=20"
+    )
     assert report["settings"]["compile"] and report["lossless"]["greedy_identical"]
     assert "compiled" in (tmp_path / "report" / "report.md").read_text()
     widths = sorted(width for of_graph in shapes for _, width in of_graph)
@@ -217,7 +312,9 @@ def test_the_targets_passes_are_compiled(measured, tmp_path, monkeypatch):
 
 
 def test_prompts_are_decoded_in_batches(measured):
-    report, samples = measured("eval.batch_size=2", "eval.sweep.batch_size=[1,4]", "eval.num_speculative_tokens=2")
+    report, samples = measured(
+        "eval.batch_size=2", "eval.sweep.batch_size=[1,4]", "eval.num_speculative_tokens=2"
+    )
     assert report["settings"]["batch_size"] == 2
     rows = [(row["batch_size"], row["num_batches"], row["num_prompts"]) for row in wholes(report)]
     assert rows == [(2, 2, 4), (1, 4, 4), (4, 1, 4)]
@@ -230,7 +327,12 @@ def test_prompts_are_decoded_in_batches(measured):
 @pytest.mark.usefixtures("simulated_clock")
 def test_a_failed_gate_is_exit_code_one_and_still_a_report(measured, gate):
     gate.write_text("- {metric: speedup, min: 1000}\n")
-    sampled = ("eval.temperature=1.0", "eval.num_speculative_tokens=1", "eval.num_prompts=2", "eval.sampling_draws=2")
+    sampled = (
+        "eval.temperature=1.0",
+        "eval.num_speculative_tokens=1",
+        "eval.num_prompts=2",
+        "eval.sampling_draws=2",
+    )
     report, _ = measured(*sampled, code=ExitCode.CHECK_FAILED)
     assert not report["gate"]["passed"]
     assert report["settings"]["temperature"] == 1.0
@@ -239,15 +341,23 @@ def test_a_failed_gate_is_exit_code_one_and_still_a_report(measured, gate):
 
 
 @pytest.mark.usefixtures("simulated_clock")
-def test_a_run_is_judged_against_a_baseline_and_its_own_budget(measured, keys, gate, tmp_path, capsys):
-    gate.write_text("- {metric: speedup, max_regression: 0.95}\n- {metric: measurement.seconds, max: 3600}\n")
+def test_a_run_is_judged_against_a_baseline_and_its_own_budget(
+    measured, keys, gate, tmp_path, capsys
+):
+    gate.write_text(
+        "- {metric: speedup, max_regression: 0.95}\n- {metric: measurement.seconds, max: 3600}\n"
+    )
     before, _ = measured(code=ExitCode.CHECK_FAILED, folder=tmp_path / "before")
     baseline = f"eval.baseline={tmp_path / 'before'}"
     report, _ = measured(baseline)
     regression, budget = report["gate"]["rules"]
-    assert regression["value"] == pytest.approx(report["results"][0]["speedup"] / before["results"][0]["speedup"] - 1)
+    assert regression["value"] == pytest.approx(
+        report["results"][0]["speedup"] / before["results"][0]["speedup"] - 1
+    )
     assert 0 < budget["value"] == report["measurement"]["seconds"] < 3600
-    assert report["measurement"]["peak_memory_bytes"] > 50 * 2**20  # of this process, torch and the target included
+    assert (
+        report["measurement"]["peak_memory_bytes"] > 50 * 2**20
+    )  # of this process, torch and the target included
     assert command(*keys, baseline, "eval.max_new_tokens=6") == ExitCode.USER_ERROR
     assert "error: baseline: got max_new_tokens 8" in capsys.readouterr().err
 
@@ -269,19 +379,43 @@ def test_a_run_is_judged_against_a_baseline_and_its_own_budget(measured, keys, g
             "suffix with eval.engine=llama.cpp",
         ),
         (["eval.lookup_first={}"], "eval.lookup_first", "a lookup in front of method ngram"),
-        (["method=eagle3", "eval.draft_length=online", "eval.sweep.tree=[{branching: [2]}]"], "eval.draft_length", "online"),
-        (["method=eagle3", "eval.draft_length=online", "eval.tree={branching: [2]}"], "eval.draft_length", "online"),
-        (["method=eagle3", "eval.draft_length=online", "eval.engine=vllm"], "eval.draft_length", "online"),
-        (["method=eagle3", "eval.lookup_first={draft_tokens: 9}"], "eval.lookup_first.draft_tokens", "9 with K = 4"),
+        (
+            ["method=eagle3", "eval.draft_length=online", "eval.sweep.tree=[{branching: [2]}]"],
+            "eval.draft_length",
+            "online",
+        ),
+        (
+            ["method=eagle3", "eval.draft_length=online", "eval.tree={branching: [2]}"],
+            "eval.draft_length",
+            "online",
+        ),
+        (
+            ["method=eagle3", "eval.draft_length=online", "eval.engine=vllm"],
+            "eval.draft_length",
+            "online",
+        ),
+        (
+            ["method=eagle3", "eval.lookup_first={draft_tokens: 9}"],
+            "eval.lookup_first.draft_tokens",
+            "9 with K = 4",
+        ),
         (["method=eagle3", "eval.lookup_first={min: 4, max: 2}"], "eval.lookup_first.min", "4"),
-        (["method=eagle3", "eval.lookup_first={}", "eval.engine=sglang"], "eval.lookup_first", '{"method"'),
+        (
+            ["method=eagle3", "eval.lookup_first={}", "eval.engine=sglang"],
+            "eval.lookup_first",
+            '{"method"',
+        ),
         (
             ["method=eagle3", "eval.lookup_first={}", "eval.engine=vllm", "eval.server=http://x"],
             "eval.lookup_first",
             '{"method"',
         ),
         (
-            ["method=eagle3", "eval.lookup_first={draft_tree: {branching: [2]}}", "eval.engine=vllm"],
+            [
+                "method=eagle3",
+                "eval.lookup_first={draft_tree: {branching: [2]}}",
+                "eval.engine=vllm",
+            ],
             "eval.lookup_first.draft_tree",
             '{"budget": null, "depth": null, "top_k": null, "branching": [2]} with eval.engine=vllm',
         ),
@@ -314,28 +448,54 @@ def test_files_of_somebody_else_stay(measured, keys, tmp_path, capsys):
     (tmp_path / "report" / "configurations").mkdir(parents=True)
     (tmp_path / "report" / "configurations" / "mine.json").write_text("{}")
     measured()
-    assert [path.name for path in (tmp_path / "report" / "configurations").iterdir()] == ["mine.json"]
+    assert [path.name for path in (tmp_path / "report" / "configurations").iterdir()] == [
+        "mine.json"
+    ]
     measured()  # in place of an earlier report
 
 
 def test_shorthands_stand_for_keys_of_the_recipe(capsys):
     seen = []
-    options = {"shorthands": eval_run.SHORTHANDS, "without_recipe": ["train.output_dir=runs/eval", "method=eagle3"]}
-    run(seen.append, Recipe, ["target=pico", "draft=here", "suite=s", "output_dir=there", "method=eagle"], **options)
+    options = {
+        "shorthands": eval_run.SHORTHANDS,
+        "without_recipe": ["train.output_dir=runs/eval", "method=eagle3"],
+    }
+    run(
+        seen.append,
+        Recipe,
+        ["target=pico", "draft=here", "suite=s", "output_dir=there", "method=eagle"],
+        **options,
+    )
     run(seen.append, Recipe, ["recipe=pico/draft"], **options)
     without, of_recipe = seen
-    assert (without.target.model, without.method, without.train["output_dir"]) == ("pico", "eagle", "runs/eval")
-    assert (without.eval.draft, without.eval.suite, without.eval.output_dir) == ("here", "s", "there")
+    assert (without.target.model, without.method, without.train["output_dir"]) == (
+        "pico",
+        "eagle",
+        "runs/eval",
+    )
+    assert (without.eval.draft, without.eval.suite, without.eval.output_dir) == (
+        "here",
+        "s",
+        "there",
+    )
     assert of_recipe.method == "draft_model"
     assert run(eval_run.main, Recipe, ["--help"], **options) == ExitCode.DONE
-    assert "short for eval.suite" in (shown := capsys.readouterr().out) and "python eval/run.py target=" in shown
+    assert (
+        "short for eval.suite" in (shown := capsys.readouterr().out)
+        and "python eval/run.py target=" in shown
+    )
 
 
 def seconds_of(records):
-    return [(record["configuration"], record["id"], record["speculative"]["seconds"]) for record in records]
+    return [
+        (record["configuration"], record["id"], record["speculative"]["seconds"])
+        for record in records
+    ]
 
 
-def test_a_sweep_resumes_with_the_configuration_that_was_interrupted(measured, keys, tmp_path, monkeypatch):
+def test_a_sweep_resumes_with_the_configuration_that_was_interrupted(
+    measured, keys, tmp_path, monkeypatch
+):
     done, as_it_is = [], evaluate.measure_together
     sweep = ("eval.num_speculative_tokens=2", "eval.sweep.num_speculative_tokens=[1]")
 
@@ -358,7 +518,9 @@ def test_a_sweep_resumes_with_the_configuration_that_was_interrupted(measured, k
     assert len(samples) == 8 and seconds_of(samples)[:4] == kept
 
 
-def test_a_measurement_resumes_with_the_prompt_that_was_interrupted(measured, keys, tmp_path, monkeypatch, capsys):
+def test_a_measurement_resumes_with_the_prompt_that_was_interrupted(
+    measured, keys, tmp_path, monkeypatch, capsys
+):
     """Stopped after five of the eight runs of its prompts, the last of them cut on the disk."""
     decoded, as_it_is = [], measure.Journal.decoded
     monkeypatch.setattr(module, "MOST_AGAIN", 0)  # prompts of so few tokens are often disturbed
@@ -380,26 +542,58 @@ def test_a_measurement_resumes_with_the_prompt_that_was_interrupted(measured, ke
     assert "Resuming: 4 batches were decoded before" in printed
     assert "Measuring 4 prompts, 2 times each: 4 of 4 runs, took" in printed
     first = [ways[1][0] for ways in decoded[:4]]  # with the draft, of the first repetition
-    assert [tuple(sample["rounds"][0]["emitted"]) for sample in samples] == [run.rounds[0].emitted for run in first]
+    assert [tuple(sample["rounds"][0]["emitted"]) for sample in samples] == [
+        run.rounds[0].emitted for run in first
+    ]
     assert not path.exists()
 
 
 def test_a_sweep_has_rows_for_every_cell(measured):
-    axes = ("eval.sweep.num_speculative_tokens=[1,2]", "eval.sweep.temperature=[0,1]", "eval.sweep.context=[4,8]")
+    axes = (
+        "eval.sweep.num_speculative_tokens=[1,2]",
+        "eval.sweep.temperature=[0,1]",
+        "eval.sweep.context=[4,8]",
+    )
     report, samples = measured("eval.num_speculative_tokens=2", *axes)
     rows = wholes(report)
-    cells = [(row["num_speculative_tokens"], row["temperature"], row["context_bucket"]) for row in rows]
-    assert cells == [(2, 0.0, "all"), (1, 0.0, "all"), (2, 1.0, "all"), (2, 0.0, "4"), (2, 0.0, "8")]
+    cells = [
+        (row["num_speculative_tokens"], row["temperature"], row["context_bucket"]) for row in rows
+    ]
+    assert cells == [
+        (2, 0.0, "all"),
+        (1, 0.0, "all"),
+        (2, 1.0, "all"),
+        (2, 0.0, "4"),
+        (2, 0.0, "8"),
+    ]
     assert [len(row["accepted_per_position"]) for row in rows] == [2, 1, 2, 2, 2]
-    assert {sample["num_prompt_tokens"] for sample in samples if sample["configuration"]["context_bucket"] == "4"} == {4}
+    assert {
+        sample["num_prompt_tokens"]
+        for sample in samples
+        if sample["configuration"]["context_bucket"] == "4"
+    } == {4}
     assert report["lossless"]["prompts_checked"] == 4 * 4  # the four greedy configurations
 
 
 def test_a_suite_names_the_sweep_that_eval_leaves_open(measured, suite, tmp_path):
     digest = hashlib.sha256(suite.read_bytes()).hexdigest()
-    header = {"name": "swept", "version": "1", "licence": "CC0-1.0", "source": "made up", "sha256": digest}
+    header = {
+        "name": "swept",
+        "version": "1",
+        "licence": "CC0-1.0",
+        "source": "made up",
+        "sha256": digest,
+    }
     path = tmp_path / "swept.yaml"
-    path.write_text(json.dumps({**header, "prompts": str(suite), "sweep": {"num_speculative_tokens": [1], "context": [4]}}))
+    path.write_text(
+        json.dumps(
+            {
+                **header,
+                "prompts": str(suite),
+                "sweep": {"num_speculative_tokens": [1], "context": [4]},
+            }
+        )
+    )
     report, _ = measured(f"suite={path}", "eval.num_speculative_tokens=2", "eval.sweep.context=[8]")
     assert [(row["num_speculative_tokens"], row["context_bucket"]) for row in wholes(report)] == [
         (2, "all"),

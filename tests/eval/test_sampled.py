@@ -44,16 +44,35 @@ def test_at_temperature_1_a_good_draft_passes_every_gate_of_this_decoder(tmp_pat
     prompts = [{"id": str(number), "prompt": f"def f{number}(x): return "} for number in range(8)]
     (tmp_path / "suite.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     folder = tmp_path / "report"
-    named = [f"target={tmp_path / 'target'}", f"draft={tmp_path / 'draft'}", f"suite={tmp_path / 'suite.jsonl'}"]
-    settings = ["eval.temperature=1", "eval.max_new_tokens=32", "eval.repeats=2", "eval.sampling_draws=200"]
-    assert evaluate(*named, "method=draft_model", f"output_dir={folder}", "gate=default", *settings) == ExitCode.DONE
+    named = [
+        f"target={tmp_path / 'target'}",
+        f"draft={tmp_path / 'draft'}",
+        f"suite={tmp_path / 'suite.jsonl'}",
+    ]
+    settings = [
+        "eval.temperature=1",
+        "eval.max_new_tokens=32",
+        "eval.repeats=2",
+        "eval.sampling_draws=200",
+    ]
+    assert (
+        evaluate(*named, "method=draft_model", f"output_dir={folder}", "gate=default", *settings)
+        == ExitCode.DONE
+    )
     report = json.loads((folder / "report.json").read_text())
     assert report["gate"]["verdict"] == "passed"
-    assert (report["settings"]["temperature"], report["settings"]["draft_sampling"]) == (1, "probabilistic")
+    assert (report["settings"]["temperature"], report["settings"]["draft_sampling"]) == (
+        1,
+        "probabilistic",
+    )
     for gate in ("pico", "release"):
         first = ["baseline=none"] if gate == "release" else []
         arguments = [f"report={folder}", f"gates={gate}", *first]
         assert run(eval_gate.main, eval_gate.GateOptions, arguments) == ExitCode.DONE, gate
         judged = json.loads((folder / gate / "report.json").read_text())["gate"]
         decisive = {rule["metric"] for rule in judged["rules"] if rule["severity"] == "fail"}
-        assert {"speedup", "baseline_over_hf_generate", "lossless.sampling_test.p_value"} <= decisive
+        assert {
+            "speedup",
+            "baseline_over_hf_generate",
+            "lossless.sampling_test.p_value",
+        } <= decisive

@@ -46,7 +46,9 @@ def report(method: str = "eagle3", **settings: Any) -> dict[str, Any]:
     sample = read_json(ROOT / "docs" / "sample" / "report.json")
     measured = {name: part for name, part in sample.items() if name not in ("theory", "engine")}
     k = settings.get("num_speculative_tokens", 4)
-    row = {name: value for name, value in measured["results"][0].items() if not name.endswith("_ci95")} | {
+    row = {
+        name: value for name, value in measured["results"][0].items() if not name.endswith("_ci95")
+    } | {
         "num_prompts": 24,
         "mean_acceptance_length": 2.891,
         "mean_acceptance_length_ci95": [2.73, 3.08],
@@ -72,7 +74,16 @@ def test_what_a_report_says_is_text_alone_in_how_to_serve_it() -> None:
         measured = renamed(report(), name) | {"engine": {"name": "vllm", "version": name}}
         failed = {"metric": name, "severity": "fail", "passed": False, "verdict": "failed"}
         measured["gate"] = {"verdict": "failed", "passed": False, "rules": [failed]}
-        pages.append(Page(serve_md(ENGINES["vllm"], Served("eagle3", Path("draft"), "target", 4, False, {}), measured, ())))
+        pages.append(
+            Page(
+                serve_md(
+                    ENGINES["vllm"],
+                    Served("eagle3", Path("draft"), "target", 4, False, {}),
+                    measured,
+                    (),
+                )
+            )
+        )
     friendly, hostile = pages
     assert hostile.elements == friendly.elements and hostile.references == []
 
@@ -87,33 +98,55 @@ def served(folder: Path) -> tuple[list[str], str]:
 def test_vllm_is_told_method_draft_and_number(folder: Path, tmp_path: Path) -> None:
     export(folder / "run" / "draft", "vllm", tmp_path / "out", TargetFiles(str(folder / "target")))
     words, text = served(tmp_path / "out")
-    assert words[:3] == ["vllm", "serve", str(folder / "target")] and words[3] == "--speculative-config"
-    assert json.loads(words[4]) == {"method": "eagle3", "model": str(tmp_path / "out"), "num_speculative_tokens": 3}
-    assert "vLLM (0.32 and 0.33)" in text and "Not measured" in text and "`--tensor-parallel-size 2`" in text
+    assert (
+        words[:3] == ["vllm", "serve", str(folder / "target")]
+        and words[3] == "--speculative-config"
+    )
+    assert json.loads(words[4]) == {
+        "method": "eagle3",
+        "model": str(tmp_path / "out"),
+        "num_speculative_tokens": 3,
+    }
+    assert (
+        "vLLM (0.32 and 0.33)" in text
+        and "Not measured" in text
+        and "`--tensor-parallel-size 2`" in text
+    )
     program = text.split("```python\n")[1].split("\n```")[0]
     compile(program, "SERVE.md", "exec")
-    assert f"LLM({str(folder / 'target')!r}, speculative_config=" in program and "llm.get_metrics()" in program
+    assert (
+        f"LLM({str(folder / 'target')!r}, speculative_config=" in program
+        and "llm.get_metrics()" in program
+    )
 
 
 @pytest.mark.parametrize("engine", ["vllm", "speculators"])
-def test_an_adapted_target_is_served_as_a_merged_copy(engine: str, folder: Path, tmp_path: Path) -> None:
+def test_an_adapted_target_is_served_as_a_merged_copy(
+    engine: str, folder: Path, tmp_path: Path
+) -> None:
     adapted = save_adapter(tmp_path / "adapter", str(folder / "target"), num_layers=NUM_LAYERS)
     target = FrozenTarget.load(str(folder / "target"), adapter=str(tmp_path / "adapter"))
     save_draft(implementation("eagle3"), target, build_head("eagle3", target), tmp_path / "draft")
     export(tmp_path / "draft", engine, tmp_path / "out", target.files)
     words, merged = served(tmp_path / "out")[0], str(tmp_path / "out-target")
     if engine == "speculators":
-        verifier = read_json(tmp_path / "out" / "config.json")["speculators_config"]["verifier"]["name_or_path"]
+        verifier = read_json(tmp_path / "out" / "config.json")["speculators_config"]["verifier"][
+            "name_or_path"
+        ]
         assert verifier == merged
     else:
         assert words[2] == merged and "--revision" not in words
     ids = torch.arange(4, 28)[None]
-    assert torch.allclose(AutoModelForCausalLM.from_pretrained(merged)(ids).logits, adapted(ids).logits, atol=1e-5)
+    assert torch.allclose(
+        AutoModelForCausalLM.from_pretrained(merged)(ids).logits, adapted(ids).logits, atol=1e-5
+    )
     assert AutoTokenizer.from_pretrained(merged)("ab").input_ids == target.tokenizer("ab").input_ids
 
 
 @pytest.mark.parametrize(("engine", "flag"), [("vllm", ""), ("sglang", ""), ("gguf", "-file")])
-def test_a_template_that_replaces_the_targets_is_served(engine: str, flag: str, folder: Path, tmp_path: Path) -> None:
+def test_a_template_that_replaces_the_targets_is_served(
+    engine: str, flag: str, folder: Path, tmp_path: Path
+) -> None:
     shutil.copytree(folder / "run" / "draft", tmp_path / "draft")
     (tmp_path / "draft" / TEMPLATE).write_text("{{ messages }}")
     export(tmp_path / "draft", engine, tmp_path / "out")
@@ -139,7 +172,12 @@ def test_sglang_is_told_steps_and_drafted_tokens(folder: Path, tmp_path: Path) -
 
 
 def test_speculators_folder_is_served_as_it_is(folder: Path, tmp_path: Path) -> None:
-    export(folder / "run" / "draft", "speculators", tmp_path / "out", TargetFiles(str(folder / "target")))
+    export(
+        folder / "run" / "draft",
+        "speculators",
+        tmp_path / "out",
+        TargetFiles(str(folder / "target")),
+    )
     assert served(tmp_path / "out")[0][:3] == ["vllm", "serve", str(tmp_path / "out")]
 
 
@@ -147,8 +185,17 @@ def test_llama_cpp_is_told_both_files_and_how_to_convert_them(folder: Path, tmp_
     export(folder / "run" / "draft", "gguf", tmp_path / "out", TargetFiles(str(folder / "target")))
     command, text = served(tmp_path / "out")
     files = ["-m", "target.gguf", "-md", "draft.gguf"]
-    assert command[:9] == ["llama-server", *files, "--spec-type", "draft-eagle3", "--spec-draft-n-max", "3"]
-    assert f"convert_hf_to_gguf.py {tmp_path / 'out'} --target-model-dir {folder / 'target'}" in text
+    assert command[:9] == [
+        "llama-server",
+        *files,
+        "--spec-type",
+        "draft-eagle3",
+        "--spec-draft-n-max",
+        "3",
+    ]
+    assert (
+        f"convert_hf_to_gguf.py {tmp_path / 'out'} --target-model-dir {folder / 'target'}" in text
+    )
 
 
 def test_a_small_draft_is_served_by_each_engine(tmp_path: Path) -> None:
@@ -160,7 +207,9 @@ def test_a_small_draft_is_served_by_each_engine(tmp_path: Path) -> None:
     assert "STANDALONE" in served(tmp_path / "sglang")[0]
     export(tmp_path / "ours", "gguf", tmp_path / "gguf")
     command, text = served(tmp_path / "gguf")
-    assert "draft-simple" in command and f"convert_hf_to_gguf.py {tmp_path / 'gguf'} --outtype" in text
+    assert (
+        "draft-simple" in command and f"convert_hf_to_gguf.py {tmp_path / 'gguf'} --outtype" in text
+    )
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -186,15 +235,24 @@ def test_a_report_of_a_tree_says_so(folder: Path, tmp_path: Path) -> None:
     assert "· tree of 6 tokens, 4 deep, top 3" in text
 
 
-def test_what_speaks_against_serving_a_draft_stands_before_the_command(folder: Path, tmp_path: Path) -> None:
+def test_what_speaks_against_serving_a_draft_stands_before_the_command(
+    folder: Path, tmp_path: Path
+) -> None:
     judged = report()
     rule = next(rule for rule in judged["gate"]["rules"] if rule["metric"] == "speedup")
-    judged["gate"] |= {"verdict": "failed", "rules": [rule | {"verdict": verdict} for verdict in ("failed", "passed")]}
+    judged["gate"] |= {
+        "verdict": "failed",
+        "rules": [rule | {"verdict": verdict} for verdict in ("failed", "passed")],
+    }
     judged["results"][0].update(speedup=0.87, speedup_ci95=[0.83, 0.91])
     (tmp_path / "report.json").write_text(json.dumps(judged))
     export(folder / "run" / "draft", "vllm", tmp_path / "out", report=tmp_path / "report.json")
     printed = served(tmp_path / "out")[1].partition("```bash")[0]
-    assert "1 of 2 rules failed: speedup" in printed and "0.87" in printed and "0.83 to 0.91" in printed
+    assert (
+        "1 of 2 rules failed: speedup" in printed
+        and "0.87" in printed
+        and "0.83 to 0.91" in printed
+    )
     judged["gate"]["verdict"], judged["results"][0]["speedup"] = "passed", 1.2
     (tmp_path / "report.json").write_text(json.dumps(judged))
     export(folder / "run" / "draft", "vllm", tmp_path / "good", report=tmp_path / "report.json")
@@ -228,12 +286,22 @@ def test_an_engines_report_says_the_fastest_k_for_each_load(folder: Path, tmp_pa
 
 def swept(*speeds: tuple[int, int, float]) -> dict[str, Any]:
     """(K, requests at once, speedup) of each configuration, of a report of two GPUs."""
-    measured = report() | {"engine": {"name": "vllm", "version": "0.33.0", "command": "vllm serve T --tensor-parallel-size 2"}}
+    measured = report() | {
+        "engine": {
+            "name": "vllm",
+            "version": "0.33.0",
+            "command": "vllm serve T --tensor-parallel-size 2",
+        }
+    }
     (row,) = measured["results"]
     row |= {"category": "all", "temperature": 0.0, "tree": None, "context_bucket": "all"}
     row |= {"tokens_per_second": 100.0, "baseline_tokens_per_second": 100.0}
     names = ("num_speculative_tokens", "batch_size", "speedup")
-    return measured | {"results": [{**of_k(row, entry[0]), **dict(zip(names, entry, strict=True))} for entry in speeds]}
+    return measured | {
+        "results": [
+            {**of_k(row, entry[0]), **dict(zip(names, entry, strict=True))} for entry in speeds
+        ]
+    }
 
 
 SWEPT = swept((4, 1, 1.5), (2, 1, 1.8), (4, 8, 1.4), (2, 8, 1.3), (4, 32, 0.7), (2, 32, 0.9))
@@ -250,7 +318,11 @@ def test_vllm_drafts_by_load_as_it_was_measured(folder: Path, tmp_path: Path) ->
     assert "tensor_parallel_size=2" in text
     export(draft, "vllm", tmp_path / "said", **given, num_speculative_tokens=3)
     words, _ = served(tmp_path / "said")
-    assert json.loads(words[-1]) == {"method": "eagle3", "model": str(tmp_path / "said"), "num_speculative_tokens": 3}
+    assert json.loads(words[-1]) == {
+        "method": "eagle3",
+        "model": str(tmp_path / "said"),
+        "num_speculative_tokens": 3,
+    }
 
 
 def test_sglang_drafts_by_load_from_a_file_that_is_written_first(
@@ -261,9 +333,19 @@ def test_sglang_drafts_by_load_from_a_file_that_is_written_first(
     words, text = served(tmp_path / "out")
     written, _ = text.split("```bash\n")[1].splitlines()[:2]
     echo, content, _, file = shlex.split(written)
-    slots = {"1": {"candidate_steps": [2]}, "8": {"candidate_steps": [4]}, "32": {"candidate_steps": [0]}}
-    assert (echo, json.loads(content)) == ("echo", slots) and words[-2:] == ["--speculative-adaptive-config", file]
-    assert "--speculative-adaptive" in words and words[words.index("--speculative-num-steps") + 1] == "4"
+    slots = {
+        "1": {"candidate_steps": [2]},
+        "8": {"candidate_steps": [4]},
+        "32": {"candidate_steps": [0]},
+    }
+    assert (echo, json.loads(content)) == ("echo", slots) and words[-2:] == [
+        "--speculative-adaptive-config",
+        file,
+    ]
+    assert (
+        "--speculative-adaptive" in words
+        and words[words.index("--speculative-num-steps") + 1] == "4"
+    )
     begins, program, _ = text.split("```python\n")[1].split("\n```")[0].partition("import sglang")
     compile(program, "SERVE.md", "exec")
     monkeypatch.chdir(tmp_path)
@@ -271,18 +353,31 @@ def test_sglang_drafts_by_load_from_a_file_that_is_written_first(
     assert json.loads((tmp_path / file).read_text()) == slots
 
 
-def test_other_engines_draft_what_is_best_at_the_load_of_the_report(folder: Path, tmp_path: Path) -> None:
+def test_other_engines_draft_what_is_best_at_the_load_of_the_report(
+    folder: Path, tmp_path: Path
+) -> None:
     (tmp_path / "report.json").write_text(json.dumps(SWEPT))
-    draft, target, given = folder / "run" / "draft", TargetFiles(str(folder / "target")), {"report": tmp_path / "report.json"}
+    draft, target, given = (
+        folder / "run" / "draft",
+        TargetFiles(str(folder / "target")),
+        {"report": tmp_path / "report.json"},
+    )
     export(draft, "gguf", tmp_path / "out", **given)
     words, _ = served(tmp_path / "out")
     assert words[words.index("--spec-draft-n-max") + 1] == "2"
     export(draft, "speculators", tmp_path / "whole", target, **given)
-    proposal = json.loads((tmp_path / "whole" / "config.json").read_text())["speculators_config"]["proposal_methods"][0]
-    assert proposal["speculative_tokens"] == 2 and "and 2 draft tokens" in served(tmp_path / "whole")[1]
+    proposal = json.loads((tmp_path / "whole" / "config.json").read_text())["speculators_config"][
+        "proposal_methods"
+    ][0]
+    assert (
+        proposal["speculative_tokens"] == 2
+        and "and 2 draft tokens" in served(tmp_path / "whole")[1]
+    )
 
 
-def test_the_table_of_lengths_is_of_the_engine_that_is_started(folder: Path, tmp_path: Path) -> None:
+def test_the_table_of_lengths_is_of_the_engine_that_is_started(
+    folder: Path, tmp_path: Path
+) -> None:
     one_k = swept((4, 1, 1.5), (2, 1, 1.8), (2, 8, 1.3))
     k = {"num_speculative_tokens": 3}
     for engine, measured, given, said in (
@@ -291,7 +386,9 @@ def test_the_table_of_lengths_is_of_the_engine_that_is_started(folder: Path, tmp
         ("gguf", SWEPT, {}, "llama.cpp is started with 2 draft tokens"),
         ("vllm", SWEPT, k, ""),
     ):
-        (tmp_path / "report.json").write_text(json.dumps({name: part for name, part in measured.items() if name != "engine"}))
+        (tmp_path / "report.json").write_text(
+            json.dumps({name: part for name, part in measured.items() if name != "engine"})
+        )
         out = tmp_path / f"{len(list(tmp_path.iterdir()))}"
         export(folder / "run" / "draft", engine, out, report=tmp_path / "report.json", **given)
         text = served(out)[1]
@@ -309,7 +406,11 @@ def test_flags_fit_the_target(folder: Path, tmp_path: Path) -> None:
     target = TargetFiles(str(folder / "target"))
     length = target.config["max_position_embeddings"]
     assert length != 8192
-    flags = {"vllm": f"--max-model-len {length}", "sglang": f"--context-length {length}", "gguf": f"--ctx-size {4 * length}"}
+    flags = {
+        "vllm": f"--max-model-len {length}",
+        "sglang": f"--context-length {length}",
+        "gguf": f"--ctx-size {4 * length}",
+    }
     for engine, flag in flags.items():
         export(folder / "run" / "draft", engine, tmp_path / engine, target)
         text = served(tmp_path / engine)[1]
@@ -319,18 +420,30 @@ def test_flags_fit_the_target(folder: Path, tmp_path: Path) -> None:
         "target": report()["target"] | {"dtype": "MOSTLY_Q4_1"},
     }
     (tmp_path / "report.json").write_text(json.dumps(in_gguf))
-    export(folder / "run" / "draft", "vllm", tmp_path / "out", target, report=tmp_path / "report.json")
-    assert "`--dtype float32`" in served(tmp_path / "out")[1] and "target pico in MOSTLY_Q4_1" in served(tmp_path / "out")[1]
+    export(
+        folder / "run" / "draft", "vllm", tmp_path / "out", target, report=tmp_path / "report.json"
+    )
+    assert (
+        "`--dtype float32`" in served(tmp_path / "out")[1]
+        and "target pico in MOSTLY_Q4_1" in served(tmp_path / "out")[1]
+    )
 
 
 def test_llama_cpp_does_not_look_up_further_than_it_drafts(folder: Path, tmp_path: Path) -> None:
     """With K = 6."""
-    command, text = exported_behind_a_lookup("gguf", {"min": 5, "draft_tokens": 2}, folder, tmp_path)
+    command, text = exported_behind_a_lookup(
+        "gguf", {"min": 5, "draft_tokens": 2}, folder, tmp_path
+    )
     assert "ngram-simple,draft-eagle3" in command and "the draft alone" not in text
     given = {"report": tmp_path / "report.json", "num_speculative_tokens": 4}
     export(folder / "run" / "draft", "gguf", tmp_path / "short", **given)
     command, text = served(tmp_path / "short")
-    assert command[-4:] == ["draft-eagle3", "--spec-draft-n-max", "4", "--no-spec-draft-backend-sampling"]
+    assert command[-4:] == [
+        "draft-eagle3",
+        "--spec-draft-n-max",
+        "4",
+        "--no-spec-draft-backend-sampling",
+    ]
     assert "the draft alone" in text
 
 
@@ -347,13 +460,24 @@ def test_an_engine_without_such_a_lookup_serves_the_draft_with_its_own_k(
     command, text = exported_behind_a_lookup(engine, shape, folder, tmp_path)
     num = json.loads(command[4])["num_speculative_tokens"] if engine == "vllm" else int(command[8])
     assert num == k and "SPECDISTILL" not in text
-    assert f"behind a lookup (ngram lookup of 2 to 5 tokens first, behind it {shown}" in text and "the draft alone" in text
+    assert (
+        f"behind a lookup (ngram lookup of 2 to 5 tokens first, behind it {shown}" in text
+        and "the draft alone" in text
+    )
 
 
-def exported_behind_a_lookup(engine: str, shape: dict[str, Any], folder: Path, tmp_path: Path) -> tuple[list[str], str]:
+def exported_behind_a_lookup(
+    engine: str, shape: dict[str, Any], folder: Path, tmp_path: Path
+) -> tuple[list[str], str]:
     lookup = {"method": "ngram", "min": 2, "max": 5, **shape}
-    settings = {"drafting": {"lookup_first": lookup}, "num_speculative_tokens": 6, "temperature": 0.8}
-    (tmp_path / "report.json").write_text(json.dumps(report(**settings, draft_sampling="probabilistic")))
+    settings = {
+        "drafting": {"lookup_first": lookup},
+        "num_speculative_tokens": 6,
+        "temperature": 0.8,
+    }
+    (tmp_path / "report.json").write_text(
+        json.dumps(report(**settings, draft_sampling="probabilistic"))
+    )
     export(folder / "run" / "draft", engine, tmp_path / "out", report=tmp_path / "report.json")
     return served(tmp_path / "out")
 
@@ -361,17 +485,30 @@ def exported_behind_a_lookup(engine: str, shape: dict[str, Any], folder: Path, t
 def test_vllm_looks_up_in_front_of_the_draft_by_its_plugin(folder: Path, tmp_path: Path) -> None:
     command, text = exported_behind_a_lookup("vllm", {"draft_tokens": 2}, folder, tmp_path)
     lookup = {"method": "ngram", "min": 2, "max": 5, "draft_tokens": 2}
-    assert command[:2] == [f"SPECDISTILL_LOOKUP_FIRST={json.dumps(lookup)}", "VLLM_USE_V2_MODEL_RUNNER=0"]
+    assert command[:2] == [
+        f"SPECDISTILL_LOOKUP_FIRST={json.dumps(lookup)}",
+        "VLLM_USE_V2_MODEL_RUNNER=0",
+    ]
     config = json.loads(command[command.index("--speculative-config") + 1])
-    assert config["num_speculative_tokens"] == 6 and "draft_sample_method" not in config  # which the plugin refuses
+    assert (
+        config["num_speculative_tokens"] == 6 and "draft_sample_method" not in config
+    )  # which the plugin refuses
     assert "--no-async-scheduling" in command and "async_scheduling=False" in text
-    export(folder / "run" / "draft", "vllm", tmp_path / "one", report=tmp_path / "report.json", num_speculative_tokens=1)
+    export(
+        folder / "run" / "draft",
+        "vllm",
+        tmp_path / "one",
+        report=tmp_path / "report.json",
+        num_speculative_tokens=1,
+    )
     assert json.loads(served(tmp_path / "one")[0][0].partition("=")[2])["draft_tokens"] == 1
     assert "pip install 'specdistill[vllm]'" in text and "the draft alone" not in text
 
 
 def test_vllm_samples_as_the_measurement_did(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "report.json").write_text(json.dumps(report(temperature=0.8, draft_sampling="probabilistic")))
+    (tmp_path / "report.json").write_text(
+        json.dumps(report(temperature=0.8, draft_sampling="probabilistic"))
+    )
     export(folder / "run" / "draft", "vllm", tmp_path / "out", report=tmp_path / "report.json")
     assert json.loads(served(tmp_path / "out")[0][4])["draft_sample_method"] == "probabilistic"
 
@@ -399,7 +536,12 @@ def test_a_report_that_is_none(content: str | None, folder: Path, tmp_path: Path
 def test_a_multi_token_prediction_layer_goes_into_its_target(engine: str, tmp_path: Path) -> None:
     target = write_checkpoint("qwen3_next", tmp_path / "target")
     save_mtp(build_mtp(target), tmp_path / "draft")
-    assert export(tmp_path / "draft", engine, tmp_path / "out", TargetFiles(str(tmp_path / "target"))).method == "mtp"
+    assert (
+        export(
+            tmp_path / "draft", engine, tmp_path / "out", TargetFiles(str(tmp_path / "target"))
+        ).method
+        == "mtp"
+    )
     words, _ = served(tmp_path / "out")
     assert words[2 if engine == "vllm" else 4] == str(tmp_path / "out")
     assert ('"method": "mtp"' in words[-1]) if engine == "vllm" else ("NEXTN" in words)
@@ -419,7 +561,9 @@ def test_a_layer_that_no_engine_looks_for_is_refused(folder: Path, tmp_path: Pat
 
 
 def test_no_engine_replaces_tokens(folder: Path, tmp_path: Path) -> None:
-    measured = report(drafting={"heterogeneous_vocab": True, "token_replacements": {"<|end|>": "</s>"}})
+    measured = report(
+        drafting={"heterogeneous_vocab": True, "token_replacements": {"<|end|>": "</s>"}}
+    )
     (tmp_path / "report.json").write_text(json.dumps(measured))
     with refused("engine", "vllm for ", holds="measured with eval.token_replacements"):
         export(folder / "run" / "draft", "vllm", tmp_path / "out", report=tmp_path / "report.json")
@@ -427,7 +571,13 @@ def test_no_engine_replaces_tokens(folder: Path, tmp_path: Path) -> None:
 
 def test_a_draft_that_records_another_target_is_refused(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "run" / "draft", tmp_path / "draft")
-    other = {"name_or_path": "someone/else", "revision": None, "adapter": None, "weights": "1" * 64, "tokenizer": "2" * 64}
+    other = {
+        "name_or_path": "someone/else",
+        "revision": None,
+        "adapter": None,
+        "weights": "1" * 64,
+        "tokenizer": "2" * 64,
+    }
     edit(tmp_path / "draft" / "config.json", lambda config: {**config, SECTION: {"target": other}})
     with refused("draft", holds="someone/else"):
         export(tmp_path / "draft", "vllm", tmp_path / "out", TargetFiles(str(folder / "target")))
@@ -455,14 +605,25 @@ def test_the_verb(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
         ("pard", "vllm", "pard"),
     ],
 )
-def test_an_untrained_draft_of_a_recipe(recipe: str, engine: str, method: str, folder: Path, tmp_path: Path) -> None:
-    arguments = [f"recipe=pico/{recipe}", f"target={folder / 'target'}", f"engine={engine}", f"output_dir={tmp_path / 'out'}"]
+def test_an_untrained_draft_of_a_recipe(
+    recipe: str, engine: str, method: str, folder: Path, tmp_path: Path
+) -> None:
+    arguments = [
+        f"recipe=pico/{recipe}",
+        f"target={folder / 'target'}",
+        f"engine={engine}",
+        f"output_dir={tmp_path / 'out'}",
+    ]
     shape = ["draft.num_layers=2", "draft.vocab_size=40"] if method == "eagle3" else []
     assert main(["export", "dry_run=true", *arguments, *shape]) == 0
     assert method_of(tmp_path / "out") == method
     if method == "eagle3":
         head = load_eagle3(tmp_path / "out", FrozenTarget.load(str(folder / "target")))
-        assert head.config.num_layers == 2 and head.config.draft_vocab_size == 40 and head.config.fc_norm
+        assert (
+            head.config.num_layers == 2
+            and head.config.draft_vocab_size == 40
+            and head.config.fc_norm
+        )
 
 
 @pytest.mark.parametrize(

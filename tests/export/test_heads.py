@@ -37,7 +37,10 @@ EAGLE3: dict[Limit, tuple[dict[str, Any], tuple[str, ...]]] = {
     limits.OWN_EMBEDDING: ({"own_embedding": True}, ("sglang",)),
     limits.NOT_THREE_LAYERS_READ: ({"aux_layers": [1, 6]}, ("gguf",)),
     limits.LAST_STATE_READ: ({"aux_layers": [2, 4, 8]}, ("sglang", "gguf")),
-    limits.LAYERS_OUT_OF_ORDER: ({"aux_layers": [5, 4, 2]}, ("vllm", "sglang", "speculators", "gguf")),
+    limits.LAYERS_OUT_OF_ORDER: (
+        {"aux_layers": [5, 4, 2]},
+        ("vllm", "sglang", "speculators", "gguf"),
+    ),
     limits.SLIDING_WINDOW: ({"sliding_window": 4}, ("gguf",)),
 }
 EAGLE: dict[Limit, tuple[dict[str, Any], tuple[str, ...]]] = {
@@ -50,13 +53,24 @@ REFUSED = [
     for limit, (shape, engines) in table.items()
     for engine in engines
 ]
-PRUNED: dict[str, Any] = {"draft_vocabulary": torch.arange(5, 105, 4), "hidden_size": 32, "num_attention_heads": 2}
-RESIDUAL: dict[str, Any] = {"norm_before_residual": True, "rope_scaling": LLAMA3, "own_embedding": True}
+PRUNED: dict[str, Any] = {
+    "draft_vocabulary": torch.arange(5, 105, 4),
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+}
+RESIDUAL: dict[str, Any] = {
+    "norm_before_residual": True,
+    "rope_scaling": LLAMA3,
+    "own_embedding": True,
+}
 WIDE: dict[str, Any] = {"hidden_size": 192, "norm_before_fc": True}
 NORMS: dict[str, Any] = {"fc_norm": True, "norm_output": True, "sliding_window": 4}
 # What an engine can have, much of it at once.
 ABLE: list[tuple[str, str, dict[str, Any]]] = [
-    *(("eagle3", engine, RESIDUAL | NORMS | {"num_layers": 3, "aux_layers": [1, 6]}) for engine in ("vllm", "speculators")),
+    *(
+        ("eagle3", engine, RESIDUAL | NORMS | {"num_layers": 3, "aux_layers": [1, 6]})
+        for engine in ("vllm", "speculators")
+    ),
     *(("eagle3", engine, WIDE | {"aux_layers": [2, 4, 8]}) for engine in ("vllm", "speculators")),
     ("eagle3", "sglang", NORMS | {"aux_layers": [1, 2, 3, 5, 7], "rope_scaling": LLAMA3}),
     ("eagle3", "sglang", PRUNED | {"norm_before_fc": True}),
@@ -79,7 +93,12 @@ def written(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize(("method", "engine", "shape", "limit"), REFUSED)
 def test_what_an_engine_cannot_have_is_refused(
-    method: str, engine: str, shape: dict[str, Any], limit: Limit, target: FrozenTarget, tmp_path: Path
+    method: str,
+    engine: str,
+    shape: dict[str, Any],
+    limit: Limit,
+    target: FrozenTarget,
+    tmp_path: Path,
 ) -> None:
     save_head(method, head_of(method, target, shape), tmp_path / "ours")
     with refused("engine", engine, holds=limit.setting):
@@ -93,11 +112,16 @@ def test_a_head_comes_back_bit_for_bit(
 ) -> None:
     head = head_of(method, target, shape)
     save_head(method, head, tmp_path / "ours")
-    assert export(tmp_path / "ours", engine, tmp_path / "out", TargetFiles(target.name)).method == method
+    assert (
+        export(tmp_path / "ours", engine, tmp_path / "out", TargetFiles(target.name)).method
+        == method
+    )
     back = load_head(method, tmp_path / "out", target)
     assert back.config == head.config
     for name, tensor in head.state_dict().items():
-        assert back.state_dict()[name].dtype == tensor.dtype and torch.equal(back.state_dict()[name], tensor), name
+        assert back.state_dict()[name].dtype == tensor.dtype and torch.equal(
+            back.state_dict()[name], tensor
+        ), name
     # And from there into ours again, without the target where that is not asked for.
     save_head(method, back, tmp_path / "again")
     for one, other in zip(written(tmp_path / "ours"), written(tmp_path / "again"), strict=True):
@@ -106,11 +130,17 @@ def test_a_head_comes_back_bit_for_bit(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_weights_keep_their_dtype(dtype: torch.dtype, target: FrozenTarget, tmp_path: Path) -> None:
-    save_head("eagle3", head_of("eagle3", target, {"draft_vocabulary": torch.arange(5, 105, 4)}, dtype), tmp_path / "ours")
+    save_head(
+        "eagle3",
+        head_of("eagle3", target, {"draft_vocabulary": torch.arange(5, 105, 4)}, dtype),
+        tmp_path / "ours",
+    )
     for engine in ENGINES:
         export(tmp_path / "ours", engine, tmp_path / engine, TargetFiles(target.name))
         config, tensors = written(tmp_path / engine)
-        assert {tensor.dtype for name, tensor in tensors.items() if name not in ("d2t", "t2d")} == {dtype}
+        assert {tensor.dtype for name, tensor in tensors.items() if name not in ("d2t", "t2d")} == {
+            dtype
+        }
         assert tensors["d2t"].dtype == torch.int64 and tensors["t2d"].dtype == torch.bool
         assert str(dtype).removeprefix("torch.") in (config.get("torch_dtype"), config.get("dtype"))
 
@@ -155,7 +185,12 @@ def speculators_keys(target: FrozenTarget, **keys: Any) -> dict[str, Any]:
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [
-                {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": 3,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
             ],
             "verifier": {"name_or_path": target.name, "architectures": ["LlamaForCausalLM"]},
         },
@@ -180,9 +215,16 @@ COUNTED = {"draft_vocab_size": 25, "target_hidden_size": 64, "num_aux_hidden_sta
 
 def test_eagle3_layouts_by_hand(target: FrozenTarget, tmp_path: Path) -> None:
     """The default layers are stated nowhere but by speculators; the embedding is the target's, which speculators alone repeats."""
-    save_head("eagle3", head_of("eagle3", target, {"draft_vocabulary": torch.arange(5, 105, 4)}), tmp_path / "ours")
+    save_head(
+        "eagle3",
+        head_of("eagle3", target, {"draft_vocabulary": torch.arange(5, 105, 4)}),
+        tmp_path / "ours",
+    )
     expected = {
-        "vllm": {"architectures": ["LlamaForCausalLMEagle3"], **llama(**COUNTED, **NO_NORMS, norm_before_residual=False)},
+        "vllm": {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            **llama(**COUNTED, **NO_NORMS, norm_before_residual=False),
+        },
         "sglang": {"architectures": ["LlamaForCausalLMEagle3"], **llama(**COUNTED, **NO_NORMS)},
         "gguf": {
             "architectures": ["LlamaForCausalLMEagle3"],
@@ -203,28 +245,41 @@ def test_eagle3_layouts_by_hand(target: FrozenTarget, tmp_path: Path) -> None:
     assert torch.equal(embedding, target.model.get_input_embeddings().weight.bfloat16())
 
 
-def test_a_whole_vocabulary_has_no_maps_and_another_width_its_own_embedding(target: FrozenTarget, tmp_path: Path) -> None:
+def test_a_whole_vocabulary_has_no_maps_and_another_width_its_own_embedding(
+    target: FrozenTarget, tmp_path: Path
+) -> None:
     shape = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
     save_head("eagle3", head_of("eagle3", target, shape), tmp_path / "ours")
     for engine in ENGINES:
         export(tmp_path / "ours", engine, tmp_path / engine, TargetFiles(target.name))
         config, tensors = written(tmp_path / engine)
         assert not {"d2t", "t2d"} & tensors.keys()
-        assert tensors["embed_tokens.weight"].shape == (260, 32) and tensors["lm_head.weight"].shape == (260, 32)
+        assert tensors["embed_tokens.weight"].shape == (260, 32) and tensors[
+            "lm_head.weight"
+        ].shape == (260, 32)
         assert config["target_hidden_size"] == 64 and config["draft_vocab_size"] == 260
 
 
 def test_windows_stand_where_engines_look(target: FrozenTarget, tmp_path: Path) -> None:
-    save_head("eagle3", head_of("eagle3", target, {"sliding_window": 4, "num_layers": 2}), tmp_path / "ours")
+    save_head(
+        "eagle3",
+        head_of("eagle3", target, {"sliding_window": 4, "num_layers": 2}),
+        tmp_path / "ours",
+    )
     export(tmp_path / "ours", "vllm", tmp_path / "vllm", TargetFiles(target.name))
     config, _ = written(tmp_path / "vllm")
-    assert config["sliding_window"] == 4 and config["layer_types"] == ["sliding_attention", "sliding_attention"]
+    assert config["sliding_window"] == 4 and config["layer_types"] == [
+        "sliding_attention",
+        "sliding_attention",
+    ]
     save_head("eagle3", head_of("eagle3", target, {"sliding_window": 4}), tmp_path / "one")
     export(tmp_path / "one", "sglang", tmp_path / "sglang", TargetFiles(target.name))
     assert "--speculative-draft-window-size 4" in (tmp_path / "sglang" / "SERVE.md").read_text()
 
 
-def test_scaled_rotary_frequencies_are_written_for_older_and_newer_readers(target: FrozenTarget, tmp_path: Path) -> None:
+def test_scaled_rotary_frequencies_are_written_for_older_and_newer_readers(
+    target: FrozenTarget, tmp_path: Path
+) -> None:
     save_head("eagle3", head_of("eagle3", target, {"rope_scaling": LLAMA3}), tmp_path / "ours")
     export(tmp_path / "ours", "vllm", tmp_path / "out")
     config, _ = written(tmp_path / "out")
@@ -237,8 +292,19 @@ def test_eagle_layouts_by_hand(target: FrozenTarget, tmp_path: Path) -> None:
     save_head("eagle", head_of("eagle", target, {}), tmp_path / "ours")
     model = {"architectures": ["LlamaForCausalLM"], **llama(bias=False)}
     expected = {
-        "vllm": ({"model_type": "eagle", "model": model, "truncated_vocab_size": None, "method": "eagle"}, layouts.EAGLE),
-        "sglang": ({"architectures": ["LlamaForCausalLMEagle"], **llama()}, layouts.EAGLE | {"fc.bias": (64,)}),
+        "vllm": (
+            {
+                "model_type": "eagle",
+                "model": model,
+                "truncated_vocab_size": None,
+                "method": "eagle",
+            },
+            layouts.EAGLE,
+        ),
+        "sglang": (
+            {"architectures": ["LlamaForCausalLMEagle"], **llama()},
+            layouts.EAGLE | {"fc.bias": (64,)},
+        ),
     }
     for engine, (keys, wanted) in expected.items():
         export(tmp_path / "ours", engine, tmp_path / engine, TargetFiles(target.name))
@@ -268,10 +334,14 @@ def test_a_target_that_does_not_fit_is_refused(target: FrozenTarget, tmp_path: P
 
 
 def test_the_embedding_is_found_in_a_sharded_target(target: FrozenTarget, tmp_path: Path) -> None:
-    tiny_target_model(num_layers=layouts.NUM_LAYERS).save_pretrained(tmp_path / "sharded", max_shard_size="80KB")
+    tiny_target_model(num_layers=layouts.NUM_LAYERS).save_pretrained(
+        tmp_path / "sharded", max_shard_size="80KB"
+    )
     assert (tmp_path / "sharded" / "model.safetensors.index.json").is_file()
     save_head("eagle3", head_of("eagle3", target, {}), tmp_path / "ours")
-    export(tmp_path / "ours", "speculators", tmp_path / "out", TargetFiles(str(tmp_path / "sharded")))
+    export(
+        tmp_path / "ours", "speculators", tmp_path / "out", TargetFiles(str(tmp_path / "sharded"))
+    )
     embedding = written(tmp_path / "out")[1]["embed_tokens.weight"]
     assert torch.equal(embedding, target.model.get_input_embeddings().weight.bfloat16())
 
@@ -280,7 +350,11 @@ def test_a_head_left_to_the_target_is_completed(target: FrozenTarget, tmp_path: 
     """Some heads of a whole vocabulary leave `lm_head` to the target."""
     save_head("eagle3", head_of("eagle3", target, {}, torch.float32), tmp_path / "ours")
     path = tmp_path / "ours" / "model.safetensors"
-    save_file({name: tensor for name, tensor in load_file(path).items() if name != "lm_head.weight"}, path)
+    save_file(
+        {name: tensor for name, tensor in load_file(path).items() if name != "lm_head.weight"}, path
+    )
     export(tmp_path / "ours", "vllm", tmp_path / "out", TargetFiles(target.name))
     assert torch.equal(written(tmp_path / "out")[1]["lm_head.weight"], target.lm_head.weight)
-    assert torch.equal(load_head("eagle3", tmp_path / "ours", target).lm_head.weight, target.lm_head.weight)
+    assert torch.equal(
+        load_head("eagle3", tmp_path / "ours", target).lm_head.weight, target.lm_head.weight
+    )

@@ -42,7 +42,10 @@ def target() -> FrozenTarget:
 
 def tensors_of(first: str) -> dict[str, Tensor]:
     """An EAGLE-3 head of bfloat16 noise whose first layer is called `first`."""
-    tensors = {name: noise(shape, index) for index, (name, shape) in enumerate(layouts.eagle3(first).items())}
+    tensors = {
+        name: noise(shape, index)
+        for index, (name, shape) in enumerate(layouts.eagle3(first).items())
+    }
     ids = torch.arange(5, 105, 4)
     return tensors | {"d2t": ids - torch.arange(W), "t2d": torch.isin(torch.arange(V), ids)}
 
@@ -51,7 +54,9 @@ def noise(shape: tuple[int, ...], seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], *, pickled: bool = False) -> Path:
+def write(
+    folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], *, pickled: bool = False
+) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     if pickled:
@@ -65,9 +70,14 @@ def shard(folder: Path) -> dict[str, Any]:
     """A folder's single file as two shards; returns their index."""
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    place = {name: f"model-0000{1 + (index > 5)}-of-00002.safetensors" for index, name in enumerate(sorted(tensors))}
+    place = {
+        name: f"model-0000{1 + (index > 5)}-of-00002.safetensors"
+        for index, name in enumerate(sorted(tensors))
+    }
     for file in set(place.values()):
-        save_file({name: tensor for name, tensor in tensors.items() if place[name] == file}, folder / file)
+        save_file(
+            {name: tensor for name, tensor in tensors.items() if place[name] == file}, folder / file
+        )
     index = {"metadata": {}, "weight_map": place}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return index
@@ -87,11 +97,24 @@ def speculators(**keys: Any) -> dict[str, Any]:
 
 
 def specforge(**keys: Any) -> dict[str, Any]:
-    window = {"max_window_layers": 36, "sliding_window": 32768, "use_sliding_window": False}  # inert, as in SpecForge's own
-    return {"architectures": ["LlamaForCausalLMEagle3"], **SIZES, **OLD_ROPE, **window, "draft_vocab_size": W, **keys}
+    window = {
+        "max_window_layers": 36,
+        "sliding_window": 32768,
+        "use_sliding_window": False,
+    }  # inert, as in SpecForge's own
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **SIZES,
+        **OLD_ROPE,
+        **window,
+        "draft_vocab_size": W,
+        **keys,
+    }
 
 
-def assert_loads(folder: Path, target: FrozenTarget, tensors: dict[str, Tensor], method: str = "eagle3") -> Any:
+def assert_loads(
+    folder: Path, target: FrozenTarget, tensors: dict[str, Tensor], method: str = "eagle3"
+) -> Any:
     """Recognised, read tensor by tensor, and fit to decode with; returns the head."""
     assert method_of(folder) == method
     head = (load_eagle3 if method == "eagle3" else load_eagle)(folder, target)
@@ -108,18 +131,29 @@ def test_speculators(target: FrozenTarget, tmp_path: Path) -> None:
     """With the norms that its own training gives a head, and copies of the embedding in another dtype."""
     tensors = tensors_of("layers.0.") | {"input_norm.weight": noise((3 * H,), 20)}
     copy = {"embed_tokens.weight": target.model.get_input_embeddings().weight.bfloat16()}
-    folder = write(tmp_path / "head", speculators(norm_before_fc=True, norm_output=True), tensors | copy)
+    folder = write(
+        tmp_path / "head", speculators(norm_before_fc=True, norm_output=True), tensors | copy
+    )
     config = assert_loads(folder, target, tensors).config
-    assert config.aux_layers == (2, 4, 5) and config.norm_before_fc and config.norm_output and not config.owns_embedding
+    assert (
+        config.aux_layers == (2, 4, 5)
+        and config.norm_before_fc
+        and config.norm_output
+        and not config.owns_embedding
+    )
     assert config.norm_before_residual and config.rope_theta == 500000.0 and config.fc_norm is False
 
 
 def test_speculators_residual_is_what_the_file_says(target: FrozenTarget, tmp_path: Path) -> None:
-    folder = write(tmp_path / "head", speculators(norm_before_residual=False), tensors_of("layers.0."))
+    folder = write(
+        tmp_path / "head", speculators(norm_before_residual=False), tensors_of("layers.0.")
+    )
     assert not load_eagle3(folder, target).config.norm_before_residual
 
 
-def test_another_embedding_of_the_same_width_is_the_heads_own(target: FrozenTarget, tmp_path: Path) -> None:
+def test_another_embedding_of_the_same_width_is_the_heads_own(
+    target: FrozenTarget, tmp_path: Path
+) -> None:
     own = {"embed_tokens.weight": noise((V, H), 30)}
     folder = write(tmp_path / "head", speculators(), tensors_of("layers.0.") | own)
     head = assert_loads(folder, target, own)
@@ -130,12 +164,21 @@ def test_specforge(target: FrozenTarget, tmp_path: Path) -> None:
     nested = {"eagle_config": {IDS: [0, 2, 6], "use_aux_hidden_state": True}}
     folder = write(tmp_path / "head", specforge(**nested), tensors_of("midlayer."))
     config = assert_loads(folder, target, tensors_of("midlayer.")).config
-    assert config.aux_layers == (1, 3, 7) and config.sliding_window is None and not config.norm_before_residual
+    assert (
+        config.aux_layers == (1, 3, 7)
+        and config.sliding_window is None
+        and not config.norm_before_residual
+    )
 
 
 def test_safeailab(target: FrozenTarget, tmp_path: Path) -> None:
     """A pickle whose config calls itself a plain Llama, without the head size or the layers."""
-    folder = write(tmp_path / "head", specforge(architectures=["LlamaForCausalLM"]), tensors_of("midlayer."), pickled=True)
+    folder = write(
+        tmp_path / "head",
+        specforge(architectures=["LlamaForCausalLM"]),
+        tensors_of("midlayer."),
+        pickled=True,
+    )
     config = assert_loads(folder, target, tensors_of("midlayer.")).config
     assert config.aux_layers == (2, 4, 5) and config.head_dim == 32
 
@@ -153,14 +196,23 @@ def test_modelopt(target: FrozenTarget, tmp_path: Path) -> None:
         "parallel_draft_step": 1,
         "parallel_draft_heads_num_layers": None,
     }
-    keys = {"rope_scaling": yarn, "eagle_config": eagle, "mlp_bias": False, "pretraining_tp": 1, "use_cache": None}
+    keys = {
+        "rope_scaling": yarn,
+        "eagle_config": eagle,
+        "mlp_bias": False,
+        "pretraining_tp": 1,
+        "use_cache": None,
+    }
     tensors = {name: tensor for name, tensor in tensors_of("layers.0.").items() if name != "t2d"}
     head = assert_loads(write(tmp_path / "head", specforge(**keys), tensors), target, tensors)
     assert head.config.rope_scaling == yarn and head.target_ids_W.tolist() == [*range(5, 105, 4)]
 
 
 def test_legacy_names_of_the_norms(target: FrozenTarget, tmp_path: Path) -> None:
-    norms = {f"aux_norm_{part}.weight": noise((H,), 40 + index) for index, part in enumerate(("low", "mid", "high"))}
+    norms = {
+        f"aux_norm_{part}.weight": noise((H,), 40 + index)
+        for index, part in enumerate(("low", "mid", "high"))
+    }
     folder = write(tmp_path / "head", specforge(use_aux_norm=True), tensors_of("midlayer.") | norms)
     head = load_eagle3(folder, target)
     assert head.config.fc_norm
@@ -178,7 +230,9 @@ def test_weights_of_two_dtypes_are_held_by_one(target: FrozenTarget, tmp_path: P
     tensors = tensors_of("midlayer.")
     tensors["norm.weight"] = tensors["norm.weight"].float() + 1e-5  # no bfloat16
     head = load_eagle3(write(tmp_path / "head", specforge(), tensors), target)
-    assert head.fc.weight.dtype == torch.float32 and torch.equal(head.norm.weight, tensors["norm.weight"])
+    assert head.fc.weight.dtype == torch.float32 and torch.equal(
+        head.norm.weight, tensors["norm.weight"]
+    )
 
 
 CONFIGS = [
@@ -196,10 +250,16 @@ CONFIGS = [
     (specforge(num_attention_heads=None), "num_attention_heads"),
     (specforge(num_target_layers=36), "num_target_layers 36"),
     (specforge(vocab_size=32000), "vocab_size 32000"),
-    (specforge(rope_scaling={"rope_type": "default", "partial_rotary_factor": 0.5}), "partial_rotary_factor 0.5"),
+    (
+        specforge(rope_scaling={"rope_type": "default", "partial_rotary_factor": 0.5}),
+        "partial_rotary_factor 0.5",
+    ),
     (specforge(rope_scaling={"type": "yarn"}), "yarn"),
     (specforge(rope_scaling={"type": "spiral", "factor": 2.0}), "rope_type spiral"),
-    (specforge(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "rope_type dynamic"),  # angles go by the length
+    (
+        specforge(rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
+        "rope_type dynamic",
+    ),  # angles go by the length
     (speculators(speculators_model_type="peagle"), "speculators_model_type peagle"),
     (speculators(transformer_layer_config="llama"), "transformer_layer_config"),
 ]
@@ -230,10 +290,18 @@ HEAD = tensors_of("midlayer.")
         ({"d2t": HEAD["d2t"].float()}, "d2t in torch.float32"),
         ({"d2t": HEAD["d2t"] + torch.arange(W) * 20}, "d2t"),  # ids
         ({"d2t": HEAD["d2t"].flip(0)}, "d2t"),
-        *(({"norm.weight": HEAD["norm.weight"].index_fill(0, torch.tensor(3), value)}, "norm.weight") for value in (nan, inf)),
+        *(
+            (
+                {"norm.weight": HEAD["norm.weight"].index_fill(0, torch.tensor(3), value)},
+                "norm.weight",
+            )
+            for value in (nan, inf)
+        ),
     ],
 )
-def test_weights_that_are_none(changed: dict[str, Tensor | None], names: str, target: FrozenTarget, tmp_path: Path) -> None:
+def test_weights_that_are_none(
+    changed: dict[str, Tensor | None], names: str, target: FrozenTarget, tmp_path: Path
+) -> None:
     tensors = {name: tensor for name, tensor in (HEAD | changed).items() if tensor is not None}
     with refused("eval.draft", holds=names):
         load_proposer("eagle3", write(tmp_path / "head", specforge(), tensors), target)
@@ -249,7 +317,9 @@ def test_weights_that_are_none(changed: dict[str, Tensor | None], names: str, ta
         ("cut short", "model-00001-of-00002.safetensors"),
     ],
 )
-def test_an_index_that_does_not_tell_the_truth(change: str, names: str, target: FrozenTarget, tmp_path: Path) -> None:
+def test_an_index_that_does_not_tell_the_truth(
+    change: str, names: str, target: FrozenTarget, tmp_path: Path
+) -> None:
     folder = write(tmp_path / "head", specforge(), tensors_of("midlayer."))
     index = shard(folder)
     if change == "outside":
@@ -276,11 +346,21 @@ EMBEDDING = {"model.embed_tokens.weight": noise((4, 4))}
     [
         ({}, EMBEDDING, "1 tensors"),
         ({"architectures": ["MedusaModel"]}, {"0.0.linear.weight": noise((4, 4))}, "MedusaModel"),
-        ({"architectures": ["PEagleDraftModel"]}, tensors_of("midlayer.") | {"mask_hidden": noise((1, 1, 192))}, "peagle"),
-        ({"architectures": ["DFlash2DraftModel"]}, tensors_of("layers.0.") | {"hidden_norm.weight": noise((H,))}, "dflash2"),
+        (
+            {"architectures": ["PEagleDraftModel"]},
+            tensors_of("midlayer.") | {"mask_hidden": noise((1, 1, 192))},
+            "peagle",
+        ),
+        (
+            {"architectures": ["DFlash2DraftModel"]},
+            tensors_of("layers.0.") | {"hidden_norm.weight": noise((H,))},
+            "dflash2",
+        ),
     ],
 )
-def test_layouts_that_are_not_known(config: dict[str, Any], tensors: dict[str, Tensor], got: str, tmp_path: Path) -> None:
+def test_layouts_that_are_not_known(
+    config: dict[str, Any], tensors: dict[str, Tensor], got: str, tmp_path: Path
+) -> None:
     with refused("eval.draft", holds=got):
         method_of(write(tmp_path / "head", config, tensors))
 

@@ -9,11 +9,19 @@ from pathlib import Path
 import pytest
 
 from specdistill.errors import UserError
-from specdistill.files.documents import head_of, json_rows, parse_json, parse_yaml, read_keys, read_yaml
+from specdistill.files.documents import (
+    head_of,
+    json_rows,
+    parse_json,
+    parse_yaml,
+    read_keys,
+    read_yaml,
+)
 from tests.memory import at_most
 
 ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
+    for before, name in zip("abcdefgh", "bcdefghi", strict=True)
 )
 
 
@@ -37,7 +45,12 @@ def test_json_is_refused(text: str | bytes, expected: str) -> None:
 
 
 def test_json_is_read_as_the_library_reads_it() -> None:
-    text = '{"pair": "\\ud83d\\ude00", "deep": ' + "[" * 99 + "]" * 99 + ', "numbers": [1, -2.5e3, 1e400], "none": null}'
+    text = (
+        '{"pair": "\\ud83d\\ude00", "deep": '
+        + "[" * 99
+        + "]" * 99
+        + ', "numbers": [1, -2.5e3, 1e400], "none": null}'
+    )
     assert parse_json(text) == json.loads(text)
     assert str(parse_json("[NaN]", allow_nan=True)) == "[nan]"
     assert parse_json(b"\xef\xbb\xbf{}") == {}
@@ -64,7 +77,9 @@ def test_the_first_line_that_is_no_row_is_named(content: bytes, expected: str) -
 def test_rows_are_lines_or_a_list() -> None:
     rows = [(1, {"a": "\u2028"}), (2, {"b": [1]})]
     assert list(json_rows(io.BytesIO('{"a": "\u2028"}\n{"b": [1]}'.encode()))) == rows
-    assert list(json_rows(io.BytesIO(b'[{"a": "\\u2028"},\n{"b": [1]}]\n'), largest_list=100)) == rows
+    assert (
+        list(json_rows(io.BytesIO(b'[{"a": "\\u2028"},\n{"b": [1]}]\n'), largest_list=100)) == rows
+    )
     assert list(json_rows(io.BytesIO(b"\xef\xbb\xbf{}\r\n\r\n{}\n"))) == [(1, {}), (3, {})]
 
 
@@ -99,7 +114,18 @@ def test_a_byte_that_is_not_utf_8_is_named_by_its_line(tmp_path: Path) -> None:
         ("{[a]: b}", "unhashable"),
         ("a: '" + "x" * 2**20 + "'", "characters"),
     ],
-    ids=["deep", "deep-mapping", "aliases", "twice", "itself", "tag", "code", "date", "key", "long"],
+    ids=[
+        "deep",
+        "deep-mapping",
+        "aliases",
+        "twice",
+        "itself",
+        "tag",
+        "code",
+        "date",
+        "key",
+        "long",
+    ],
 )
 def test_yaml_is_refused_at_once(text: str, expected: str) -> None:
     start = time.process_time()
@@ -109,7 +135,9 @@ def test_yaml_is_refused_at_once(text: str, expected: str) -> None:
 
 
 def test_yaml_is_read_with_its_aliases() -> None:
-    text = "base: &base {a: 1, b: [2, x]}\nother: {<<: *base, a: 3}\nsame: *base\nempty:\n'1': yes\n"
+    text = (
+        "base: &base {a: 1, b: [2, x]}\nother: {<<: *base, a: 3}\nsame: *base\nempty:\n'1': yes\n"
+    )
     assert parse_yaml(text) == {
         "base": {"a": 1, "b": [2, "x"]},
         "other": {"a": 3, "b": [2, "x"]},

@@ -17,7 +17,10 @@ def test_a_new_folder_appears_whole(tmp_path: Path) -> None:
     with new_folder(tmp_path / "out") as partial:
         (partial / "file").write_text("whole")
         assert not (tmp_path / "out").exists()
-    assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == ["out", "out/file"]
+    assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == [
+        "out",
+        "out/file",
+    ]
 
 
 def test_a_folder_that_fails_leaves_nothing(tmp_path: Path) -> None:
@@ -34,7 +37,10 @@ def test_a_folder_that_fails_leaves_nothing(tmp_path: Path) -> None:
 def test_a_second_writer_is_refused_and_the_first_one_ends_whole(tmp_path: Path) -> None:
     with new_folder(tmp_path / "out") as partial:
         (partial / "weights").write_text("the first one's")
-        with refused("output_dir", tmp_path / "out", holds="which another process is writing"), new_folder(tmp_path / "out"):
+        with (
+            refused("output_dir", tmp_path / "out", holds="which another process is writing"),
+            new_folder(tmp_path / "out"),
+        ):
             pass
     assert (tmp_path / "out" / "weights").read_text() == "the first one's"
 

@@ -73,7 +73,13 @@ def _node(document: Any, at: tuple[Any, ...]) -> Any:
 def _shifted(parent: Any, name: Any, value: Any) -> None:
     """Another value of its own kind."""
     old, number = parent[name], value if isinstance(value, int | float) else -1
-    parent[name] = number if isinstance(old, int | float) else f"{old}{value}"[:LONG] if isinstance(old, str) else value
+    parent[name] = (
+        number
+        if isinstance(old, int | float)
+        else f"{old}{value}"[:LONG]
+        if isinstance(old, str)
+        else value
+    )
 
 
 # (parent, name of the node in it, a value); what cannot be done is left.
@@ -82,7 +88,9 @@ EDITS: list[Callable[[Any, Any, Any], object]] = [
     lambda parent, name, value: parent.__delitem__(name),
     _shifted,
     lambda parent, name, value: parent.insert(name, parent[name]),
-    lambda parent, name, value: parent.update({value if isinstance(value, str) else name.upper(): parent.pop(name)}),
+    lambda parent, name, value: parent.update(
+        {value if isinstance(value, str) else name.upper(): parent.pop(name)}
+    ),
     lambda parent, name, value: parent.__setitem__(name, [parent[name]]),
     lambda parent, name, value: parent.__setitem__(name, {"x": parent[name]}),
 ]
@@ -94,7 +102,11 @@ def edited(valid: Any, edits: list[Any]) -> bytes:
         *before, name = ("it", *at)
         try:
             change(_node(whole, tuple(before)), name, copy.deepcopy(value))
-        except (LookupError, TypeError, AttributeError):  # an earlier edit took it away, or it is of another kind
+        except (
+            LookupError,
+            TypeError,
+            AttributeError,
+        ):  # an earlier edit took it away, or it is of another kind
             continue
     text = json.dumps(whole.get("it"))
     for number, raw in enumerate(RAW):
@@ -114,7 +126,9 @@ def _document(valid: Any) -> Files:
 def damaged(valid: bytes) -> Files:
     """Cut short, or with a piece in its midst."""
     position = st.integers(0, len(valid))
-    put = st.tuples(position, picked(PIECES)).map(lambda it: valid[: it[0]] + it[1] + valid[it[0] :])
+    put = st.tuples(position, picked(PIECES)).map(
+        lambda it: valid[: it[0]] + it[1] + valid[it[0] :]
+    )
     return position.map(lambda end: valid[:end]) | put
 
 
@@ -134,7 +148,9 @@ def jsonl_file(valid: bytes) -> Files:
     """One of its first lines edited."""
     lines = valid.splitlines()
     documents = [
-        _document(json.loads(line)).map(lambda made, n=n: b"\n".join([*lines[:n], made, *lines[n + 1 :]]))
+        _document(json.loads(line)).map(
+            lambda made, n=n: b"\n".join([*lines[:n], made, *lines[n + 1 :]])
+        )
         for n, line in enumerate(lines[:3])
     ]
     return _mostly(st.one_of(documents), valid)
@@ -143,17 +159,23 @@ def jsonl_file(valid: bytes) -> Files:
 def card_file(valid: bytes) -> Files:
     """Markdown with a head of YAML."""
     _, head, body = valid.split(b"---\n", 2)
-    return _mostly(_document(yaml.safe_load(head)).map(lambda made: b"---\n%s\n---\n%s" % (made, body)), valid)
+    return _mostly(
+        _document(yaml.safe_load(head)).map(lambda made: b"---\n%s\n---\n%s" % (made, body)), valid
+    )
 
 
 def safetensors_file(valid: bytes) -> Files:
     """Its header edited, or its length."""
     size = int.from_bytes(valid[:8], "little")
     header, body = valid[8 : 8 + size], valid[8 + size :]
-    lying = st.sampled_from([*NUMBERS, *(struct.pack("<Q", size + more) for more in (-1, 1, 10**8))]).map(
-        lambda it: it + valid[8:]
+    lying = st.sampled_from(
+        [*NUMBERS, *(struct.pack("<Q", size + more) for more in (-1, 1, 10**8))]
+    ).map(lambda it: it + valid[8:])
+    return _mostly(
+        _document(json.loads(header)).map(lambda made: struct.pack("<Q", len(made)) + made + body)
+        | lying,
+        valid,
     )
-    return _mostly(_document(json.loads(header)).map(lambda made: struct.pack("<Q", len(made)) + made + body) | lying, valid)
 
 
 def binary_file(valid: bytes, head: int = 4096) -> Files:

@@ -49,7 +49,10 @@ class Sandbox:
         self.folder, self.valid, self.work = folder, valid, folder / "a" / "b" / "work"
 
     def run(
-        self, command: Sequence[str], files: dict[str, bytes], around: Callable[[], AbstractContextManager[object]]
+        self,
+        command: Sequence[str],
+        files: dict[str, bytes],
+        around: Callable[[], AbstractContextManager[object]],
     ) -> Ended:
         """The command with these files in place of valid ones."""
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -60,20 +63,33 @@ class Sandbox:
             (self.work / name).write_bytes(content)
         before = self._contents()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of a fork next to threads; pytest-xdist has one, which waits
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # of a fork next to threads; pytest-xdist has one, which waits
             child = os.fork()
         if child == 0:
             self._child(command, around)
         code, after = _awaited(child), self._contents()
-        out, err = ((self.folder / name).read_text(encoding="utf-8", errors="surrogateescape") for name in ("out", "err"))
-        return Ended(command, code, out, err, sorted(path for path in before | after if before.get(path) != after.get(path)))
+        out, err = (
+            (self.folder / name).read_text(encoding="utf-8", errors="surrogateescape")
+            for name in ("out", "err")
+        )
+        return Ended(
+            command,
+            code,
+            out,
+            err,
+            sorted(path for path in before | after if before.get(path) != after.get(path)),
+        )
 
     def _contents(self) -> dict[str, bytes]:
         """Every file next to the working folder and in it."""
         files = (path for path in (self.folder / "a").rglob("*") if not path.is_dir())
         return {os.path.relpath(path, self.work): path.read_bytes() for path in files}
 
-    def _child(self, command: Sequence[str], around: Callable[[], AbstractContextManager[object]]) -> None:
+    def _child(
+        self, command: Sequence[str], around: Callable[[], AbstractContextManager[object]]
+    ) -> None:
         code = 70
         try:
             os.setsid()
@@ -85,7 +101,10 @@ class Sandbox:
             tempfile.tempdir = None
             for number, name in ((1, "out"), (2, "err")):
                 os.dup2(os.open(self.folder / name, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
-            sys.stdout, sys.stderr = os.fdopen(1, "w", encoding="utf-8"), os.fdopen(2, "w", 1, "utf-8", "backslashreplace")
+            sys.stdout, sys.stderr = (
+                os.fdopen(1, "w", encoding="utf-8"),
+                os.fdopen(2, "w", 1, "utf-8", "backslashreplace"),
+            )
             for library in ("transformers", "datasets", "huggingface_hub"):
                 for handler in logging.getLogger(library).handlers:
                     if isinstance(handler, logging.StreamHandler):
@@ -121,9 +140,15 @@ def broken(ended: Ended) -> str | None:
     log = Path(found[1]).read_text(encoding="utf-8") if (found := UNFORESEEN.search(err)) else err
     if found or "Traceback (most recent call last)" in log:
         return f"unforeseen: {ERROR.findall(log)[-1]} in {':'.join((FRAME.findall(log) or [('?',)])[-1])}"
-    if code not in (0, 1, 2, 3, 4) or (code == 1 and command[0] not in GATING) or (code in (2, 3) and "error: " not in err):
+    if (
+        code not in (0, 1, 2, 3, 4)
+        or (code == 1 and command[0] not in GATING)
+        or (code in (2, 3) and "error: " not in err)
+    ):
         return f"exit code {code}"
-    if steering := next((line for line in f"{out}\n{err}".split("\n") if CONTROL.search(line)), None):
+    if steering := next(
+        (line for line in f"{out}\n{err}".split("\n") if CONTROL.search(line)), None
+    ):
         return f"control characters: {CONTROL.sub('�', steering)[:60]}"
     if (longest := max(err.split("\n"), key=len)) and len(longest) > MOST_CHARACTERS:
         return f"a message of {len(longest)} characters: {longest[:60]}"

@@ -47,7 +47,9 @@ ROWS = "method=eagle3 target.model=target data.cache_dir=cache data.max_length=6
 TRAINED = f"{ROWS} data.rows=rows draft.ttt_steps=2 {' '.join(SMALL)}"
 STORED = "hidden_states.mode=hybrid hidden_states.path=features hidden_states.dtype=float32"
 TINY = "eval.num_prompts=1 eval.max_new_tokens=4 eval.repeats=1 eval.warmup=0"
-EVAL = f"eval method=eagle3 target=target draft=trained/draft suite=suite.jsonl output_dir=out {TINY}"
+EVAL = (
+    f"eval method=eagle3 target=target draft=trained/draft suite=suite.jsonl output_dir=out {TINY}"
+)
 SERVED = f"{EVAL} eval.server=http://127.0.0.1:{PORT} eval.server_timeout=2 eval.num_speculative_tokens=3"
 PLAN = "plan hub=false training.batch_size=1 training.max_length=16"  # steps are computed operation by operation
 PUBLISH = "publish run=run repo=someone/half-right baseline=none dry_run=true"
@@ -108,16 +110,29 @@ def _done(command: str) -> None:
 
 
 def _chat(number: int) -> list[dict[str, str]]:
-    return [{"role": "user", "content": f"What is {number}?"}, {"role": "assistant", "content": f"{number} is {number}."}]
+    return [
+        {"role": "user", "content": f"What is {number}?"},
+        {"role": "assistant", "content": f"{number} is {number}."},
+    ]
 
 
 def _answers() -> dict[str, Any]:
     """By path, of every kind of server: vLLM's, SGLang's, OpenAI's, and one that writes hidden states."""
-    of = {engine: completion(engine, 3, "abcd", [7, 8, 9, 10], [1, 2], 6) for engine in ("vllm", "sglang")}
-    hidden = {"kv_transfer_params": {"hidden_states_path": "hidden/model.safetensors"}, "model": "target"}
+    of = {
+        engine: completion(engine, 3, "abcd", [7, 8, 9, 10], [1, 2], 6)
+        for engine in ("vllm", "sglang")
+    }
+    hidden = {
+        "kv_transfer_params": {"hidden_states_path": "hidden/model.safetensors"},
+        "model": "target",
+    }
     return {
         **pages("sglang", "target", 3),
-        "/v1/completions": {**of["vllm"], **hidden, "choices": [{"finish_reason": "stop", **of["vllm"]["choices"][0]}]},
+        "/v1/completions": {
+            **of["vllm"],
+            **hidden,
+            "choices": [{"finish_reason": "stop", **of["vllm"]["choices"][0]}],
+        },
         "/generate": of["sglang"],
         "/metrics": counters("vllm", 3, 0) + counters("sglang", 3, 0),
         "status": 200,
@@ -135,7 +150,11 @@ def _said(name: str) -> Any:
 @contextmanager
 def serving() -> Iterator[None]:
     """A server that answers as server.json says, or with all of it where that is no JSON; waits for it are short."""
-    said, whole, generated = _said("server.json"), Path("server.json").read_text(errors="replace"), [0]
+    said, whole, generated = (
+        _said("server.json"),
+        Path("server.json").read_text(errors="replace"),
+        [0],
+    )
 
     class Handler(AnswerHandler):
         def do_GET(self) -> None:
@@ -151,7 +170,11 @@ def serving() -> Iterator[None]:
             self.do_GET()
 
     short = mock.patch.multiple(completions, PATIENCE=0.2, FIRST_DELAY=0.01, LONGEST_DELAY=0.01)
-    with ThreadingHTTPServer(("127.0.0.1", PORT), Handler) as made, short, mock.patch.object(client, "MAX_DELAY_SECONDS", 0.1):
+    with (
+        ThreadingHTTPServer(("127.0.0.1", PORT), Handler) as made,
+        short,
+        mock.patch.object(client, "MAX_DELAY_SECONDS", 0.1),
+    ):
         made.handle_error = lambda *_: None  # type: ignore[method-assign]  # a client that waits no longer
         threading.Thread(target=made.serve_forever, daemon=True).start()
         yield
@@ -162,7 +185,9 @@ def hub() -> Iterator[None]:
     """A Hub with a target and a head, whose cards say what card.json does; its client does not wait between its tries."""
     tags = ["eagle3", "base_model:someone/target"]
     said = _said("card.json")
-    if isinstance(said, dict) and not isinstance(said.get("tags", []), list):  # the Hub itself refuses that
+    if isinstance(said, dict) and not isinstance(
+        said.get("tags", []), list
+    ):  # the Hub itself refuses that
         del said["tags"]
     card, tagged = (
         mock.patch.object(reading, "card_of", return_value=said),
@@ -170,18 +195,40 @@ def hub() -> Iterator[None]:
     )
     with loopback_hub(Path("../hub")) as made, made.client(Path("../../../home")), mock.patch("time.sleep"), card, tagged:  # fmt: skip
         for name, folder in (("target", "target"), ("head-eagle3", "trained/draft")):
-            made.create(f"someone/{name}", {path.name: path.read_bytes() for path in Path(folder).iterdir()})
+            made.create(
+                f"someone/{name}", {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+            )
         yield
 
 
 def arguments(options: Any, *without: str) -> st.SearchStrategy[list[str]]:
     """Up to three hostile key=value of a schema."""
     keys = [key for key, *_ in leaves(options) if not key.startswith(without)]
-    values = [*map(json.dumps, VALUES), *RAW, *(value for value in VALUES if isinstance(value, str))]
-    words = [value[:9000].replace("\0", "").replace("\ud800", "\udcff") for value in values]  # what a command line can hold
+    values = [
+        *map(json.dumps, VALUES),
+        *RAW,
+        *(value for value in VALUES if isinstance(value, str)),
+    ]
+    words = [
+        value[:9000].replace("\0", "").replace("\ud800", "\udcff") for value in values
+    ]  # what a command line can hold
     own = st.tuples(picked(keys), picked(words)).map("=".join)
     odd = st.sampled_from(
-        ["", "=", "x", "=x", "a.b.c=1", "[=1", "a[0]=1", "--x", "${a}=1", ".=1", "target.=1", "\udcff=1", "é=1"]
+        [
+            "",
+            "=",
+            "x",
+            "=x",
+            "a.b.c=1",
+            "[=1",
+            "a[0]=1",
+            "--x",
+            "${a}=1",
+            ".=1",
+            "target.=1",
+            "\udcff=1",
+            "é=1",
+        ]
     )
     return st.lists(own | odd, min_size=1, max_size=3)
 
@@ -203,7 +250,10 @@ CONFIGS = [f"target/{name}" for name in OF_TARGET] + [
     "trained/draft/config.json",
     "trained/run/history.json",
 ]
-CHECKPOINT = [f"interrupted/checkpoint-2/{name}.json" for name in ("manifest", "trainer_state", "draft/config")]
+CHECKPOINT = [
+    f"interrupted/checkpoint-2/{name}.json"
+    for name in ("manifest", "trainer_state", "draft/config")
+]
 WITH_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     f"{PLAN} target=target": (PlanOptions, "output"),
     "doctor draft=trained/draft decode=false": (DoctorOptions,),
@@ -213,7 +263,11 @@ WITH_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     PUBLISH: (PublishOptions, "output_dir", "dry_run", "force"),
     f"monitor server=http://127.0.0.1:{PORT}": (MonitorOptions, "output"),
     f"train {TRAINED} target.model=nothere": (TrainedRecipe, "target.model", "train.output_dir"),
-    "eval recipe=recipe.yaml suite=suite.jsonl draft=nothere output_dir=out": (TrainedRecipe, "eval.output_dir", "eval.draft"),
+    "eval recipe=recipe.yaml suite=suite.jsonl draft=nothere output_dir=out": (
+        TrainedRecipe,
+        "eval.output_dir",
+        "eval.draft",
+    ),
 }
 SURFACES = {
     **{

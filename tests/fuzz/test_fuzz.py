@@ -44,8 +44,14 @@ def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
 def test_a_hostile_input_is_refused_or_read(name: str, sandbox: Sandbox) -> None:
     surface = SURFACES[name]
     commands = [line.split() for line in surface.commands.splitlines()]
-    contents = {path: make((sandbox.valid / path).read_bytes()) for path, make in (surface.files or {}).items()}
-    files = [strategy.map(lambda content, path=path: {path: content}) for path, strategy in contents.items()]
+    contents = {
+        path: make((sandbox.valid / path).read_bytes())
+        for path, make in (surface.files or {}).items()
+    }
+    files = [
+        strategy.map(lambda content, path=path: {path: content})
+        for path, strategy in contents.items()
+    ]
     share = surface.weight / sum(it.weight for it in SURFACES.values())
 
     @settings(
@@ -65,7 +71,10 @@ def test_a_hostile_input_is_refused_or_read(name: str, sandbox: Sandbox) -> None
 
 
 # What ended a command in another way once: a file, the way to a node in it, and what was in its place.
-TRAIN, DOCTOR = SURFACES["interrupted run"].commands, "doctor draft=trained/draft target=target decode=false"
+TRAIN, DOCTOR = (
+    SURFACES["interrupted run"].commands,
+    "doctor draft=trained/draft target=target decode=false",
+)
 GATE = "gate report=run/report gates=gate.yaml output_dir=out baseline=none"
 FOUND: list[tuple[str, str, tuple[Any, ...], Any]] = [
     (TRAIN, "interrupted/run/recipe.yaml", (), "x"),
@@ -73,20 +82,45 @@ FOUND: list[tuple[str, str, tuple[Any, ...], Any]] = [
     (TRAIN, "interrupted/run/provenance.json", (), []),
     (TRAIN, "interrupted/checkpoint-2/manifest.json", ("launch",), {}),
     (SURFACES["row set"].commands.splitlines()[0], "rows/manifest.json", ("shards",), []),
-    ("eval recipe=recipe.yaml suite=suite.jsonl draft=run/draft output_dir=out", "recipe.yaml", ("gate",), "x" * 300),
+    (
+        "eval recipe=recipe.yaml suite=suite.jsonl draft=run/draft output_dir=out",
+        "recipe.yaml",
+        ("gate",),
+        "x" * 300,
+    ),
     ("data show recipe=recipe.yaml", "recipe.yaml", (), {0.5: "x"}),
     ("data show recipe=recipe.yaml", "recipe.yaml", ("data", "columns"), {"text": 5}),
     ("eval recipe=recipe.yaml suite=suite.jsonl", "recipe.yaml", ("train", "output_dir"), True),
-    (DOCTOR.replace("trained", "run"), "target/generation_config.json", ("eos_token_id",), ["x", 0]),
-    (DOCTOR.replace("decode=false", "eval.num_prompts=1"), "target/generation_config.json", ("eos_token_id",), [[0]]),
-    ("plan target=target draft=run/draft hub=false", "run/draft/config.json", ("architectures",), 2),
+    (
+        DOCTOR.replace("trained", "run"),
+        "target/generation_config.json",
+        ("eos_token_id",),
+        ["x", 0],
+    ),
+    (
+        DOCTOR.replace("decode=false", "eval.num_prompts=1"),
+        "target/generation_config.json",
+        ("eos_token_id",),
+        [[0]],
+    ),
+    (
+        "plan target=target draft=run/draft hub=false",
+        "run/draft/config.json",
+        ("architectures",),
+        2,
+    ),
     (
         "export draft=run/draft target=target engine=gguf output_dir=out",
         "target/config.json",
         ("max_position_embeddings",),
         {"x": 1},
     ),
-    (DOCTOR.replace("decode=false", "eval.num_prompts=1"), "trained/run/recipe.yaml", ("eval",), None),
+    (
+        DOCTOR.replace("decode=false", "eval.num_prompts=1"),
+        "trained/run/recipe.yaml",
+        ("eval",),
+        None,
+    ),
     (DOCTOR, "trained/draft/config.json", ("hidden_size",), 2**63),
     (DOCTOR, "trained/draft/config.json", ("num_attention_heads",), 2**62),
     (DOCTOR, "trained/draft/config.json", ("num_hidden_layers",), 10**9),
@@ -94,7 +128,12 @@ FOUND: list[tuple[str, str, tuple[Any, ...], Any]] = [
     (DOCTOR, "target/config.json", ("num_hidden_layers",), 10**9),
     ("plan target=target hub=false", "target/config.json", ("num_hidden_layers",), 10**9),
     (DOCTOR, "trained/draft/config.json", ("eagle_config",), [1]),
-    (DOCTOR, "trained/draft/config.json", ("eagle_config", "eagle_aux_hidden_state_layer_ids"), [{}]),
+    (
+        DOCTOR,
+        "trained/draft/config.json",
+        ("eagle_config", "eagle_aux_hidden_state_layer_ids"),
+        [{}],
+    ),
     (
         "export draft=run/draft engine=vllm report=run/report output_dir=out target=target",
         "run/report/report.json",
@@ -115,9 +154,13 @@ FOUND: list[tuple[str, str, tuple[Any, ...], Any]] = [
 
 
 @pytest.mark.parametrize(("command", "path", "place", "value"), FOUND)
-def test_what_was_found_once(command: str, path: str, place: tuple[Any, ...], value: Any, sandbox: Sandbox) -> None:
+def test_what_was_found_once(
+    command: str, path: str, place: tuple[Any, ...], value: Any, sandbox: Sandbox
+) -> None:
     valid = (read_json if path.endswith(".json") else read_yaml)(sandbox.valid / path)
-    ended = sandbox.run(command.split(), {path: edited(valid, [(place, EDITS[0], value)])}, nullcontext)
+    ended = sandbox.run(
+        command.split(), {path: edited(valid, [(place, EDITS[0], value)])}, nullcontext
+    )
     assert broken(ended) is None and ended.code != ExitCode.RESOURCE_ERROR, ended
 
 
@@ -127,5 +170,12 @@ def test_what_is_not_hostile_is_read(sandbox: Sandbox) -> None:
         for command in surface.commands.splitlines():
             ended = sandbox.run(command.split(), {}, surface.around)
             assert broken(ended) is None, ended
-            refused = ("nothere", "server=", "acquire method=eagle3 target=someone/target")  # the last has to choose a draft
-            assert ended.code in (0, 1) or any(word in command for word in refused), (command, ended.err)
+            refused = (
+                "nothere",
+                "server=",
+                "acquire method=eagle3 target=someone/target",
+            )  # the last has to choose a draft
+            assert ended.code in (0, 1) or any(word in command for word in refused), (
+                command,
+                ended.err,
+            )

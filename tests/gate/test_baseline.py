@@ -29,7 +29,9 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_file_or_its_folder(released: Path) -> None:
-    by_folder, by_file = (read_baseline(str(path), RULES) for path in (released, released / "report.json"))
+    by_folder, by_file = (
+        read_baseline(str(path), RULES) for path in (released, released / "report.json")
+    )
     assert by_folder is not None and by_folder == by_file
     assert len(by_folder.records) == 24
 
@@ -45,8 +47,12 @@ def test_a_first_release_has_none() -> None:
     assert read_baseline(None, load_gate("default")) is None
 
 
-@pytest.mark.parametrize("name", ["nowhere", "./some/where", "runs/before/report", "before/report.json", "/nowhere@v1"])
-def test_what_is_neither_here_nor_a_hub_id_is_not_asked_for(name: str, in_empty_folder: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["nowhere", "./some/where", "runs/before/report", "before/report.json", "/nowhere@v1"]
+)
+def test_what_is_neither_here_nor_a_hub_id_is_not_asked_for(
+    name: str, in_empty_folder: Path
+) -> None:
     with refused("eval.baseline", name):
         read_baseline(name, RULES, "eval.baseline")
 

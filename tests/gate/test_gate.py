@@ -73,8 +73,13 @@ def test_another_confidence_is_another_interval(evidence):
 def test_a_category_has_its_own_row_and_records(evidence):
     row = next(row for row in evidence.report["results"] if row["category"] == "chat")
     result = judged(evidence, Rule("mean_acceptance_length", "min", 1.5, {"category": "chat"}))
-    assert (result["value"], result["scope"]) == (row["mean_acceptance_length"], {"category": "chat"})
-    narrow = judged(evidence, Rule("mean_acceptance_length", "min", 1.5, {"category": "chat"}, confidence=0.5))
+    assert (result["value"], result["scope"]) == (
+        row["mean_acceptance_length"],
+        {"category": "chat"},
+    )
+    narrow = judged(
+        evidence, Rule("mean_acceptance_length", "min", 1.5, {"category": "chat"}, confidence=0.5)
+    )
     assert narrow["passed"]
 
 
@@ -87,7 +92,10 @@ def test_equals_and_dotted_paths(evidence):
 def test_absent_evidence_fails_and_says_why(evidence):
     missing = [
         (without(evidence, "results", 0, "speedup"), Rule("speedup", "min", 0.0)),
-        (without(evidence, "lossless", "sampling_test"), Rule("lossless.sampling_test.p_value", "min", 0.0)),
+        (
+            without(evidence, "lossless", "sampling_test"),
+            Rule("lossless.sampling_test.p_value", "min", 0.0),
+        ),
         (without(evidence, "theory"), Rule("theory.best_k", "min", 0)),
         (evidence, Rule("speedup", "min", 0.0, {"category": "poems"})),
         (evidence, Rule("speedup", "min", 0.0, {"suite": "other"})),
@@ -108,36 +116,72 @@ def test_a_number_without_the_interval_it_should_have_is_no_evidence():
 
 
 def test_a_run_that_was_cut_short_fails_whatever_it_shows(evidence):
-    cut = changed(changed(evidence, ("incomplete",), True), ("not_measured",), {"incomplete": "the server went away"})
+    cut = changed(
+        changed(evidence, ("incomplete",), True),
+        ("not_measured",),
+        {"incomplete": "the server went away"},
+    )
     decision = decide([Rule("speedup", "min", 1.0)], cut)
     assert not decision["passed"]
-    assert [(rule["metric"], rule["passed"]) for rule in decision["rules"]] == [("incomplete", False), ("speedup", True)]
-    assert "cut short" in decision["rules"][0]["reason"] and "the server went away" in decision["rules"][0]["reason"]
-    assert decide([Rule("speedup", "min", 1.0)], changed(evidence, ("incomplete",), False))["passed"]
+    assert [(rule["metric"], rule["passed"]) for rule in decision["rules"]] == [
+        ("incomplete", False),
+        ("speedup", True),
+    ]
+    assert (
+        "cut short" in decision["rules"][0]["reason"]
+        and "the server went away" in decision["rules"][0]["reason"]
+    )
+    assert decide([Rule("speedup", "min", 1.0)], changed(evidence, ("incomplete",), False))[
+        "passed"
+    ]
     result = judged(evidence, NO_WORSE, cut)
-    assert not result["passed"] and result["reason"].startswith("no evidence") and "baseline" in result["reason"]
-    few = Evidence(cut.report, cut.records[:3])  # other prompts than the baseline's, for a reason that is known
+    assert (
+        not result["passed"]
+        and result["reason"].startswith("no evidence")
+        and "baseline" in result["reason"]
+    )
+    few = Evidence(
+        cut.report, cut.records[:3]
+    )  # other prompts than the baseline's, for a reason that is known
     (_, result) = decide([NO_WORSE], few, evidence)["rules"]
-    assert not result["passed"] and result["reason"].startswith("no evidence") and "baseline" not in result["reason"]
+    assert (
+        not result["passed"]
+        and result["reason"].startswith("no evidence")
+        and "baseline" not in result["reason"]
+    )
 
 
 def test_every_setting_that_tells_rows_apart_is_a_scope(evidence):
     tree = {"budget": 24, "depth": 5, "top_k": 4}
-    other = {"num_speculative_tokens": 7, "batch_size": 8, "tree": tree, "temperature": 1.0, "context_bucket": "512"}
+    other = {
+        "num_speculative_tokens": 7,
+        "batch_size": 8,
+        "tree": tree,
+        "temperature": 1.0,
+        "context_bucket": "512",
+    }
     row = {**evidence.report["results"][0], **other, "num_rounds": 77}
     report = {**evidence.report, "results": [*evidence.report["results"], row]}
     for name, value in other.items():
         rule = Rule("num_rounds", "equals", 77, {name: value, "context_bucket": "512"})
         assert judged(Evidence(report, []), rule)["value"] == 77, name
-    whole = {**report, "results": [*report["results"], {**row, "context_bucket": "all", "num_rounds": 88}]}
-    assert judged(Evidence(whole, []), Rule("num_rounds", "equals", 88, {"num_speculative_tokens": 7}))[
-        "passed"
-    ]  # uncut prompts
-    of_context = read_rule("", {"metric": "num_rounds", "equals": 77, "scope": {"context_bucket": 512}})  # as YAML has it
+    whole = {
+        **report,
+        "results": [*report["results"], {**row, "context_bucket": "all", "num_rounds": 88}],
+    }
+    assert judged(
+        Evidence(whole, []), Rule("num_rounds", "equals", 88, {"num_speculative_tokens": 7})
+    )["passed"]  # uncut prompts
+    of_context = read_rule(
+        "", {"metric": "num_rounds", "equals": 77, "scope": {"context_bucket": 512}}
+    )  # as YAML has it
     assert judged(Evidence(report, []), of_context)["passed"]
     nowhere = judged(Evidence(report, []), Rule("num_rounds", "equals", 77, {"batch_size": 16}))
     assert nowhere["reason"].startswith("no evidence") and "batch_size=16" in nowhere["reason"]
-    assert judged(Evidence(report, []), Rule("num_rounds", "min", 0))["value"] == evidence.report["results"][0]["num_rounds"]
+    assert (
+        judged(Evidence(report, []), Rule("num_rounds", "min", 0))["value"]
+        == evidence.report["results"][0]["num_rounds"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -154,9 +198,17 @@ def test_every_setting_that_tells_rows_apart_is_a_scope(evidence):
         ({"metric": "speedup", "min": 1, "confidence": 1}, ": confidence", "1"),
         ({"metric": "speedup", "max_regression": 1.0}, ": max_regression", "1.0"),
         ({"metric": "speedup", "min": 1, "severity": "alarm"}, ": severity", "alarm"),
-        ({"metric": "speedup", "min": 1, "scope": {"categry": "chat"}}, ": scope: categry", "an unknown key"),
+        (
+            {"metric": "speedup", "min": 1, "scope": {"categry": "chat"}},
+            ": scope: categry",
+            "an unknown key",
+        ),
         ({"metric": "speedup", "min": 1, "scope": "chat"}, ": scope", "'chat'"),
-        ({"metric": "draft.bytes", "max_regression": 0.1}, ": max_regression", "metric draft.bytes"),
+        (
+            {"metric": "draft.bytes", "max_regression": 0.1},
+            ": max_regression",
+            "metric draft.bytes",
+        ),
         ("speedup > 1", "", "'speedup > 1'"),
     ],
 )
@@ -177,7 +229,10 @@ def test_gates_that_are_not_there(tmp_path):
 def test_every_gate_that_ships_loads_and_can_be_passed():
     names = sorted(path.stem for path in GATES.glob("*.yaml"))
     assert names == ["default", "pico", "release", "server", "server-bfloat16", "smollm2"]
-    records = [replace(record, category="gsm8k" if number % 2 else "mt-bench") for number, record in enumerate(simulate())]
+    records = [
+        replace(record, category="gsm8k" if number % 2 else "mt-bench")
+        for number, record in enumerate(simulate())
+    ]
     measured = Evidence(simulated_report(records), records)
     for name in names:
         taken = changed(measured, ("measurement",), {"seconds": 100.0, "peak_memory_bytes": 2**30})
@@ -208,8 +263,13 @@ def report_of(records):
 
 
 def test_other_prompts_cannot_be_compared_and_the_difference_is_shown(evidence):
-    others = [replace(record, id=f"other-{number}") for number, record in enumerate(evidence.records[:5])]
-    missing, added = "1 only in the report (function-00)", "5 only in the baseline (other-0, other-1, other-2, …)"
+    others = [
+        replace(record, id=f"other-{number}") for number, record in enumerate(evidence.records[:5])
+    ]
+    missing, added = (
+        "1 only in the report (function-00)",
+        "5 only in the baseline (other-0, other-1, other-2, …)",
+    )
     with refused("baseline", f"other prompts: {missing}; {added}"):
         judged(evidence, NO_WORSE, Evidence(evidence.report, [*evidence.records[1:], *others]))
     with refused("baseline", f"other prompts: {missing}"):
@@ -239,11 +299,17 @@ def test_a_baseline_that_measured_something_else_is_refused(evidence, path, valu
 
 def test_a_baseline_on_another_target_is_refused_by_name(evidence):
     report = changed(evidence, ("target", "weights"), "a" * 64)
-    other = changed(changed(evidence, ("target", "model"), "another"), ("target", "weights"), "b" * 64)
+    other = changed(
+        changed(evidence, ("target", "model"), "another"), ("target", "weights"), "b" * 64
+    )
     with refused("baseline", "a report on another (weights bbbbbbbb)"):
         judged(report, NO_WORSE, other)
-    moved = changed(changed(evidence, ("target", "model"), "elsewhere"), ("target", "weights"), "a" * 64)
-    assert judged(report, NO_WORSE, moved)["passed"] and judged(report, NO_WORSE, evidence)["passed"]
+    moved = changed(
+        changed(evidence, ("target", "model"), "elsewhere"), ("target", "weights"), "a" * 64
+    )
+    assert (
+        judged(report, NO_WORSE, moved)["passed"] and judged(report, NO_WORSE, evidence)["passed"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -253,7 +319,9 @@ def test_a_baseline_on_another_target_is_refused_by_name(evidence):
         (("engine",), {"name": "vllm", "version": "1"}, "AMD EPYC 9B45 by vllm"),
     ],
 )
-def test_another_machine_or_engine_says_nothing_of_speed_and_all_of_acceptance(evidence, path, value, place):
+def test_another_machine_or_engine_says_nothing_of_speed_and_all_of_acceptance(
+    evidence, path, value, place
+):
     elsewhere = changed(evidence, path, value)
     result = judged(evidence, Rule("speedup", "max_regression", 0.5), elsewhere)
     assert (result["passed"], result["value"]) == (False, None)
@@ -272,7 +340,11 @@ def test_what_one_side_did_not_measure_is_no_evidence(evidence):
         (evidence, free, "baseline", "0.0"),  # a change from 0 has no size
     ):
         result = judged(new, rule, old)
-        assert not result["passed"] and result["reason"].startswith("no evidence") and result["reason"].endswith(why)
+        assert (
+            not result["passed"]
+            and result["reason"].startswith("no evidence")
+            and result["reason"].endswith(why)
+        )
         assert side in result["reason"]
 
 
@@ -281,7 +353,10 @@ def test_a_configuration_of_a_sweep_is_compared_with_its_own_prompts_alone():
     cold = simulate(8)
 
     def swept(rate):
-        records = [replace(record, configuration=Configuration(4, 1.0)) for record in simulate(8, conditional=(rate,) * 4)]
+        records = [
+            replace(record, configuration=Configuration(4, 1.0))
+            for record in simulate(8, conditional=(rate,) * 4)
+        ]
         rows = result_rows(records, SUITE, Configuration(4, 1.0), seed=0)
         return Evidence({**REPORT, "results": [*REPORT["results"], *rows]}, [*cold, *records])
 
@@ -304,15 +379,27 @@ def test_an_interval_that_is_too_wide_says_how_many_prompts_would_do(evidence):
         for number, record in enumerate(evidence.records)
     ]
     other = Evidence(evidence.report, churned(records, 0.0, seed=1))
-    result = judged(other, Rule("mean_acceptance_length", "max_regression", 0.004), Evidence(evidence.report, records))
+    result = judged(
+        other,
+        Rule("mean_acceptance_length", "max_regression", 0.004),
+        Evidence(evidence.report, records),
+    )
     (value, (low, _)) = result["value"], result["ci95"]
     assert low < -0.004 < value  # allowed itself
     needed = math.ceil(48 * ((value - low) / (value + 0.004)) ** 2)
     assert needed > 48
     for fact in ("lower 95% bound", f"{low:+.1%}", "allowed -0.4%", "48 prompts", about(needed)):
         assert fact in result["reason"]
-    assert (result["verdict"], result["passed"], result["prompts_needed"]) == ("inconclusive", False, needed)
-    worse = judged(Evidence(evidence.report, churned(records, 0.2, seed=1)), NO_WORSE, Evidence(evidence.report, records))
+    assert (result["verdict"], result["passed"], result["prompts_needed"]) == (
+        "inconclusive",
+        False,
+        needed,
+    )
+    worse = judged(
+        Evidence(evidence.report, churned(records, 0.2, seed=1)),
+        NO_WORSE,
+        Evidence(evidence.report, records),
+    )
     assert worse["value"] < -0.03 and "prompts" not in worse["reason"]
 
 
@@ -333,10 +420,22 @@ def test_estimates_of_prompts_are_rounded_and_capped():
         (Rule("prediction_gap", "max", 0.1), (0.11, 0.2), "failed"),
         (Rule("speedup", "max_regression", 0.05), (-0.04, 0.02), "passed"),
         (Rule("speedup", "max_regression", 0.05), (-0.06, 0.02), "inconclusive"),
-        (Rule("speedup", "max_regression", 0.05), (-0.06, -0.02), "failed"),  # a loss, and perhaps beyond it
+        (
+            Rule("speedup", "max_regression", 0.05),
+            (-0.06, -0.02),
+            "failed",
+        ),  # a loss, and perhaps beyond it
         (Rule("speedup", "max_regression", 0.05), (-0.06, 0.0), "inconclusive"),  # perhaps no loss
-        (Rule("speedup", "max_regression", 0.05), (-0.05, -0.02), "passed"),  # a loss, and within the margin
-        (Rule("verify_ms", "max_regression", 0.05), (0.02, 0.06), "failed"),  # more milliseconds are a loss
+        (
+            Rule("speedup", "max_regression", 0.05),
+            (-0.05, -0.02),
+            "passed",
+        ),  # a loss, and within the margin
+        (
+            Rule("verify_ms", "max_regression", 0.05),
+            (0.02, 0.06),
+            "failed",
+        ),  # more milliseconds are a loss
         (Rule("verify_ms", "max_regression", 0.05), (-0.06, 0.04), "passed"),
     ],
 )
@@ -348,12 +447,17 @@ def test_three_verdicts(rule, interval, verdict):
 
 def test_one_failed_rule_fails_and_an_undecided_one_does_not_pass(evidence):
     row = evidence.report["results"][0]
-    holding, open_rule, failing = (Rule("speedup", "min", threshold) for threshold in (0.5, row["speedup"], 9.0))
+    holding, open_rule, failing = (
+        Rule("speedup", "min", threshold) for threshold in (0.5, row["speedup"], 9.0)
+    )
     for rules, verdict in (
         ([holding], "passed"),
         ([holding, open_rule], "inconclusive"),
         ([open_rule, failing], "failed"),
-        ([holding, replace(failing, severity="warn"), replace(open_rule, severity="warn")], "passed"),
+        (
+            [holding, replace(failing, severity="warn"), replace(open_rule, severity="warn")],
+            "passed",
+        ),
     ):
         gate = decide(rules, evidence)
         assert (gate["verdict"], gate["passed"]) == (verdict, verdict == "passed")
@@ -362,7 +466,9 @@ def test_one_failed_rule_fails_and_an_undecided_one_does_not_pass(evidence):
 def test_a_first_release_is_not_asked_for_regressions(evidence):
     within = changed(evidence, ("measurement",), {"seconds": 60.0, "peak_memory_bytes": 10**9})
     gate = decide(load_gate("release"), within, first_release=True)
-    assert gate["first_release"] and all("max_regression" not in rule["requirement"] for rule in gate["rules"])
+    assert gate["first_release"] and all(
+        "max_regression" not in rule["requirement"] for rule in gate["rules"]
+    )
     assert gate["passed"]
     assert not decide(load_gate("release"), within)["passed"]
 

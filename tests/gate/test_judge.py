@@ -29,7 +29,9 @@ def test_old_and_new_with_the_paired_change(evidence, slower):
     validate({**slower.report, "baseline": section})
     found = by_metric(section)
     draft = found["draft_ms"]
-    assert (draft["old"], draft["new"]) == tuple(side.report["results"][0]["draft_ms"] for side in (evidence, slower))
+    assert (draft["old"], draft["new"]) == tuple(
+        side.report["results"][0]["draft_ms"] for side in (evidence, slower)
+    )
     assert draft["change"] == pytest.approx(1.0, abs=0.02)
     low, high = draft["ci95"]
     assert low < draft["change"] < high
@@ -41,8 +43,17 @@ def test_old_and_new_with_the_paired_change(evidence, slower):
 def test_equal_texts_are_no_change_of_acceptance(evidence, slower):
     section = changes(slower, evidence)
     lengths = [entry for entry in section["changes"] if entry["metric"] == "mean_acceptance_length"]
-    assert [entry["category"] for entry in lengths] == ["all", "function", "docstring", "chat", "long_context"]
-    assert all((entry["change"], entry["ci95"], direction(entry)) == (0.0, [0.0, 0.0], "open") for entry in lengths)
+    assert [entry["category"] for entry in lengths] == [
+        "all",
+        "function",
+        "docstring",
+        "chat",
+        "long_context",
+    ]
+    assert all(
+        (entry["change"], entry["ci95"], direction(entry)) == (0.0, [0.0, 0.0], "open")
+        for entry in lengths
+    )
 
 
 def test_what_cannot_be_compared_says_why(evidence, slower):
@@ -55,13 +66,18 @@ def test_what_cannot_be_compared_says_why(evidence, slower):
     assert "another" in found["speedup"]["reason"]
     assert found["acceptance_rate"]["reason"] == "not measured in the baseline: it is absent"
     assert "old" not in found["acceptance_rate"]
-    (cells,) = (row for row in tables.changes({"baseline": section}).rows if row[0] == ("acceptance rate",))
+    (cells,) = (
+        row for row in tables.changes({"baseline": section}).rows if row[0] == ("acceptance rate",)
+    )
     assert cells[1] == ("–",) and cells[2] != ("–",)
     assert cells[3] == ("–", "not measured in the baseline: it is absent")
 
 
 def test_a_baseline_of_another_suite_is_named_and_not_compared(evidence, slower):
-    old = {**evidence.report, "results": [{**row, "suite_version": "0"} for row in evidence.report["results"]]}
+    old = {
+        **evidence.report,
+        "results": [{**row, "suite_version": "0"} for row in evidence.report["results"]],
+    }
     section = changes(slower, Evidence(old, evidence.records))
     validate({**slower.report, "baseline": section})
     assert section["changes"] == []

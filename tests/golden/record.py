@@ -19,7 +19,9 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["MPLBACKEND"] = "Agg"
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, whichever is installed
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[2])
+)  # this checkout, whichever is installed
 
 import hashlib
 import importlib.util
@@ -55,14 +57,26 @@ TRAIN = (
     "train.per_device_train_batch_size=2",
 )
 # Muon orthogonalises in bfloat16, which makes last bits that differ between machines matter at once; AdamW is steadier.
-HEAD = (*TRAIN, "data.max_length=128", "draft.ttt_steps=3", "optimizer=adamw", "train.learning_rate=1e-2")
+HEAD = (
+    *TRAIN,
+    "data.max_length=128",
+    "draft.ttt_steps=3",
+    "optimizer=adamw",
+    "train.learning_rate=1e-2",
+)
 EAGLE = (*HEAD, "train.per_device_train_batch_size=4", "draft.intermediate_size=256")
 SMALL = (*TRAIN, "data.max_length=192")
 CURVES = {
     "eagle3": ("train/eagle.py", "recipe=pico/eagle3", *EAGLE, "draft.vocab_size=768"),
     "eagle": ("train/eagle.py", "recipe=pico/eagle", *EAGLE, "loss.noise=0.05"),
     "mtp": ("train/eagle.py", "recipe=pico/mtp", *HEAD, "train.gradient_accumulation_steps=2"),
-    "draft_model": ("train/draft.py", "recipe=pico/draft", *SMALL, "optimizer=adamw", "train.learning_rate=2e-3"),
+    "draft_model": (
+        "train/draft.py",
+        "recipe=pico/draft",
+        *SMALL,
+        "optimizer=adamw",
+        "train.learning_rate=2e-3",
+    ),
     "draft_model, a sum of divergences, LoRA, on-policy": (
         "train/draft.py",
         "recipe=pico/draft",
@@ -116,7 +130,14 @@ SAMPLED, TOGETHER = "eval.sweep.temperature=[0.8]", "eval.sweep.batch_size=[4]"
 TREE = "{{budget: 8, depth: 3, top_k: 4}}"
 REPORTS = {
     "ngram": (*EVAL, "method=ngram", SAMPLED),
-    "eagle3": (*EVAL, "method=eagle3", "draft={eagle3}", SAMPLED, TOGETHER, f"eval.sweep.tree=[{TREE}]"),
+    "eagle3": (
+        *EVAL,
+        "method=eagle3",
+        "draft={eagle3}",
+        SAMPLED,
+        TOGETHER,
+        f"eval.sweep.tree=[{TREE}]",
+    ),
     "eagle": (*EVAL, "method=eagle", "draft={eagle}"),
     "mtp": (*EVAL, "method=mtp", "draft={mtp}"),
     "draft_model": (*EVAL, "method=draft_model", "draft={draft_model}", SAMPLED, TOGETHER),
@@ -124,15 +145,38 @@ REPORTS = {
 }
 ROWS = "results"  # of report.json
 SETTINGS = ("num_speculative_tokens", "temperature", "batch_size", "tree", "category")
-COUNTS = ("num_prompts", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "accepted_per_position", "num_new_tokens")
-ROUNDS, DRAFTED, ACCEPTED, EMITTED = "rounds", "drafted", "accepted", "emitted"  # of a row of samples.jsonl
+COUNTS = (
+    "num_prompts",
+    "num_drafts",
+    "num_draft_tokens",
+    "num_accepted_tokens",
+    "accepted_per_position",
+    "num_new_tokens",
+)
+ROUNDS, DRAFTED, ACCEPTED, EMITTED = (
+    "rounds",
+    "drafted",
+    "accepted",
+    "emitted",
+)  # of a row of samples.jsonl
 
 EXPORT = ("-m specdistill", "export", "dry_run=true", "train.seed=0")
 EXPORTS = {
     "eagle3, vllm": (*EXPORT, "recipe=pico/eagle3", "engine=vllm"),
     "eagle3, sglang": (*EXPORT, "recipe=pico/eagle3", "engine=sglang"),
-    "eagle3, speculators": (*EXPORT, "recipe=pico/eagle3", "engine=speculators", "draft.vocab_size=500"),
-    "eagle3, gguf": (*EXPORT, "recipe=pico/eagle3", "draft.fc_norm=false", "draft.norm_output=false", "engine=gguf"),
+    "eagle3, speculators": (
+        *EXPORT,
+        "recipe=pico/eagle3",
+        "engine=speculators",
+        "draft.vocab_size=500",
+    ),
+    "eagle3, gguf": (
+        *EXPORT,
+        "recipe=pico/eagle3",
+        "draft.fc_norm=false",
+        "draft.norm_output=false",
+        "engine=gguf",
+    ),
     "eagle3 of another shape, vllm": (
         *EXPORT,
         "recipe=pico/eagle3",
@@ -146,7 +190,12 @@ EXPORTS = {
     "draft_model, vllm": (*EXPORT, "recipe=pico/draft", "engine=vllm"),
     "draft_model, sglang": (*EXPORT, "recipe=pico/draft", "engine=sglang"),
     "mtp of qwen3_next, vllm": (*EXPORT, "recipe=pico/mtp", "engine=vllm", "target={qwen3_next}"),
-    "mtp of qwen3_next, sglang": (*EXPORT, "recipe=pico/mtp", "engine=sglang", "target={qwen3_next}"),
+    "mtp of qwen3_next, sglang": (
+        *EXPORT,
+        "recipe=pico/mtp",
+        "engine=sglang",
+        "target={qwen3_next}",
+    ),
     "mtp of deepseek_v3, vllm": (*EXPORT, "recipe=pico/mtp", "engine=vllm", "target={deepseek_v3}"),
     "mtp of deepseek_v3, its own layer, vllm": (
         *EXPORT,
@@ -157,7 +206,13 @@ EXPORTS = {
     ),
 }
 # In a config.json: versions of libraries, places on this machine, and the record of a target that lies there.
-NOT_COMPARED = {"transformers_version", "speculators_version", "name_or_path", "_name_or_path", "specdistill"}
+NOT_COMPARED = {
+    "transformers_version",
+    "speculators_version",
+    "name_or_path",
+    "_name_or_path",
+    "specdistill",
+}
 
 # -------------------------------------------------------------------------------------------------------------------------------------
 
@@ -185,8 +240,14 @@ def record(folder: Path, only: Sequence[str]) -> dict[str, Any]:
     def wanted(part: str, names: Iterable[str]) -> list[str]:
         return [name for name in names if not only or f"{part}/{name}".startswith(tuple(only))]
 
-    curves, reports, exports = wanted("curves", CURVES), wanted("reports", REPORTS), wanted("exports", EXPORTS)
-    curves += [name for name in CURVES if any(f"draft={{{name}}}" in REPORTS[report] for report in reports)]
+    curves, reports, exports = (
+        wanted("curves", CURVES),
+        wanted("reports", REPORTS),
+        wanted("exports", EXPORTS),
+    )
+    curves += [
+        name for name in CURVES if any(f"draft={{{name}}}" in REPORTS[report] for report in reports)
+    ]
     places = prepare(folder) | write_targets(folder)
     return {
         "curves": {name: curve(name, folder, places) for name in dict.fromkeys(curves)},
@@ -197,8 +258,14 @@ def record(folder: Path, only: Sequence[str]) -> dict[str, Any]:
 
 def prepare(folder: Path) -> dict[str, Path]:
     """What the commands' keys name: what they read, and the drafts that the trainings will leave."""
-    places = {"texts": folder / "texts.jsonl", "cache": folder / "cache", "gate": folder / "gate.yaml"}
-    places["texts"].write_text("".join(json.dumps(row) + "\n" for row in training_rows()), encoding="utf-8")
+    places = {
+        "texts": folder / "texts.jsonl",
+        "cache": folder / "cache",
+        "gate": folder / "gate.yaml",
+    }
+    places["texts"].write_text(
+        "".join(json.dumps(row) + "\n" for row in training_rows()), encoding="utf-8"
+    )
     places["gate"].write_text(GATE, encoding="utf-8")
     return places | {name: folder / "curves" / name / "draft" for name in CURVES}
 
@@ -206,12 +273,18 @@ def prepare(folder: Path) -> dict[str, Path]:
 def training_rows() -> Iterator[dict[str, Any]]:
     """Texts, every fourth as a conversation: its first line is the question, the rest the answer, which alone has a loss."""
     files = (ROOT / "eval" / "suites" / f"{name}.jsonl" for name in ("pico-dev", "pico-context"))
-    rows = [json.loads(line) for path in files for line in path.read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line) for path in files for line in path.read_text(encoding="utf-8").splitlines()
+    ]
     texts = [row["prompt"] for row in rows if "prompt" in row]
     for number, text in enumerate(texts):
         question, _, answer = text.strip("\n").partition("\n")
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        yield {"text": None, "messages": turns} if number % 4 == 3 and answer else {"text": text, "messages": None}
+        yield (
+            {"text": None, "messages": turns}
+            if number % 4 == 3 and answer
+            else {"text": text, "messages": None}
+        )
 
 
 def write_targets(folder: Path) -> dict[str, Path]:
@@ -235,7 +308,12 @@ def curve(name: str, folder: Path, places: Mapping[str, Path], *keys: str) -> di
     file, key = LOG
     entries = json.loads((output / file).read_text(encoding="utf-8"))[key]
     steps = {what: [entry[what] for entry in entries if what in entry] for what in LOGGED}
-    return steps | {what: value for entry in entries for what, value in entry.items() if what.startswith(EVALUATED)}
+    return steps | {
+        what: value
+        for entry in entries
+        for what, value in entry.items()
+        if what.startswith(EVALUATED)
+    }
 
 
 def report(name: str, folder: Path, places: Mapping[str, Path]) -> dict[str, Any]:
@@ -246,13 +324,25 @@ def report(name: str, folder: Path, places: Mapping[str, Path]) -> dict[str, Any
     output = folder / "reports" / name
     start(f"reports/{name}", (*REPORTS[name], f"output_dir={output}"), folder, places)
     rows = json.loads((output / "report.json").read_text(encoding="utf-8"))[ROWS]
-    samples = [json.loads(line) for line in (output / "samples.jsonl").read_text(encoding="utf-8").split("\n") if line]
-    emitted = [[sample["first_token"], *(entry[EMITTED] for entry in sample[ROUNDS])] for sample in samples]
+    samples = [
+        json.loads(line)
+        for line in (output / "samples.jsonl").read_text(encoding="utf-8").split("\n")
+        if line
+    ]
+    emitted = [
+        [sample["first_token"], *(entry[EMITTED] for entry in sample[ROUNDS])] for sample in samples
+    ]
     rounds = [[(entry[DRAFTED], entry[ACCEPTED]) for entry in sample[ROUNDS]] for sample in samples]
     return {
         "rows": [{what: row[what] for what in (*SETTINGS, *COUNTS)} for row in rows],
-        "emitted": [f"{sample['id']} {digest(tokens)}" for sample, tokens in zip(samples, emitted, strict=True)],
-        "rounds": [f"{sample['id']} {digest(tokens)}" for sample, tokens in zip(samples, rounds, strict=True)],
+        "emitted": [
+            f"{sample['id']} {digest(tokens)}"
+            for sample, tokens in zip(samples, emitted, strict=True)
+        ],
+        "rounds": [
+            f"{sample['id']} {digest(tokens)}"
+            for sample, tokens in zip(samples, rounds, strict=True)
+        ],
     }
 
 
@@ -269,7 +359,10 @@ def export(name: str, folder: Path, places: Mapping[str, Path]) -> dict[str, Any
         if path.suffix == ".safetensors":
             tensors |= {key: tensor_digest(tensor) for key, tensor in load_file(path).items()}
         elif path.suffix == ".bin":
-            tensors |= {key: tensor_digest(tensor) for key, tensor in torch.load(path, weights_only=True).items()}
+            tensors |= {
+                key: tensor_digest(tensor)
+                for key, tensor in torch.load(path, weights_only=True).items()
+            }
         elif path.name == "config.json":
             made["config"] = comparable(json.loads(path.read_text(encoding="utf-8")))
     assert tensors, output
@@ -295,7 +388,12 @@ def start(name: str, command: Sequence[str], folder: Path, places: Mapping[str, 
     """Run a command, with the places in its keys filled in, and say how long it took."""
     begin = time.monotonic()
     script, *keys = command
-    in_child(folder / f"{name.replace('/', ' ')}.log", run_script, script, [key.format(**places) for key in keys])
+    in_child(
+        folder / f"{name.replace('/', ' ')}.log",
+        run_script,
+        script,
+        [key.format(**places) for key in keys],
+    )
     print(f"{name}: {time.monotonic() - begin:.1f} s", file=sys.stderr, flush=True)
 
 
@@ -310,7 +408,9 @@ def run_script(script: str, keys: list[str]) -> None:
 
 def in_child(log: Path, work: Callable[..., None], *arguments: Any) -> None:
     """Run it in a process of its own, so that nothing it leaves behind reaches the next. What it prints goes to `log`."""
-    child = multiprocessing.get_context("fork").Process(target=_logged, args=(log, work, *arguments))
+    child = multiprocessing.get_context("fork").Process(
+        target=_logged, args=(log, work, *arguments)
+    )
     child.start()
     child.join()
     if child.exitcode != 0:
@@ -351,7 +451,10 @@ def main(output: Path, only: Sequence[str]) -> int:
     before = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else {}
     output.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
     if only:
-        before = {part: {name: before[part][name] for name in made[part] if name in before[part]} for part in before}
+        before = {
+            part: {name: before[part][name] for name in made[part] if name in before[part]}
+            for part in before
+        }
     found = list(differences(before, made))
     print("\n".join(found) or f"{RECORD.name} says the same")
     return bool(found)

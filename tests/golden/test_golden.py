@@ -12,7 +12,9 @@ from tests.golden import record
 from tests.processes import needs_gradients_in_forks
 
 FOLDER = Path(__file__).parent
-RECORDED: dict[str, dict[str, Any]] = json.loads((FOLDER / "record.json").read_text(encoding="utf-8"))
+RECORDED: dict[str, dict[str, Any]] = json.loads(
+    (FOLDER / "record.json").read_text(encoding="utf-8")
+)
 # Machines differ in the last bits of a sum, and steps carry that on. With the plainest kernels in place of this CPU's own
 # (MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41), curves moved by 2e-5 at most, those of Muon, which computes in bfloat16, by 2e-3, and no
 # token changed, sampled ones included. On one machine everything is the same to the last bit, which record.py tells.
@@ -25,7 +27,9 @@ def test_a_training_begins_as_it_did(tmp_path: Path, name: str) -> None:
     """While its rate rises, steps do not depend on how many follow."""
     keys = ("train.max_steps=5", "train.eval_strategy=no", "train.eval_on_start=false")
     begun = record.curve(name, tmp_path, record.prepare(tmp_path), *keys)
-    takes_the_same_course(name, {what: RECORDED["curves"][name][what][:5] for what in record.LOGGED}, begun)
+    takes_the_same_course(
+        name, {what: RECORDED["curves"][name][what][:5] for what in record.LOGGED}, begun
+    )
 
 
 @pytest.mark.long  # thirty commands: trainings, reports and exports
@@ -39,7 +43,9 @@ def test_the_commands_compute_what_they_did(tmp_path: Path, subtests: pytest.Sub
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1200)
     assert output.is_file(), result.stderr
     made: dict[str, dict[str, Any]] = json.loads(output.read_text(encoding="utf-8"))
-    assert {part: [*entries] for part, entries in made.items()} == {part: [*entries] for part, entries in RECORDED.items()}
+    assert {part: [*entries] for part, entries in made.items()} == {
+        part: [*entries] for part, entries in RECORDED.items()
+    }
     for part, entries in RECORDED.items():
         for name, recorded in entries.items():
             with subtests.test(f"{part}/{name}"):

@@ -50,7 +50,9 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(params=["lfs", "xet"])
-def hub(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Hub]:
     """The client of this process asks it as the owner, and does not wait between its tries."""
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     with loopback_hub(tmp_path / "hub", request.param) as hub, hub.client(tmp_path / "home"):

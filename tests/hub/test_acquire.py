@@ -44,11 +44,18 @@ class Acquire:
         self.hub, self.home, self._capsys = hub, home, capsys
 
     def __call__(
-        self, *keys: str, token: str | None = Hub.token, home: Path | None = None, cache: Path | None = None
+        self,
+        *keys: str,
+        token: str | None = Hub.token,
+        home: Path | None = None,
+        cache: Path | None = None,
     ) -> AcquireResult:
         """cache: another one than the home's, read without the Hub."""
         here = {"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": True} if cache else {}
-        with self.hub.client(home or self.home, token=token), mock.patch.dict(vars(constants), here):
+        with (
+            self.hub.client(home or self.home, token=token),
+            mock.patch.dict(vars(constants), here),
+        ):
             code = main(["acquire", *keys])
         return AcquireResult(code, *self._capsys.readouterr())
 
@@ -58,7 +65,9 @@ class Acquire:
 
     def cached(self, home: Path | None = None) -> set[str]:
         """Names of files in the cache's snapshots."""
-        return {path.name for path in (home or self.home).rglob("snapshots/*/**/*") if path.is_file()}
+        return {
+            path.name for path in (home or self.home).rglob("snapshots/*/**/*") if path.is_file()
+        }
 
 
 @pytest.fixture
@@ -74,7 +83,12 @@ def hub(saved: dict[str, Path], tmp_path: Path) -> Iterator[Hub]:
     }
     with loopback_hub(tmp_path / "loopback") as made:
         made.create(TARGET, {**files_of(saved["target"]), "pytorch_model.bin": b"pickled"})
-        made.create(DRAFT, {**files_of(saved["draft"]), **ballast}, card=f"---\nbase_model: {TARGET}\n---\n", tags=("eagle3",))
+        made.create(
+            DRAFT,
+            {**files_of(saved["draft"]), **ballast},
+            card=f"---\nbase_model: {TARGET}\n---\n",
+            tags=("eagle3",),
+        )
         made.tag(DRAFT, "v1")
         yield made
 
@@ -86,8 +100,16 @@ def acquire(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Acq
 
 def weights_asked(hub: Hub) -> list[str]:
     """Requests for bytes of weights beyond a header's."""
-    asked = [request for request in hub.requests if request.method == "GET" and request.route in ("resolve", "download")]
-    whole = [request for request in asked if request.headers.get("range") not in ("bytes=0-100000", "bytes=0-7")]
+    asked = [
+        request
+        for request in hub.requests
+        if request.method == "GET" and request.route in ("resolve", "download")
+    ]
+    whole = [
+        request
+        for request in asked
+        if request.headers.get("range") not in ("bytes=0-100000", "bytes=0-7")
+    ]
     return [request.path for request in whole if request.path.endswith(".safetensors")]
 
 
@@ -132,7 +154,9 @@ def carried(acquire: Acquire, hub: Hub, tmp_path: Path) -> Path:
     return (acquire.home / "hub").rename(tmp_path / "carried")
 
 
-def test_a_cache_is_filled_and_read_without_the_hub(carried: Path, acquire: Acquire, hub: Hub) -> None:
+def test_a_cache_is_filled_and_read_without_the_hub(
+    carried: Path, acquire: Acquire, hub: Hub
+) -> None:
     said = acquire.head(f"draft={DRAFT}@v1", cache=carried)
     assert (said.code, hub.requests) == (0, []), said.err
     folder = Path(said.out.strip())
@@ -145,7 +169,9 @@ def test_a_folder_is_taken_where_it_is(saved: dict[str, Path], acquire: Acquire)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "deepseek_v3"])
-def test_a_layer_comes_with_its_target(kind: str, hub: Hub, acquire: Acquire, tmp_path: Path) -> None:
+def test_a_layer_comes_with_its_target(
+    kind: str, hub: Hub, acquire: Acquire, tmp_path: Path
+) -> None:
     write_checkpoint(kind, tmp_path / "native", sharded=True)
     commit = hub.create("someone/native", files_of(tmp_path / "native"))
     said = acquire("method=mtp", "target=someone/native")
@@ -197,12 +223,18 @@ Change = Callable[..., None]
 @pytest.mark.parametrize(
     ("change", "got"),
     [
-        (lambda *a: changed(*a, intermediate_size=96), "layers.0.mlp.down_proj.weight of shape (64, 128)"),
+        (
+            lambda *a: changed(*a, intermediate_size=96),
+            "layers.0.mlp.down_proj.weight of shape (64, 128)",
+        ),
         (other_target, "a draft for "),
         (index_that_leads_out, "../../model.safetensors"),
         (lambda hub, *a: hub.commit(DRAFT, {"config.json": b"{"}), "config.json"),
         (lambda hub, *a: hub.commit(DRAFT, {"config.json": None}), "config.json"),
-        (lambda hub, *a: hub.commit(DRAFT, {"model.safetensors": b"not safetensors"}), "weights cannot be read"),
+        (
+            lambda hub, *a: hub.commit(DRAFT, {"model.safetensors": b"not safetensors"}),
+            "weights cannot be read",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_before_its_weights_are_fetched(
@@ -225,7 +257,9 @@ def test_a_card_that_names_another_target_is_a_warning(
     assert said.code == 0 and "warning: " in said.err and "someone/Else" in said.err
 
 
-def test_a_draft_model_may_have_another_tokenizer_if_that_is_asked(hub: Hub, acquire: Acquire, tmp_path: Path) -> None:
+def test_a_draft_model_may_have_another_tokenizer_if_that_is_asked(
+    hub: Hub, acquire: Acquire, tmp_path: Path
+) -> None:
     tiny_target_model(num_layers=1).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     hub.create("someone/small", files_of(tmp_path))
@@ -233,7 +267,9 @@ def test_a_draft_model_may_have_another_tokenizer_if_that_is_asked(hub: Hub, acq
     assert acquire(*keys).code == 0
     vocabulary = json.loads((tmp_path / "tokenizer.json").read_text())
     words = list(vocabulary["model"]["vocab"])
-    vocabulary["model"]["vocab"] = {word: index for index, word in enumerate([*words[:4], *reversed(words[4:])])}
+    vocabulary["model"]["vocab"] = {
+        word: index for index, word in enumerate([*words[:4], *reversed(words[4:])])
+    }
     hub.commit("someone/small", {"tokenizer.json": json.dumps(vocabulary).encode()})
     hub.requests.clear()
     said = acquire(*keys)
@@ -241,7 +277,9 @@ def test_a_draft_model_may_have_another_tokenizer_if_that_is_asked(hub: Hub, acq
     assert weights_asked(hub) == []
     assert acquire(*keys, "heterogeneous_vocab=true").code == 0
     config = json.loads((tmp_path / "config.json").read_text())
-    hub.commit("someone/small", {"config.json": json.dumps({**config, "num_hidden_layers": 2}).encode()})
+    hub.commit(
+        "someone/small", {"config.json": json.dumps({**config, "num_hidden_layers": 2}).encode()}
+    )
     said = acquire(*keys, "heterogeneous_vocab=true")
     assert said.code == 2 and "model.layers.1." in said.error
 
@@ -268,19 +306,29 @@ def test_keys_that_cannot_go_together(keys: tuple[str, ...], key: str, acquire: 
 # What is damaged or missing
 
 
-def test_a_byte_changed_on_the_way_is_noticed_and_not_left_in_the_cache(hub: Hub, acquire: Acquire) -> None:
-    hub.inject(Fault("corrupt", "download", path=hub.files(DRAFT)["model.safetensors"].name, skip=1))
+def test_a_byte_changed_on_the_way_is_noticed_and_not_left_in_the_cache(
+    hub: Hub, acquire: Acquire
+) -> None:
+    hub.inject(
+        Fault("corrupt", "download", path=hub.files(DRAFT)["model.safetensors"].name, skip=1)
+    )
     said = acquire.head()
     assert (said.code, said.out) == (3, "")
     assert DRAFT in said.error and "model.safetensors" in said.error
     assert "model.safetensors" not in acquire.cached()
     said = acquire.head()
     original = hub.files(DRAFT)["model.safetensors"].read_bytes()
-    assert said.code == 0 and (Path(said.out.strip()) / "model.safetensors").read_bytes() == original, said.err
+    assert (
+        said.code == 0 and (Path(said.out.strip()) / "model.safetensors").read_bytes() == original
+    ), said.err
 
 
-def test_what_is_missing_without_the_hub_is_named(carried: Path, acquire: Acquire, hub: Hub, tmp_path: Path) -> None:
-    assert f"target.model: {TARGET} is no folder here" in acquire.head(cache=tmp_path / "empty").error
+def test_what_is_missing_without_the_hub_is_named(
+    carried: Path, acquire: Acquire, hub: Hub, tmp_path: Path
+) -> None:
+    assert (
+        f"target.model: {TARGET} is no folder here" in acquire.head(cache=tmp_path / "empty").error
+    )
     (weights,) = carried.glob("models--*EAGLE3/snapshots/*/model.safetensors")
     weights.unlink()
     said = acquire.head(f"draft={DRAFT}@v1", cache=carried)
@@ -319,8 +367,12 @@ def test_a_revision_that_does_not_exist(acquire: Acquire) -> None:
     assert "has no such revision" in said.error, said.err
 
 
-def test_a_full_disk_is_known_before(hub: Hub, acquire: Acquire, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specdistill.progress.shutil.disk_usage", lambda path: SimpleNamespace(free=10_000))
+def test_a_full_disk_is_known_before(
+    hub: Hub, acquire: Acquire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "specdistill.progress.shutil.disk_usage", lambda path: SimpleNamespace(free=10_000)
+    )
     said = acquire.head()
     assert said.code == 3 and "10.0 kB" in said.error and "HF_HOME" in said.error
     assert weights_asked(hub) == []
@@ -345,13 +397,17 @@ def publish(hub: Hub, repository: Repository, folder: Path) -> None:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little") if path.suffix == ".safetensors" else 0
             file.seek(0)
-            files[path.name] = Sparse(file.read(8 + length), path.stat().st_size) if length else path.read_bytes()
+            files[path.name] = (
+                Sparse(file.read(8 + length), path.stat().st_size) if length else path.read_bytes()
+            )
     hub.create(repository.name, files)
 
 
 @pytest.fixture
 def large_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specdistill.progress.shutil.disk_usage", lambda path: SimpleNamespace(free=10**13))
+    monkeypatch.setattr(
+        "specdistill.progress.shutil.disk_usage", lambda path: SimpleNamespace(free=10**13)
+    )
 
 
 def told(name: str, hub: Hub, acquire: Acquire, tmp_path: Path) -> AcquireResult:
@@ -366,7 +422,9 @@ def told(name: str, hub: Hub, acquire: Acquire, tmp_path: Path) -> AcquireResult
 
 
 @pytest.mark.parametrize("name", one_a_method(sorted(PAIRS)))
-def test_public_pairs_that_are_right(name: str, large_disk: None, hub: Hub, acquire: Acquire, tmp_path: Path) -> None:
+def test_public_pairs_that_are_right(
+    name: str, large_disk: None, hub: Hub, acquire: Acquire, tmp_path: Path
+) -> None:
     said = told(name, hub, acquire, tmp_path)
     assert said.code == 0 and "warning" not in said.err, said.err
     assert "to fetch: " in said.err
@@ -377,7 +435,9 @@ UNREAD = {"d2t-range", "zeros"}
 
 
 @pytest.mark.parametrize("name", sorted(WRONG_PAIRS.keys() - UNREAD))
-def test_public_pairs_that_are_wrong(name: str, large_disk: None, hub: Hub, acquire: Acquire, tmp_path: Path) -> None:
+def test_public_pairs_that_are_wrong(
+    name: str, large_disk: None, hub: Hub, acquire: Acquire, tmp_path: Path
+) -> None:
     said = told(name, hub, acquire, tmp_path)
     assert (said.code, said.out, said.err.count("\n")) == (2, "", 1), said.err
     assert said.error.startswith(("draft: got ", "target.model: got ", "method: got "))

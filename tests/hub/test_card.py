@@ -25,8 +25,15 @@ from tests.scripts import load_script
 from tests.simulated import simulate, simulated_report, simulated_sweep
 
 TARGET = TargetIdentity("Qwen/Qwen3-8B", "b" * 40, None, "a" * 64, "c" * 64)
-PROVENANCE = {"command": ["train/eagle.py", "recipe=mine/eagle3"], "rows": 1000, "packages": {"torch": "2.13.0"}}
-PARTS = [Licensed("target", "Qwen/Qwen3-8B", "apache-2.0"), Licensed("training data", "org/chats", None)]
+PROVENANCE = {
+    "command": ["train/eagle.py", "recipe=mine/eagle3"],
+    "rows": 1000,
+    "packages": {"torch": "2.13.0"},
+}
+PARTS = [
+    Licensed("target", "Qwen/Qwen3-8B", "apache-2.0"),
+    Licensed("training data", "org/chats", None),
+]
 
 
 def model_card(published: CardContents) -> ModelCard:
@@ -40,21 +47,33 @@ def of_target(published: CardContents, **parts: Any) -> CardContents:
 @pytest.fixture(scope="module")
 def published() -> CardContents:
     records = simulate(24)
-    report = judge(load_gate("default"), Evidence(simulated_sweep(simulated_report(records), 8), records))
-    recipe = load_recipe(Recipe, ["recipe=pico/eagle3", "train.output_dir=runs/mine", "data.source=org/chats"])
+    report = judge(
+        load_gate("default"), Evidence(simulated_sweep(simulated_report(records), 8), records)
+    )
+    recipe = load_recipe(
+        Recipe, ["recipe=pico/eagle3", "train.output_dir=runs/mine", "data.source=org/chats"]
+    )
     history = History(4000.0, 500, [{"step": 500, "epoch": 2.5, "loss": 1.0}])
     release = Release(Path("runs/mine"), recipe, PROVENANCE, (), report, records, TARGET)
-    return CardContents("org/Qwen3-8B-eagle3", "v3", release, history, "Qwen/Qwen3-8B", PARTS, "apache-2.0")
+    return CardContents(
+        "org/Qwen3-8B-eagle3", "v3", release, history, "Qwen/Qwen3-8B", PARTS, "apache-2.0"
+    )
 
 
 def with_report(published: CardContents, **parts: Any) -> CardContents:
-    return replace(published, release=replace(published.release, report={**published.release.report, **parts}))
+    return replace(
+        published, release=replace(published.release, report={**published.release.report, **parts})
+    )
 
 
 def test_metadata_of_a_head(published: CardContents) -> None:
     data = ModelCard(str(model_card(published))).data
     assert (data.base_model, data.base_model_relation) == ("Qwen/Qwen3-8B", "adapter")
-    assert (data.library_name, data.license, data.datasets) == ("specdistill", "apache-2.0", ["org/chats"])
+    assert (data.library_name, data.license, data.datasets) == (
+        "specdistill",
+        "apache-2.0",
+        ["org/chats"],
+    )
     assert data.tags == ["speculative-decoding", "eagle3", "specdistill"]
     row = published.release.report["results"][0]
     assert [(result.metric_type, result.metric_value) for result in data.eval_results] == [
@@ -65,8 +84,20 @@ def test_metadata_of_a_head(published: CardContents) -> None:
 def test_what_a_reader_is_told(published: CardContents) -> None:
     text = model_card(published).text
     for fact in (
-        *("https://huggingface.co/Qwen/Qwen3-8B", "arXiv 2503.01840", "Release v3", "```bash\nvllm serve Qwen/Qwen3-8B\n```"),
-        *("Temperatures: 0, 0.8, 1 ", "1, 2, 4, 8", "60 to 310", "128 tokens", "AMD EPYC 9B45", "[recipe.yaml](recipe.yaml)"),
+        *(
+            "https://huggingface.co/Qwen/Qwen3-8B",
+            "arXiv 2503.01840",
+            "Release v3",
+            "```bash\nvllm serve Qwen/Qwen3-8B\n```",
+        ),
+        *(
+            "Temperatures: 0, 0.8, 1 ",
+            "1, 2, 4, 8",
+            "60 to 310",
+            "128 tokens",
+            "AMD EPYC 9B45",
+            "[recipe.yaml](recipe.yaml)",
+        ),
         *("1,000 packed rows of 256 tokens", "500 steps in 1 h 6 min"),
         *("| training data | org/chats | unknown |", f"| commit | {'b' * 40} |", f"`{'a' * 64}` |"),
     ):
@@ -81,12 +112,20 @@ def test_who_serves_a_lookup_in_front_of_it(published: CardContents) -> None:
     text = str(model_card(with_report(published, settings=settings)))
     assert "2 to 5 tokens first" in text and "specdistill[vllm]" in text
     (alone,) = re.findall(r"The commands for (.*) start the draft alone", text)
-    assert "SGLang" in alone and "llama.cpp" in alone and "vLLM" not in alone.replace("served by vLLM", "")
+    assert (
+        "SGLang" in alone
+        and "llama.cpp" in alone
+        and "vLLM" not in alone.replace("served by vLLM", "")
+    )
 
 
 def test_what_the_evidence_lacks(published: CardContents) -> None:
     """A server's report times nothing without a baseline; a run that was resumed does not know its time."""
-    row = {key: value for key, value in published.release.report["results"][0].items() if not key.startswith("speedup")}
+    row = {
+        key: value
+        for key, value in published.release.report["results"][0].items()
+        if not key.startswith("speedup")
+    }
     row["not_measured"] = {**row["not_measured"], "speedup": "no baseline"}
     lacking = with_report(published, results=[row])
     text = model_card(replace(lacking, history=replace(published.history, seconds=None))).text
@@ -103,8 +142,16 @@ def test_nothing_from_outside_is_markup(published: CardContents) -> None:
     for name in ("name", HOSTILE):
         bad = with_report(published, **renamed(published.release.report, name))
         bad = replace(bad, since=name)
-        bad = replace(bad, reason=name, overridden=[name], parts=[Licensed("training data", name, name)], license=name)
-        card = model_card(of_target(bad, name_or_path=name, adapter=name, revision=name, weights=name))
+        bad = replace(
+            bad,
+            reason=name,
+            overridden=[name],
+            parts=[Licensed("training data", name, name)],
+            license=name,
+        )
+        card = model_card(
+            of_target(bad, name_or_path=name, adapter=name, revision=name, weights=name)
+        )
         pages.append(Page(card.text))
         assert card.data.license_name == name
     friendly, hostile = pages
@@ -115,15 +162,28 @@ def test_nothing_from_outside_is_markup(published: CardContents) -> None:
     ("settings", "given"),
     [
         ({}, {"eval.suite": "pico"}),
-        ({"temperature": 0.7, "top_p": 0.9, "num_speculative_tokens": 6}, {"eval.temperature": "0.7", "eval.top_p": "0.9"}),
-        ({"tree": {"budget": 24, "depth": 4, "top_k": 4}}, {"eval.tree": "{budget: 24, depth: 4, top_k: 4}"}),
-        ({"batch_size": 4, "max_new_tokens": 64}, {"eval.batch_size": "4", "eval.max_new_tokens": "64"}),
+        (
+            {"temperature": 0.7, "top_p": 0.9, "num_speculative_tokens": 6},
+            {"eval.temperature": "0.7", "eval.top_p": "0.9"},
+        ),
+        (
+            {"tree": {"budget": 24, "depth": 4, "top_k": 4}},
+            {"eval.tree": "{budget: 24, depth: 4, top_k: 4}"},
+        ),
+        (
+            {"batch_size": 4, "max_new_tokens": 64},
+            {"eval.batch_size": "4", "eval.max_new_tokens": "64"},
+        ),
     ],
 )
-def test_the_command_that_measures_it_again(published: CardContents, settings: dict[str, Any], given: dict[str, str]) -> None:
+def test_the_command_that_measures_it_again(
+    published: CardContents, settings: dict[str, Any], given: dict[str, str]
+) -> None:
     """Every key of it is one of `specdistill eval`, which makes the same settings of them."""
     suite = {**published.release.report["suite"], "name": "pico"}
-    changed = with_report(published, settings={**published.release.report["settings"], **settings}, suite=suite)
+    changed = with_report(
+        published, settings={**published.release.report["settings"], **settings}, suite=suite
+    )
     program, verb, *words = shlex.split(measured_again(changed).replace("\\\n", ""))
     assert (program, verb) == ("specdistill", "eval")
     assert {"method=eagle3", "target=Qwen/Qwen3-8B", "draft=org/Qwen3-8B-eagle3@v3"} <= set(words)
@@ -137,11 +197,16 @@ def test_the_command_that_measures_it_again(published: CardContents, settings: d
 
 def test_a_measurement_in_llama_cpp_names_its_files(published: CardContents) -> None:
     of_server = {"name": "llama.cpp", "version": "b1"}
-    changed = with_report(published, engine=of_server, target={"model": "pico", "dtype": "MOSTLY_Q4_1"})
+    changed = with_report(
+        published, engine=of_server, target={"model": "pico", "dtype": "MOSTLY_Q4_1"}
+    )
     files = {"eval.llama_cpp.model=TARGET.gguf", "eval.llama_cpp.model_draft=DRAFT.gguf"}
     words = shlex.split(measured_again(changed).replace("\\\n", ""))
     assert files <= set(words) and "MOSTLY" not in str(words)
-    assert "`DRAFT.gguf`: as llama.cpp's converter writes them, the target's in MOSTLY" in model_card(changed).text
+    assert (
+        "`DRAFT.gguf`: as llama.cpp's converter writes them, the target's in MOSTLY"
+        in model_card(changed).text
+    )
 
 
 def test_a_suite_of_ones_own_is_told_by_its_hash(published: CardContents) -> None:
@@ -151,9 +216,15 @@ def test_a_suite_of_ones_own_is_told_by_its_hash(published: CardContents) -> Non
 
 
 def test_a_target_that_is_on_no_hub(published: CardContents) -> None:
-    here = of_target(replace(published, base_model=None), name_or_path="/home/me/models/mine", revision=None)
+    here = of_target(
+        replace(published, base_model=None), name_or_path="/home/me/models/mine", revision=None
+    )
     card = model_card(here)
     assert card.data.base_model is None and card.data.get("base_model_relation") is None
-    assert "/home/me" not in str(card) and "| name | mine |" in card.text and "target=TARGET" in card.text
+    assert (
+        "/home/me" not in str(card)
+        and "| name | mine |" in card.text
+        and "target=TARGET" in card.text
+    )
     pico = model_card(of_target(here, name_or_path="pico")).text
     assert "import PICO" in pico and "target=pico" in pico

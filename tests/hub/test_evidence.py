@@ -31,7 +31,9 @@ def refused(run: Path) -> set[str]:
 def sometimes_slower(record: PromptRecord) -> PromptRecord:
     """So that some prompts gain much and others lose much: nobody can tell."""
     factor, record = 0.6 if record.id[-1] in "024" else 2.6, timed(record)
-    return replace(record, speculative=replace(record.speculative, seconds=factor * record.speculative.seconds))
+    return replace(
+        record, speculative=replace(record.speculative, seconds=factor * record.speculative.seconds)
+    )
 
 
 def test_a_run_that_was_measured_is_released(run: Path, tmp_path: Path) -> None:
@@ -41,7 +43,13 @@ def test_a_run_that_was_measured_is_released(run: Path, tmp_path: Path) -> None:
     run.rename(tmp_path / "moved")
     release = read_release(tmp_path / "moved")
     assert release.refusals == () and release.report["gate"]["passed"]
-    names = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    names = [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
     assert [path.name for path in release.draft] == names
     write_report(tmp_path / "published", release.report, release.records)
     for name in ("report.md", "report.html"):
@@ -75,7 +83,10 @@ def a_link_named_by_the_old_hash(run: Path) -> None:
 
 
 def a_report_without_the_hash_of_a_draft(run: Path) -> None:
-    edit(run / "report/report.json", lambda report: {**report, "draft": {**report["draft"], "weights": ""}})
+    edit(
+        run / "report/report.json",
+        lambda report: {**report, "draft": {**report["draft"], "weights": ""}},
+    )
     remake(run, lambda record: record)
 
 
@@ -122,7 +133,11 @@ def the_report_of_another_target(run: Path) -> None:
 
 
 def another_target_in_the_recipe(run: Path) -> None:
-    (place,) = (line for line in (run / "run/recipe.yaml").read_text().splitlines() if line.startswith("  model:"))
+    (place,) = (
+        line
+        for line in (run / "run/recipe.yaml").read_text().splitlines()
+        if line.startswith("  model:")
+    )
     shutil.copytree(place.removeprefix("  model: "), run / "other")
     scale_weights(run / "other")
     edit_recipe(run, {place: f"  model: {run / 'other'}"})
@@ -146,21 +161,30 @@ ATTEMPTS: dict[Callable[[Path], None], set[str]] = {
 
 
 @pytest.mark.parametrize("attempt", ATTEMPTS, ids=lambda attempt: attempt.__name__)
-def test_an_attempt_is_refused(run: Path, attempt: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attempt_is_refused(
+    run: Path, attempt: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(run.parent)
     attempt(run)
     assert refused(run) == ATTEMPTS[attempt]
 
 
 def test_a_converted_target_is_named_as_such(run: Path) -> None:
-    edit(run / "report/report.json", lambda report: {**report, "engine": {"name": "llama.cpp", "version": "b1"}})
+    edit(
+        run / "report/report.json",
+        lambda report: {**report, "engine": {"name": "llama.cpp", "version": "b1"}},
+    )
     the_report_of_another_target(run)
     (refusal,) = read_release(run).refusals
     assert refusal.startswith("another target: it was measured in llama.cpp with another file; ")
 
 
 def test_a_target_that_is_gone_is_an_error(run: Path) -> None:
-    (place,) = (line for line in (run / "run/recipe.yaml").read_text().splitlines() if line.startswith("  model:"))
+    (place,) = (
+        line
+        for line in (run / "run/recipe.yaml").read_text().splitlines()
+        if line.startswith("  model:")
+    )
     edit_recipe(run, {place: f"  model: {run / 'gone'}"})
     with pytest.raises(UserError, match=r"^target\.model: got "):
         read_release(run)

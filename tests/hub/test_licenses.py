@@ -5,7 +5,15 @@ from typing import Any
 
 import pytest
 
-from specdistill.hub.licenses import Licensed, forbidden, front_matter, license_of_draft, licensed_data, licensed_model, stated
+from specdistill.hub.licenses import (
+    Licensed,
+    forbidden,
+    front_matter,
+    license_of_draft,
+    licensed_data,
+    licensed_model,
+    stated,
+)
 from specdistill.hub.publish import made_from
 from specdistill.methods.recipe import Recipe
 from specdistill.produce.sources import load_sources
@@ -41,7 +49,10 @@ def of(license: str | None, what: str = "target") -> Licensed:
 )
 def test_what_is_refused(license: str | None, name: str, refused: bool) -> None:
     for what in ("target", *(["training data"] if license else [])):
-        assert bool(list(forbidden([of("mit", "data"), of(license, what)], f"Llama/{name}"))) == refused
+        assert (
+            bool(list(forbidden([of("mit", "data"), of(license, what)], f"Llama/{name}")))
+            == refused
+        )
 
 
 def test_data_of_no_stated_licence_is_refused() -> None:
@@ -49,8 +60,16 @@ def test_data_of_no_stated_licence_is_refused() -> None:
     assert "org/it" in why
 
 
-def test_an_initialization_of_the_hub_is_read_at_its_revision_and_named_without_it(tmp_path: Path) -> None:
-    keys = ["method=eagle3", "target.model=pico", "data.source=self", "draft.init=org/first@v1", f"train.output_dir={tmp_path}"]
+def test_an_initialization_of_the_hub_is_read_at_its_revision_and_named_without_it(
+    tmp_path: Path,
+) -> None:
+    keys = [
+        "method=eagle3",
+        "target.model=pico",
+        "data.source=self",
+        "draft.init=org/first@v1",
+        f"train.output_dir={tmp_path}",
+    ]
     with loopback_hub(tmp_path / "hub") as hub, hub.client(tmp_path / "home"):
         hub.create("org/first", card="---\nlicense: mit\n---\n")
         hub.tag("org/first", "v1")
@@ -102,7 +121,10 @@ def test_data(tmp_path) -> None:
     found = [(part.name, part.license) for part in licensed_data(source)]
     assert found == [("pico", "PSF-2.0"), ("rows.jsonl", None), ("rows.jsonl", "cc-by-4.0")]
     assert [
-        len(loaded.rows) for loaded in load_sources(DataConfig(source=source[2:], cache_dir=str(tmp_path)), tiny_tokenizer())
+        len(loaded.rows)
+        for loaded in load_sources(
+            DataConfig(source=source[2:], cache_dir=str(tmp_path)), tiny_tokenizer()
+        )
     ] == [1, 1]
 
 

@@ -27,8 +27,24 @@ from tests.scripts import specdistill
 from tests.tiny import SMALL, write_inputs
 
 pytestmark = pytest.mark.xdist_group("measured run")  # one worker measures
-DRAFT = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-REPORT = {f"report/{name}" for name in ("junit.xml", "report.html", "report.json", "report.md", "samples.jsonl", "picture.svg")}
+DRAFT = {
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+}
+REPORT = {
+    f"report/{name}"
+    for name in (
+        "junit.xml",
+        "report.html",
+        "report.json",
+        "report.md",
+        "samples.jsonl",
+        "picture.svg",
+    )
+}
 RELEASE = {"README.md", "recipe.yaml", "provenance.json", *DRAFT, *REPORT}
 
 
@@ -39,7 +55,12 @@ def publish(run: Path, *arguments: str, repo: str = NAME, first: bool = True) ->
 
 
 def refused(
-    capsys: pytest.CaptureFixture[str], code: int, run: Path, *arguments: str, repo: str = NAME, first: bool = True
+    capsys: pytest.CaptureFixture[str],
+    code: int,
+    run: Path,
+    *arguments: str,
+    repo: str = NAME,
+    first: bool = True,
 ) -> str:
     """The one line of an error."""
     capsys.readouterr()
@@ -62,7 +83,9 @@ def test_a_release_is_one_commit_with_everything_and_a_tag_on_it(hub: Hub, run: 
     assert hub.tags(NAME) == {"v1": new} and hub.repositories[NAME].private
     there = contents(hub, "v1")
     assert there.keys() == RELEASE | {".gitattributes"}
-    assert {name: there[name] for name in DRAFT} == {name: (run / "draft" / name).read_bytes() for name in DRAFT}
+    assert {name: there[name] for name in DRAFT} == {
+        name: (run / "draft" / name).read_bytes() for name in DRAFT
+    }
     assert there["provenance.json"] == (run / "run/provenance.json").read_bytes()
     assert there["report/samples.jsonl"] == (run / "report/samples.jsonl").read_bytes()
     report, _ = read_report(run / "report")
@@ -73,7 +96,9 @@ def test_a_release_is_one_commit_with_everything_and_a_tag_on_it(hub: Hub, run: 
 
 
 def files_in(folder: Path) -> dict[str, Path]:
-    return {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()
+    }
 
 
 def test_the_card_says_what_it_is_and_what_was_measured(lfs: Hub, run: Path) -> None:
@@ -81,12 +106,18 @@ def test_the_card_says_what_it_is_and_what_was_measured(lfs: Hub, run: Path) -> 
     card = ModelCard(contents(lfs, "v1")["README.md"].decode())
     report, _ = read_report(run / "report")
     row = report["results"][0]
-    assert (card.data.library_name, card.data.pipeline_tag, card.data.license) == ("transformers", "text-generation", "unknown")
+    assert (card.data.library_name, card.data.pipeline_tag, card.data.license) == (
+        "transformers",
+        "text-generation",
+        "unknown",
+    )
     headline = card.text[: card.text.index("## Serving it")]
     assert "| acceptance length |" in headline and "report/picture.svg" in headline
     assert card.data.tags == ["speculative-decoding", "draft_model", "specdistill"]
     results = {result.metric_type: result for result in card.data.eval_results}
-    assert {name: result.metric_value for name, result in results.items()} == {name: row[name] for name in results}
+    assert {name: result.metric_value for name, result in results.items()} == {
+        name: row[name] for name in results
+    }
     assert results.keys() == {"mean_acceptance_length", "acceptance_rate", "speedup"}
     assert results["speedup"].metric_args["ci95"] == row["speedup_ci95"]
     assert results["speedup"].metric_args["hardware"] == report["hardware"]["name"]
@@ -126,7 +157,9 @@ def test_exports_stand_in_folders_of_their_engines(lfs: Hub, run: Path, tmp_path
     export(run / "draft", "vllm", tmp_path / "vllm")
     there = contents(lfs, "v1")
     names = {path.name for path in (tmp_path / "vllm").iterdir()} - {"SERVE.md"}
-    assert {name: there[f"vllm/{name}"] for name in names} == {name: (tmp_path / "vllm" / name).read_bytes() for name in names}
+    assert {name: there[f"vllm/{name}"] for name in names} == {
+        name: (tmp_path / "vllm" / name).read_bytes() for name in names
+    }
     assert there.keys() == RELEASE | {".gitattributes"} | {f"vllm/{name}" for name in names}
     assert "--include 'vllm/*'" in there["README.md"].decode()
     # The next release has none, and takes away what would be of another draft.
@@ -136,7 +169,9 @@ def test_exports_stand_in_folders_of_their_engines(lfs: Hub, run: Path, tmp_path
 
 def test_a_recipe_says_what_the_command_does_not(lfs: Hub, run: Path) -> None:
     path = run / "run/recipe.yaml"
-    path.write_text(path.read_text().replace("repo: null\n  private: null", f"repo: {NAME}\n  private: false"))
+    path.write_text(
+        path.read_text().replace("repo: null\n  private: null", f"repo: {NAME}\n  private: false")
+    )
     sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
     (run / "run/provenance.json").write_text(json.dumps({"recipe": sha256}))
     assert main(["publish", f"run={run}", "baseline=none", "license=apache-2.0"]) == 0
@@ -145,15 +180,28 @@ def test_a_recipe_says_what_the_command_does_not(lfs: Hub, run: Path) -> None:
 
 
 def test_a_run_that_ran_somebodys_code_is_published_without_running_it(lfs: Hub, run: Path) -> None:
-    edit_recipe(run, {"trust_remote_code: false": "trust_remote_code: true", "run_code: false": "run_code: true"})
+    edit_recipe(
+        run,
+        {
+            "trust_remote_code: false": "trust_remote_code: true",
+            "run_code: false": "run_code: true",
+        },
+    )
     assert publish(run, "dry_run=true") == 0
     recipe = read_yaml(run / "run/recipe.yaml")
-    assert recipe["target"]["trust_remote_code"] and read_yaml(run / "release/recipe.yaml") == without_places(recipe)
+    assert recipe["target"]["trust_remote_code"] and read_yaml(
+        run / "release/recipe.yaml"
+    ) == without_places(recipe)
 
 
-def test_a_target_in_a_folder_may_be_one_of_the_hub(lfs: Hub, run: Path, measured: Path, capsys) -> None:
+def test_a_target_in_a_folder_may_be_one_of_the_hub(
+    lfs: Hub, run: Path, measured: Path, capsys
+) -> None:
     files = {path.name: path for path in (measured.parent / "target").iterdir()}
-    lfs.create("org/target", {**files, "README.md": b"---\nlicense: mit\n---\n", "LICENSE": b"do what you like"})
+    lfs.create(
+        "org/target",
+        {**files, "README.md": b"---\nlicense: mit\n---\n", "LICENSE": b"do what you like"},
+    )
     other = json.loads(files["tokenizer.json"].read_text()) | {"truncation": None, "version": "1.1"}
     lfs.create("org/other", {**files, "tokenizer.json": json.dumps(other).encode()})
     assert "base_model: got org/other@" in refused(capsys, 2, run, "base_model=org/other")
@@ -184,7 +232,9 @@ def test_a_licence_that_leads_out_of_the_targets_folder_is_not_published(
 def test_a_file_is_the_same_by_its_content(tmp_path: Path) -> None:
     for content, same in ((b"abc", True), (b"abd", False)):
         (tmp_path / "file").write_bytes(content)
-        large = SimpleNamespace(size=3, lfs=SimpleNamespace(sha256=hashlib.sha256(b"abc").hexdigest()))
+        large = SimpleNamespace(
+            size=3, lfs=SimpleNamespace(sha256=hashlib.sha256(b"abc").hexdigest())
+        )
         small = SimpleNamespace(size=3, lfs=None, blob_id=hashlib.sha1(b"blob 3\0abc").hexdigest())
         assert [is_same(tmp_path / "file", there) for there in (large, small)] == [same, same]  # type: ignore[arg-type]
 
@@ -213,7 +263,9 @@ def test_what_is_released_is_not_released_again_and_a_tag_is_never_moved(
         pytest.param(Fault("status", "create", status=500), False, marks=pytest.mark.long),
         pytest.param(Fault("cut", "upload", times=20), False, marks=pytest.mark.long),
         (Fault("corrupt", "upload", times=20), False),
-        pytest.param(Fault("status", "commit", status=503, times=20), False, marks=pytest.mark.long),
+        pytest.param(
+            Fault("status", "commit", status=503, times=20), False, marks=pytest.mark.long
+        ),
         (Fault("cut", "commit"), False),
         (Fault("conflict", "commit"), False),
         (Fault("lost", "commit"), True),
@@ -249,7 +301,11 @@ def test_a_commit_that_is_not_what_was_sent_gets_no_tag(
     commit = Repository.commit
 
     def losing(self: Repository, files: dict[str, Any], *others: Any) -> Any:
-        return commit(self, {path: file for path, file in files.items() if path != "report/samples.jsonl"}, *others)
+        return commit(
+            self,
+            {path: file for path, file in files.items() if path != "report/samples.jsonl"},
+            *others,
+        )
 
     with monkeypatch.context() as broken:
         broken.setattr(Repository, "commit", losing)
@@ -259,7 +315,9 @@ def test_a_commit_that_is_not_what_was_sent_gets_no_tag(
     assert contents(lfs, "v1").keys() >= RELEASE
 
 
-def test_a_tag_that_was_set_meanwhile_stays(lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tag_that_was_set_meanwhile_stays(
+    lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """To somebody else's commit; and what no release put there is left alone."""
     theirs = lfs.create(NAME, {"notes.txt": b"of the team"}, private=True)
     lfs.inject(Fault("slow", "tag", call=lambda: lfs.tag(NAME, "v1", theirs)))
@@ -270,7 +328,9 @@ def test_a_tag_that_was_set_meanwhile_stays(lfs: Hub, run: Path, capsys: pytest.
     assert contents(lfs, "v2")["notes.txt"] == b"of the team"
 
 
-def test_a_folder_called_release_that_is_none_stays(lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_called_release_that_is_none_stays(
+    lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (run / "release").mkdir()
     (run / "release" / "thesis.tex").touch()
     assert refused_key(refused(capsys, 2, run)) == "output_dir"
@@ -280,7 +340,9 @@ def test_a_folder_called_release_that_is_none_stays(lfs: Hub, run: Path, capsys:
 # Not at all
 
 
-def test_what_did_not_pass_is_published_only_with_a_reason(lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_did_not_pass_is_published_only_with_a_reason(
+    lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     weights = run / "draft/config.json"
     weights.write_text(weights.read_text().replace("\n}", ',\n  "_touched": 1\n}'))
     assert publish(run) == publish(run, "dry_run=true") == 1
@@ -290,7 +352,11 @@ def test_what_did_not_pass_is_published_only_with_a_reason(lfs: Hub, run: Path, 
     assert publish(run, "force=<b>we</b> know") == 0
     card = ModelCard(contents(lfs, "v1")["README.md"].decode())
     top, _, _ = card.text.partition("\n# half-right\n")
-    assert "\\<b\\>we\\</b\\> know" in top and "> - other weights: " in top and str(run) not in card.text
+    assert (
+        "\\<b\\>we\\</b\\> know" in top
+        and "> - other weights: " in top
+        and str(run) not in card.text
+    )
 
 
 @pytest.mark.parametrize(
@@ -302,7 +368,13 @@ def test_what_did_not_pass_is_published_only_with_a_reason(lfs: Hub, run: Path, 
     ],
 )
 def test_the_licence_of_the_target(
-    lfs: Hub, run: Path, measured: Path, capsys: pytest.CaptureFixture[str], license: str, repo: str, said: str
+    lfs: Hub,
+    run: Path,
+    measured: Path,
+    capsys: pytest.CaptureFixture[str],
+    license: str,
+    repo: str,
+    said: str,
 ) -> None:
     card = measured.parent / "target/README.md"
     card.write_text(f"---\nlicense: {license}\n---\n")
@@ -313,27 +385,42 @@ def test_the_licence_of_the_target(
     if said:
         assert said in capsys.readouterr().err and repo not in lfs.repositories
         return
-    there = {name: path.read_bytes().decode() for name, path in lfs.files(repo).items() if name in ("README.md", "NOTICE")}
-    assert "**Built with Llama.**" in there["README.md"] and "license: llama3.1" in there["README.md"]
-    assert there["NOTICE"].startswith("Llama 3.1 is licensed under the Llama 3.1 Community License, Copyright ©")
+    there = {
+        name: path.read_bytes().decode()
+        for name, path in lfs.files(repo).items()
+        if name in ("README.md", "NOTICE")
+    }
+    assert (
+        "**Built with Llama.**" in there["README.md"] and "license: llama3.1" in there["README.md"]
+    )
+    assert there["NOTICE"].startswith(
+        "Llama 3.1 is licensed under the Llama 3.1 Community License, Copyright ©"
+    )
 
 
 @pytest.mark.parametrize(
     ("argument", "key"),
     [
-        *((f"repo={name}", "repo") for name in ("half-right", "some one/half-right", "someone/half--right")),
+        *(
+            (f"repo={name}", "repo")
+            for name in ("half-right", "some one/half-right", "someone/half--right")
+        ),
         *((f"tag={name}", "tag") for name in ("main", "v1..2", "-f")),
         ("exports=[vlm]", "exports[0]"),
         ("run=/nowhere", "run"),
         ("force=in a hurry", "force"),  # nothing is refused
     ],
 )
-def test_what_the_user_got_wrong(lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str], argument: str, key: str) -> None:
+def test_what_the_user_got_wrong(
+    lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str], argument: str, key: str
+) -> None:
     assert refused_key(refused(capsys, 2, run, argument)) == key
     assert NAME not in lfs.repositories
 
 
-def test_a_run_that_is_not_measured(lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_is_not_measured(
+    lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.rmtree(run / "report")
     assert f"run: got {run}, which has no report" in refused(capsys, 2, run)
     shutil.rmtree(run / "draft")
@@ -342,9 +429,18 @@ def test_a_run_that_is_not_measured(lfs: Hub, run: Path, capsys: pytest.CaptureF
 
 @pytest.mark.parametrize(
     "name",
-    ["draft/tokenizer_config.json", "draft/notes.txt", "run/provenance.json", "run/recipe.yaml", "report/report.json", "draft"],
+    [
+        "draft/tokenizer_config.json",
+        "draft/notes.txt",
+        "run/provenance.json",
+        "run/recipe.yaml",
+        "report/report.json",
+        "draft",
+    ],
 )
-def test_a_link_out_of_the_run_is_refused_by_name(lfs: Hub, run: Path, tmp_path: Path, capsys, name: str) -> None:
+def test_a_link_out_of_the_run_is_refused_by_name(
+    lfs: Hub, run: Path, tmp_path: Path, capsys, name: str
+) -> None:
     """notes.txt: of the files next to a draft, which an export copies."""
     if (run / name).exists():
         (run / name).rename(tmp_path / "elsewhere")
@@ -359,11 +455,16 @@ def test_a_link_out_of_the_run_is_refused_by_name(lfs: Hub, run: Path, tmp_path:
 def test_a_link_within_the_run_is_published(lfs: Hub, run: Path) -> None:
     (run / "draft/config.json").rename(run / "config.json")
     (run / "draft/config.json").symlink_to("../config.json")
-    assert publish(run) == 0 and contents(lfs, "v1")["config.json"] == (run / "config.json").read_bytes()
+    assert (
+        publish(run) == 0
+        and contents(lfs, "v1")["config.json"] == (run / "config.json").read_bytes()
+    )
 
 
 @pytest.mark.long  # trains and measures
-def test_no_place_of_a_machine_is_published(lfs: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_place_of_a_machine_is_published(
+    lfs: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By a run that was trained, measured and released in the home of somebody whose name is nowhere else."""
     home = tmp_path / "home" / "ada lovelace"
     home.mkdir(parents=True)
@@ -371,8 +472,15 @@ def test_no_place_of_a_machine_is_published(lfs: Hub, tmp_path: Path, monkeypatc
     monkeypatch.setenv("USER", "ada lovelace")
     monkeypatch.setattr("socket.gethostname", lambda: "adas-machine")
     run, keys = home / "run", write_inputs(home)
-    (home / "suite.jsonl").write_text("".join(json.dumps({"id": f"{n}", "prompt": f"Row {n} says "}) + "\n" for n in range(2)))
-    keys += [f"eval.suite={home / 'suite.jsonl'}", "eval.max_new_tokens=4", "eval.repeats=1", "eval.warmup=0"]
+    (home / "suite.jsonl").write_text(
+        "".join(json.dumps({"id": f"{n}", "prompt": f"Row {n} says "}) + "\n" for n in range(2))
+    )
+    keys += [
+        f"eval.suite={home / 'suite.jsonl'}",
+        "eval.max_new_tokens=4",
+        "eval.repeats=1",
+        "eval.warmup=0",
+    ]
     keys += ["method=eagle3", "draft.ttt_steps=2", *SMALL, f"train.output_dir={run}"]
     for verb in ("train", "eval"):
         assert specdistill(verb, *keys).returncode in (0, 1, 4)
@@ -384,7 +492,9 @@ def test_no_place_of_a_machine_is_published(lfs: Hub, tmp_path: Path, monkeypatc
     assert "target.model=model" in provenance["command"] and provenance["target"] == "model"
     assert provenance["recipe"] == hashlib.sha256(read["recipe.yaml"].encode()).hexdigest()
     report, records = read_report(run / "release" / "report")
-    assert report["digest"] == digest(report, records) and report["suite"]["source"] == "suite.jsonl"
+    assert (
+        report["digest"] == digest(report, records) and report["suite"]["source"] == "suite.jsonl"
+    )
 
 
 def test_a_public_repository_is_no_place_for_what_is_private(lfs: Hub, run: Path, capsys) -> None:
@@ -393,8 +503,13 @@ def test_a_public_repository_is_no_place_for_what_is_private(lfs: Hub, run: Path
     assert publish(run, "private=false") == 0
 
 
-@pytest.mark.parametrize(("token", "told"), [(None, "hf auth login"), (Hub.other_token, "may write"), ("hf_unknown", "token")])
-def test_who_may_not_write(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str], token: str | None, told: str) -> None:
+@pytest.mark.parametrize(
+    ("token", "told"),
+    [(None, "hf auth login"), (Hub.other_token, "may write"), ("hf_unknown", "token")],
+)
+def test_who_may_not_write(
+    tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str], token: str | None, told: str
+) -> None:
     with loopback_hub(tmp_path / "hub") as hub, hub.client(tmp_path / "home", token=token):
         assert told in refused(capsys, 3, run)
         hub.create(NAME)
@@ -402,7 +517,9 @@ def test_who_may_not_write(tmp_path: Path, run: Path, capsys: pytest.CaptureFixt
         assert hub.tags(NAME) == {}
 
 
-def test_a_full_disk(lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk(
+    lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -412,7 +529,9 @@ def test_a_full_disk(lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str], mo
     assert NAME not in lfs.repositories and not (run / "release").exists()
 
 
-def test_a_hub_that_is_not_there(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hub_that_is_not_there(
+    tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with loopback_hub(tmp_path / "hub") as hub:
         pass
     with hub.client(tmp_path / "home"):
@@ -422,7 +541,9 @@ def test_a_hub_that_is_not_there(tmp_path: Path, run: Path, capsys: pytest.Captu
         assert f"run: got {run}, which has no report" in refused(capsys, 2, run, "dry_run=true")
 
 
-def test_a_secret_in_any_file_is_not_published(lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_secret_in_any_file_is_not_published(
+    lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     edit_report(run, "suite", "source", to="https://me:a-password@example.org/prompts")
     remake(run, lambda record: record)
     said = refused(capsys, 2, run)

@@ -23,7 +23,9 @@ def trained_further(measured: Path, tmp_path_factory: pytest.TempPathFactory) ->
     folder = tmp_path_factory.mktemp("further")
     (folder / "gate.yaml").write_text(GATE)
     return again(
-        measured, folder / "run", {"gate: default": f"gate: {folder / 'gate.yaml'}", "max_length: 512": "max_length: 256"}
+        measured,
+        folder / "run",
+        {"gate: default": f"gate: {folder / 'gate.yaml'}", "max_length: 512": "max_length: 256"},
     )
 
 
@@ -48,7 +50,9 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
 # A release after another
 
 
-def test_a_first_release_is_one_by_name(lfs: Hub, first: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_first_release_is_one_by_name(
+    lfs: Hub, first: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert publish(first) == 2
     assert refused_key(said(capsys)) == "baseline"
     assert NAME not in lfs.repositories
@@ -60,24 +64,39 @@ def test_a_first_release_is_one_by_name(lfs: Hub, first: Path, capsys: pytest.Ca
     assert lfs.tags(NAME).keys() == {"v1"}
 
 
-def test_a_release_says_what_changed(lfs: Hub, first: Path, second: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_release_says_what_changed(
+    lfs: Hub, first: Path, second: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert publish(first, "baseline=none") == 0
-    assert publish(second, "baseline=none") == 2  # to be compared with nothing would be a way around the gate
+    assert (
+        publish(second, "baseline=none") == 2
+    )  # to be compared with nothing would be a way around the gate
     assert refused_key(said(capsys)) == "baseline"
     assert publish(second) == 0
-    card, report = contents(lfs, "v2")["README.md"].decode(), json.loads(contents(lfs, "v2")["report/report.json"])
+    card, report = (
+        contents(lfs, "v2")["README.md"].decode(),
+        json.loads(contents(lfs, "v2")["report/report.json"]),
+    )
     assert report["baseline"]["draft"] == {"model": NAME, "revision": "v1", "method": "draft_model"}
-    rules = {rule["metric"]: rule for rule in report["gate"]["rules"] if "max_regression" in rule["requirement"]}
+    rules = {
+        rule["metric"]: rule
+        for rule in report["gate"]["rules"]
+        if "max_regression" in rule["requirement"]
+    }
     assert rules.keys() == {"mean_acceptance_length", "speedup"} and report["gate"]["passed"]
     changes = card.partition("## Changes since v1\n")[2].partition("\n## What was measured")[0]
     assert f"Compared with {NAME}@v1, measured" in changes
     assert (
-        "| acceptance length | 2.58 tokens | " in changes and "| acceptance length, b |" in changes and "| speedup |" in changes
+        "| acceptance length | 2.58 tokens | " in changes
+        and "| acceptance length, b |" in changes
+        and "| speedup |" in changes
     )
     assert f"Compared with {NAME}@v1, measured" in lfs.repositories[NAME].tag_messages["v2"]
 
 
-def test_a_regression_is_refused(lfs: Hub, first: Path, second: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_regression_is_refused(
+    lfs: Hub, first: Path, second: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert publish(first, "baseline=none") == 0
     remake(second, lambda record: slower(record, 1.4))
     assert publish(second) == 1
@@ -90,15 +109,26 @@ def test_the_last_release_is_measured_again_with_other_settings(
 ) -> None:
     """By the command of docs/release.md."""
     assert publish(first, "baseline=none") == 0
-    shorter = again(second, second.parent / "shorter", {"num_speculative_tokens: 4": "num_speculative_tokens: 2"})
+    shorter = again(
+        second,
+        second.parent / "shorter",
+        {"num_speculative_tokens: 4": "num_speculative_tokens: 2"},
+    )
     said(capsys)
     assert publish(shorter) == 1
     refusal, _ = said(capsys).splitlines()[-2:]
-    assert refusal == "refused: not compared: baseline: got num_speculative_tokens 4, expected 2, as in the report"
+    assert (
+        refusal
+        == "refused: not compared: baseline: got num_speculative_tokens 4, expected 2, as in the report"
+    )
     assert publish(shorter, "force=it has to be", "dry_run=true") == 0
     card = (shorter / "release/README.md").read_text()
     assert "not compared" in card
-    evaluate(f"recipe={shorter / 'run/recipe.yaml'}", f"draft={NAME}@v1", f"output_dir={shorter / 'last-release'}")
+    evaluate(
+        f"recipe={shorter / 'run/recipe.yaml'}",
+        f"draft={NAME}@v1",
+        f"output_dir={shorter / 'last-release'}",
+    )
     remake(shorter, timed, report=shorter / "last-release")
     assert publish(shorter, f"baseline={shorter / 'last-release'}") == 0
     report = json.loads(contents(lfs, "v2")["report/report.json"])
@@ -107,7 +137,9 @@ def test_the_last_release_is_measured_again_with_other_settings(
     assert refused_key(said(capsys)) == "baseline"
 
 
-def test_a_last_release_that_was_edited(lfs: Hub, first: Path, second: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_last_release_that_was_edited(
+    lfs: Hub, first: Path, second: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert publish(first, "baseline=none") == 0
     samples = contents(lfs, "v1")["report/samples.jsonl"].splitlines()
     lfs.commit(NAME, {"report/samples.jsonl": b"\n".join(samples[1:])})

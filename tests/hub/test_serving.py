@@ -39,31 +39,56 @@ def target(saved: dict[str, Path]) -> FrozenTarget:
     return FrozenTarget.load(str(saved["target"]))
 
 
-@pytest.mark.parametrize(("method", "shape"), CASES, ids=lambda value: "-".join(value) if isinstance(value, dict) else value)
-def test_engines_load_what_is_said(target: FrozenTarget, tmp_path: Path, method: str, shape: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("method", "shape"),
+    CASES,
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else value,
+)
+def test_engines_load_what_is_said(
+    target: FrozenTarget, tmp_path: Path, method: str, shape: dict[str, Any]
+) -> None:
     save_head(method, head_of(method, target, shape, torch.float32), tmp_path)
     for name in engines_with("serve_command"):
         if METHODS[method].serving().get(name, Serving()).loaders:
-            assert loads_as_is(ENGINES[name], method, tmp_path) == examine(tmp_path, engine=name).is_sound, name
+            assert (
+                loads_as_is(ENGINES[name], method, tmp_path)
+                == examine(tmp_path, engine=name).is_sound
+            ), name
 
 
 def test_each_engine_is_told_how(tmp_path: Path) -> None:
     target = FrozenTarget(tiny_target_model(num_layers=8), tiny_tokenizer(), name="org/target")
     draft = tmp_path / "draft"
-    save_head("eagle3", head_of("eagle3", target, {"draft_vocabulary": torch.arange(0, 200, 2)}, torch.float32), draft)
+    save_head(
+        "eagle3",
+        head_of("eagle3", target, {"draft_vocabulary": torch.arange(0, 200, 2)}, torch.float32),
+        draft,
+    )
     config, at = read_config(draft, "draft"), {"revision": "abc", "draft_revision": "v2"}
     served = Served("eagle3", Path("org/draft"), "org/target", 4, False, config, **at)
     exports = {"gguf": export(draft, "gguf", tmp_path / "gguf")}
     lines = dict(serving_lines(served, draft, exports))
     assert lines["vLLM"].startswith("vllm serve org/target \\\n    --revision abc ")
     assert '"model": "org/draft", "revision": "v2"' in lines["vLLM"]
-    assert "--revision abc " in lines["SGLang"] and "--speculative-draft-model-path org/draft " in lines["SGLang"]
+    assert (
+        "--revision abc " in lines["SGLang"]
+        and "--speculative-draft-model-path org/draft " in lines["SGLang"]
+    )
     assert "--speculative-draft-model-revision v2" in lines["SGLang"]
     fetch, _, convert, _ = lines["llama.cpp"].splitlines()
     assert fetch == "hf download org/draft --revision v2 --local-dir draft --include 'gguf/*'"
-    assert 'convert_hf_to_gguf.py draft/gguf --target-model-dir "$(hf download org/target --revision abc)"' in convert
+    assert (
+        'convert_hf_to_gguf.py draft/gguf --target-model-dir "$(hf download org/target --revision abc)"'
+        in convert
+    )
     lookup = LookupFirstConfig(draft_tokens=2)
     behind = dict(serving_lines(replace(served, lookup_first=lookup), draft, exports))
-    assert behind["vLLM"].startswith("SPECDISTILL_LOOKUP_FIRST=") and '"num_speculative_tokens": 4' in behind["vLLM"]
-    assert "--speculative-num-steps 2" in behind["SGLang"] and "--spec-draft-n-max 2" in behind["llama.cpp"]
+    assert (
+        behind["vLLM"].startswith("SPECDISTILL_LOOKUP_FIRST=")
+        and '"num_speculative_tokens": 4' in behind["vLLM"]
+    )
+    assert (
+        "--speculative-num-steps 2" in behind["SGLang"]
+        and "--spec-draft-n-max 2" in behind["llama.cpp"]
+    )
     assert lines.keys() == {"vLLM", "SGLang", "llama.cpp"} and str(tmp_path) not in str(lines)

@@ -41,7 +41,9 @@ class Hub:
 
     def __init__(self, folder: Path, port: int, transfer: Literal["lfs", "xet"]):
         self.address = f"http://127.0.0.1:{port}"
-        self.storage_address = f"http://localhost:{port}"  # another host: where large files lie, tokens do not go
+        self.storage_address = (
+            f"http://localhost:{port}"  # another host: where large files lie, tokens do not go
+        )
         self.transfer = transfer
         self.objects = Objects(folder / "objects")
         self.arriving = folder / "arriving"
@@ -66,11 +68,23 @@ class Hub:
     ) -> str:
         """A repository with these files, `card` as its README.md, and `tags` in addition to the card's; returns its commit."""
         self.repositories[name] = Repository(name, private, gated, tags, downloads)
-        return self.commit(name, {**(files or {}), **({"README.md": card.encode()} if card else {})}, "initial commit")
+        return self.commit(
+            name,
+            {**(files or {}), **({"README.md": card.encode()} if card else {})},
+            "initial commit",
+        )
 
-    def commit(self, name: str, files: Mapping[str, bytes | Path | Sparse | None], title: str = "another commit") -> str:
+    def commit(
+        self,
+        name: str,
+        files: Mapping[str, bytes | Path | Sparse | None],
+        title: str = "another commit",
+    ) -> str:
         """On top of main; a file that is None is deleted. Returns the commit."""
-        kept = {path: None if content is None else self._keep(path, content) for path, content in files.items()}
+        kept = {
+            path: None if content is None else self._keep(path, content)
+            for path, content in files.items()
+        }
         return self.repositories[name].commit(kept, title).id
 
     def tag(self, name: str, tag: str, revision: str = "main") -> None:
@@ -110,7 +124,8 @@ class Hub:
         """In this process huggingface_hub asks this Hub, as the owner, and keeps what it fetches in `home`."""
         settings = {
             "ENDPOINT": self.address,
-            "HUGGINGFACE_CO_URL_TEMPLATE": self.address + "/{repo_id}/resolve/{revision}/{filename}",
+            "HUGGINGFACE_CO_URL_TEMPLATE": self.address
+            + "/{repo_id}/resolve/{revision}/{filename}",
             "HF_HUB_OFFLINE": False,
             "HF_HUB_DISABLE_XET": self.transfer == "lfs",
             "HF_HOME": str(home),
@@ -118,12 +133,21 @@ class Hub:
             "HF_TOKEN_PATH": str(home / "token"),
             "HF_STORED_TOKENS_PATH": str(home / "stored_tokens"),
         }
-        variables = {"HF_HUB_OFFLINE": "0", "HF_HOME": str(home), **({"HF_TOKEN": token} if token else {})}
+        variables = {
+            "HF_HUB_OFFLINE": "0",
+            "HF_HOME": str(home),
+            **({"HF_TOKEN": token} if token else {}),
+        }
         # transformers keeps its client, and with it the address of the first Hub that it asked
         own_client = mock.patch("transformers.utils.hub._hf_api", None)
         # The machine's certificates, which are half of what a client costs, are read for nothing.
         without_tls = mock.patch("httpx2._transports.default.create_ssl_context", return_value=TLS)
-        with mock.patch.multiple(constants, **settings), mock.patch.dict(os.environ, variables), own_client, without_tls:
+        with (
+            mock.patch.multiple(constants, **settings),
+            mock.patch.dict(os.environ, variables),
+            own_client,
+            without_tls,
+        ):
             if token is None:
                 os.environ.pop("HF_TOKEN", None)
             try:
@@ -153,7 +177,9 @@ def loopback_hub(folder: Path, transfer: Literal["lfs", "xet"] = "lfs") -> Itera
     """A Hub that keeps its files in `folder`, and moves large ones by classic LFS, or by Xet as the Hub does now."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.hub = hub = Hub(folder, server.server_port, transfer)  # type: ignore[attr-defined]
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+    ).start()
     try:
         yield hub
     finally:
@@ -164,8 +190,18 @@ def loopback_hub(folder: Path, transfer: Literal["lfs", "xet"] = "lfs") -> Itera
 
 def environment(address: str, home: Path) -> dict[str, str]:
     """Of a process that asks the Hub at this address without a token, and keeps what it fetches in `home`."""
-    inherited = {name: value for name, value in os.environ.items() if name not in ("HF_TOKEN", "HF_HUB_CACHE", "HF_TOKEN_PATH")}
-    return {**inherited, "HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(home), "PYTHONPATH": str(ROOT)}
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("HF_TOKEN", "HF_HUB_CACHE", "HF_TOKEN_PATH")
+    }
+    return {
+        **inherited,
+        "HF_ENDPOINT": address,
+        "HF_HUB_OFFLINE": "0",
+        "HF_HOME": str(home),
+        "PYTHONPATH": str(ROOT),
+    }
 
 
 def fetched(home: Path) -> set[str]:

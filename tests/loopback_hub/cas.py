@@ -49,7 +49,10 @@ def _files(shard: bytes) -> Iterator[tuple[str, str, int]]:
     at = RECORD
     while shard[at : at + 32] != b"\xff" * 32:
         name, flags, segments = shard[at : at + 32], *struct.unpack_from("<II", shard, at + 32)
-        sizes = [struct.unpack_from("<I", shard, at + RECORD * (1 + index) + 36)[0] for index in range(segments)]
+        sizes = [
+            struct.unpack_from("<I", shard, at + RECORD * (1 + index) + 36)[0]
+            for index in range(segments)
+        ]
         at += RECORD * (1 + segments * (2 if flags & VERIFIED else 1))
         if flags & WITH_SHA256:
             yield _hexadecimal(shard[at : at + 32]), _hexadecimal(name), sum(sizes)

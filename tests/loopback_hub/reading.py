@@ -65,7 +65,9 @@ def user_of(hub: "Hub", request: Request) -> str | None:
     return hub.users[request.token]
 
 
-def repository_of(hub: "Hub", request: Request, *, writes: bool = False, reads_files: bool = False) -> Repository:
+def repository_of(
+    hub: "Hub", request: Request, *, writes: bool = False, reads_files: bool = False
+) -> Repository:
     """The repository of the path, for someone who may see it. The Hub does not say whether a private one exists."""
     user = user_of(hub, request)
     repository = hub.repositories.get(request.values["id"])
@@ -81,7 +83,9 @@ def repository_of(hub: "Hub", request: Request, *, writes: bool = False, reads_f
         message = f"Access to model {repository.id} is restricted."
         if user is None:
             raise RefusedError(401, f"{message} Please log in.", "GatedRepo")
-        raise RefusedError(403, f"{message} Visit {hub.address}/{repository.id} to ask for access.", "GatedRepo")
+        raise RefusedError(
+            403, f"{message} Visit {hub.address}/{repository.id} to ask for access.", "GatedRepo"
+        )
     return repository
 
 
@@ -93,7 +97,12 @@ def commit_of(repository: Repository, revision: str) -> Commit:
 
 
 def description(
-    hub: "Hub", repository: Repository, commit: Commit | None = None, *, siblings: bool = False, blobs: bool = False
+    hub: "Hub",
+    repository: Repository,
+    commit: Commit | None = None,
+    *,
+    siblings: bool = False,
+    blobs: bool = False,
 ) -> dict[str, Any]:
     commit = commit or repository.resolve("main")
     files = commit.files if commit else {}
@@ -105,15 +114,28 @@ def description(
         "downloads": repository.downloads,
         "tags": tags_of(hub, repository),
         "cardData": card_of(hub, commit),
-        **({"siblings": [sibling(path, file, blobs) for path, file in sorted(files.items())]} if siblings else {}),
+        **(
+            {"siblings": [sibling(path, file, blobs) for path, file in sorted(files.items())]}
+            if siblings
+            else {}
+        ),
     }
 
 
 def sibling(path: str, file: File, blobs: bool) -> dict[str, Any]:
     if not blobs:
         return {"rfilename": path}
-    large = {"sha256": file.sha256, "size": file.size, "pointerSize": len(pointer(file.sha256, file.size))}
-    return {"rfilename": path, "size": file.size, "blobId": file.git, **({"lfs": large} if file.lfs else {})}
+    large = {
+        "sha256": file.sha256,
+        "size": file.size,
+        "pointerSize": len(pointer(file.sha256, file.size)),
+    }
+    return {
+        "rfilename": path,
+        "size": file.size,
+        "blobId": file.git,
+        **({"lfs": large} if file.lfs else {}),
+    }
 
 
 def card_of(hub: "Hub", commit: Commit | None) -> dict[str, Any]:
@@ -130,7 +152,11 @@ def metadata(card: str) -> dict[str, Any]:
 def tags_of(hub: "Hub", repository: Repository) -> list[str]:
     """Those given, and what the Hub derives from the card."""
     card = card_of(hub, repository.resolve("main"))
-    bases = [card["base_model"]] if isinstance(card.get("base_model"), str) else card.get("base_model", [])
+    bases = (
+        [card["base_model"]]
+        if isinstance(card.get("base_model"), str)
+        else card.get("base_model", [])
+    )
     relation = card.get("base_model_relation", "finetune")
     derived = [
         *card.get("tags", []),
@@ -145,12 +171,19 @@ def tags_of(hub: "Hub", repository: Repository) -> list[str]:
 def entries(files: Mapping[str, File]) -> list[dict[str, Any]]:
     """Folders, then files."""
     folders = {parent.as_posix() for path in files for parent in PurePosixPath(path).parents[:-1]}
-    found = [{"type": "directory", "path": path, "oid": git_hash(path.encode()), "size": 0} for path in sorted(folders)]
+    found = [
+        {"type": "directory", "path": path, "oid": git_hash(path.encode()), "size": 0}
+        for path in sorted(folders)
+    ]
     return [*found, *(entry(path, file) for path, file in sorted(files.items()))]
 
 
 def entry(path: str, file: File) -> dict[str, Any]:
-    large = {"oid": file.sha256, "size": file.size, "pointerSize": len(pointer(file.sha256, file.size))}
+    large = {
+        "oid": file.sha256,
+        "size": file.size,
+        "pointerSize": len(pointer(file.sha256, file.size)),
+    }
     return {
         "type": "file",
         "path": path,
@@ -168,7 +201,13 @@ def whoami(hub: "Hub", request: Request) -> Answer:
     role = "write" if user == OWNER else "read"
     token = {"displayName": "loopback", "role": role, "createdAt": "2026-01-01T00:00:00.000Z"}
     return Answer(
-        {"type": "user", "name": user, "fullname": user, "orgs": [], "auth": {"type": "access_token", "accessToken": token}}
+        {
+            "type": "user",
+            "name": user,
+            "fullname": user,
+            "orgs": [],
+            "auth": {"type": "access_token", "accessToken": token},
+        }
     )
 
 
@@ -182,13 +221,17 @@ def list_models(hub: "Hub", request: Request) -> Answer:
         and search in repository.id.lower()
         and set(query.get("filter", [])) <= set(tags_of(hub, repository))
     ]
-    return Answer(sorted(found, key=lambda one: one["downloads"], reverse=True)[: int(query["limit"][0])])
+    return Answer(
+        sorted(found, key=lambda one: one["downloads"], reverse=True)[: int(query["limit"][0])]
+    )
 
 
 def info(hub: "Hub", request: Request) -> Answer:
     repository = repository_of(hub, request)
     commit = commit_of(repository, request.values.get("revision", "main"))
-    return Answer(description(hub, repository, commit, siblings=True, blobs="blobs" in request.query))
+    return Answer(
+        description(hub, repository, commit, siblings=True, blobs="blobs" in request.query)
+    )
 
 
 def tree(hub: "Hub", request: Request) -> Answer:
@@ -204,7 +247,9 @@ def folder(hub: "Hub", request: Request) -> Answer:
 def paths_info(hub: "Hub", request: Request) -> Answer:
     repository = repository_of(hub, request)
     files = commit_of(repository, request.values["revision"]).files
-    asked = parse_qs(request.body.read_text(encoding="utf-8") if request.body else "").get("paths", [])
+    asked = parse_qs(request.body.read_text(encoding="utf-8") if request.body else "").get(
+        "paths", []
+    )
     return Answer([one for one in entries(files) if one["path"] in asked])
 
 
@@ -213,7 +258,10 @@ def refs(hub: "Hub", request: Request) -> Answer:
     kinds = {"branches": ("heads", repository.branches), "tags": ("tags", repository.git_tags)}
     return Answer(
         {
-            kind: [{"name": name, "ref": f"refs/{folder}/{name}", "targetCommit": commit} for name, commit in named.items()]
+            kind: [
+                {"name": name, "ref": f"refs/{folder}/{name}", "targetCommit": commit}
+                for name, commit in named.items()
+            ]
             for kind, (folder, named) in kinds.items()
         }
         | {"converts": [], "pullRequests": []}
@@ -225,7 +273,13 @@ def commits(hub: "Hub", request: Request) -> Answer:
     commit_of(repository, request.values["revision"])
     return Answer(
         [
-            {"id": one.id, "title": one.title, "message": one.message, "authors": [{"user": OWNER}], "date": one.date}
+            {
+                "id": one.id,
+                "title": one.title,
+                "message": one.message,
+                "authors": [{"user": OWNER}],
+                "date": one.date,
+            }
             for one in repository.history(request.values["revision"])
         ]
     )

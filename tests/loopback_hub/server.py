@@ -83,11 +83,16 @@ class Route(NamedTuple):
     answer: Callable[["Hub", Request], Answer]
 
 
-def route(name: str, methods: str, pattern: str, answer: Callable[["Hub", Request], Answer]) -> Route:
+def route(
+    name: str, methods: str, pattern: str, answer: Callable[["Hub", Request], Answer]
+) -> Route:
     """`{name}` in the pattern is a part of the path without a slash, {id} of a repository two, {path} as many as there are."""
     parts = {"id": r"(?P<id>[^/]+/[^/]+?)", "path": "(?P<path>.+)"}
     return Route(
-        name, methods, re.compile(re.sub(r"\{(\w+)\}", lambda m: parts.get(m[1], rf"(?P<{m[1]}>[^/]+)"), pattern)), answer
+        name,
+        methods,
+        re.compile(re.sub(r"\{(\w+)\}", lambda m: parts.get(m[1], rf"(?P<{m[1]}>[^/]+)"), pattern)),
+        answer,
     )
 
 
@@ -116,7 +121,9 @@ ROUTES = [
     route("dataset-tree", "GET", DATASET + "/tree/{revision}", reading.tree),
     route("dataset-tree", "GET", DATASET + "/tree/{revision}/{path}", reading.folder),
     route("dataset-paths", "POST", DATASET + "/paths-info/{revision}", reading.paths_info),
-    route("dataset-resolve", "GET HEAD", "/datasets/{id}/resolve/{revision}/{path}", reading.resolve),
+    route(
+        "dataset-resolve", "GET HEAD", "/datasets/{id}/resolve/{revision}/{path}", reading.resolve
+    ),
     route("download", "GET HEAD", "/cdn/{sha256}", reading.download),
 ]
 
@@ -132,10 +139,20 @@ class Handler(BaseHTTPRequestHandler):
         hub: Hub = self.server.hub  # type: ignore[attr-defined]
         url = urlsplit(self.path)
         request = Request(
-            self.command, url.path, parse_qs(url.query), {name.lower(): value for name, value in self.headers.items()}
+            self.command,
+            url.path,
+            parse_qs(url.query),
+            {name.lower(): value for name, value in self.headers.items()},
         )
         hub.requests.append(request)
-        route = next((one for one in ROUTES if self.command in one.methods and one.pattern.fullmatch(url.path)), None)
+        route = next(
+            (
+                one
+                for one in ROUTES
+                if self.command in one.methods and one.pattern.fullmatch(url.path)
+            ),
+            None,
+        )
         if route and (found := route.pattern.fullmatch(url.path)):
             request.route = route.name
             request.values = {key: unquote(value) for key, value in found.groupdict().items()}
@@ -148,7 +165,11 @@ class Handler(BaseHTTPRequestHandler):
                 answer = Answer({"error": f"no endpoint {self.command} {url.path}"}, {}, 404)
             else:
                 if fault and fault.kind == "conflict":
-                    hub.commit(request.values["id"], {"someone-else.txt": b"was faster"}, "a commit from aside")
+                    hub.commit(
+                        request.values["id"],
+                        {"someone-else.txt": b"was faster"},
+                        "a commit from aside",
+                    )
                 try:
                     answer = route.answer(hub, request)
                 except RefusedError as refused:
@@ -181,7 +202,9 @@ class Handler(BaseHTTPRequestHandler):
             content = request.body.read_bytes()
             middle = len(content) // 2
             letter = re.compile(rb"[A-Za-z]").search(content, middle)
-            request.body.write_bytes(with_another_byte(content, letter.start() if letter else middle))
+            request.body.write_bytes(
+                with_another_byte(content, letter.start() if letter else middle)
+            )
 
     def _blocks(self, length: int) -> Iterator[bytes]:
         if length:
@@ -198,15 +221,24 @@ class Handler(BaseHTTPRequestHandler):
     def _send(self, answer: Answer, fault: Fault | None) -> None:
         content = answer.content
         if not isinstance(content, bytes | Path):
-            content, answer.headers = json.dumps(content).encode(), {"Content-Type": "application/json", **answer.headers}
+            content, answer.headers = (
+                json.dumps(content).encode(),
+                {"Content-Type": "application/json", **answer.headers},
+            )
         size = content.stat().st_size if isinstance(content, Path) else len(content)
         start, end, status = 0, size, answer.status
         headers: dict[str, Any] = dict(answer.headers)
         if (asked := self.headers.get("Range")) and isinstance(content, Path):
             first, _, last = asked.removeprefix("bytes=").partition("-")
-            start, end = (int(first), min(size, int(last) + 1) if last else size) if first else (size - int(last), size)
+            start, end = (
+                (int(first), min(size, int(last) + 1) if last else size)
+                if first
+                else (size - int(last), size)
+            )
             status = 206 if start < size else 416
-            headers["Content-Range"] = f"bytes {start}-{end - 1}/{size}" if start < size else f"bytes */{size}"
+            headers["Content-Range"] = (
+                f"bytes {start}-{end - 1}/{size}" if start < size else f"bytes */{size}"
+            )
             end = max(start, end) if start < size else start
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(end - start)}.items():
@@ -214,10 +246,14 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        fault = fault if self.command == "GET" else None  # it has struck where the body was received
+        fault = (
+            fault if self.command == "GET" else None
+        )  # it has struck where the body was received
         middle = (start + end) // 2
         for position, block in _read(content, start, end):
-            damaged = fault and fault.kind == "corrupt" and position <= middle < position + len(block)
+            damaged = (
+                fault and fault.kind == "corrupt" and position <= middle < position + len(block)
+            )
             self.wfile.write(with_another_byte(block, middle - position) if damaged else block)
             if fault and fault.kind in ("cut", "slow") and position + len(block) >= middle:
                 self.wfile.flush()
@@ -239,7 +275,10 @@ def _read(content: bytes | Path, start: int, end: int) -> Iterator[tuple[int, by
     """(position, block), at least two of them, so that there is a middle."""
     size = min(BLOCK, max(1, (end - start) // 2))
     if isinstance(content, bytes):
-        yield from ((position, content[position : min(position + size, end)]) for position in range(start, end, size))
+        yield from (
+            (position, content[position : min(position + size, end)])
+            for position in range(start, end, size)
+        )
         return
     with content.open("rb") as file:
         file.seek(start)

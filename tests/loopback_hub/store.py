@@ -10,7 +10,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 # What the Hub's .gitattributes of a new repository sends to large-file storage, as far as models have it, and files above 10 MiB.
-LARGE = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".onnx", ".npz", ".parquet", ".tar", ".zip")
+LARGE = (
+    ".safetensors",
+    ".gguf",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".onnx",
+    ".npz",
+    ".parquet",
+    ".tar",
+    ".zip",
+)
 LARGE_BYTES = 10 * 1024**2
 
 
@@ -56,7 +68,9 @@ class Repository:
     members: set[str] = field(default_factory=set)  # who may read it although it is gated
     lock: threading.RLock = field(default_factory=threading.RLock)
 
-    def commit(self, files: Mapping[str, File | None], title: str, message: str = "", branch: str = "main") -> Commit:
+    def commit(
+        self, files: Mapping[str, File | None], title: str, message: str = "", branch: str = "main"
+    ) -> Commit:
         """On top of the branch: these files changed, those that are None deleted."""
         with self.lock:
             parent = self.branches.get(branch)
@@ -64,7 +78,9 @@ class Repository:
             after = {path: file for path, file in {**before, **files}.items() if file}
             # An hour apart, so that the order of commits can be told from their dates.
             date = datetime(2026, 1, 1, tzinfo=UTC) + timedelta(hours=len(self.commits))
-            written = repr((self.id, parent, title, message, sorted(after.items()), len(self.commits)))
+            written = repr(
+                (self.id, parent, title, message, sorted(after.items()), len(self.commits))
+            )
             commit = Commit(
                 hashlib.sha1(written.encode()).hexdigest(),
                 parent,
@@ -126,7 +142,9 @@ class Objects:
         path = self.path(sha256)
         size = path.stat().st_size
         lfs = is_large(name, size) if lfs is None else lfs
-        return File(sha256, size, git_hash(pointer(sha256, size) if lfs else path.read_bytes()), lfs)
+        return File(
+            sha256, size, git_hash(pointer(sha256, size) if lfs else path.read_bytes()), lfs
+        )
 
 
 def is_large(name: str, size: int, sample: bytes = b"") -> bool:
@@ -135,7 +153,9 @@ def is_large(name: str, size: int, sample: bytes = b"") -> bool:
 
 def pointer(sha256: str, size: int) -> bytes:
     """The text that git keeps for a large file."""
-    return f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha256}\nsize {size}\n".encode()
+    return (
+        f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha256}\nsize {size}\n".encode()
+    )
 
 
 def git_hash(content: bytes) -> str:

@@ -6,7 +6,16 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
-from tests.loopback_hub.reading import OWNER, Answer, RefusedError, Request, commit_of, metadata, repository_of, user_of
+from tests.loopback_hub.reading import (
+    OWNER,
+    Answer,
+    RefusedError,
+    Request,
+    commit_of,
+    metadata,
+    repository_of,
+    user_of,
+)
 from tests.loopback_hub.store import File, is_large
 
 if TYPE_CHECKING:
@@ -14,7 +23,17 @@ if TYPE_CHECKING:
 
 # Some of the licences that the Hub knows by name; a card with another one is refused.
 LICENSES = {
-    *("apache-2.0", "mit", "gpl-3.0", "cc0-1.0", "cc-by-4.0", "cc-by-nc-4.0", "cc-by-nc-nd-4.0", "unknown", "other"),
+    *(
+        "apache-2.0",
+        "mit",
+        "gpl-3.0",
+        "cc0-1.0",
+        "cc-by-4.0",
+        "cc-by-nc-4.0",
+        "cc-by-nc-nd-4.0",
+        "unknown",
+        "other",
+    ),
     *("llama2", "llama3", "llama3.1", "llama3.2", "llama3.3", "llama4", "gemma"),
 }
 
@@ -25,7 +44,10 @@ def create_repository(hub: "Hub", request: Request) -> Answer:
     if user is None:
         raise RefusedError(401, "Invalid username or password.")
     if user != OWNER:
-        raise RefusedError(403, f'You don\'t have the rights to create a model under the namespace "{name.split("/")[0]}"')
+        raise RefusedError(
+            403,
+            f'You don\'t have the rights to create a model under the namespace "{name.split("/")[0]}"',
+        )
     url = f"{hub.address}/{name}"
     if name in hub.repositories:
         return Answer({"error": "You already created this model repo", "url": url}, status=409)
@@ -44,7 +66,14 @@ def preupload(hub: "Hub", request: Request) -> Answer:
         large = is_large(asked["path"], asked["size"], base64.b64decode(asked["sample"]))
         known = files.get(asked["path"])
         oid = None if known is None or known.lfs != large else known.sha256 if large else known.git
-        answer.append({"path": asked["path"], "uploadMode": "lfs" if large else "regular", "shouldIgnore": False, "oid": oid})
+        answer.append(
+            {
+                "path": asked["path"],
+                "uploadMode": "lfs" if large else "regular",
+                "shouldIgnore": False,
+                "oid": oid,
+            }
+        )
     return Answer({"files": answer})
 
 
@@ -56,7 +85,12 @@ def batch(hub: "Hub", request: Request) -> Answer:
         upload = {"href": f"{hub.storage_address}/upload/{oid}", "header": {}}
         return {} if oid in hub.objects else {"actions": {"upload": upload}}
 
-    return Answer({"transfer": "basic", "objects": [asked | sent(asked["oid"]) for asked in request.json()["objects"]]})
+    return Answer(
+        {
+            "transfer": "basic",
+            "objects": [asked | sent(asked["oid"]) for asked in request.json()["objects"]],
+        }
+    )
 
 
 def upload(hub: "Hub", request: Request) -> Answer:
@@ -64,7 +98,9 @@ def upload(hub: "Hub", request: Request) -> Answer:
     assert request.body
     with request.body.open("rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != request.values["sha256"]:
-            raise RefusedError(400, "The SHA256 you specified did not match the calculated checksum.")
+            raise RefusedError(
+                400, "The SHA256 you specified did not match the calculated checksum."
+            )
     request.body.replace(hub.objects.path(request.values["sha256"]))
     return Answer()
 
@@ -75,8 +111,14 @@ def xet_token(hub: "Hub", request: Request) -> Answer:
     repository_of(hub, request, writes=writes, reads_files=not writes)
     assert hub.cas
     expires = int(time.time()) + 3600
-    headers = {"X-Xet-Cas-Url": hub.cas.address, "X-Xet-Access-Token": hub.xet_token, "X-Xet-Token-Expiration": str(expires)}
-    return Answer({"casUrl": hub.cas.address, "accessToken": hub.xet_token, "exp": expires}, headers)
+    headers = {
+        "X-Xet-Cas-Url": hub.cas.address,
+        "X-Xet-Access-Token": hub.xet_token,
+        "X-Xet-Token-Expiration": str(expires),
+    }
+    return Answer(
+        {"casUrl": hub.cas.address, "accessToken": hub.xet_token, "exp": expires}, headers
+    )
 
 
 def commit(hub: "Hub", request: Request) -> Answer:
@@ -99,7 +141,9 @@ def commit(hub: "Hub", request: Request) -> Answer:
         for line in lines:
             value = line["value"]
             if line["key"] == "file":
-                changed[value["path"]] = hub.objects.add(value["path"], base64.b64decode(value["content"]))
+                changed[value["path"]] = hub.objects.add(
+                    value["path"], base64.b64decode(value["content"])
+                )
             elif line["key"] == "lfsFile":
                 changed[value["path"]] = hub.uploaded(value["path"], value["oid"])
             elif line["key"] == "deletedFile":
@@ -107,13 +151,19 @@ def commit(hub: "Hub", request: Request) -> Answer:
                     raise RefusedError(404, "A file with this name doesn't exist", "EntryNotFound")
                 changed[value["path"]] = None
         made = repository.commit(changed, header["summary"], header.get("description", ""), branch)
-    return Answer({"commitOid": made.id, "commitUrl": f"{hub.address}/{repository.id}/commit/{made.id}"})
+    return Answer(
+        {"commitOid": made.id, "commitUrl": f"{hub.address}/{repository.id}/commit/{made.id}"}
+    )
 
 
 def validate_yaml(hub: "Hub", request: Request) -> Answer:
     """What the Hub holds against a card's licence, as far as this one knows."""
     allowed = metadata(request.json()["content"]).get("license", "other") in LICENSES
-    errors = [] if allowed else [{"message": f'"license" must be one of [{", ".join(sorted(LICENSES))}]'}]
+    errors = (
+        []
+        if allowed
+        else [{"message": f'"license" must be one of [{", ".join(sorted(LICENSES))}]'}]
+    )
     return Answer({"errors": errors, "warnings": []}, status=200 if allowed else 400)
 
 

@@ -21,7 +21,12 @@ class Case:
     """Rows, a head, and target distributions; the loss of each row, and its expected acceptance as a metric."""
 
     def __init__(
-        self, divergence: Any = "forward_kl", *, trains_head: bool = True, bias: bool = False, cap: float | None = None
+        self,
+        divergence: Any = "forward_kl",
+        *,
+        trains_head: bool = True,
+        bias: bool = False,
+        cap: float | None = None,
     ) -> None:
         torch.manual_seed(0)
         self.rows = torch.randn(K, R, H, requires_grad=True)
@@ -34,28 +39,53 @@ class Case:
     def losses(self, logits_rW: Tensor, probs_rW: Tensor, k: int) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             accepted_r = acceptance(logits_rW.float().softmax(-1), probs_rW)
-        return (1 + k) * self.divergence(logits_rW, probs_rW), torch.stack((accepted_r, accepted_r + k))
+        return (1 + k) * self.divergence(logits_rW, probs_rW), torch.stack(
+            (accepted_r, accepted_r + k)
+        )
 
     def run(self, form: Form, **options: Any) -> tuple[Tensor, Tensor, list[Tensor | None]]:
         """Value, metrics and gradients; the loss is scaled, as the trainer divides it."""
         for tensor in (self.rows, *self.linear.parameters()):
             tensor.grad = None
-        total, metrics = form(self.rows, self.weights_KR, self.head, lambda rows: self.probs_RW[rows], self.losses, **options)
+        total, metrics = form(
+            self.rows,
+            self.weights_KR,
+            self.head,
+            lambda rows: self.probs_RW[rows],
+            self.losses,
+            **options,
+        )
         (total / 7).backward()
-        return total.detach(), metrics, [tensor.grad for tensor in (self.rows, *self.linear.parameters())]
+        return (
+            total.detach(),
+            metrics,
+            [tensor.grad for tensor in (self.rows, *self.linear.parameters())],
+        )
 
 
-def assert_same_gradients(grads: list[Tensor | None], expected: list[Tensor | None], **tolerance: float) -> None:
+def assert_same_gradients(
+    grads: list[Tensor | None], expected: list[Tensor | None], **tolerance: float
+) -> None:
     for grad, wanted in zip(grads, expected, strict=True):
         assert (grad is None) == (wanted is None)
-        assert grad is None or wanted is None or torch.allclose(grad, wanted, **{"rtol": 1e-4, "atol": 1e-6, **tolerance})
+        assert (
+            grad is None
+            or wanted is None
+            or torch.allclose(grad, wanted, **{"rtol": 1e-4, "atol": 1e-6, **tolerance})
+        )
 
 
-@pytest.mark.parametrize(("block", "chunk"), [(1, 1), (20, 7), (33, 4), (3 * R, 7), (3 * R, R), (1024, 1024)])
 @pytest.mark.parametrize(
-    "divergence", [*DIVERGENCES, [{"name": "lk", "weight": 0.3}, {"name": "jsd", "beta": 0.2, "weight": 2}]], ids=str
+    ("block", "chunk"), [(1, 1), (20, 7), (33, 4), (3 * R, 7), (3 * R, R), (1024, 1024)]
 )
-def test_value_metrics_and_gradients_are_those_of_the_plain_form(divergence: Any, block: int, chunk: int) -> None:
+@pytest.mark.parametrize(
+    "divergence",
+    [*DIVERGENCES, [{"name": "lk", "weight": 0.3}, {"name": "jsd", "beta": 0.2, "weight": 2}]],
+    ids=str,
+)
+def test_value_metrics_and_gradients_are_those_of_the_plain_form(
+    divergence: Any, block: int, chunk: int
+) -> None:
     case = Case(divergence)
     total, metrics, grads = case.run(head_loss, block=block, chunk_bytes=chunk * 4 * W)
     expected_total, expected_metrics, expected = case.run(head_loss_plainly)
@@ -67,11 +97,16 @@ def test_value_metrics_and_gradients_are_those_of_the_plain_form(divergence: Any
 
 
 @pytest.mark.parametrize(
-    "options", [{"trains_head": False}, {"bias": True}, {"bias": True, "trains_head": False}, {"cap": 2.0}], ids=str
+    "options",
+    [{"trains_head": False}, {"bias": True}, {"bias": True, "trains_head": False}, {"cap": 2.0}],
+    ids=str,
 )
 def test_frozen_biased_and_capped_heads(options: dict[str, Any]) -> None:
     case = Case(**options)
-    (total, _, grads), (expected_total, _, expected) = case.run(head_loss, block=16), case.run(head_loss_plainly)
+    (total, _, grads), (expected_total, _, expected) = (
+        case.run(head_loss, block=16),
+        case.run(head_loss_plainly),
+    )
     assert float(total) == pytest.approx(float(expected_total), rel=1e-5)
     assert_same_gradients(grads, expected)
 
@@ -82,16 +117,26 @@ def test_rows_may_take_no_gradient() -> None:
     _, _, (rows_grad, weight_grad) = case.run(head_loss, block=16)
     assert rows_grad is None and weight_grad is not None
     with torch.no_grad():
-        total, _ = head_loss(case.rows, case.weights_KR, case.head, lambda rows: case.probs_RW[rows], case.losses)
-    assert not total.requires_grad and float(total) == pytest.approx(float(case.run(head_loss_plainly)[0]), rel=1e-5)
+        total, _ = head_loss(
+            case.rows, case.weights_KR, case.head, lambda rows: case.probs_RW[rows], case.losses
+        )
+    assert not total.requires_grad and float(total) == pytest.approx(
+        float(case.run(head_loss_plainly)[0]), rel=1e-5
+    )
 
 
-def test_under_autocast_matrices_are_multiplied_in_16_bits_and_the_heads_gradient_is_float32() -> None:
+def test_under_autocast_matrices_are_multiplied_in_16_bits_and_the_heads_gradient_is_float32() -> (
+    None
+):
     case = Case()
     with torch.autocast("cpu", torch.bfloat16):
         total, _, grads = case.run(head_loss, block=16)
         expected_total, _, expected = case.run(head_loss_plainly)
-    assert float(total) == pytest.approx(float(expected_total), rel=1e-5) != float(case.run(head_loss_plainly)[0])
+    assert (
+        float(total)
+        == pytest.approx(float(expected_total), rel=1e-5)
+        != float(case.run(head_loss_plainly)[0])
+    )
     for grad, wanted in zip(grads, expected, strict=True):
         assert grad is not None and wanted is not None and grad.dtype == torch.float32
         assert torch.allclose(grad, wanted, rtol=0, atol=2e-2 * float(wanted.abs().max()))
@@ -104,18 +149,31 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.numel = max([self.numel, *(tensor.numel() for tensor in tree_iter(result) if isinstance(tensor, Tensor))])
+        self.numel = max(
+            [
+                self.numel,
+                *(tensor.numel() for tensor in tree_iter(result) if isinstance(tensor, Tensor)),
+            ]
+        )
         return result
 
 
 def test_no_tensor_is_larger_than_a_block_s_logits() -> None:
     block, largest = 30, {}
-    for name, form, options in (("blocks", head_loss, {"block": block}), ("plain", head_loss_plainly, {})):
+    for name, form, options in (
+        ("blocks", head_loss, {"block": block}),
+        ("plain", head_loss_plainly, {}),
+    ):
         case = Case()
         case.probs_RW = case.probs_RW[:1]  # so that no target has a row of its own
         with Largest() as mode:
             total, _ = form(
-                case.rows, case.weights_KR, case.head, lambda _, probs_RW=case.probs_RW: probs_RW, case.losses, **options
+                case.rows,
+                case.weights_KR,
+                case.head,
+                lambda _, probs_RW=case.probs_RW: probs_RW,
+                case.losses,
+                **options,
             )
             total.backward()
         largest[name] = mode.numel

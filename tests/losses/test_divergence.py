@@ -5,7 +5,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdistill.losses.divergence import DIVERGENCES, LK_DECAY, acceptance, build_divergence, forward_kl, jsd, tvd
+from specdistill.losses.divergence import (
+    DIVERGENCES,
+    LK_DECAY,
+    acceptance,
+    build_divergence,
+    forward_kl,
+    jsd,
+    tvd,
+)
 from tests.refusals import refused
 
 LOG2 = math.log(2)
@@ -104,7 +112,9 @@ def test_cross_entropy_is_zero_when_q_has_all_its_mass_on_the_top_1() -> None:
     p = logits(0).softmax(-1)
     top1 = torch.nn.functional.one_hot(p.argmax(-1), 6)
     assert float(DIVERGENCES["cross_entropy"](200.0 * top1, p).sum()) == 0
-    assert float(DIVERGENCES["cross_entropy"](p.log(), p).sum()) == pytest.approx(-float(p.max(-1).values.log().sum()))
+    assert float(DIVERGENCES["cross_entropy"](p.log(), p).sum()) == pytest.approx(
+        -float(p.max(-1).values.log().sum())
+    )
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
@@ -162,7 +172,9 @@ def test_tvd_plus_plus_survives_rewards_everywhere() -> None:
 
 def test_jsd_tends_to_both_kls_and_stays_below_log_2() -> None:
     x, p = logits(1), logits(2).softmax(-1)
-    forward, reverse = (float(DIVERGENCES[name](x, p).sum()) for name in ("forward_kl", "reverse_kl"))
+    forward, reverse = (
+        float(DIVERGENCES[name](x, p).sum()) for name in ("forward_kl", "reverse_kl")
+    )
     assert float(jsd(x, p, beta=1e-3).sum()) / 1e-3 == pytest.approx(forward, rel=0.02)
     assert float(jsd(x, p, beta=1 - 1e-3).sum()) / 1e-3 == pytest.approx(reverse, rel=0.02)
     apart = jsd(1e4 * torch.eye(6), torch.eye(6).roll(1, -1))
@@ -171,7 +183,9 @@ def test_jsd_tends_to_both_kls_and_stays_below_log_2() -> None:
 
 def test_a_weighted_sum_adds_values_and_gradients() -> None:
     x, p = logits(1).requires_grad_(), logits(2).softmax(-1)
-    loss = build_divergence([{"name": "forward_kl", "weight": 0.25}, {"name": "tvd", "weight": 3}])(x, p)
+    loss = build_divergence([{"name": "forward_kl", "weight": 0.25}, {"name": "tvd", "weight": 3}])(
+        x, p
+    )
     assert torch.allclose(loss, 0.25 * forward_kl(x, p) + 3 * tvd(x, p))
     assert loss.shape == (4,)
     loss.sum().backward()
@@ -183,7 +197,11 @@ def test_options_reach_their_divergence() -> None:
     x, p = logits(1), logits(2).softmax(-1)
     expected = float(jsd(x, p, beta=0.1).sum())
     assert float(build_divergence({"name": "jsd", "beta": 0.1})(x, p).sum()) == expected
-    assert float(build_divergence({"name": "jsd"})(x, p).sum()) == float(build_divergence("jsd")(x, p).sum()) != expected
+    assert (
+        float(build_divergence({"name": "jsd"})(x, p).sum())
+        == float(build_divergence("jsd")(x, p).sum())
+        != expected
+    )
     half = build_divergence([{"name": "jsd", "beta": 0.1, "weight": 0.5}])(x, p)
     assert float(half.sum()) == pytest.approx(0.5 * expected)
 
@@ -202,7 +220,10 @@ def one(**options: object) -> dict[str, object]:
         (None, "", "None"),
         (["tvd"], "[0]", "'tvd'"),
         ([one()], "[0]", "{'name': 'jsd'}"),
-        *(([one(weight=weight)], "[0].weight", repr(weight)) for weight in (0, -1.0, math.nan, math.inf, True, "half")),
+        *(
+            ([one(weight=weight)], "[0].weight", repr(weight))
+            for weight in (0, -1.0, math.nan, math.inf, True, "half")
+        ),
         *((one(beta=beta), ".beta", repr(beta)) for beta in (0.0, 1, math.nan, True, "half", None)),
         (one(betta=0.3), ".betta", "an unknown key"),
         ({"name": "tvd", "beta": 0.3}, ".beta", "an unknown key"),
@@ -218,4 +239,6 @@ def test_acceptance_is_one_minus_total_variation() -> None:
     p, q = logits(6).softmax(-1), logits(7).softmax(-1)
     assert torch.allclose(acceptance(q, p), 1 - 0.5 * (p - q).abs().sum(-1), atol=1e-6)
     assert torch.allclose(acceptance(p, p), torch.ones(4), atol=1e-6)
-    assert float(acceptance(q, p).sum()) == pytest.approx(4 - float(tvd(q.log(), p).sum()), rel=1e-5)
+    assert float(acceptance(q, p).sum()) == pytest.approx(
+        4 - float(tvd(q.log(), p).sum()), rel=1e-5
+    )

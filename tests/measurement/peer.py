@@ -47,7 +47,11 @@ class PeerServer:
 
     def __init__(self, engine, target, proposer=None, k=0, *, model=None, behaviour=None):
         self.engine, self.k, self.model = engine, k, model or target.name
-        self.decoder, self.target, self.behaviour = Decoder(target, proposer), target, behaviour or Behaviour()
+        self.decoder, self.target, self.behaviour = (
+            Decoder(target, proposer),
+            target,
+            behaviour or Behaviour(),
+        )
         self.num_answers, self.lock, self.closed = 0, threading.Lock(), threading.Event()
         self.generated, self.length = 0, 0.0
         peer = self
@@ -77,12 +81,18 @@ class PeerServer:
 
     def get(self, handler):
         if handler.path == "/metrics" and self.behaviour.metrics:
-            average = f"sglang:spec_accept_length{{{LABELS}}} {self.length}\n" if self.engine == "sglang" else ""
+            average = (
+                f"sglang:spec_accept_length{{{LABELS}}} {self.length}\n"
+                if self.engine == "sglang"
+                else ""
+            )
             return handler.answer(counters(self.engine, self.k, self.generated, LABELS) + average)
         version, length = self.behaviour.version, self.target.max_length
         served = pages(self.engine, self.model, self.k, version=version, max_length=length)
         found = handler.path in served
-        return handler.answer(served[handler.path] if found else {"detail": "Not Found"}, 200 if found else 404)
+        return handler.answer(
+            served[handler.path] if found else {"detail": "Not Found"}, 200 if found else 404
+        )
 
     def post(self, handler):
         body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
@@ -99,9 +109,13 @@ class PeerServer:
             parameters = body if self.engine == "vllm" else body["sampling_params"]
             generated = self.decoder.generate(
                 body["prompt" if self.engine == "vllm" else "input_ids"],
-                max_new_tokens=parameters["max_tokens" if self.engine == "vllm" else "max_new_tokens"],
+                max_new_tokens=parameters[
+                    "max_tokens" if self.engine == "vllm" else "max_new_tokens"
+                ],
                 num_speculative_tokens=self.k,
-                sampling=Sampling(parameters["temperature"], parameters["top_p"], max(parameters["top_k"], 0)),
+                sampling=Sampling(
+                    parameters["temperature"], parameters["top_p"], max(parameters["top_k"], 0)
+                ),
                 generator=torch.Generator().manual_seed(parameters.get("seed", 0)),
             )
             self.generated += len(generated.token_ids) + behaviour.counts_of_others
@@ -110,12 +124,20 @@ class PeerServer:
 
     def completion(self, generated):
         rounds = [entry for entry in generated.rounds if entry.drafted]
-        accepted, num_drafted = [entry.num_accepted for entry in rounds], sum(len(entry.drafted) for entry in rounds)
+        accepted, num_drafted = (
+            [entry.num_accepted for entry in rounds],
+            sum(len(entry.drafted) for entry in rounds),
+        )
         if accepted:
             self.length = 1 + sum(accepted) / len(accepted)
         ids = generated.token_ids[:-1] if generated.stopped else generated.token_ids
-        text, counts = self.target.tokenizer.decode(ids, skip_special_tokens=False), self.behaviour.counts
-        answer = completion(self.engine, self.k, text, [*generated.token_ids], accepted, num_drafted, counts=counts)
+        text, counts = (
+            self.target.tokenizer.decode(ids, skip_special_tokens=False),
+            self.behaviour.counts,
+        )
+        answer = completion(
+            self.engine, self.k, text, [*generated.token_ids], accepted, num_drafted, counts=counts
+        )
         if not self.behaviour.returns_tokens:
             del answer["choices"][0]["token_ids"]
         return answer

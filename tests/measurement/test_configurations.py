@@ -10,8 +10,12 @@ from specdistill.statistics.records import Configuration
 from specdistill.suites.suite import Prompt
 from tests.refusals import refused
 
-PROMPTS = [Prompt(f"p{number}", "ab"[number % 2], "x", (20 + number, 30, 40)) for number in range(2)]
-MAIN = MeasurementPlan(Settings(num_speculative_tokens=2, max_new_tokens=6, repeats=1, warmup=0), PROMPTS)
+PROMPTS = [
+    Prompt(f"p{number}", "ab"[number % 2], "x", (20 + number, 30, 40)) for number in range(2)
+]
+MAIN = MeasurementPlan(
+    Settings(num_speculative_tokens=2, max_new_tokens=6, repeats=1, warmup=0), PROMPTS
+)
 
 
 def configurations(plans):
@@ -46,7 +50,9 @@ def test_trees_are_swept_with_their_own_depth_and_other_k_are_chains():
 
 def test_the_settings_beside_the_axis_stay():
     main = MeasurementPlan(replace(MAIN.settings, sampling=Sampling(0.7, 0.9, 5)), PROMPTS)
-    assert plan_configurations(main, SweepConfig(temperature=[1.0]), {})[1].settings.sampling == Sampling(1.0, 0.9, 5)
+    assert plan_configurations(main, SweepConfig(temperature=[1.0]), {})[
+        1
+    ].settings.sampling == Sampling(1.0, 0.9, 5)
 
 
 def test_a_tree_s_depth_is_its_number_of_speculative_tokens():

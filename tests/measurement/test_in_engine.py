@@ -19,7 +19,14 @@ from tests.proposers import ngram_proposer
 from tests.refusals import refused_key
 
 K, NUM_PROMPTS, NEW_TOKENS = 3, 6, 12
-COUNTED = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "accepted_per_position", "num_new_tokens", "num_looping")
+COUNTED = (
+    "num_drafts",
+    "num_draft_tokens",
+    "num_accepted_tokens",
+    "accepted_per_position",
+    "num_new_tokens",
+    "num_looping",
+)
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +47,22 @@ def speculative(pico):
 @pytest.fixture
 def plain(pico):
     with ExitStack() as peers:
-        yield lambda engine="vllm", **behaviour: peers.enter_context(PeerServer(engine, pico, behaviour=Behaviour(**behaviour)))
+        yield lambda engine="vllm", **behaviour: peers.enter_context(
+            PeerServer(engine, pico, behaviour=Behaviour(**behaviour))
+        )
 
 
 @pytest.fixture(scope="module")
 def expected(pico):
     """The rows of our own harness over the same prompts."""
     suite = load_suite("pico")
-    prompts = tokenize(suite, pico.tokenizer, max_new_tokens=NEW_TOKENS, max_length=pico.max_length, num_prompts=NUM_PROMPTS)
+    prompts = tokenize(
+        suite,
+        pico.tokenizer,
+        max_new_tokens=NEW_TOKENS,
+        max_length=pico.max_length,
+        num_prompts=NUM_PROMPTS,
+    )
     settings = Settings(K, NEW_TOKENS, repeats=1, warmup=0)
     proposer = ngram_proposer()
     runs = measure(pico, proposer, prompts, settings)
@@ -56,19 +71,27 @@ def expected(pico):
 
 
 def evaluate(folder, *arguments, gate="- {metric: mean_acceptance_length, min: 1.0}\n"):
-    numbers = {"num_speculative_tokens": K, "max_new_tokens": NEW_TOKENS, "num_prompts": NUM_PROMPTS}
+    numbers = {
+        "num_speculative_tokens": K,
+        "max_new_tokens": NEW_TOKENS,
+        "num_prompts": NUM_PROMPTS,
+    }
     settings = [f"eval.{name}={number}" for name, number in numbers.items()]
     return evaluate_pico(folder, "method=ngram", *settings, *arguments, gate=gate)
 
 
 @pytest.mark.usefixtures("simulated_clock")
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_a_servers_report_holds_the_decoders_own_numbers(engine, speculative, plain, expected, tmp_path):
+def test_a_servers_report_holds_the_decoders_own_numbers(
+    engine, speculative, plain, expected, tmp_path
+):
     with_draft, without = speculative(engine), plain(engine)
-    servers = (f"eval.engine={engine}", f"eval.server={with_draft.address}", f"eval.baseline_server={without.address}")
-    gate = (
-        "- {metric: lossless.greedy_identical, equals: true}\n- {metric: speedup, min: 0.01}\n- {metric: draft_ms, max: 1000}\n"
+    servers = (
+        f"eval.engine={engine}",
+        f"eval.server={with_draft.address}",
+        f"eval.baseline_server={without.address}",
     )
+    gate = "- {metric: lossless.greedy_identical, equals: true}\n- {metric: speedup, min: 0.01}\n- {metric: draft_ms, max: 1000}\n"
     assert evaluate(tmp_path / "report", *servers, gate=gate) == ExitCode.CHECK_FAILED
     report, samples = read_report(tmp_path / "report")
     ours, rows = expected
@@ -77,7 +100,9 @@ def test_a_servers_report_holds_the_decoders_own_numbers(engine, speculative, pl
     for row, theirs in zip(report["results"], rows, strict=True):
         assert {name: row[name] for name in COUNTED} == {name: theirs[name] for name in COUNTED}
         assert row.get("mean_acceptance_length_ci95") == theirs.get("mean_acceptance_length_ci95")
-        assert row["speedup"] == pytest.approx(row["tokens_per_second"] / row["baseline_tokens_per_second"])
+        assert row["speedup"] == pytest.approx(
+            row["tokens_per_second"] / row["baseline_tokens_per_second"]
+        )
     assert report["lossless"] == {
         "greedy_identical": True,
         "prompts_checked": NUM_PROMPTS,
@@ -90,11 +115,17 @@ def test_a_servers_report_holds_the_decoders_own_numbers(engine, speculative, pl
     assert report["software"][engine] == report["engine"]["version"] == "0.32.0"
     assert report["hardware"] == {"device": "server", "name": with_draft.address}
     assert set(report["target"]) == {"model", "revision"}
-    assert ("past_the_end" in [finding["name"] for finding in report["findings"]]) == (engine == "vllm")
-    assert report["measurement"]["seconds"] > sum(sample.speculative.seconds + sample.baseline.seconds for sample in samples)
+    assert ("past_the_end" in [finding["name"] for finding in report["findings"]]) == (
+        engine == "vllm"
+    )
+    assert report["measurement"]["seconds"] > sum(
+        sample.speculative.seconds + sample.baseline.seconds for sample in samples
+    )
     assert report["quality"]["python_syntax"]["difference"] == 0
     # What nobody can see from outside does not pass a gate.
-    verdicts = {rule["metric"]: (rule["passed"], rule["reason"]) for rule in report["gate"]["rules"]}
+    verdicts = {
+        rule["metric"]: (rule["passed"], rule["reason"]) for rule in report["gate"]["rules"]
+    }
     assert verdicts["lossless.greedy_identical"][0]
     assert verdicts["speedup"][0]
     assert not verdicts["draft_ms"][0]  # a server does not time its steps
@@ -104,11 +135,17 @@ def test_a_servers_report_holds_the_decoders_own_numbers(engine, speculative, pl
 def test_without_a_baseline_server_there_is_no_speedup(speculative, tmp_path):
     peer = speculative(returns_tokens=False)
     peer.model = "pico"  # --served-model-name
-    assert evaluate(tmp_path / "report", "eval.engine=vllm", f"eval.server={peer.address}") == ExitCode.DONE
+    assert (
+        evaluate(tmp_path / "report", "eval.engine=vllm", f"eval.server={peer.address}")
+        == ExitCode.DONE
+    )
     report, samples = read_report(tmp_path / "report")
     row = report["results"][0]
     assert "speedup" not in row
-    assert row["not_measured"].keys() >= {"speedup", "num_looping"} and "lossless.greedy_identical" in report["not_measured"]
+    assert (
+        row["not_measured"].keys() >= {"speedup", "num_looping"}
+        and "lossless.greedy_identical" in report["not_measured"]
+    )
     assert report["lossless"] == {"prompts_checked": 0}
     assert row["tokens_per_second"] > 0
     assert samples[0].text
@@ -116,7 +153,10 @@ def test_without_a_baseline_server_there_is_no_speedup(speculative, tmp_path):
 
 def test_sampled_texts_are_not_compared_token_for_token(speculative, plain, tmp_path):
     servers = (f"eval.server={speculative().address}", f"eval.baseline_server={plain().address}")
-    assert evaluate(tmp_path / "report", "eval.engine=vllm", *servers, "eval.temperature=0.8") == ExitCode.DONE
+    assert (
+        evaluate(tmp_path / "report", "eval.engine=vllm", *servers, "eval.temperature=0.8")
+        == ExitCode.DONE
+    )
     report, samples = read_report(tmp_path / "report")
     assert "lossless.greedy_identical" in report["not_measured"]
     assert any(sample.text != sample.baseline_text for sample in samples)
@@ -133,18 +173,29 @@ def test_a_text_that_differs_is_shown_and_fails(pico, plain, tmp_path):
         wrong.decoder.generate = hot
         servers = (f"eval.server={wrong.address}", f"eval.baseline_server={plain().address}")
         gate = "- {metric: lossless.unexplained_divergences, equals: 0}\n"
-        assert evaluate(tmp_path / "report", "eval.engine=vllm", *servers, gate=gate) == ExitCode.CHECK_FAILED
+        assert (
+            evaluate(tmp_path / "report", "eval.engine=vllm", *servers, gate=gate)
+            == ExitCode.CHECK_FAILED
+        )
     report, samples = read_report(tmp_path / "report")
     lossless = report["lossless"]
     assert not lossless["greedy_identical"]
-    assert lossless["divergences"] == sum(sample.text != sample.baseline_text for sample in samples) > 0
+    assert (
+        lossless["divergences"]
+        == sum(sample.text != sample.baseline_text for sample in samples)
+        > 0
+    )
     first = lossless["first_divergence"]
     assert first["speculative_token"] != first["baseline_token"]
 
 
 @pytest.mark.parametrize(
     ("behaviour", "reason"),
-    [({"dies_after": 4}, "http://"), ({"silent_after": 4}, "did not answer"), ({"malformed_after": 4}, "choices.0.text")],
+    [
+        ({"dies_after": 4}, "http://"),
+        ({"silent_after": 4}, "did not answer"),
+        ({"malformed_after": 4}, "choices.0.text"),
+    ],
 )
 def test_a_server_that_dies_leaves_what_it_answered_and_a_failed_gate(
     speculative, plain, tmp_path, capsys, monkeypatch, behaviour, reason
@@ -154,13 +205,21 @@ def test_a_server_that_dies_leaves_what_it_answered_and_a_failed_gate(
 
     def impatient(server, path, body=None, **options):
         """Waits for a tenth of a second, not for `server_timeout`, when there will be no answer."""
-        if body and server.address == peer.address and peer.num_answers == peer.behaviour.silent_after:
+        if (
+            body
+            and server.address == peer.address
+            and peer.num_answers == peer.behaviour.silent_after
+        ):
             assert server.timeout == 500
             server.timeout = 0.1
         return ask(server, path, body, **options)
 
     monkeypatch.setattr(Server, "ask", impatient)
-    servers = (f"eval.server={peer.address}", f"eval.baseline_server={baseline.address}", "eval.server_timeout=500")
+    servers = (
+        f"eval.server={peer.address}",
+        f"eval.baseline_server={baseline.address}",
+        "eval.server_timeout=500",
+    )
     assert evaluate(tmp_path / "report", "eval.engine=vllm", *servers) == ExitCode.RESOURCE_ERROR
     report, samples = read_report(tmp_path / "report")
     assert report["incomplete"] is True
@@ -177,7 +236,10 @@ def test_a_server_that_dies_leaves_what_it_answered_and_a_failed_gate(
 
 def test_a_server_that_dies_at_once_leaves_nothing(speculative, tmp_path, capsys):
     peer = speculative(dies_after=0)
-    assert evaluate(tmp_path / "report", "eval.engine=vllm", f"eval.server={peer.address}") == ExitCode.RESOURCE_ERROR
+    assert (
+        evaluate(tmp_path / "report", "eval.engine=vllm", f"eval.server={peer.address}")
+        == ExitCode.RESOURCE_ERROR
+    )
     assert peer.address in capsys.readouterr().err
     assert not (tmp_path / "report").exists()
 
@@ -212,15 +274,23 @@ def test_what_is_no_such_server_is_refused(speculative, plain, tmp_path, capsys)
     ):
         check_refused(capsys, tmp_path / "report", ExitCode.USER_ERROR, key, *arguments)
     nobody = "http://127.0.0.1:9"
-    check_refused(capsys, tmp_path / "report", ExitCode.RESOURCE_ERROR, nobody, vllm, f"eval.server={nobody}")
+    check_refused(
+        capsys, tmp_path / "report", ExitCode.RESOURCE_ERROR, nobody, vllm, f"eval.server={nobody}"
+    )
     lacks = "sglang:generation_tokens_total"
-    check_refused(capsys, tmp_path / "report", ExitCode.RESOURCE_ERROR, lacks, "eval.engine=sglang", good)
+    check_refused(
+        capsys, tmp_path / "report", ExitCode.RESOURCE_ERROR, lacks, "eval.engine=sglang", good
+    )
 
 
-def test_a_server_of_another_model_or_version_is_refused(pico, speculative, plain, tmp_path, capsys):
+def test_a_server_of_another_model_or_version_is_refused(
+    pico, speculative, plain, tmp_path, capsys
+):
     folder, good = tmp_path / "report", f"eval.server={speculative().address}"
     with PeerServer("vllm", pico, ngram_proposer(), K, model="Qwen/Qwen3-8B") as other:
-        check_refused(capsys, folder, 2, "eval.server", "eval.engine=vllm", f"eval.server={other.address}")
+        check_refused(
+            capsys, folder, 2, "eval.server", "eval.engine=vllm", f"eval.server={other.address}"
+        )
     newer = f"eval.baseline_server={plain(version='0.33.0').address}"
     check_refused(capsys, folder, 2, "eval.baseline_server", "eval.engine=vllm", good, newer)
     hidden = f"eval.server={speculative('sglang', metrics=False).address}"
@@ -229,4 +299,11 @@ def test_a_server_of_another_model_or_version_is_refused(pico, speculative, plai
 
 def test_a_server_that_serves_others_meanwhile_is_noticed(speculative, tmp_path, capsys):
     peer = speculative(counts_of_others=2)
-    check_refused(capsys, tmp_path / "report", 3, "14 tokens, of which 12", "eval.engine=vllm", f"eval.server={peer.address}")
+    check_refused(
+        capsys,
+        tmp_path / "report",
+        3,
+        "14 tokens, of which 12",
+        "eval.engine=vllm",
+        f"eval.server={peer.address}",
+    )

@@ -28,16 +28,34 @@ LOOKUP = "eval.lookup_first={method: ngram, min: 2, max: 2, draft_tokens: 1}"
 def files(tmp_path_factory):
     """A head, and pico as a GGUF file."""
     folder = tmp_path_factory.mktemp("files")
-    save_head("eagle3", build_head("eagle3", FrozenTarget.load("pico"), fc_norm=False, norm_output=False), folder / "draft")
+    save_head(
+        "eagle3",
+        build_head("eagle3", FrozenTarget.load("pico"), fc_norm=False, norm_output=False),
+        folder / "draft",
+    )
     return folder / "draft", write_gguf(PICO, folder / "pico-f16.gguf", "f16")
 
 
 def evaluate(folder, files, *arguments, lone=False):
     draft, target = files
-    given = [f"eval.engine_command={shlex.join([sys.executable, str(PROGRAM), 'llama.cpp'])}", "eval.engine=llama.cpp"]
-    given += ["eval.max_new_tokens=12", "eval.num_prompts=4", f"eval.llama_cpp.model={target}", "eval.num_speculative_tokens=3"]
-    given += ["method=ngram", "eval.ngram.rule=llama.cpp"] if lone else ["method=eagle3", f"draft={draft}"]
-    return evaluate_pico(folder, *given, *arguments, gate="- {metric: mean_acceptance_length, min: 1.0}\n")
+    given = [
+        f"eval.engine_command={shlex.join([sys.executable, str(PROGRAM), 'llama.cpp'])}",
+        "eval.engine=llama.cpp",
+    ]
+    given += [
+        "eval.max_new_tokens=12",
+        "eval.num_prompts=4",
+        f"eval.llama_cpp.model={target}",
+        "eval.num_speculative_tokens=3",
+    ]
+    given += (
+        ["method=ngram", "eval.ngram.rule=llama.cpp"]
+        if lone
+        else ["method=eagle3", f"draft={draft}"]
+    )
+    return evaluate_pico(
+        folder, *given, *arguments, gate="- {metric: mean_acceptance_length, min: 1.0}\n"
+    )
 
 
 @pytest.mark.parametrize("lone", [False, True])
@@ -47,20 +65,45 @@ def test_its_server_is_started_and_counted(lone, files, tmp_path, monkeypatch):
     own += [] if lone else [f"model_draft={files[1]}", "spec_draft_ngl=0"]
     keys = [f"eval.llama_cpp.{option}" for option in own]
     assert (
-        evaluate(tmp_path / "report", files, *keys, "eval.sweep.concurrency=[4]", *([] if lone else [LOOKUP]), lone=lone) == 0
+        evaluate(
+            tmp_path / "report",
+            files,
+            *keys,
+            "eval.sweep.concurrency=[4]",
+            *([] if lone else [LOOKUP]),
+            lone=lone,
+        )
+        == 0
     )
     report, samples = read_report(tmp_path / "report")
-    command, plain = (shlex.split(report["engine"][name]) for name in ("command", "baseline_command"))
-    common = ["--parallel", "4", "--ctx-size", "2048", "--threads", "2", "--device", "none", "--cache-type-k", "f32"]
+    command, plain = (
+        shlex.split(report["engine"][name]) for name in ("command", "baseline_command")
+    )
+    common = [
+        "--parallel",
+        "4",
+        "--ctx-size",
+        "2048",
+        "--threads",
+        "2",
+        "--device",
+        "none",
+        "--cache-type-k",
+        "f32",
+    ]
     common += [] if lone else ["--spec-draft-ngl", "0"]
     assert sorted(plain[3:]) == sorted(["-m", files[1].name, *common, "--metrics"])
     drafting = "--spec-type ngram-simple --spec-ngram-simple-size-n 3 --spec-ngram-simple-size-m 3"
     if not lone:
         lookup = "--spec-type ngram-simple,draft-eagle3 --spec-ngram-simple-size-n 2 --spec-ngram-simple-size-m 3"
-        drafting = f"-md {files[1].name} {lookup} --spec-draft-n-max 1 --no-spec-draft-backend-sampling"
+        drafting = (
+            f"-md {files[1].name} {lookup} --spec-draft-n-max 1 --no-spec-draft-backend-sampling"
+        )
     assert f" -m {files[1].name} {drafting} --parallel" in shlex.join(command)
     assert report["lossless"]["greedy_identical"] and report["engine"]["name"] == "llama.cpp"
-    assert report["target"]["dtype"] == "MOSTLY_F16" and report["target"]["weights"] == combined(file_hashes([files[1]]))
+    assert report["target"]["dtype"] == "MOSTLY_F16" and report["target"]["weights"] == combined(
+        file_hashes([files[1]])
+    )
     # After the prompt's own token, 3 tokens of a draft are accepted and none in alternation: 4 + 1 + 4 + 1 + 1 of 4 tokens.
     assert [sample.counts.accepted_per_position for sample in samples] == [(3, 2, 2)] * 8
 
@@ -78,8 +121,16 @@ def test_its_server_is_started_and_counted(lone, files, tmp_path, monkeypatch):
         ("eval.tensor_parallel", False, ["eval.tensor_parallel=2"]),
         ("eval.lookup_first.min", False, [LOOKUP.replace("min: 2", "min: 1")]),
         ("eval.lookup_first.max", False, [LOOKUP.replace("2,", "4,")]),
-        ("eval.lookup_first.draft_tree", False, [LOOKUP.replace("draft_tokens: 1", "draft_tree: {branching: [2]}")]),
-        ("eval.llama_cpp.ctx_size", True, ["eval.llama_cpp.ctx_size=300", "eval.sweep.concurrency=[4]"]),
+        (
+            "eval.lookup_first.draft_tree",
+            False,
+            [LOOKUP.replace("draft_tokens: 1", "draft_tree: {branching: [2]}")],
+        ),
+        (
+            "eval.llama_cpp.ctx_size",
+            True,
+            ["eval.llama_cpp.ctx_size=300", "eval.sweep.concurrency=[4]"],
+        ),
         ("eval.llama_cpp.model_draft", True, ["eval.llama_cpp.model_draft=draft.gguf"]),
         ("eval.llama_cpp.spec_draft_ngl", True, ["eval.llama_cpp.spec_draft_ngl=0"]),
         ("eval.ngram.rule", True, ["eval.ngram.rule=specdistill"]),
@@ -98,7 +149,10 @@ def test_what_llama_cpp_cannot_do_is_refused(key, lone, arguments, files, tmp_pa
 
 
 def test_a_file_of_another_vocabulary_or_of_none_is_refused(files, tmp_path):
-    target, tokenizer = TargetFiles("pico"), json.loads((PICO / "tokenizer.json").read_text())["model"]["vocab"]
+    target, tokenizer = (
+        TargetFiles("pico"),
+        json.loads((PICO / "tokenizer.json").read_text())["model"]["vocab"],
+    )
 
     class Other:
         def get_vocab(self):
@@ -112,7 +166,12 @@ def test_a_file_of_another_vocabulary_or_of_none_is_refused(files, tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "new.gguf", "llama")
     writer.add_token_list([*tokenizer])
     writer.add_file_type(9999)
-    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+    for write in (
+        writer.write_header_to_file,
+        writer.write_kv_data_to_file,
+        writer.write_tensors_to_file,
+        writer.close,
+    ):
         write()
     with refused("eval.llama_cpp.model", holds="9999"):
         target_file(LlamaCppConfig(model=str(tmp_path / "new.gguf")), target, Other())

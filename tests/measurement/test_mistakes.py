@@ -39,7 +39,9 @@ def failed_rules(make_mistake: Callable[[FrozenTarget], None], num_draws: int = 
     target, draft = FrozenTarget(model(0), tiny_tokenizer(), name="eight"), ModelProposer(model(3))
     make_mistake(target)
     settings = Settings(2, 16, sampling=Sampling(TEMPERATURE), repeats=1, warmup=0)
-    lossless = summary(greedy_check(target, draft, measure(target, draft, PROMPTS, settings), settings))
+    lossless = summary(
+        greedy_check(target, draft, measure(target, draft, PROMPTS, settings), settings)
+    )
     sampled = sampling_test(target, draft, PROMPTS, settings, num_draws=num_draws)
     lossless["sampling_test"] = sampled if isinstance(sampled, dict) else {}
     rules = [rule for rule in load_gate("default") if rule.metric.startswith("lossless")]
@@ -63,7 +65,9 @@ def residual_not_taken(_target: FrozenTarget, patch: Patch) -> None:
     """What follows a rejection is drawn from the target's distribution."""
     right = verify.rejection
 
-    def rejection(tokens: Tensor, target_probs: Tensor, draft_probs: Tensor | None, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    def rejection(
+        tokens: Tensor, target_probs: Tensor, draft_probs: Tensor | None, uniforms: Tensor
+    ) -> tuple[Tensor, Tensor]:
         num_accepted, _ = right(tokens, target_probs, draft_probs, uniforms)
         rows = torch.arange(len(tokens))
         return num_accepted, draw(target_probs[rows, num_accepted], uniforms[:, -1])
@@ -74,13 +78,18 @@ def residual_not_taken(_target: FrozenTarget, patch: Patch) -> None:
 def stale_entry(_target: FrozenTarget, patch: Patch) -> None:
     """One rejected token stays in the KV cache."""
     crop = DynamicCache.crop
-    patch.setattr(DynamicCache, "crop", lambda cache, length: crop(cache, length + 1) if length < -1 else None)
+    patch.setattr(
+        DynamicCache, "crop", lambda cache, length: crop(cache, length + 1) if length < -1 else None
+    )
 
 
 MISTAKES: dict[str, tuple[Mistake, str]] = {
     "a scale of the logits": (changed_logits(lambda logits: 2 * logits), "p_value"),
     "a soft cap": (changed_logits(lambda logits: 2 * torch.tanh(logits / 2)), "p_value"),
-    "a bias of the head": (changed_logits(lambda logits: logits + torch.arange(8) / 4), "unexplained_divergences"),
+    "a bias of the head": (
+        changed_logits(lambda logits: logits + torch.arange(8) / 4),
+        "unexplained_divergences",
+    ),
     "temperature": (ignored_temperature, "p_value"),
     "residual": (residual_not_taken, "p_value"),
     "stale entry": (stale_entry, "unexplained_divergences"),

@@ -20,7 +20,14 @@ from scipy import stats
 from specdistill.gate.decide import Evidence, decide
 from specdistill.gate.rules import Rule
 from specdistill.measurement import quality
-from specdistill.measurement.quality import add_quality, is_match, is_python_so_far, paired, passes, program
+from specdistill.measurement.quality import (
+    add_quality,
+    is_match,
+    is_python_so_far,
+    paired,
+    passes,
+    program,
+)
 from specdistill.project import ANSWERS, SUITES
 from specdistill.report.files import validate
 from specdistill.suites.suite import SuiteRow, load_suite, parse
@@ -58,7 +65,10 @@ def test_the_marked_or_the_last_number_is_the_answer(text, reference, right):
         ("def f(x):\n    return x\n\nx = 'broken o", True),
         ("    def method(self):\n        return 1\n\nclass Next:", True),
         ('def f():\n    """A docstring that goes', True),
-        ("        x = 1\n        return x\n\n    def next(self):\n        yield\n\nclass Next:\n", True),
+        (
+            "        x = 1\n        return x\n\n    def next(self):\n        yield\n\nclass Next:\n",
+            True,
+        ),
         ("        x = 1\n      y = 2\nz = 3\n", False),
         ("def f(:\n    pass\n", False),
         ("x = 1\n  y = 2\nz = 3\n", False),
@@ -72,9 +82,18 @@ def test_python_may_break_off_and_may_not_be_wrong(source, good):
 
 
 def test_a_text_makes_a_program():
-    assert program("def f(x):\n", "    return x\n\ndef g(x):\n    1 / 0\n") == "def f(x):\n    return x\n"
-    assert program("def f(x):", "\n    a = x\n\n    return a\nprint(1)") == "def f(x):\n    a = x\n\n    return a"
-    assert program(None, "Here it is:\n```python\ndef f(x):\n    return x\n```\nDone.") == "def f(x):\n    return x\n"
+    assert (
+        program("def f(x):\n", "    return x\n\ndef g(x):\n    1 / 0\n")
+        == "def f(x):\n    return x\n"
+    )
+    assert (
+        program("def f(x):", "\n    a = x\n\n    return a\nprint(1)")
+        == "def f(x):\n    a = x\n\n    return a"
+    )
+    assert (
+        program(None, "Here it is:\n```python\ndef f(x):\n    return x\n```\nDone.")
+        == "def f(x):\n    return x\n"
+    )
     assert program(None, "def f(x):\n    return x") == "def f(x):\n    return x"
 
 
@@ -146,7 +165,9 @@ def test_no_program_reads_the_environment_of_other_processes(tmp_path, user, lan
     if user and not (system and Path(system).resolve().is_relative_to("/usr")):
         pytest.skip("no interpreter that every user may run")
     if not landlock:  # as on a kernel that does not have it: root's programs read nothing because they are root's no longer
-        monkeypatch.setattr(quality, "LIMITED", quality.LIMITED.replace("libc.syscall(446", "(lambda *_: 0)(446"))
+        monkeypatch.setattr(
+            quality, "LIMITED", quality.LIMITED.replace("libc.syscall(446", "(lambda *_: 0)(446")
+        )
     program = READ_SECRETS if landlock else READ_SECRETS.rpartition("assert")[0]
 
     def work():
@@ -154,7 +175,9 @@ def test_no_program_reads_the_environment_of_other_processes(tmp_path, user, lan
             os.setgroups([])
             os.setresgid(user, user, user)
             os.setresuid(user, user, user)
-            ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # as of a process that had this user from its start
+            ctypes.CDLL(None).prctl(
+                4, 1, 0, 0, 0
+            )  # as of a process that had this user from its start
             sys.executable = system
         sys.exit(0 if passes(program, LONG) else 1)
 
@@ -188,7 +211,10 @@ def is_free(file):
 )
 def test_the_metrics_load_by_path_and_say_each_outcome(name, predictions, references, rate):
     metric = evaluate.load(str(ANSWERS), name, keep_in_memory=True)
-    assert metric.compute(predictions=predictions, references=references) == {name: rate, "outcomes": [True, False]}
+    assert metric.compute(predictions=predictions, references=references) == {
+        name: rate,
+        "outcomes": [True, False],
+    }
 
 
 def test_a_paired_difference_and_its_test():
@@ -201,7 +227,9 @@ def test_a_paired_difference_and_its_test():
     # The normal interval of a mean of 18 signs and 30 zeros.
     half = 1.96 * np.std([1] * 8 + [-1] * 10 + [0] * 30) / np.sqrt(48)
     assert found["difference_ci95"] == pytest.approx([-2 / 48 - half, -2 / 48 + half], abs=0.03)
-    turns = paired(ours * 4, theirs * 4, [str(number) for number in range(len(ours))] * 4, seed=0)  # of conversations
+    turns = paired(
+        ours * 4, theirs * 4, [str(number) for number in range(len(ours))] * 4, seed=0
+    )  # of conversations
     assert turns["difference_ci95"] == pytest.approx(found["difference_ci95"], abs=0.02)
     same = paired([True, False, True], [True, False, True], ["a", "b", "c"], seed=0)
     assert (same["difference"], same["difference_ci95"], same["p_value"]) == (0.0, [0.0, 0.0], 1.0)
@@ -215,13 +243,22 @@ def scored():
     def make(num_right, **options):
         records = simulate(20)
         right = {"reference": "42", "test": "assert answer == 42"}
-        suite = replace(SUITE, rows=tuple(SuiteRow(one.id, one.category, "messages", [], **right) for one in records))
+        suite = replace(
+            SUITE,
+            rows=tuple(SuiteRow(one.id, one.category, "messages", [], **right) for one in records),
+        )
         records = [
-            replace(record, text=f"answer = {42 if number < num_right else 41}<|end|>", baseline_text="answer = 42<|end|>")
+            replace(
+                record,
+                text=f"answer = {42 if number < num_right else 41}<|end|>",
+                baseline_text="answer = 42<|end|>",
+            )
             for number, record in enumerate(records)
         ]
         report = simulated_report(records)
-        add_quality(report, records, suite, special_tokens=["<|end|>"], **{"run_code": False, **options})
+        add_quality(
+            report, records, suite, special_tokens=["<|end|>"], **{"run_code": False, **options}
+        )
         validate(report)
         return Evidence(report, records)
 
@@ -239,7 +276,11 @@ def test_a_report_says_both_scores_and_a_gate_tests_the_lower_end(scored):
     assert judged["ci95"][0] < -0.1
     assert decide([Rule(rule.metric, "min", -0.1001, confidence=0)], close)["passed"]
     (judged,) = decide([Rule(rule.metric, "min", -0.5, confidence=0.8)], close)["rules"]
-    assert not judged["passed"] and judged["reason"].startswith("no evidence") and "95%" in judged["reason"]
+    assert (
+        not judged["passed"]
+        and judged["reason"].startswith("no evidence")
+        and "95%" in judged["reason"]
+    )
     assert not [finding for finding in whole.report["findings"] if finding["name"] == "quality"]
     worse = scored(8)
     assert worse.report["quality"]["exact_match"]["p_value"] < 0.001
@@ -251,15 +292,22 @@ def test_programs_are_run_only_when_asked(scored):
     report = scored(20).report
     assert "pass_rate" not in report["quality"]
     assert "eval.run_code=true" in report["not_measured"]["quality.pass_rate"]
-    (judged,) = decide([Rule("quality.pass_rate.with_draft", "min", 0.5)], Evidence(report, []))["rules"]
+    (judged,) = decide([Rule("quality.pass_rate.with_draft", "min", 0.5)], Evidence(report, []))[
+        "rules"
+    ]
     assert not judged["passed"] and "eval.run_code=true" in judged["reason"]
     assert scored(15, run_code=True).report["quality"]["pass_rate"]["with_draft"] == 0.75
 
 
 def test_suites_say_what_their_texts_are_scored_by(tmp_path):
     assert load_suite("pico").quality == "python_syntax"
-    (tmp_path / "mine.jsonl").write_text('{"prompt": "2 + 2 =", "reference": "4"}\n{"prompt": "def f():", "test": "f()"}\n')
-    assert [(row.reference, row.test) for row in load_suite(str(tmp_path / "mine.jsonl")).rows] == [("4", None), (None, "f()")]
+    (tmp_path / "mine.jsonl").write_text(
+        '{"prompt": "2 + 2 =", "reference": "4"}\n{"prompt": "def f():", "test": "f()"}\n'
+    )
+    assert [(row.reference, row.test) for row in load_suite(str(tmp_path / "mine.jsonl")).rows] == [
+        ("4", None),
+        (None, "f()"),
+    ]
     (tmp_path / "bad.jsonl").write_text('{"prompt": "2 + 2 =", "reference": 4}\n')
     with refused("eval.suite", "bad.jsonl:1 with reference=4"):
         load_suite(str(tmp_path / "bad.jsonl"))
@@ -269,7 +317,10 @@ def test_a_prompt_that_is_no_python_is_not_scored_as_python():
     records = simulate(4)
     kinds = ("prompt", "prompt", "messages", "prompt")
     prompts = ("def f(x):\n", "Once upon a time\nthere was\n", "ignored ((", "    x = 1\n")
-    rows = tuple(SuiteRow(record.id, "c", kind, prompt) for record, kind, prompt in zip(records, kinds, prompts, strict=True))
+    rows = tuple(
+        SuiteRow(record.id, "c", kind, prompt)
+        for record, kind, prompt in zip(records, kinds, prompts, strict=True)
+    )
     suite = replace(SUITE, rows=rows, quality="python_syntax")
     records = [
         replace(record, prompt=prompt, text="    return 1\n", baseline_text="  return (\n):\n")
@@ -292,15 +343,34 @@ def test_the_solutions_that_humaneval_holds_pass_its_tests_and_broken_ones_do_no
     columns = yaml.safe_load((SUITES / "humaneval.yaml").read_text())["columns"]
     rows = parse("HumanEval.jsonl.gz", content, columns)[:4]
     solutions = [json.loads(line) for line in gzip.decompress(content).splitlines()[:4]]
-    answers = [f"```python\n{entry['prompt']}{entry['canonical_solution']}```" for entry in solutions]
-    assert all(passes(f"{program(None, answer)}\n{row.test}\n", LONG) for answer, row in zip(answers, rows, strict=True))
+    answers = [
+        f"```python\n{entry['prompt']}{entry['canonical_solution']}```" for entry in solutions
+    ]
+    assert all(
+        passes(f"{program(None, answer)}\n{row.test}\n", LONG)
+        for answer, row in zip(answers, rows, strict=True)
+    )
     broken = [answer.replace("return", "return None and") for answer in answers]
-    assert not any(passes(f"{program(None, answer)}\n{row.test}\n", LONG) for answer, row in zip(broken, rows, strict=True))
+    assert not any(
+        passes(f"{program(None, answer)}\n{row.test}\n", LONG)
+        for answer, row in zip(broken, rows, strict=True)
+    )
 
 
 def test_gsm8k_scores_its_own_solutions(shared_data):
     content = (shared_data / "prompts" / "gsm8k" / "test.jsonl").read_bytes()
-    rows = parse("test.jsonl", content, yaml.safe_load((SUITES / "gsm8k.yaml").read_text())["columns"])
-    assert all(is_match(f"So the answer is {row.reference.rpartition('#### ')[2]}.", row.reference) for row in rows)
+    rows = parse(
+        "test.jsonl", content, yaml.safe_load((SUITES / "gsm8k.yaml").read_text())["columns"]
+    )
+    assert all(
+        is_match(f"So the answer is {row.reference.rpartition('#### ')[2]}.", row.reference)
+        for row in rows
+    )
     others = pairwise(rows)
-    assert sum(is_match(f"It is {one.reference.rpartition('#### ')[2]}", other.reference) for one, other in others) < 60
+    assert (
+        sum(
+            is_match(f"It is {one.reference.rpartition('#### ')[2]}", other.reference)
+            for one, other in others
+        )
+        < 60
+    )

@@ -10,7 +10,9 @@ from specdistill.methods.layers import RMSNorm
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_norm_with_float32_weights_is_torchs_bit_for_bit_and_warns_of_nothing(dtype: torch.dtype) -> None:
+def test_a_norm_with_float32_weights_is_torchs_bit_for_bit_and_warns_of_nothing(
+    dtype: torch.dtype,
+) -> None:
     generator = torch.Generator().manual_seed(0)
     x, gradient = (torch.randn(33, 96, generator=generator).to(dtype) for _ in range(2))
     weight = torch.randn(96, generator=generator)
@@ -31,4 +33,7 @@ def test_a_norm_with_float32_weights_is_torchs_bit_for_bit_and_warns_of_nothing(
             theirs = computed(nn.RMSNorm)
     finally:
         torch.set_warn_always(False)
-    assert all(torch.equal(one, other) and one.dtype == other.dtype for one, other in zip(ours, theirs, strict=True))
+    assert all(
+        torch.equal(one, other) and one.dtype == other.dtype
+        for one, other in zip(ours, theirs, strict=True)
+    )

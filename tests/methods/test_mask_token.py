@@ -10,8 +10,13 @@ from tests.tiny import tiny_target_model, tiny_tokenizer
 def test_a_mask_is_the_one_asked_for_a_free_row_or_a_token_that_is_never_generated() -> None:
     target = FrozenTarget(tiny_target_model(), tiny_tokenizer(), name="tiny")
     padded = FrozenTarget(tiny_target_model(vocab_size=264), tiny_tokenizer(), name="padded")
-    masked = FrozenTarget(tiny_draft_model(4, seed=1), words("? a b c", mask_token="b"), name="masked")
-    assert (mask_token(target, 7), mask_token(target, None)) == (7, 3)  # <|end|>, which ends no text here
+    masked = FrozenTarget(
+        tiny_draft_model(4, seed=1), words("? a b c", mask_token="b"), name="masked"
+    )
+    assert (mask_token(target, 7), mask_token(target, None)) == (
+        7,
+        3,
+    )  # <|end|>, which ends no text here
     assert (mask_token(padded, None), mask_token(masked, None)) == (263, 2)
 
 

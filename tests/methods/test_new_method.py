@@ -35,9 +35,15 @@ def work(table, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("block")
     tiny_target_model().save_pretrained(folder / "target")
     tiny_tokenizer().save_pretrained(folder / "target")
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS), encoding="utf-8")
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS), encoding="utf-8")
-    (folder / "gate.yaml").write_text("- {metric: lossless.greedy_identical, equals: true}\n", encoding="utf-8")
+    (folder / "texts.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in TEXTS), encoding="utf-8"
+    )
+    (folder / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS), encoding="utf-8"
+    )
+    (folder / "gate.yaml").write_text(
+        "- {metric: lossless.greedy_identical, equals: true}\n", encoding="utf-8"
+    )
     keys = [
         f"recipe={RECIPE}",
         f"target.model={folder / 'target'}",
@@ -52,11 +58,15 @@ def work(table, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_it_trains_and_leaves_a_draft(work: Path):
-    assert json.loads((work / "run" / "draft" / "config.json").read_text(encoding="utf-8"))["architectures"] == ["ToyBlock"]
+    assert json.loads((work / "run" / "draft" / "config.json").read_text(encoding="utf-8"))[
+        "architectures"
+    ] == ["ToyBlock"]
     log = json.loads((work / "run" / "run" / "history.json").read_text(encoding="utf-8"))["log"]
     losses = [entry["loss"] for entry in log if "loss" in entry]
     assert len(losses) == 6 and losses[-1] < losses[0]
-    of_slots = [{f"eval_{name}_{k}" for k in range(1, 4)} for name in ("loss", "accuracy", "acceptance")]
+    of_slots = [
+        {f"eval_{name}_{k}" for k in range(1, 4)} for name in ("loss", "accuracy", "acceptance")
+    ]
     assert all(names <= log[-1].keys() | log[-2].keys() for names in of_slots)
 
 
@@ -74,16 +84,34 @@ def test_it_decodes_losslessly_and_passes_a_gate(work: Path):
 @pytest.mark.parametrize("tree", ["{branching: [2, 2]}", "{budget: 5, depth: 3, top_k: 2}"])
 def test_its_trees_are_lossless(work: Path, tree: str):
     output = work / f"tree-{len(tree)}"
-    keys = [f"target={work / 'target'}", "method=block", f"draft={work / 'run' / 'draft'}", f"suite={work / 'prompts.jsonl'}"]
-    options = ["eval.max_new_tokens=16", "eval.repeats=1", "eval.warmup=0", "eval.sampling_draws=0", f"eval.tree={tree}"]
-    assert specdistill("eval", *keys, *options, f"gate={work / 'gate.yaml'}", f"output_dir={output}").returncode == 0
+    keys = [
+        f"target={work / 'target'}",
+        "method=block",
+        f"draft={work / 'run' / 'draft'}",
+        f"suite={work / 'prompts.jsonl'}",
+    ]
+    options = [
+        "eval.max_new_tokens=16",
+        "eval.repeats=1",
+        "eval.warmup=0",
+        "eval.sampling_draws=0",
+        f"eval.tree={tree}",
+    ]
+    assert (
+        specdistill(
+            "eval", *keys, *options, f"gate={work / 'gate.yaml'}", f"output_dir={output}"
+        ).returncode
+        == 0
+    )
     report = json.loads((output / "report.json").read_text(encoding="utf-8"))
     assert report["lossless"]["greedy_identical"] and report["results"][0]["num_drafts"] > 0
 
 
 def test_the_doctor_knows_it(work: Path):
     suite = f"suite={work / 'prompts.jsonl'}"
-    printed = specdistill("doctor", f"draft={work / 'run' / 'draft'}", f"target={work / 'target'}", suite).stdout
+    printed = specdistill(
+        "doctor", f"draft={work / 'run' / 'draft'}", f"target={work / 'target'}", suite
+    ).stdout
     assert "method block" in printed and "acceptance length" in printed
 
 
@@ -95,20 +123,49 @@ def test_a_plan_has_a_row_for_it(work: Path):
 
 
 def test_an_export_is_refused_by_name(work: Path):
-    ended = specdistill("export", f"draft={work / 'run' / 'draft'}", "engine=vllm", f"output_dir={work / 'served'}")
-    assert ended.returncode == 2 and refused_key(ended.stderr) == "engine" and not (work / "served").exists()
+    ended = specdistill(
+        "export", f"draft={work / 'run' / 'draft'}", "engine=vllm", f"output_dir={work / 'served'}"
+    )
+    assert (
+        ended.returncode == 2
+        and refused_key(ended.stderr) == "engine"
+        and not (work / "served").exists()
+    )
 
 
 def test_it_is_compared_with_others(work: Path):
-    keys = [f"drafts=[{work / 'run' / 'draft'},ngram]", f"target={work / 'target'}", f"suite={work / 'prompts.jsonl'}"]
-    options = ["max_new_tokens=16", "repeats=1", "warmup=0", "sampling_draws=0", "num_speculative_tokens=3"]
-    assert specdistill("compare", *keys, *options, f"output_dir={work / 'comparison'}").returncode == 0
+    keys = [
+        f"drafts=[{work / 'run' / 'draft'},ngram]",
+        f"target={work / 'target'}",
+        f"suite={work / 'prompts.jsonl'}",
+    ]
+    options = [
+        "max_new_tokens=16",
+        "repeats=1",
+        "warmup=0",
+        "sampling_draws=0",
+        "num_speculative_tokens=3",
+    ]
+    assert (
+        specdistill("compare", *keys, *options, f"output_dir={work / 'comparison'}").returncode == 0
+    )
     comparison = json.loads((work / "comparison" / "comparison.json").read_text(encoding="utf-8"))
-    assert {candidate["report"]["draft"]["method"] for candidate in comparison["candidates"]} == {"block", "ngram"}
+    assert {candidate["report"]["draft"]["method"] for candidate in comparison["candidates"]} == {
+        "block",
+        "ngram",
+    }
 
 
 def test_its_keys_are_its_own(work: Path):
-    common = [f"recipe={RECIPE}", f"target.model={work / 'target'}", "data.source=pico", f"train.output_dir={work / 'x'}"]
-    for key, setting in (("draft.ttt_steps", "draft.ttt_steps=3"), ("draft.block_size", "method=eagle")):
+    common = [
+        f"recipe={RECIPE}",
+        f"target.model={work / 'target'}",
+        "data.source=pico",
+        f"train.output_dir={work / 'x'}",
+    ]
+    for key, setting in (
+        ("draft.ttt_steps", "draft.ttt_steps=3"),
+        ("draft.block_size", "method=eagle"),
+    ):
         ended = specdistill("train", *common, setting)
         assert ended.returncode == 2 and refused_key(ended.stderr) == key

@@ -26,7 +26,9 @@ def target():
     ("build", "vocabulary", "settings", "passes"),
     [
         (
-            lambda target: HeadProposer(build_eagle3(target, draft_vocabulary=torch.arange(0, 260, 3))),
+            lambda target: HeadProposer(
+                build_eagle3(target, draft_vocabulary=torch.arange(0, 260, 3))
+            ),
             {*range(0, 260, 3)},
             {},
             5,
@@ -37,18 +39,33 @@ def target():
             {},
             5,
         ),
-        (lambda target: LookupProposer(NgramLookup(2, 5, "prompt")), None, {"min": 2, "max": 5, "lookup": "prompt"}, 0),
+        (
+            lambda target: LookupProposer(NgramLookup(2, 5, "prompt")),
+            None,
+            {"min": 2, "max": 5, "lookup": "prompt"},
+            0,
+        ),
     ],
 )
-def test_tokens_that_it_may_propose_its_settings_and_its_passes(target, build, vocabulary, settings, passes):
+def test_tokens_that_it_may_propose_its_settings_and_its_passes(
+    target, build, vocabulary, settings, passes
+):
     proposer: Proposer = build(target)
-    assert (proposer.vocabulary, proposer.settings, proposer.passes(5)) == (vocabulary, settings, passes)
+    assert (proposer.vocabulary, proposer.settings, proposer.passes(5)) == (
+        vocabulary,
+        settings,
+        passes,
+    )
 
 
 def test_a_heads_size_is_that_of_the_weights_in_its_file(target, tmp_path):
     head = build_eagle3(target).to(torch.bfloat16)
     save_eagle3(head, tmp_path)
-    saved = [tensor for tensor in load_file(tmp_path / "model.safetensors").values() if tensor.is_floating_point()]
+    saved = [
+        tensor
+        for tensor in load_file(tmp_path / "model.safetensors").values()
+        if tensor.is_floating_point()
+    ]
     proposer: FeatureProposer = HeadProposer(head)
     assert proposer.num_parameters == sum(tensor.numel() for tensor in saved)
     assert proposer.num_bytes == 2 * proposer.num_parameters
@@ -56,7 +73,19 @@ def test_a_heads_size_is_that_of_the_weights_in_its_file(target, tmp_path):
 
 def test_models_draw_under_sampling_but_for_the_best_tokens_of_a_dynamic_tree(target):
     static, dynamic = StaticTree((2,)), DynamicTree(budget=2, depth=1, top_k=2)
-    for proposer in (ModelProposer(target.model), DraftModelProposer(target.model), HeadProposer(build_eagle3(target))):
-        assert [proposer.draws(Sampling(1.0), tree) for tree in (None, static, dynamic)] == [True, True, False]
-        assert [proposer.draws(Sampling(), tree) for tree in (None, static, dynamic)] == [False, False, False]
+    for proposer in (
+        ModelProposer(target.model),
+        DraftModelProposer(target.model),
+        HeadProposer(build_eagle3(target)),
+    ):
+        assert [proposer.draws(Sampling(1.0), tree) for tree in (None, static, dynamic)] == [
+            True,
+            True,
+            False,
+        ]
+        assert [proposer.draws(Sampling(), tree) for tree in (None, static, dynamic)] == [
+            False,
+            False,
+            False,
+        ]
     assert not LookupProposer(NgramLookup()).draws(Sampling(1.0), None)

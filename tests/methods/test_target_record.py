@@ -56,7 +56,9 @@ def record(draft: Path) -> Any:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_draft_is_for_its_target_and_for_no_other(method: str, folder: Path, tmp_path: Path) -> None:
+def test_a_draft_is_for_its_target_and_for_no_other(
+    method: str, folder: Path, tmp_path: Path
+) -> None:
     draft, other = folder / method, FrozenTarget.load(str(folder / "other"))
     assert record(draft)["target"]["name_or_path"] == "target"  # and no place of this machine
     shutil.copytree(folder / "target", tmp_path / "moved")
@@ -65,7 +67,9 @@ def test_a_draft_is_for_its_target_and_for_no_other(method: str, folder: Path, t
         load_proposer(method, draft, other)
     without = shutil.copytree(draft, tmp_path / "without")
     config = json.loads((without / "config.json").read_text())
-    (without / "config.json").write_text(json.dumps({name: value for name, value in config.items() if name != SECTION}))
+    (without / "config.json").write_text(
+        json.dumps({name: value for name, value in config.items() if name != SECTION})
+    )
     load_proposer(method, without, other)  # as other projects write drafts
 
 
@@ -74,14 +78,30 @@ def test_every_command_names_both_targets(
     method: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     draft, other, out = folder / method, folder / "other", tmp_path / "out"
-    assert main(["doctor", f"draft={draft}", f"target={folder / 'target'}", "decode=false"]) == ExitCode.DONE
+    assert (
+        main(["doctor", f"draft={draft}", f"target={folder / 'target'}", "decode=false"])
+        == ExitCode.DONE
+    )
     capsys.readouterr()
     assert main(["doctor", f"draft={draft}", f"target={other}"]) == ExitCode.CHECK_FAILED
     output = capsys.readouterr().out
-    assert f"{draft}, a draft for target (" in output and f"a draft for {other} (" in output and "1 problem" in output
+    assert (
+        f"{draft}, a draft for target (" in output
+        and f"a draft for {other} (" in output
+        and "1 problem" in output
+    )
     assert "acceptance length" not in output
-    assert main(["export", f"draft={draft}", f"target={other}", "engine=vllm", f"output_dir={out}"]) == ExitCode.USER_ERROR
-    keys = [f"target={other}", f"draft={draft}", f"method={method}", "suite=pico-short", f"output_dir={out}"]
+    assert (
+        main(["export", f"draft={draft}", f"target={other}", "engine=vllm", f"output_dir={out}"])
+        == ExitCode.USER_ERROR
+    )
+    keys = [
+        f"target={other}",
+        f"draft={draft}",
+        f"method={method}",
+        "suite=pico-short",
+        f"output_dir={out}",
+    ]
     options = {"shorthands": eval_run.SHORTHANDS, "without_recipe": ["train.output_dir=runs/eval"]}
     assert run(eval_run.main, Recipe, keys, **options) == ExitCode.USER_ERROR
     in_export, in_eval = capsys.readouterr().err.strip().splitlines()[-2:]
@@ -101,48 +121,84 @@ def test_every_command_names_both_targets(
     ],
 )
 def test_an_export_keeps_the_record(method: str, engine: str, folder: Path, tmp_path: Path) -> None:
-    keys = [f"draft={folder / method}", f"target={folder / 'target'}", f"engine={engine}", f"output_dir={tmp_path / 'out'}"]
+    keys = [
+        f"draft={folder / method}",
+        f"target={folder / 'target'}",
+        f"engine={engine}",
+        f"output_dir={tmp_path / 'out'}",
+    ]
     assert main(["export", *keys]) == ExitCode.DONE
     assert record(tmp_path / "out") == record(folder / method) is not None
     if engine != "speculators" and method != "eagle":  # whose configs transformers does not know
-        assert getattr(AutoConfig.from_pretrained(tmp_path / "out"), SECTION) == record(folder / method)
+        assert getattr(AutoConfig.from_pretrained(tmp_path / "out"), SECTION) == record(
+            folder / method
+        )
 
 
-def test_a_layer_merged_into_its_target_keeps_the_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_layer_merged_into_its_target_keeps_the_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     target = write_checkpoint("qwen3_next", tmp_path / "target", with_mtp=False)
     write_checkpoint("qwen3_next", tmp_path / "other", dtype=torch.bfloat16)
     save_draft(implementation("mtp"), target, made("mtp", target), tmp_path / "draft")
-    keys = [f"draft={tmp_path / 'draft'}", f"target={tmp_path / 'target'}", "engine=vllm", f"output_dir={tmp_path / 'out'}"]
+    keys = [
+        f"draft={tmp_path / 'draft'}",
+        f"target={tmp_path / 'target'}",
+        "engine=vllm",
+        f"output_dir={tmp_path / 'out'}",
+    ]
     assert main(["export", *keys]) == ExitCode.DONE
     assert record(tmp_path / "out") == record(tmp_path / "draft") is not None
-    assert getattr(AutoConfig.from_pretrained(tmp_path / "out"), SECTION) == record(tmp_path / "out")
+    assert getattr(AutoConfig.from_pretrained(tmp_path / "out"), SECTION) == record(
+        tmp_path / "out"
+    )
     FrozenTarget.load(str(tmp_path / "out"))
     assert (
-        main(["doctor", f"draft={tmp_path / 'out'}", f"target={tmp_path / 'other'}", "decode=false"]) == ExitCode.CHECK_FAILED
+        main(
+            ["doctor", f"draft={tmp_path / 'out'}", f"target={tmp_path / 'other'}", "decode=false"]
+        )
+        == ExitCode.CHECK_FAILED
     )
     assert f"{tmp_path / 'out'}, a draft for target (" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_trained_draft_continues_in_float32_whatever_its_file_holds(method: str, folder: Path, tmp_path: Path) -> None:
+def test_a_trained_draft_continues_in_float32_whatever_its_file_holds(
+    method: str, folder: Path, tmp_path: Path
+) -> None:
     target = FrozenTarget.load(str(folder / "target"))
     draft = tmp_path / "bfloat16"
     trained = made(method, target).bfloat16()
     save_draft(implementation(method), target, trained, draft)
-    keys = [f"method={method}", f"target.model={folder / 'target'}", f"train.output_dir={tmp_path / 'run'}"]
+    keys = [
+        f"method={method}",
+        f"target.model={folder / 'target'}",
+        f"train.output_dir={tmp_path / 'run'}",
+    ]
     rows = Dataset.from_dict({"input_ids": [[5, 6, 7, 8]]})
-    own = {name: tensor for name, tensor in trained.named_parameters() if name not in getattr(trained, "shared", ())}
+    own = {
+        name: tensor
+        for name, tensor in trained.named_parameters()
+        if name not in getattr(trained, "shared", ())
+    }
     with loopback_hub(tmp_path / "hub") as hub, hub.client(tmp_path / "home"):
         hub.create("org/draft", {path.name: path for path in draft.iterdir()})
         hub.tag("org/draft", "v1")
         hub.commit("org/draft", {"config.json": b"{}"})
         for init in (draft, "org/draft@v1"):
-            continued = create_draft(load_recipe(Recipe, [*keys, f"draft.init={init}"]), target, rows)
+            continued = create_draft(
+                load_recipe(Recipe, [*keys, f"draft.init={init}"]), target, rows
+            )
             assert {tensor.dtype for tensor in continued.parameters()} == {torch.float32}
-            assert all(torch.equal(continued.get_parameter(name), tensor.float()) for name, tensor in own.items())
+            assert all(
+                torch.equal(continued.get_parameter(name), tensor.float())
+                for name, tensor in own.items()
+            )
 
 
-def test_a_draft_that_began_as_another_targets_is_for_the_one_it_was_trained_on(folder: Path, tmp_path: Path) -> None:
+def test_a_draft_that_began_as_another_targets_is_for_the_one_it_was_trained_on(
+    folder: Path, tmp_path: Path
+) -> None:
     other = FrozenTarget.load(str(folder / "other"))
     method = implementation("draft_model")
     begun = create_draft_model(other, init=str(folder / "draft_model"))
@@ -156,7 +212,12 @@ def test_a_draft_that_began_as_another_targets_is_for_the_one_it_was_trained_on(
 def test_another_projects_draft_model_with_another_tokenizer_is_found_without_decoding(
     shared_data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    keys = ["doctor", f"draft={shared_data / 'models' / 'stories260K-hf'}", "target=pico", "decode=false"]
+    keys = [
+        "doctor",
+        f"draft={shared_data / 'models' / 'stories260K-hf'}",
+        "target=pico",
+        "decode=false",
+    ]
     assert main(keys) == ExitCode.CHECK_FAILED
     assert "512 tokens" in capsys.readouterr().out
     assert main([*keys, "heterogeneous_vocab=true"]) == ExitCode.DONE
@@ -164,10 +225,18 @@ def test_another_projects_draft_model_with_another_tokenizer_is_found_without_de
     assert main([*keys, "ngram.max=5"]) == ExitCode.USER_ERROR
 
 
-NO_TEXT = {"name_or_path": ["pico"], "revision": None, "adapter": None, "weights": "1", "tokenizer": "2"}
+NO_TEXT = {
+    "name_or_path": ["pico"],
+    "revision": None,
+    "adapter": None,
+    "weights": "1",
+    "tokenizer": "2",
+}
 
 
-@pytest.mark.parametrize("section", ["pico", {}, {"target": {"weights": "1"}}, {"target": "pico"}, {"target": NO_TEXT}])
+@pytest.mark.parametrize(
+    "section", ["pico", {}, {"target": {"weights": "1"}}, {"target": "pico"}, {"target": NO_TEXT}]
+)
 def test_an_invalid_record_is_refused(section: Any, folder: Path, tmp_path: Path) -> None:
     draft = shutil.copytree(folder / "eagle", tmp_path / "draft")
     config = json.loads((draft / "config.json").read_text())

@@ -12,7 +12,13 @@ import torch
 
 from specdistill.engines.vllm import LOOKUP_VARIABLE
 from specdistill.methods import vllm_plugin
-from specdistill.methods.vllm_plugin import check, check_version, looked_up_first, parameters, register
+from specdistill.methods.vllm_plugin import (
+    check,
+    check_version,
+    looked_up_first,
+    parameters,
+    register,
+)
 from specdistill.project import ROOT
 from specdistill.recipe.sections import LookupFirstConfig
 from tests.refusals import refused
@@ -23,7 +29,9 @@ CONFIG = LookupFirstConfig(min=2, max=3, draft_tokens=2)
 
 def test_vllm_finds_it_and_it_does_nothing_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would import vLLM, which is not here."""
-    (entry,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][GROUP].items()
+    (entry,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][
+        GROUP
+    ].items()
     assert EntryPoint(*entry, GROUP).load() is register
     monkeypatch.delenv(LOOKUP_VARIABLE, raising=False)
     vllm_plugin.register.__wrapped__()
@@ -59,11 +67,22 @@ def test_a_vllm_that_it_does_not_know(version: str) -> None:
 
 
 def vllm_config(**draft: Any) -> SimpleNamespace:
-    plain = {"method": "eagle3", "parallel_drafting": False, "draft_sample_method": "greedy", "num_speculative_tokens": 4}
+    plain = {
+        "method": "eagle3",
+        "parallel_drafting": False,
+        "draft_sample_method": "greedy",
+        "num_speculative_tokens": 4,
+    }
     speculative = SimpleNamespace(**{**plain, "disable_padded_drafter_batch": False, **draft})
-    scheduler, parallel = SimpleNamespace(async_scheduling=False), SimpleNamespace(data_parallel_size=1)
+    scheduler, parallel = (
+        SimpleNamespace(async_scheduling=False),
+        SimpleNamespace(data_parallel_size=1),
+    )
     return SimpleNamespace(
-        speculative_config=speculative, scheduler_config=scheduler, parallel_config=parallel, use_v2_model_runner=False
+        speculative_config=speculative,
+        scheduler_config=scheduler,
+        parallel_config=parallel,
+        use_v2_model_runner=False,
     )
 
 
@@ -92,7 +111,9 @@ def test_a_vllm_that_was_started_otherwise(draft: dict[str, Any], got: str) -> N
         ("parallel_config", "data_parallel_size", 2, "data parallelism"),
     ],
 )
-def test_a_vllm_without_a_draft_or_of_another_shape(section: str, name: str, value: Any, got: str) -> None:
+def test_a_vllm_without_a_draft_or_of_another_shape(
+    section: str, name: str, value: Any, got: str
+) -> None:
     config = vllm_config()
     setattr(getattr(config, section) if section else config, name, value)
     with refused(LOOKUP_VARIABLE, got):
@@ -108,7 +129,9 @@ class Runner:
         for row, text in zip(rows, texts.values(), strict=True):
             row[: len(text)] = text
         lengths = np.array([len(text) for text in texts.values()])
-        self.input_batch = SimpleNamespace(req_ids=list(texts), token_ids_cpu=rows, num_tokens_no_spec=lengths, vocab_size=100)
+        self.input_batch = SimpleNamespace(
+            req_ids=list(texts), token_ids_cpu=rows, num_tokens_no_spec=lengths, vocab_size=100
+        )
         self.discard_request_mask = SimpleNamespace(np=np.array([name in unread for name in texts]))
 
     def propose(self, scheduler_output: Any, sampled: torch.Tensor) -> torch.Tensor:
@@ -117,7 +140,9 @@ class Runner:
 
     def commit(self, tokens: list[list[int]]) -> None:
         """After a round, as vLLM's bookkeeping does."""
-        for row, (new, length) in enumerate(zip(tokens, self.input_batch.num_tokens_no_spec.copy(), strict=True)):
+        for row, (new, length) in enumerate(
+            zip(tokens, self.input_batch.num_tokens_no_spec.copy(), strict=True)
+        ):
             self.input_batch.token_ids_cpu[row, length : length + len(new)] = new
             self.input_batch.num_tokens_no_spec[row] = length + len(new)
 
@@ -125,18 +150,32 @@ class Runner:
 def test_each_row_has_what_follows_its_text_or_what_the_draft_drafts() -> None:
     first, plain, unread = [1, 2, 3, 4, 5, 6, 1, 2], [7, 8, 9], [1, 2, 3, 1, 2]
     runner = Runner({"a": first, "b": plain, "c": unread}, unread=("c",))
-    proposed, round_ = looked_up_first(Runner.propose, CONFIG), SimpleNamespace(num_spec_tokens_to_schedule=4)
-    assert proposed(runner, round_, torch.tensor([[3, -1], [8, -1], [3, -1]])) == [[4, 5, 6, 1], [91, 91], [92, 92]]
+    proposed, round_ = (
+        looked_up_first(Runner.propose, CONFIG),
+        SimpleNamespace(num_spec_tokens_to_schedule=4),
+    )
+    assert proposed(runner, round_, torch.tensor([[3, -1], [8, -1], [3, -1]])) == [
+        [4, 5, 6, 1],
+        [91, 91],
+        [92, 92],
+    ]
     assert (runner.asked, round_.num_spec_tokens_to_schedule) == (2, 4)
     runner.commit([[3], [8], []])
     _, index = runner.requests["a"].specdistill
     # Two tokens were accepted, a padded one was not; the other row now repeats, and the repetition is continued.
-    assert proposed(runner, round_, torch.tensor([[4, 100], [9, 8], [3, -1]])) == [[5, 6, 1, 2], [9, 8, 9, 8], [92, 92]]
+    assert proposed(runner, round_, torch.tensor([[4, 100], [9, 8], [3, -1]])) == [
+        [5, 6, 1, 2],
+        [9, 8, 9, 8],
+        [92, 92],
+    ]
     runner.commit([[4], [9, 8], []])
     # A load at which vLLM schedules fewer tokens.
     round_.num_spec_tokens_to_schedule = 1
     assert proposed(runner, round_, torch.tensor([[50, -1], [9, -1], [3, -1]])) == [[90], [8], [92]]
-    assert runner.requests["a"].specdistill == ([*first, 3, 4, 50], index)  # each token was read once
+    assert runner.requests["a"].specdistill == (
+        [*first, 3, 4, 50],
+        index,
+    )  # each token was read once
     assert runner.requests["a"].specdistill[1] is index
 
 

@@ -50,11 +50,20 @@ def page(drafts, reached):
     counts = {"drafts": drafts, "draft_tokens": K * drafts, "accepted_tokens": sum(reached)}
     text = RECORDED
     for name, count in counts.items():
-        text = re.sub(rf"^(vllm:spec_decode_num_{name}_total\{{.*\}}) .*", rf"\1 {count}.0", text, flags=re.M)
+        text = re.sub(
+            rf"^(vllm:spec_decode_num_{name}_total\{{.*\}}) .*", rf"\1 {count}.0", text, flags=re.M
+        )
     for position, count in enumerate(reached):
-        text = re.sub(rf'^(vllm:\w+_per_pos_total\{{.*position="{position}"\}}) .*', rf"\1 {count}.0", text, flags=re.M)
+        text = re.sub(
+            rf'^(vllm:\w+_per_pos_total\{{.*position="{position}"\}}) .*',
+            rf"\1 {count}.0",
+            text,
+            flags=re.M,
+        )
     requests = {"sum": drafts / 10_000, "count": drafts / 10}
-    return text + "".join(f"vllm:e2e_request_latency_seconds_{name} {value}\n" for name, value in requests.items())
+    return text + "".join(
+        f"vllm:e2e_request_latency_seconds_{name} {value}\n" for name, value in requests.items()
+    )
 
 
 def growing(*accepted, drafts=100):
@@ -63,7 +72,10 @@ def growing(*accepted, drafts=100):
     accepted: at each of the four positions in that part.
     """
     sums = [*accumulate(accepted, initial=1000)]
-    return [page(5000, [1000] * K), *(page(5000 + drafts * n, [total] * K) for n, total in enumerate(sums))]
+    return [
+        page(5000, [1000] * K),
+        *(page(5000 + drafts * n, [total] * K) for n, total in enumerate(sums)),
+    ]
 
 
 def watched(pages, tmp_path, *keys):
@@ -75,11 +87,18 @@ def watched(pages, tmp_path, *keys):
 
 
 def test_since_the_start_it_says_what_the_page_does(tmp_path, capsys):
-    code, found = watched([RECORDED] * 2, tmp_path, "seconds=0")  # one to find the engine by, and one reading
+    code, found = watched(
+        [RECORDED] * 2, tmp_path, "seconds=0"
+    )  # one to find the engine by, and one reading
     assert code == 4 and found["verdict"] == "inconclusive" and "acceptance_rate_ci95" not in found
     assert (found["engine"], found["num_drafts"], found["num_draft_tokens"]) == ("vllm", 601, 2404)
-    assert found["accepted_per_position"] == [377, 258, 200, 159] and found["num_accepted_tokens"] == 994
-    assert found["acceptance_rate_per_position"] == pytest.approx([377 / 601, 258 / 601, 200 / 601, 159 / 601])
+    assert (
+        found["accepted_per_position"] == [377, 258, 200, 159]
+        and found["num_accepted_tokens"] == 994
+    )
+    assert found["acceptance_rate_per_position"] == pytest.approx(
+        [377 / 601, 258 / 601, 200 / 601, 159 / 601]
+    )
     assert found["mean_acceptance_length"] == pytest.approx(1 + 994 / 601)
     assert (
         "acceptance length 2.65, accepted at position 1, 2, …: 63%  43%  33%  26%, acceptance rate 0.41"
@@ -103,10 +122,18 @@ def test_the_alarm_is_the_interval_below_a_half(accepted, code, verdict, tmp_pat
     judge = stats.ttest_1samp(rates, 0.5).confidence_interval()
     assert found["acceptance_rate"] == pytest.approx(rates.mean())
     assert found["acceptance_rate_ci95"] == pytest.approx([judge.low, judge.high])
-    assert found["mean_acceptance_length_ci95"] == pytest.approx([1 + K * judge.low, 1 + K * judge.high])
-    assert found["num_drafts"] == 600 and found["acceptance_rate_per_position"] == pytest.approx([rates.mean()] * K)
+    assert found["mean_acceptance_length_ci95"] == pytest.approx(
+        [1 + K * judge.low, 1 + K * judge.high]
+    )
+    assert found["num_drafts"] == 600 and found["acceptance_rate_per_position"] == pytest.approx(
+        [rates.mean()] * K
+    )
     first, second = capsys.readouterr().out.splitlines()
-    assert "6 parts of 0.0 s" in first and f"{verdict}: " in second and f"({judge.low:.2f} to {judge.high:.2f})" in second
+    assert (
+        "6 parts of 0.0 s" in first
+        and f"{verdict}: " in second
+        and f"({judge.low:.2f} to {judge.high:.2f})" in second
+    )
 
 
 def test_few_drafts_and_drafts_in_one_part_decide_nothing(tmp_path):
@@ -114,7 +141,9 @@ def test_few_drafts_and_drafts_in_one_part_decide_nothing(tmp_path):
     assert (code, found["num_drafts"]) == (4, 24) and "24 drafts are too few" in found["reason"]
     quiet = [page(5000, [1000] * K)] * (1 + PARTS)
     code, found = watched([*quiet, page(5100, [1010] * K)], tmp_path, SOME_TIME)
-    assert (code, found["acceptance_rate"]) == (4, pytest.approx(0.1)) and "one part" in found["reason"]
+    assert (code, found["acceptance_rate"]) == (4, pytest.approx(0.1)) and "one part" in found[
+        "reason"
+    ]
     code, found = watched(repeat(RECORDED), tmp_path, SOME_TIME)
     assert code == 4 and found["num_drafts"] == 0 and "acceptance_rate" not in found
 
@@ -140,28 +169,52 @@ def test_counters_that_are_rounded_say_nothing_of_few_drafts():
 
     for each in ((6, 3), (1, 1)):  # 36 drafts, and ones that the digits do not show
         few = found(5_000_000, *[each] * PARTS)
-        assert few["verdict"] == "inconclusive" and "too few drafts for counters of six digits; " in few["reason"]
-        assert not any("acceptance" in name for name in few) and "acceptance length –, " in command.line(few)
+        assert (
+            few["verdict"] == "inconclusive"
+            and "too few drafts for counters of six digits; " in few["reason"]
+        )
+        assert not any(
+            "acceptance" in name for name in few
+        ) and "acceptance length –, " in command.line(few)
     assert "raise seconds" in found(5_000_000, *[(0, 0)] * PARTS)["reason"]
     told = re.search(r"use seconds=(\d+) or more", found(5_000_000, *[(100, 40)] * PARTS)["reason"])
     longer = [(int(100 * int(told[1]) / 60), int(40 * int(told[1]) / 60))] * PARTS
     enough = found(5_000_000, *longer, seconds=float(told[1]))
-    assert enough["verdict"] == "failed" and enough["acceptance_rate"] == pytest.approx(0.4, rel=0.01)
-    assert found(200_000, *[(100, 40)] * PARTS)["acceptance_rate"] == pytest.approx(0.4)  # up to a million they show all
-    assert "in one part" in found(5_000_004, (30_000, 12_000), (2, 1), *[(0, 0)] * 4)["reason"]  # no draft token in the second
+    assert enough["verdict"] == "failed" and enough["acceptance_rate"] == pytest.approx(
+        0.4, rel=0.01
+    )
+    assert found(200_000, *[(100, 40)] * PARTS)["acceptance_rate"] == pytest.approx(
+        0.4
+    )  # up to a million they show all
+    assert (
+        "in one part" in found(5_000_004, (30_000, 12_000), (2, 1), *[(0, 0)] * 4)["reason"]
+    )  # no draft token in the second
 
 
 def test_requests_that_several_parts_share_give_no_interval():
     """In a minute, of parts of 10 s. vLLM counts while requests run, llama.cpp once they have ended."""
 
     def pages(latency):
-        counts = [dict(zip(SPEC_DECODE, (100 * n, 400 * n, 160 * n + n % 2), strict=True)) for n in range(PARTS + 1)]
+        counts = [
+            dict(zip(SPEC_DECODE, (100 * n, 400 * n, 160 * n + n % 2), strict=True))
+            for n in range(PARTS + 1)
+        ]
         ended = {"sum": 10 * latency, "count": 10 if latency else 0}
-        return [page | {f"{VLLM.client.latency}_{name}": n * ended[name] for name in ended} for n, page in enumerate(counts)]
+        return [
+            page | {f"{VLLM.client.latency}_{name}": n * ended[name] for name in ended}
+            for n, page in enumerate(counts)
+        ]
 
-    for client, latency, said in ((VLLM.client, 5.0, "seconds=120"), (VLLM.client, 0.0, "raise seconds")):
+    for client, latency, said in (
+        (VLLM.client, 5.0, "seconds=120"),
+        (VLLM.client, 0.0, "raise seconds"),
+    ):
         found = acceptance(client, pages(latency), 60.0)
-        assert "acceptance_rate_ci95" not in found and found["verdict"] == "inconclusive" and said in found["reason"]
+        assert (
+            "acceptance_rate_ci95" not in found
+            and found["verdict"] == "inconclusive"
+            and said in found["reason"]
+        )
     for client, latency in ((VLLM.client, 2.4), (LLAMA_CPP.client, 5.0)):
         assert acceptance(client, pages(latency), 60.0)["verdict"] == "failed"
 
@@ -171,22 +224,42 @@ def test_requests_that_several_parts_share_give_no_interval():
     # SGLang's gauges on the same page say 2.9 and 0.27.
     [("sglang", 2602, 2602 * 7, 4943, []), ("llama_cpp", 19, 74, 53, [14, 14, 13, 12])],
 )
-def test_other_engines_count_under_names_of_their_own(engine, drafts, drafted, accepted, reached, tmp_path, capsys):
+def test_other_engines_count_under_names_of_their_own(
+    engine, drafts, drafted, accepted, reached, tmp_path, capsys
+):
     _, found = watched(repeat((HERE / f"{engine}.txt").read_text()), tmp_path, "seconds=0")
-    assert (found["num_drafts"], found["num_draft_tokens"], found["num_accepted_tokens"]) == (drafts, drafted, accepted)
+    assert (found["num_drafts"], found["num_draft_tokens"], found["num_accepted_tokens"]) == (
+        drafts,
+        drafted,
+        accepted,
+    )
     assert found["accepted_per_position"] == reached and found["engine"] == engine.replace("_", ".")
     if engine == "sglang":
-        assert (found["mean_acceptance_length"], found["acceptance_rate"]) == pytest.approx((2.9, 0.27), abs=0.005)
+        assert (found["mean_acceptance_length"], found["acceptance_rate"]) == pytest.approx(
+            (2.9, 0.27), abs=0.005
+        )
         assert "position 1, 2, …: –" in capsys.readouterr().out
 
 
 def test_ranks_are_summed_and_a_gauge_of_each_is_one_number(tmp_path):
     text = (HERE / "sglang.txt").read_text()
-    _, found = watched(repeat(text + text.replace('tp_rank="0"', 'tp_rank="1"')), tmp_path, "seconds=0")
-    assert (found["num_drafts"], found["num_draft_tokens"], found["num_accepted_tokens"]) == (5204, 5204 * 7, 9886)
-    later = text.replace(" 2602.0", " 2702.0").replace(" 7557.0", " 7777.0").replace(" 12.0", " 13.0")
+    _, found = watched(
+        repeat(text + text.replace('tp_rank="0"', 'tp_rank="1"')), tmp_path, "seconds=0"
+    )
+    assert (found["num_drafts"], found["num_draft_tokens"], found["num_accepted_tokens"]) == (
+        5204,
+        5204 * 7,
+        9886,
+    )
+    later = (
+        text.replace(" 2602.0", " 2702.0").replace(" 7557.0", " 7777.0").replace(" 12.0", " 13.0")
+    )
     _, found = watched([text, *[text] * PARTS, later], tmp_path, SOME_TIME)
-    assert (found["num_drafts"], found["num_draft_tokens"], found["num_accepted_tokens"]) == (100, 700, 119)
+    assert (found["num_drafts"], found["num_draft_tokens"], found["num_accepted_tokens"]) == (
+        100,
+        700,
+        119,
+    )
 
 
 def test_a_server_that_answers_its_first_request_is_watched_from_nothing(tmp_path):
@@ -194,7 +267,11 @@ def test_a_server_that_answers_its_first_request_is_watched_from_nothing(tmp_pat
     text = (HERE / "sglang.txt").read_text()
     idle = "".join(line for line in text.splitlines(True) if "_total{" not in line)
     code, found = watched([idle] * 5 + [text] * (PARTS - 3), tmp_path, SOME_TIME)
-    assert (code, found["num_drafts"], found["num_accepted_tokens"]) == (4, 2602, 4943) and "one part" in found["reason"]
+    assert (code, found["num_drafts"], found["num_accepted_tokens"]) == (
+        4,
+        2602,
+        4943,
+    ) and "one part" in found["reason"]
 
 
 def test_json_is_an_object_for_each_time_and_nothing_else(tmp_path, capsys):
@@ -223,15 +300,27 @@ def without(name):
 @pytest.mark.parametrize(
     ("pages", "said"),
     [
-        (without("spec_decode"), "no vllm:spec_decode_num_drafts_total"),  # not started with a draft
+        (
+            without("spec_decode"),
+            "no vllm:spec_decode_num_drafts_total",
+        ),  # not started with a draft
         (without("num_draft_tokens"), "no vllm:spec_decode_num_draft_tokens_total"),
         (repeat("go_goroutines 7\n"), "no counters of vllm, sglang, llama.cpp"),
         (repeat("<html>\nfoo bar</html>"), "is no Prometheus page"),
         # Started again, and at the end further than at the beginning.
-        (growing(40, 40)[:3] + [page(12, [3] * K)] + [page(9000, [2000] * K)] * PARTS, "num_drafts_total went from 5100 to 12"),
-        (growing(40, 40)[:3] + [page(5200, [999] * K)] * PARTS, "num_accepted_tokens_total went from 4000 to 3996"),
+        (
+            growing(40, 40)[:3] + [page(12, [3] * K)] + [page(9000, [2000] * K)] * PARTS,
+            "num_drafts_total went from 5100 to 12",
+        ),
+        (
+            growing(40, 40)[:3] + [page(5200, [999] * K)] * PARTS,
+            "num_accepted_tokens_total went from 4000 to 3996",
+        ),
         (repeat(RECORDED.replace(" 601.0", " NaN")), "num_drafts_total went from"),
-        (repeat(RECORDED.replace('"0"} 377.0', '"0"} 9377.0')), "accepted 9994 of 2404 draft tokens"),
+        (
+            repeat(RECORDED.replace('"0"} 377.0', '"0"} 9377.0')),
+            "accepted 9994 of 2404 draft tokens",
+        ),
     ],
 )
 def test_what_cannot_be_counted_is_an_outside_failure(pages, said, tmp_path, capsys):
@@ -282,8 +371,13 @@ def test_it_watches_until_it_is_interrupted(tmp_path, monkeypatch, capsys):
     pages = growing(*([40] * PARTS), *([60] * PARTS), *([50] * PARTS))
     code, found = watched(chain(pages), tmp_path, SOME_TIME, "watch=true")
     assert code == 130 and [row["num_accepted_tokens"] for row in lines] == [960, 1440, 1200]
-    assert found["num_accepted_tokens"] == 1440 and [path.name for path in (tmp_path / "new").iterdir()] == ["acceptance.json"]
-    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()[1:]] == ["failed:", "passed:"]
+    assert found["num_accepted_tokens"] == 1440 and [
+        path.name for path in (tmp_path / "new").iterdir()
+    ] == ["acceptance.json"]
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()[1:]] == [
+        "failed:",
+        "passed:",
+    ]
 
 
 def test_the_interval_misses_as_rarely_as_it_says():
@@ -293,10 +387,16 @@ def test_the_interval_misses_as_rarely_as_it_says():
         pages, drafts, accepted = [dict.fromkeys(SPEC_DECODE, 0.0)], 0, 0
         for _ in range(PARTS):
             rates = random.beta(3, 3, 1 + random.poisson(10))
-            drafts, accepted = drafts + 20 * len(rates), accepted + random.binomial(20 * K, rates).sum()
+            drafts, accepted = (
+                drafts + 20 * len(rates),
+                accepted + random.binomial(20 * K, rates).sum(),
+            )
             pages.append(dict(zip(SPEC_DECODE, (drafts, K * drafts, accepted), strict=True)))
         low, high = acceptance(LLAMA_CPP.client, pages, 60.0)["acceptance_rate_ci95"]
         narrow = stats.binomtest(accepted, K * drafts).proportion_ci(method="wilson")
         hits.append(low <= 0.5 <= high)
         by_token.append(narrow.low <= 0.5 <= narrow.high)
-    assert 0.93 <= np.mean(hits) <= 0.97 and np.mean(by_token) < 0.6, (np.mean(hits), np.mean(by_token))
+    assert 0.93 <= np.mean(hits) <= 0.97 and np.mean(by_token) < 0.6, (
+        np.mean(hits),
+        np.mean(by_token),
+    )

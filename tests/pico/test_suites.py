@@ -32,8 +32,13 @@ def test_a_committed_suite_fits_picos_context(name):
 
 
 def test_no_line_is_both_in_the_suite_to_choose_on_and_in_the_one_that_judges():
-    texts = [[row.content for row in load_suite(name).rows if row.kind == "prompt"] for name in ("pico", "pico-dev")]
-    telling = [{line for text in suite for line in text.splitlines() if len(line) > 50} for suite in texts]
+    texts = [
+        [row.content for row in load_suite(name).rows if row.kind == "prompt"]
+        for name in ("pico", "pico-dev")
+    ]
+    telling = [
+        {line for text in suite for line in text.splitlines() if len(line) > 50} for suite in texts
+    ]
     assert all(len(suite) == 36 for suite in texts)
     assert min(map(len, telling)) > 30
     assert not telling[0] & telling[1]
@@ -45,7 +50,9 @@ def test_no_line_is_both_in_the_suite_to_choose_on_and_in_the_one_that_judges():
 
 def test_the_context_suite_holds_every_prompt_whole_and_cut_to_its_end():
     rows = load_suite("pico-context").rows
-    ends, wholes = ([row for row in rows if row.category == category] for category in ("end", "whole"))
+    ends, wholes = (
+        [row for row in rows if row.category == category] for category in ("end", "whole")
+    )
     tokenizer = AutoTokenizer.from_pretrained(PICO)
     assert len(ends) == len(wholes) == 12
     for end, whole in zip(ends, wholes, strict=True):
@@ -57,10 +64,16 @@ def test_the_context_suite_holds_every_prompt_whole_and_cut_to_its_end():
 @pytest.mark.long  # reads the whole standard library
 def test_the_committed_suites_are_what_their_generator_writes(tmp_path):
     if f"Python {platform.python_version()}," not in load_suite("pico").source:
-        pytest.skip(f"the suites were made from another standard library than {sysconfig.get_paths()['stdlib']}")
+        pytest.skip(
+            f"the suites were made from another standard library than {sysconfig.get_paths()['stdlib']}"
+        )
     tokenizer = AutoTokenizer.from_pretrained(PICO)
-    write_pico_suites(standard_library("validation"), lambda text: len(tokenizer(text)["input_ids"]), tmp_path)
+    write_pico_suites(
+        standard_library("validation"), lambda text: len(tokenizer(text)["input_ids"]), tmp_path
+    )
     written = sorted(tmp_path.iterdir())
-    assert [path.name for path in written] == sorted(f"{name}.{kind}" for name in PICO_SUITES for kind in ("jsonl", "yaml"))
+    assert [path.name for path in written] == sorted(
+        f"{name}.{kind}" for name in PICO_SUITES for kind in ("jsonl", "yaml")
+    )
     for path in written:
         assert path.read_bytes() == (SUITES / path.name).read_bytes()

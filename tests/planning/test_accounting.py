@@ -19,7 +19,13 @@ def test_a_linear_layer_and_gelu_by_hand():
         with Ledger() as ledger:
             nn.functional.gelu(linear(x)).sum().backward()
     # h and gelu(h) are [8, 16] float32, 512 bytes; the gradient of the weight is [16, 4], 256; sums are 4.
-    gelu, total, ones, gelu_backward, accumulate = 512 + 512, 512 + 4, 4, 4 + 512 + 512, 256 + 256 + 256
+    gelu, total, ones, gelu_backward, accumulate = (
+        512 + 512,
+        512 + 4,
+        4,
+        4 + 512 + 512,
+        256 + 256 + 256,
+    )
     assert ledger.peak == 512 + 4 + 4 + 512  # h, the sum, its gradient, and the gradient of h
     assert ledger.traffic == gelu + total + ones + gelu_backward + accumulate
     assert ledger.flops == 2 * (2 * 8 * 4 * 16)  # h and the gradient of the weight
@@ -68,7 +74,9 @@ def test_counts_as_torch_counts():
             step()
     assert ledger.flops == flops.get_total_flops()
     (held,) = tracker.get_tracker_snapshot("peak").values()
-    standing = sum(2 * parameter.numel() * parameter.itemsize for parameter in net.parameters())  # with their gradients
+    standing = sum(
+        2 * parameter.numel() * parameter.itemsize for parameter in net.parameters()
+    )  # with their gradients
     assert ledger.peak == held["Total"] - standing
 
 

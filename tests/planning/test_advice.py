@@ -29,7 +29,12 @@ from tests.refusals import refused_key
 from tests.scripts import load_script
 from tests.tiny import qwen, tiny_tokenizer, write_inputs
 
-OF_EVAL = {"target": "target.model", "draft": "eval.draft", "suite": "eval.suite", "output_dir": "eval.output_dir"}
+OF_EVAL = {
+    "target": "target.model",
+    "draft": "eval.draft",
+    "suite": "eval.suite",
+    "output_dir": "eval.output_dir",
+}
 LLAMA_300M = LLAMA_8B.config | {
     "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 8, "max_position_embeddings": 1024
 }  # fmt: skip
@@ -41,7 +46,9 @@ TARGETS: dict[str, dict[str, Any]] = {
     "short": LLAMA_300M,
     "large": LLAMA_8B.config,
     "recurrent": QWEN35_9B.config,
-    "spread": {name: value for name, value in GPT_OSS_120B.config.items() if name != "quantization_config"},
+    "spread": {
+        name: value for name, value in GPT_OSS_120B.config.items() if name != "quantization_config"
+    },
 }
 
 
@@ -56,10 +63,18 @@ def plan_of(folder: Path, config: dict[str, Any], *, draft: dict[str, Any] | Non
 
 def command(plan: Plan, method: str) -> list[str]:
     """The arguments of the command that a plan would print if nothing but this method, and n-gram lookup, promised anything."""
-    only = [replace(row, low=None, high=None) if row.method not in (method, "ngram") else row for row in plan.methods]
-    only = [replace(row, high=replace(row.high, speedup=9.0)) if row.method == method else row for row in only]
+    only = [
+        replace(row, low=None, high=None) if row.method not in (method, "ngram") else row
+        for row in plan.methods
+    ]
+    only = [
+        replace(row, high=replace(row.high, speedup=9.0)) if row.method == method else row
+        for row in only
+    ]
     start = recommend(only, plan.target, plan.alone)["start"]
-    program, *arguments = shlex.split(str(start).splitlines()[-1])  # a target that is spread has a server's command first
+    program, *arguments = shlex.split(
+        str(start).splitlines()[-1]
+    )  # a target that is spread has a server's command first
     assert program == "specdistill"
     return arguments
 
@@ -88,17 +103,27 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Described]:
 
 def launched(options: LaunchOptions) -> dict[str, Any]:
     """What accelerate is told, after the launch's own checks."""
-    given = {name: value for name, value in options.model_dump().items() if value is not None and name != "launch"}
+    given = {
+        name: value
+        for name, value in options.model_dump().items()
+        if value is not None and name != "launch"
+    }
     return _checked(find_yaml(str(options.launch), LAUNCHES, "launch"), given)
 
 
 @pytest.mark.parametrize("name", ["8B", "70B", "70B with a draft"])
 def test_commands_for_a_target_are_taken_up_to_its_weights(
-    name: str, large: dict[str, Described], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    large: dict[str, Described],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """By what they start: all that is missing in the end are the target's weights."""
     size, _, has_draft = name.partition(" with ")
-    config = LLAMA_EAGLE3.config | {key: LLAMA_70B[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads")}
+    config = LLAMA_EAGLE3.config | {
+        key: LLAMA_70B[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads")
+    }
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (tmp_path / "data.jsonl").write_text('{"prompt": "a"}\n', encoding="utf-8")
     monkeypatch.chdir(tmp_path)
@@ -107,57 +132,108 @@ def test_commands_for_a_target_are_taken_up_to_its_weights(
     recipes: list[Any] = []
     for program, verb, *arguments in commands:
         if program == "vllm":
-            shared = ["--tensor-parallel-size", "2", "--data-parallel-size", "4", "--trust-remote-code"]
+            shared = [
+                "--tensor-parallel-size",
+                "2",
+                "--data-parallel-size",
+                "4",
+                "--trust-remote-code",
+            ]
             assert [verb, *arguments] == ["serve", target.name, *shared]
             continue
         assert program == "specdistill" and "target.trust_remote_code=true" in arguments
-        arguments = [word.replace(DATA, "data.jsonl").replace(PROMPTS, "data.jsonl") for word in arguments]
+        arguments = [
+            word.replace(DATA, "data.jsonl").replace(PROMPTS, "data.jsonl") for word in arguments
+        ]
         if verb != "eval":
-            options, keys = load_own_keys(LaunchOptions, [word for word in arguments if "=" in word])
+            options, keys = load_own_keys(
+                LaunchOptions, [word for word in arguments if "=" in word]
+            )
             recipes.append(load_recipe(Recipe, ["train.output_dir=runs", *keys]))
             assert options.launch is None or launched(options)["num_processes"] == 8
-            arguments = [word for word in arguments if word.partition("=")[0] not in LaunchOptions.model_fields]
+            arguments = [
+                word
+                for word in arguments
+                if word.partition("=")[0] not in LaunchOptions.model_fields
+            ]
         try:
             code = main([verb, *arguments])
         except SystemExit as ended:
             code = int(ended.code or 0)
         error = capsys.readouterr().err
-        assert code == 2 and refused_key(error) == "target.model" and ("without weights" in error or "safetensors" in error)
-    assert [recipe.target.shard for recipe in recipes] == {"8B": ["none"], "70B": ["none", "layers"]}.get(name, [])
-    assert len({str(recipe.data) for recipe in recipes}) <= 1  # training finds the rows that were made
+        assert (
+            code == 2
+            and refused_key(error) == "target.model"
+            and ("without weights" in error or "safetensors" in error)
+        )
+    assert [recipe.target.shard for recipe in recipes] == {
+        "8B": ["none"],
+        "70B": ["none", "layers"],
+    }.get(name, [])
+    assert (
+        len({str(recipe.data) for recipe in recipes}) <= 1
+    )  # training finds the rows that were made
     assert ("target.device_map=auto" in commands[-1]) == (size == "70B")
 
 
 def test_what_no_machine_holds_is_trained_in_smaller_batches(large: dict[str, Described]) -> None:
     small = ServingOptions(memory_gb=24.0)
     advice = make_plan(large["8B"], serving=small, batch_size=64).recommendation
-    assert advice["start"] is None and "64 rows of 2,048 tokens on each of 8 devices" in str(advice["reason"])
+    assert advice["start"] is None and "64 rows of 2,048 tokens on each of 8 devices" in str(
+        advice["reason"]
+    )
     server, make, train, _ = printed(make_plan(large["8B"], serving=small, batch_size=1))
-    assert "train.per_device_train_batch_size=1" in train and server[:2] == ["vllm", "serve"] and make[2] == "make"
+    assert (
+        "train.per_device_train_batch_size=1" in train
+        and server[:2] == ["vllm", "serve"]
+        and make[2] == "make"
+    )
 
 
 @pytest.mark.parametrize(
     "name",
-    ["llama-3.1-8b/eagle3", pytest.param("llama-3.3-70b/eagle3", marks=pytest.mark.long)],  # 80 layers are tried
+    [
+        "llama-3.1-8b/eagle3",
+        pytest.param("llama-3.3-70b/eagle3", marks=pytest.mark.long),
+    ],  # 80 layers are tried
 )
 def test_a_recipe_of_the_target_s_own_has_the_row_and_the_commands_of_its_header(name: str) -> None:
     record = load_script("bench/recipes.py").load_record()[name]
-    target = replace(read(str((RECIPES / name).parent), key="target.model"), name=record["of"]["target"])
+    target = replace(
+        read(str((RECIPES / name).parent), key="target.model"), name=record["of"]["target"]
+    )
     plan = make_plan(target)
     (row,) = (row for row in plan.methods if row.method == "eagle3")
-    assert row.recipe == name and row.micro_batch == (record["of"]["rows"], record["of"]["max_length"])
+    assert row.recipe == name and row.micro_batch == (
+        record["of"]["rows"],
+        record["of"]["max_length"],
+    )
     assert row.trained_tokens == record["tokens_a_step"] * record["of"]["max_steps"]
-    assert row.training_launch is not None and launch_of(name) == (record["of"]["launch"], record["of"]["num_processes"])
-    assert (row.training_launch.is_sharded, row.training_launch.num_processes) == (record["of"]["shard"] == "layers", 8)
+    assert row.training_launch is not None and launch_of(name) == (
+        record["of"]["launch"],
+        record["of"]["num_processes"],
+    )
+    assert (row.training_launch.is_sharded, row.training_launch.num_processes) == (
+        record["of"]["shard"] == "layers",
+        8,
+    )
     server, make, train, lookup = printed(plan)
     header = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
-    assert f"#   {shlex.join(server)}" in header and f"#   {shlex.join(make)}" in header and "suite=mt-bench" in lookup
+    assert (
+        f"#   {shlex.join(server)}" in header
+        and f"#   {shlex.join(make)}" in header
+        and "suite=mt-bench" in lookup
+    )
     launched = [f"launch={record['of']['launch']}", "num_processes=8"]
     assert train == ["specdistill", "train", f"recipe={name}", *launched]
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ("tiny", "short") else pytest.param(name, marks=pytest.mark.long) for name in TARGETS]
+    "name",
+    [
+        name if name in ("tiny", "short") else pytest.param(name, marks=pytest.mark.long)
+        for name in TARGETS
+    ],
 )
 def test_the_command_for_a_head_is_one_that_its_target_can_be_given(name: str, tmp_path: Path):
     plan = plan_of(tmp_path, TARGETS[name])
@@ -172,20 +248,34 @@ def test_the_command_for_a_head_is_one_that_its_target_can_be_given(name: str, t
     # The recipes of small targets are for those, and in float32
     assert recipe.target.dtype == ("float32" if name == "tiny" else "bfloat16")
     if name != "tiny":
-        batch = recipe.train["per_device_train_batch_size"] * recipe.data.max_length * (launching.num_processes or 1)
+        batch = (
+            recipe.train["per_device_train_batch_size"]
+            * recipe.data.max_length
+            * (launching.num_processes or 1)
+        )
         assert recipe.data.regenerate.num_tokens == row.training_tokens
         assert recipe.train["max_steps"] == pytest.approx(row.training_tokens / batch, rel=0.01)
         held = recipe.data.regenerate.batch_size * recipe.data.max_length
         assert held <= plan.alone.room or not plan.alone.fits
-    assert (launching.num_processes, recipe.target.shard) == ((4, "layers") if name == "spread" else (None, "none"))
+    assert (launching.num_processes, recipe.target.shard) == (
+        (4, "layers") if name == "spread" else (None, "none")
+    )
 
 
 def test_the_command_that_measures_a_draft_is_one_that_eval_takes(tmp_path: Path):
-    verb, *arguments = command(plan_of(tmp_path, LLAMA_8B.config, draft=LLAMA_EAGLE3.config), "eagle3")
-    given = keys_of([argument for argument in arguments if not argument.startswith("suite=")], OF_EVAL)
+    verb, *arguments = command(
+        plan_of(tmp_path, LLAMA_8B.config, draft=LLAMA_EAGLE3.config), "eagle3"
+    )
+    given = keys_of(
+        [argument for argument in arguments if not argument.startswith("suite=")], OF_EVAL
+    )
     recipe: Any = load_recipe(Recipe, [*given, "eval.suite=pico-short", "train.output_dir=runs"])
     assert verb == "eval" and f"suite={PROMPTS}" in arguments
-    assert (recipe.method, recipe.target.dtype, recipe.eval.draft) == ("eagle3", "bfloat16", str(tmp_path / "draft"))
+    assert (recipe.method, recipe.target.dtype, recipe.eval.draft) == (
+        "eagle3",
+        "bfloat16",
+        str(tmp_path / "draft"),
+    )
     assert recipe.eval.num_speculative_tokens == 4  # 3 to 6 are the best
 
 
@@ -197,8 +287,13 @@ def test_look_up_is_recommended_before_a_draft_that_is_faster_at_its_best_alone(
     def recommended(at_worst: float) -> str | None:
         best = replace(lookup.high, speedup=1.1 * lookup.high.speedup)
         draft = {"low": replace(lookup.low, speedup=at_worst * lookup.low.speedup), "high": best}
-        rows = [replace(row, **draft) if row.method == "eagle3" else replace(row, low=None) for row in plan.methods]
-        return recommend([lookup if row.method == "ngram" else row for row in rows], plan.target)["method"]
+        rows = [
+            replace(row, **draft) if row.method == "eagle3" else replace(row, low=None)
+            for row in plan.methods
+        ]
+        return recommend([lookup if row.method == "ngram" else row for row in rows], plan.target)[
+            "method"
+        ]
 
     assert recommended(at_worst=0.5) == "ngram"
     assert recommended(at_worst=1.0) == "eagle3"
@@ -212,7 +307,10 @@ def test_look_up_is_recommended_where_it_promises_most_and_obstacles_are_told(tm
     advice = make_plan(described, read(str(draft), key="draft")).recommendation
     assert advice["method"] == "ngram" and "method=ngram" in str(advice["start"])
     plan = make_plan(described)
-    only = [replace(row, high=replace(row.high, speedup=9.0)) if row.method == "eagle3" else row for row in plan.methods]
+    only = [
+        replace(row, high=replace(row.high, speedup=9.0)) if row.method == "eagle3" else row
+        for row in plan.methods
+    ]
     advice = recommend(only, plan.target, plan.alone)
     assert "target.shard" in str(advice["reason"]) and "mxfp4" in str(advice["reason"])
     nowhere = [replace(row, training_launch=None) for row in only]
@@ -221,14 +319,23 @@ def test_look_up_is_recommended_where_it_promises_most_and_obstacles_are_told(tm
 
 
 @pytest.mark.long  # a whole training
-def test_the_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_the_command_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     """As printed, but for its data, two steps, and little of it generated."""
     keys = dict(key.split("=", 1) for key in write_inputs(tmp_path))
     monkeypatch.chdir(tmp_path)
     plan = make_plan(read(keys["target.model"], key="target.model"))
-    arguments = [re.sub(re.escape(DATA), keys["data.source"], argument) for argument in command(plan, "eagle3")]
+    arguments = [
+        re.sub(re.escape(DATA), keys["data.source"], argument)
+        for argument in command(plan, "eagle3")
+    ]
     few = ["train.max_steps=2", "train.eval_steps=2", "train.save_steps=2", "data.max_length=64"]
-    few += ["data.regenerate.num_tokens=3000", "data.regenerate.batch_size=8", "data.regenerate.prompt_tokens=8"]
+    few += [
+        "data.regenerate.num_tokens=3000",
+        "data.regenerate.batch_size=8",
+        "data.regenerate.prompt_tokens=8",
+    ]
     with pytest.raises(SystemExit) as ended:
         main([*arguments, *few, f"data.cache_dir={tmp_path / 'cache'}"])
     assert not ended.value.code, capsys.readouterr().err

@@ -21,8 +21,15 @@ def described(folder: Path, repository: Repository) -> Described:
     return read(str(repository.write(folder / repository.name)), key="target.model")
 
 
-def budget_of(target: Described, *draft: Any, num_speculative_tokens: int = 0, **options: Any) -> Budget:
-    return budget(target, served(ServingOptions(**options), target), *draft, num_speculative_tokens=num_speculative_tokens)
+def budget_of(
+    target: Described, *draft: Any, num_speculative_tokens: int = 0, **options: Any
+) -> Budget:
+    return budget(
+        target,
+        served(ServingOptions(**options), target),
+        *draft,
+        num_speculative_tokens=num_speculative_tokens,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +39,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Described:
 
 def test_parts_add_up_and_say_what_memory_they_fit_in(llama: Described):
     serving = {"context": 8192, "batch_size": 4, "memory_gb": 24.0, "gpu_memory_utilization": 0.9}
-    made = budget_of(llama, 850_000_000, of_attention(1, 8, 128), num_speculative_tokens=4, **serving)
+    made = budget_of(
+        llama, 850_000_000, of_attention(1, 8, 128), num_speculative_tokens=4, **serving
+    )
     # A pass of 8,192 tokens: 6 · 4096 + 3 · 14336 numbers in bfloat16; 20 rows of float32 logits
     engine = GIB + 8192 * 2 * (6 * 4096 + 3 * 14336) + 4 * 20 * 128_256
     assert made.parts == {
@@ -48,12 +57,17 @@ def test_parts_add_up_and_say_what_memory_they_fit_in(llama: Described):
 
 def test_what_is_left_is_room_for_context(llama: Described):
     serving = {"memory_gb": 24.0, "gpu_memory_utilization": 0.9}
-    alone, drafted = budget_of(llama, **serving), budget_of(llama, 850_000_000, of_attention(1, 8, 128), **serving)
+    alone, drafted = (
+        budget_of(llama, **serving),
+        budget_of(llama, 850_000_000, of_attention(1, 8, 128), **serving),
+    )
     left = 0.9 * 24 * GIB - alone.parts["target"] - alone.parts["engine"]
     assert alone.room == int(left // (128 * 1024))
     assert drafted.room == int((left - 850_000_000) // (132 * 1024))
     several = budget_of(llama, batch_size=8, **serving)
-    assert alone.room - 200 < several.room <= alone.room and several.room % 8 == 0  # logits of seven more
+    assert (
+        alone.room - 200 < several.room <= alone.room and several.room % 8 == 0
+    )  # logits of seven more
 
 
 @pytest.mark.parametrize(
@@ -69,7 +83,9 @@ def test_what_is_left_is_room_for_context(llama: Described):
         ({"tensor_parallel": 4}, "draft's KV cache", 4096 * 1024),
     ],
 )
-def test_dtypes_and_devices_change_what_each_holds(llama: Described, changed: dict[str, Any], part: str, size: int):
+def test_dtypes_and_devices_change_what_each_holds(
+    llama: Described, changed: dict[str, Any], part: str, size: int
+):
     assert budget_of(llama, 850_000_000, of_attention(1, 8, 128), **changed).parts[part] == size
 
 
@@ -85,7 +101,9 @@ def test_quantised_weights_count_as_they_are_stored(tmp_path: Path):
     assert weight_bytes(replace(target, stored_bytes=None)) == 2 * target.parameters
 
 
-@pytest.mark.parametrize(("key", "got"), [("context", 200_000), ("tensor_parallel", 3)])  # of 131,072 positions and 32 heads
+@pytest.mark.parametrize(
+    ("key", "got"), [("context", 200_000), ("tensor_parallel", 3)]
+)  # of 131,072 positions and 32 heads
 def test_what_no_engine_serves_is_refused(llama: Described, key: str, got: int):
     with refused(f"serving.{key}", got):
         served(ServingOptions(**{key: got}), llama)

@@ -15,7 +15,10 @@ from specdistill.planning import estimates as costs
 from specdistill.statistics.theory import alpha_from_acceptance_length
 
 LLAMA_8B = ModelShape(1, 4096, 14336, 32, 8, 128)
-VOCABULARY, TARGET_READ = 128_256, 7_504_924_672  # 8,030,261,248 parameters less an embedding of 525,336,576
+VOCABULARY, TARGET_READ = (
+    128_256,
+    7_504_924_672,
+)  # 8,030,261,248 parameters less an embedding of 525,336,576
 
 
 def eagle_head() -> ParameterCounts:
@@ -26,7 +29,9 @@ def eagle_head() -> ParameterCounts:
 def eagle3_head() -> ParameterCounts:
     sizes = {"vocab_size": VOCABULARY, "draft_vocab_size": 32_000, "target_hidden_size": 4096}
     with torch.device("meta"):
-        head = Eagle3Draft(Eagle3Config(**vars(LLAMA_8B), **sizes, aux_layers=(2, 16, 29), target_num_layers=32))
+        head = Eagle3Draft(
+            Eagle3Config(**vars(LLAMA_8B), **sizes, aux_layers=(2, 16, 29), target_num_layers=32)
+        )
     return parameter_counts(head, once_per_round={"fc.weight"})
 
 
@@ -51,11 +56,21 @@ def test_an_eagle_head_borrows_the_target_s_head():
 
 
 def test_native_layers_are_all_kept_and_read_one_at_a_time():
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 260}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 260,
+    }
     config = LlamaConfig(**sizes)
     one, three = (
         mtp.planned(
-            Described("tiny", "target.model", None, None, config.to_dict(), config, ("num_mtp_layers", n)), None, {}
+            Described(
+                "tiny", "target.model", None, None, config.to_dict(), config, ("num_mtp_layers", n)
+            ),
+            None,
+            {},
         ).parts
         for n in (1, 3)
     )

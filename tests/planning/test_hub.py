@@ -40,11 +40,19 @@ def test_drafts_are_found_by_card_and_by_name(hub: Hub, tmp_path: Path):
     result = plan(hub, tmp_path / "home", f"target={TARGET}", "--json")
     assert result.returncode == 0, result.stderr
     written = json.loads(result.stdout)
-    assert written["target"]["revision"] == hub.commits(TARGET)[0] and written["target"]["parameters"] == 3_674_240
+    assert (
+        written["target"]["revision"] == hub.commits(TARGET)[0]
+        and written["target"]["parameters"] == 3_674_240
+    )
     assert written["hub"] == {
         "not_asked": None,
         "drafts": [
-            {"repository": "a/EAGLE3-TINY3.1-Instruct-4M", "method": "eagle3", "found_by": "name", "downloads": 900},
+            {
+                "repository": "a/EAGLE3-TINY3.1-Instruct-4M",
+                "method": "eagle3",
+                "found_by": "name",
+                "downloads": 900,
+            },
             {"repository": "b/my-drafter", "method": "eagle3", "found_by": "card", "downloads": 7},
         ],
     }
@@ -58,7 +66,10 @@ def test_a_plan_comes_without_the_hub_and_says_so(tmp_path: Path):
         pass  # it is gone again
     result = plan(hub, tmp_path / "home", f"target={tmp_path / 'mine'}")
     assert (result.returncode, result.stderr) == (0, "")
-    assert f"not asked: {hub.address}" in " ".join(result.stdout.split()) and "Recommended: " in result.stdout
+    assert (
+        f"not asked: {hub.address}" in " ".join(result.stdout.split())
+        and "Recommended: " in result.stdout
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,7 +84,9 @@ def test_a_plan_comes_without_the_hub_and_says_so(tmp_path: Path):
         ("someone/Qwen3-8B-speculator", ["speculators", "eagle3"], "eagle3"),
     ],
 )
-def test_methods_are_inferred_from_names_and_tags(repository: str, tags: list[str], method: str | None):
+def test_methods_are_inferred_from_names_and_tags(
+    repository: str, tags: list[str], method: str | None
+):
     assert infer_method(repository, tags) == method
 
 

@@ -72,14 +72,20 @@ def test_a_section_of_a_config_that_is_none_is_one_line(
 @pytest.fixture(scope="module")
 def described(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Described]:
     """A config.json as a plan reads it: once, as it is half a second before a target has shown the size of its KV cache."""
-    return cache(lambda config, key: read(folder(tmp_path_factory.mktemp("model"), json.loads(config)), key=key))
+    return cache(
+        lambda config, key: read(
+            folder(tmp_path_factory.mktemp("model"), json.loads(config)), key=key
+        )
+    )
 
 
 @pytest.fixture(scope="module")
 def plan_for(described: Callable[[str, str], Described]) -> Callable[..., Plan]:
     def plan(config: dict[str, Any], draft: dict[str, Any] | None = None, **options: Any) -> Plan:
         target = described(json.dumps(config), "target.model")
-        return make_plan(target, described(json.dumps(draft), "draft") if draft else None, **options)
+        return make_plan(
+            target, described(json.dumps(draft), "draft") if draft else None, **options
+        )
 
     return plan
 
@@ -107,14 +113,18 @@ def test_llama_8b(plan_for: Callable[..., Plan]):
     # 2.26 / (1.18 + 3 · (0.0499 + 3/32))
     assert head.low.speedup == pytest.approx(1.403, abs=2e-3)
     assert plan.recommendation["method"] == "dspark"
-    assert plan.recommendation["start"].startswith("specdistill train recipe=small/dspark target.model=")
+    assert plan.recommendation["start"].startswith(
+        "specdistill train recipe=small/dspark target.model="
+    )
     assert (
         "draft.num_layers=5 draft.block_size=8" in plan.recommendation["start"]
     )  # as the row describes, not as the recipe has it
     small = row_of(plan, "draft_model")
     # two of its layers between embedding and head; 0.962B weights read of 7.505B, and KV caches of 2,048 tokens, 8 and 128 KiB each
     assert small.parameters == 2 * 218_112_000 + 2 * 525_336_576 + 4096
-    assert small.step_ratio == pytest.approx((2 * 961_564_672 + 2048 * 8192) / (2 * 7_504_924_672 + 2048 * 131_072))
+    assert small.step_ratio == pytest.approx(
+        (2 * 961_564_672 + 2048 * 8192) / (2 * 7_504_924_672 + 2048 * 131_072)
+    )
 
 
 LLAMA_70B = LLAMA_8B | {
@@ -132,7 +142,9 @@ ON_THE_PAGE = {"Llama-3.1-8B": LLAMA_8B, "Llama-3.3-70B": LLAMA_70B, "gpt-oss-12
 
 @pytest.mark.long  # a step's operations, one by one
 @pytest.mark.parametrize("name", ON_THE_PAGE)
-def test_the_page_on_scale_has_these_numbers(plan_for: Callable[..., Plan], name: str, monkeypatch: pytest.MonkeyPatch):
+def test_the_page_on_scale_has_these_numbers(
+    plan_for: Callable[..., Plan], name: str, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(
         plans, "METHODS", {shown: METHODS[shown] for shown in ("eagle3", "ngram")}
     )  # of which the page has the first
@@ -140,12 +152,20 @@ def test_the_page_on_scale_has_these_numbers(plan_for: Callable[..., Plan], name
     row = row_of(plan, "eagle3")
     _, *trained = (short(size, "B") for size in row.training_memory.values())
     caches = f"{short(plan.target['kv_bytes'], 'B')}, {short(row.kv_bytes, 'B')}"
-    numbers = [short(row.parameters), *trained, f"{row.training_hours:.0f}", caches, short(row.disk_bytes, "B")]
+    numbers = [
+        short(row.parameters),
+        *trained,
+        f"{row.training_hours:.0f}",
+        caches,
+        short(row.disk_bytes, "B"),
+    ]
     line = " | ".join([name, short(plan.target["bytes"], "B"), *numbers])
     assert f"| {line} |\n" in (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
 
 
-def test_what_is_computed_takes_the_place_of_what_is_roughly_so(plan_for: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch):
+def test_what_is_computed_takes_the_place_of_what_is_roughly_so(
+    plan_for: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+):
     step = SimpleNamespace(peak=20 * 10**9, traffic=4 * 10**11, flops=10**14)
     monkeypatch.setattr(estimates, "training_step", lambda *of, **shape: step)
     plan = plan_for(LLAMA_8B, computed=True)
@@ -154,7 +174,9 @@ def test_what_is_computed_takes_the_place_of_what_is_roughly_so(plan_for: Callab
     # 8,192 tokens: the target's 2 · 7.505e9 operations a token and the step's at half of 989e12, 400 GB at 80 % of 3.35e12
     rate = 8192 / ((2 * 7_504_924_672 * 8192 + 1e14) / 494.5e12 + 4e11 / 2.68e12)
     assert row.training_hours == pytest.approx(532_000 * 950 / rate / 3600)
-    assert row_of(plan, "draft_model").training_memory["activations"] != step.peak  # of which no step can be made
+    assert (
+        row_of(plan, "draft_model").training_memory["activations"] != step.peak
+    )  # of which no step can be made
 
 
 def test_only_layers_that_attend_grow(plan_for: Callable[..., Plan]):
@@ -173,19 +195,34 @@ def test_a_tied_head_is_read(plan_for: Callable[..., Plan]):
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_native_layers_are_found_by_their_key_and_come_first(plan_for: Callable[..., Plan], nested: bool):
+def test_native_layers_are_found_by_their_key_and_come_first(
+    plan_for: Callable[..., Plan], nested: bool
+):
     config = MIXTURE
     if nested:
-        text = {"model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1, "vocab_size": 1000, "num_hidden_layers": 4}
+        text = {
+            "model_type": "qwen3_5_text",
+            "mtp_num_hidden_layers": 1,
+            "vocab_size": 1000,
+            "num_hidden_layers": 4,
+        }
         text |= {"hidden_size": 2048, "intermediate_size": 4096}
-        config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": text}
+        config = {
+            "architectures": ["Qwen3_5ForConditionalGeneration"],
+            "model_type": "qwen3_5",
+            "text_config": text,
+        }
     plan = plan_for(config, serving=ServingOptions(context=512))
     key = "mtp_num_hidden_layers" if nested else "num_nextn_predict_layers"
     assert plan.target["native_mtp"] == {"key": key, "layers": 1}
     assert row_of(plan, "mtp").note == f"the target's own ({key}: 1)"
     assert plan.recommendation["method"] == "mtp"
-    longer = make_plan(read(plan.target["model"], key="target.model"), serving=ServingOptions(context=4096))
-    assert longer.recommendation["method"] == "ngram"  # these small layers read less than their caches are
+    longer = make_plan(
+        read(plan.target["model"], key="target.model"), serving=ServingOptions(context=4096)
+    )
+    assert (
+        longer.recommendation["method"] == "ngram"
+    )  # these small layers read less than their caches are
     assert ("names no dtype" in " ".join(plan.warnings)) == nested
 
 
@@ -194,17 +231,28 @@ def test_the_command_trains_what_the_row_describes(plan_for: Callable[..., Plan]
     row = row_of(plan, "draft_model")
     only = [
         replace(row, low=row_of(plan, "ngram").high, high=row_of(plan, "ngram").high),
-        *(replace(other, low=None, high=None) for other in plan.methods if other.method not in ("draft_model", "ngram")),
+        *(
+            replace(other, low=None, high=None)
+            for other in plan.methods
+            if other.method not in ("draft_model", "ngram")
+        ),
     ]
     command = recommend([*only, row_of(plan, "ngram")], plan.target)["start"]
     recipe = load_recipe(Recipe, command.split()[2:])
-    assert (recipe.method, recipe.draft.init, recipe.draft.num_layers) == ("draft_model", "layers", row.num_layers)
+    assert (recipe.method, recipe.draft.init, recipe.draft.num_layers) == (
+        "draft_model",
+        "layers",
+        row.num_layers,
+    )
 
 
 KINDS = {row.cells[0]: row for row in read_page()}
 
 
-LARGE = [pytest.param(kind, marks=pytest.mark.long) for kind in ("cohere", "gpt_neox", "gemma", "olmo3", "zamba2")]  # a grid
+LARGE = [
+    pytest.param(kind, marks=pytest.mark.long)
+    for kind in ("cohere", "gpt_neox", "gemma", "olmo3", "zamba2")
+]  # a grid
 
 
 @pytest.mark.parametrize("kind", ["granite", "gemma2", "gpt2", *LARGE])
@@ -215,7 +263,9 @@ def test_a_head_is_planned_where_it_can_be_made(plan_for: Callable[..., Plan], k
     assert (", ".join(available) or "–") == KINDS[kind].cells[3]
 
 
-def test_a_head_that_cannot_be_made_has_the_reason_that_training_gives(plan_for: Callable[..., Plan], tmp_path: Path):
+def test_a_head_that_cannot_be_made_has_the_reason_that_training_gives(
+    plan_for: Callable[..., Plan], tmp_path: Path
+):
     config = GPT2Config(n_layer=2, n_embd=64, n_head=2)
     plan = plan_for(config.to_dict())
     target = FrozenTarget(GPT2LMHeadModel(config), tiny_tokenizer(), name=plan.target["model"])
@@ -225,15 +275,22 @@ def test_a_head_that_cannot_be_made_has_the_reason_that_training_gives(plan_for:
 
 
 def test_the_layers_counted_are_the_targets_whatever_they_are_called():
-    config = GPTNeoXConfig(num_hidden_layers=3, hidden_size=128, num_attention_heads=4, intermediate_size=96)
+    config = GPTNeoXConfig(
+        num_hidden_layers=3, hidden_size=128, num_attention_heads=4, intermediate_size=96
+    )
     target = Described("neox", "target.model", None, None, config.to_dict(), config, None)
     layers = target.weightless.layers
     assert len(layers) == 3
-    assert {parameter.shape for parameter in layers[-1].mlp.dense_4h_to_h.parameters()} == {(128, 96), (128,)}
+    assert {parameter.shape for parameter in layers[-1].mlp.dense_4h_to_h.parameters()} == {
+        (128, 96),
+        (128,),
+    }
 
 
 @pytest.mark.parametrize("kind", ["bert", "mamba"])
-def test_what_decoding_refuses_is_refused_in_the_same_line(plan_for: Callable[..., Plan], tmp_path: Path, kind: str):
+def test_what_decoding_refuses_is_refused_in_the_same_line(
+    plan_for: Callable[..., Plan], tmp_path: Path, kind: str
+):
     model, name = tiny_model(kind), folder(tmp_path, tiny_model(kind).config.to_dict())
     with pytest.raises(UserError) as by_plan:
         make_plan(read(name, key="target.model"))
@@ -243,12 +300,19 @@ def test_what_decoding_refuses_is_refused_in_the_same_line(plan_for: Callable[..
     assert KINDS[kind].cells[-1] in str(by_plan.value)
 
 
-def test_what_cannot_be_tried_is_planned_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_cannot_be_tried_is_planned_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(frozen, "MOST_PARAMETERS", 0)
     plan = make_plan(read(folder(tmp_path, LLAMA_1B), key="target.model"))
     (warning,) = plan.warnings
     assert "LlamaForCausalLM" in warning
-    assert [row.method for row in plan.methods if row.available] == ["pard", "draft_model", "ngram", "suffix"]
+    assert [row.method for row in plan.methods if row.available] == [
+        "pard",
+        "draft_model",
+        "ngram",
+        "suffix",
+    ]
 
 
 def test_quantised_weights_are_said_to_be_counted_otherwise(plan_for: Callable[..., Plan]):
@@ -266,7 +330,9 @@ def test_quantised_weights_are_said_to_be_counted_otherwise(plan_for: Callable[.
         (LLAMA_1B | {"spd_type": "pard", "pard_token": 128255}, "pard"),
     ],
 )
-def test_a_draft_that_is_given_takes_its_method_s_row(plan_for: Callable[..., Plan], config: dict[str, Any], method: str):
+def test_a_draft_that_is_given_takes_its_method_s_row(
+    plan_for: Callable[..., Plan], config: dict[str, Any], method: str
+):
     plan = plan_for(LLAMA_8B, config)
     assert [row.method for row in plan.methods if row.draft] == [method]
     if method == "eagle3":
@@ -275,7 +341,10 @@ def test_a_draft_that_is_given_takes_its_method_s_row(plan_for: Callable[..., Pl
         row = row_of(plan, method)
         assert row.parameters == 1_235_814_400
         # 1.2358B and 7.5049B weights read, and KV caches of 2,048 tokens, 32 and 128 KiB each
-        read = [2 * weights + 2048 * cache * 1024 for weights, cache in ((1_235_814_400, 32), (7_504_924_672, 128))]
+        read = [
+            2 * weights + 2048 * cache * 1024
+            for weights, cache in ((1_235_814_400, 32), (7_504_924_672, 128))
+        ]
         assert row.step_shares == {"weights": pytest.approx(read[0] / read[1]), "layers": 0.5}
 
 
@@ -295,7 +364,9 @@ def test_a_draft_larger_than_its_target_cannot_pay(plan_for: Callable[..., Plan]
         ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "BertForMaskedLM"),
     ],
 )
-def test_a_draft_of_something_else_is_refused(plan_for: Callable[..., Plan], draft: dict[str, Any], got: str):
+def test_a_draft_of_something_else_is_refused(
+    plan_for: Callable[..., Plan], draft: dict[str, Any], got: str
+):
     with refused("draft", holds=got):
         plan_for(LLAMA_8B, draft)
 
@@ -308,13 +379,18 @@ def test_another_padding_of_the_vocabulary_is_only_warned_of(plan_for: Callable[
 @pytest.mark.parametrize(
     ("config", "got"),
     [
-        ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "T5ForConditionalGeneration"),
+        (
+            {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]},
+            "T5ForConditionalGeneration",
+        ),
         ({"hidden_size": 3}, "model_type"),
         (LLAMA_8B | {"hidden_size": "wide"}, "hidden_size"),
         (LLAMA_8B | {"num_hidden_layers": 0}, "num_hidden_layers 0"),
     ],
 )
-def test_what_is_no_target_is_refused(plan_for: Callable[..., Plan], config: dict[str, Any], got: str):
+def test_what_is_no_target_is_refused(
+    plan_for: Callable[..., Plan], config: dict[str, Any], got: str
+):
     with refused("target.model", holds=got):
         plan_for(config)
 
@@ -324,8 +400,12 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path):
         read(str(tmp_path), key="target.model")
 
 
-@pytest.mark.parametrize("config", [LLAMA_8B, MIXTURE, LLAMA_8B | {"quantization_config": {"quant_method": "fp8"}}])
-def test_a_plan_is_one_screen_that_answers_first(config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    "config", [LLAMA_8B, MIXTURE, LLAMA_8B | {"quantization_config": {"quant_method": "fp8"}}]
+)
+def test_a_plan_is_one_screen_that_answers_first(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
     target = Path("models/llama-3.1-8b")  # of the length that people's names of targets have
     target.mkdir(parents=True)
@@ -344,10 +424,14 @@ def test_a_plan_is_one_screen_that_answers_first(config: dict[str, Any], tmp_pat
         assert lines[0].startswith(f"Recommended: {plan.recommendation['method']}, ")
         assert len(lines) <= height and max(map(len, lines)) <= width and "…" not in screen
         unwrapped = " ".join(screen.replace("\\\n", " ").split())
-        for command in f"{plan.recommendation['start']}\n{plan.recommendation['lookup']}".splitlines():
+        for (
+            command
+        ) in f"{plan.recommendation['start']}\n{plan.recommendation['lookup']}".splitlines():
             assert command in unwrapped
         first = lines.index("") + 3
-        assert [line.split()[0] for line in lines[first : first + len(plan.methods)]] == [row.method for row in plan.methods]
+        assert [line.split()[0] for line in lines[first : first + len(plan.methods)]] == [
+            row.method for row in plan.methods
+        ]
         assert (
             set(lines) - set(detailed.splitlines()) <= set(lines[-3:])
             and "to serve: " in detailed
@@ -357,7 +441,9 @@ def test_a_plan_is_one_screen_that_answers_first(config: dict[str, Any], tmp_pat
         parts = [float(size) for size in re.findall(r"([\d.]+) GiB", served)]
         assert parts[-1] == pytest.approx(sum(parts[:-1]), rel=0.01)
         assert not [
-            line for line in detailed.splitlines() if re.search(r" [kMGT]B\b", line) and re.search(r" [KMGT]iB\b", line)
+            line
+            for line in detailed.splitlines()
+            if re.search(r" [kMGT]B\b", line) and re.search(r" [KMGT]iB\b", line)
         ]
 
 

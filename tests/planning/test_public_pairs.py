@@ -35,14 +35,20 @@ from tests.refusals import refused_key
         (GPT_OSS_120B, 687, 65_248_815_744),
     ],
 )
-def test_the_fixtures_are_as_large_as_what_is_published(repository: Repository, num_tensors: int, num_bytes: int):
+def test_the_fixtures_are_as_large_as_what_is_published(
+    repository: Repository, num_tensors: int, num_bytes: int
+):
     """`total_size` of the index, or the one file's."""
     assert (len(repository.tensors), repository.num_bytes) == (num_tensors, num_bytes)
 
 
-def planned(pair: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, dict[str, Any]]:
+def planned(
+    pair: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str
+) -> tuple[int, dict[str, Any]]:
     """The exit code of `specdistill plan` for a pair, without the seconds that a computed step takes, and its JSON."""
-    monkeypatch.setattr(estimates, "training_step", lambda *of, **shape: SimpleNamespace(peak=1, traffic=1, flops=1))
+    monkeypatch.setattr(
+        estimates, "training_step", lambda *of, **shape: SimpleNamespace(peak=1, traffic=1, flops=1)
+    )
     target, draft = pair.write(folder)
     given = [f"draft={draft}"] if pair.draft else []
     with redirect_stdout(io.StringIO()) as printed:
@@ -102,19 +108,33 @@ def test_a_wrong_pair_is_refused(
 
 
 @pytest.mark.long  # a checkpoint of many tensors
-def test_a_layer_that_is_stated_and_not_saved_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_layer_that_is_stated_and_not_saved_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     _, plan = planned(WRONG_PAIRS["mtp-not-saved"], tmp_path / "pair", monkeypatch)
-    assert any("mtp_num_hidden_layers" in warning for warning in plan["warnings"]) and plan["target"]["native_mtp"] is None
+    assert (
+        any("mtp_num_hidden_layers" in warning for warning in plan["warnings"])
+        and plan["target"]["native_mtp"] is None
+    )
 
 
 @pytest.mark.long  # a pair
 def test_serving_keys_reach_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    keys = ["serving.context=32768", "serving.batch_size=32", "serving.kv_cache_dtype=fp8", "serving.tensor_parallel=2"]
-    code, plan = planned(PAIRS["llama-eagle3"], tmp_path, monkeypatch, *keys, "serving.memory_gb=48")
+    keys = [
+        "serving.context=32768",
+        "serving.batch_size=32",
+        "serving.kv_cache_dtype=fp8",
+        "serving.tensor_parallel=2",
+    ]
+    code, plan = planned(
+        PAIRS["llama-eagle3"], tmp_path, monkeypatch, *keys, "serving.memory_gb=48"
+    )
     assert code == 0
     (row,) = (row for row in plan["methods"] if row["method"] == "eagle3")
     assert row["serving"]["parts"]["KV cache"] == 32 * 32768 * 64 * 1024 // 2
     assert row["serving"]["parts"]["target"] == 16_060_522_496 // 2
     # Weights that a step reads, and the KV caches of 32 · 32,768 tokens in 8 bits: 64 KiB of each for the target, 2 KiB for the head
     tokens = 32 * 32768 * 1024
-    assert row["step_ratio"] == pytest.approx((0.7487e9 + 2 * tokens) / (15.0098e9 + 64 * tokens), rel=1e-3)
+    assert row["step_ratio"] == pytest.approx(
+        (0.7487e9 + 2 * tokens) / (15.0098e9 + 64 * tokens), rel=1e-3
+    )

@@ -21,7 +21,12 @@ ONE_PASS = threading.Lock()  # servers may share a target, whose hooks serve one
 
 @contextmanager
 def running(
-    target: FrozenTarget, layers: Sequence[int], folder: Path | None, *, dtype: Any = None, of_output: bool = True
+    target: FrozenTarget,
+    layers: Sequence[int],
+    folder: Path | None,
+    *,
+    dtype: Any = None,
+    of_output: bool = True,
 ) -> Iterator[str]:
     """Its address. folder: where hidden states go; None: a server without the connector. dtype: that it computes in. of_output: whether it
     gives those of what it generates, where it is asked to.
@@ -46,7 +51,10 @@ def running(
 
         def later() -> None:
             time.sleep(0.02)
-            save_file({"hidden_states": hidden.to(dtype or hidden.dtype), "token_ids": torch.tensor(ids)}, path)
+            save_file(
+                {"hidden_states": hidden.to(dtype or hidden.dtype), "token_ids": torch.tensor(ids)},
+                path,
+            )
             held.close()
 
         threading.Thread(target=later).start()

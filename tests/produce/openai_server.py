@@ -31,7 +31,9 @@ class Behaviour:
     more: Callable[[dict[str, Any]], dict[str, Any]] = lambda body: {}
 
 
-def completion(prompt: list[int], seed: int, temperature: float, text: Callable[[str], str]) -> tuple[list[int], str]:
+def completion(
+    prompt: list[int], seed: int, temperature: float, text: Callable[[str], str]
+) -> tuple[list[int], str]:
     digest = hashlib.sha256(repr((prompt, seed if temperature else 0)).encode()).hexdigest()[:8]
     said = text(digest)
     return [*tiny_tokenizer()(said)["input_ids"], END], said
@@ -60,7 +62,10 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.authorization = self.headers.get("Authorization")
         with self.server.lock:
-            number, self.server.num_requests = self.server.num_requests, self.server.num_requests + 1
+            number, self.server.num_requests = (
+                self.server.num_requests,
+                self.server.num_requests + 1,
+            )
         behaviour = self.server.behaviour
         time.sleep(behaviour.seconds)
         fault = behaviour.fault(number, body)
@@ -72,10 +77,15 @@ class Handler(BaseHTTPRequestHandler):
         elif isinstance(fault, int):
             self.send(fault, {"error": "as asked"}, behaviour.headers)
         else:
-            ids, text = completion(body["prompt"], body.get("seed", 0), body["temperature"], behaviour.text)
+            ids, text = completion(
+                body["prompt"], body.get("seed", 0), body["temperature"], behaviour.text
+            )
             cut = len(ids) > body["max_tokens"]
             ids = ids[: body["max_tokens"]]
-            choice: dict[str, Any] = {"text": text[: len(ids)], "finish_reason": "length" if cut else "stop"}
+            choice: dict[str, Any] = {
+                "text": text[: len(ids)],
+                "finish_reason": "length" if cut else "stop",
+            }
             if behaviour.returns_tokens:
                 choice["token_ids"] = ids
             self.send(200, {"model": body["model"], "choices": [choice], **behaviour.more(body)})

@@ -18,7 +18,9 @@ from specdistill.rows.row_set import Manifest, RowTarget, read_rows
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 
-def row_target(model: Any = None, template: str | None = CHAT_TEMPLATE, weights: str = "0" * 64) -> RowTarget:
+def row_target(
+    model: Any = None, template: str | None = CHAT_TEMPLATE, weights: str = "0" * 64
+) -> RowTarget:
     return RowTarget("tiny", weights, tiny_tokenizer(template), (0, 3), model)
 
 
@@ -30,7 +32,12 @@ def generator(**shape: int) -> RowTarget:
 def config_for(folder: Path, rows: Sequence[dict[str, Any]], **settings: Any) -> DataConfig:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    defaults = {"source": str(path), "max_length": 32, "validation_fraction": 0.2, "decontaminate": []}
+    defaults = {
+        "source": str(path),
+        "max_length": 32,
+        "validation_fraction": 0.2,
+        "decontaminate": [],
+    }
     return DataConfig(**{**defaults, "cache_dir": str(folder / "cache"), **settings})
 
 
@@ -52,7 +59,12 @@ def numbered(count: int) -> list[dict[str, str]]:
 
 def chat(*said: str | None) -> dict[str, Any]:
     """Turns of user and assistant, in turn; None: yet to be generated."""
-    return {"messages": [{"role": ("user", "assistant")[turn % 2], "content": content} for turn, content in enumerate(said)]}
+    return {
+        "messages": [
+            {"role": ("user", "assistant")[turn % 2], "content": content}
+            for turn, content in enumerate(said)
+        ]
+    }
 
 
 def texts_in(rows: Dataset) -> list[str]:

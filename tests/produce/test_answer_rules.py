@@ -12,7 +12,9 @@ from specdistill.recipe.sections import AnswerRule
 ORDINARY = "The loop adds each number to the sum, and then the function returns it to its caller."
 
 
-def candidate(text: str = ORDINARY, ids: Sequence[int] = range(40, 90), is_text: bool = False, **answer: Any) -> CheckedAnswer:
+def candidate(
+    text: str = ORDINARY, ids: Sequence[int] = range(40, 90), is_text: bool = False, **answer: Any
+) -> CheckedAnswer:
     made = Answer(**{"context": [1], "token_ids": list(ids), "reason": "stop", **answer})
     return CheckedAnswer(made, text, is_text, frozenset({1, 2, 3}))
 
@@ -66,4 +68,7 @@ def test_counts_add_up_with_their_first_examples() -> None:
         counts.keeps(made, RULES)
     several[0].add(several[1])
     assert (several[0].kept, several[0].filtered) == (2, {"refused": 1, "empty": 1})
-    assert several[0].examples == {"refused": "400 long", "empty": ""} and several[0].table().row_count == 3
+    assert (
+        several[0].examples == {"refused": "400 long", "empty": ""}
+        and several[0].table().row_count == 3
+    )

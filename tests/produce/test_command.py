@@ -46,9 +46,20 @@ def server(by_server: bool, seconds: float = 0.0) -> Iterator[list[str]]:
         yield [f"data.regenerate.server=[{made.address}]", "data.regenerate.batch_size=2"]
 
 
-def line(folder: Path, cache: Path, way: Sequence[str], *more: str, verb: str = "make", num_tokens: int = 9000) -> list[str]:
+def line(
+    folder: Path,
+    cache: Path,
+    way: Sequence[str],
+    *more: str,
+    verb: str = "make",
+    num_tokens: int = 9000,
+) -> list[str]:
     keys = [key for key in input_keys(folder) if not key.startswith("data.cache_dir")]
-    generated = [f"data.cache_dir={cache}", f"data.regenerate.num_tokens={num_tokens}", "data.max_length=96"]
+    generated = [
+        f"data.cache_dir={cache}",
+        f"data.regenerate.num_tokens={num_tokens}",
+        "data.max_length=96",
+    ]
     return ["data", verb, "recipe=small/eagle3", *keys, *generated, *way, *more]
 
 
@@ -75,12 +86,29 @@ def test_shards_are_made_apart_and_merged(by_server: bool, folder: Path, tmp_pat
         expected = whole(folder, tmp_path / "whole", way)
         for index in (2, 0):
             done = specdistill(*line(folder, tmp_path / "cut", way, f"data.shard={index}/3"))
-            assert done.returncode == 0 and f"shard {index} of 3 is made" in done.stdout, done.stderr
+            assert done.returncode == 0 and f"shard {index} of 3 is made" in done.stdout, (
+                done.stderr
+            )
         early = specdistill(*line(folder, tmp_path / "cut", way, verb="merge"))
-        assert early.returncode == 2 and refused_key(early.stderr) == "data.shard" and "block-00001" in early.stderr
-        array = {"SLURM_ARRAY_TASK_ID": "8", "SLURM_ARRAY_TASK_MIN": "7", "SLURM_ARRAY_TASK_COUNT": "3"}
-        words = [sys.executable, "-m", "specdistill", *line(folder, tmp_path / "cut", way, "data.shard=auto")]
-        subprocess.run(words, env={**environment(), **array}, check=True, capture_output=True, timeout=300)
+        assert (
+            early.returncode == 2
+            and refused_key(early.stderr) == "data.shard"
+            and "block-00001" in early.stderr
+        )
+        array = {
+            "SLURM_ARRAY_TASK_ID": "8",
+            "SLURM_ARRAY_TASK_MIN": "7",
+            "SLURM_ARRAY_TASK_COUNT": "3",
+        }
+        words = [
+            sys.executable,
+            "-m",
+            "specdistill",
+            *line(folder, tmp_path / "cut", way, "data.shard=auto"),
+        ]
+        subprocess.run(
+            words, env={**environment(), **array}, check=True, capture_output=True, timeout=300
+        )
     merged = specdistill(*line(folder, tmp_path / "cut", way, verb="merge"))
     assert merged.returncode == 0 and row_set(tmp_path / "cut") == expected, merged.stderr
     named = f"data.rows={next((tmp_path / 'cut').glob(f'rows/*/{MANIFEST}')).parent}"
@@ -97,13 +125,21 @@ def test_ray_repeats_the_shard_of_a_killed_worker(folder: Path, tmp_path: Path) 
         words = line(folder, tmp_path / "cut", way, "on=ray", "shards=4", "gpus=0")
         alone_here = {**environment(), "RAY_ADDRESS": "local", "RAY_USAGE_STATS_ENABLED": "0"}
         output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        process = subprocess.Popen([sys.executable, "-m", "specdistill", *words], env=alone_here, **output)  # type: ignore[call-overload]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "specdistill", *words], env=alone_here, **output
+        )  # type: ignore[call-overload]
         while made.num_requests < asked + 20 and process.poll() is None:
             time.sleep(0.01)
-        workers = [it for it in psutil.Process(process.pid).children(recursive=True) if "ray::_make_shard" in it.cmdline()[0]]
+        workers = [
+            it
+            for it in psutil.Process(process.pid).children(recursive=True)
+            if "ray::_make_shard" in it.cmdline()[0]
+        ]
         workers[0].kill()
         said, _ = process.communicate(timeout=300)
-    assert process.returncode == 0 and "4 shards are made; next: specdistill data merge" in said, said
+    assert process.returncode == 0 and "4 shards are made; next: specdistill data merge" in said, (
+        said
+    )
     merged = specdistill(*line(folder, tmp_path / "cut", way, verb="merge"))
     assert merged.returncode == 0 and row_set(tmp_path / "cut") == expected, merged.stderr
 
@@ -115,15 +151,27 @@ def test_tasks_of_the_printed_array_make_their_shards(folder: Path, tmp_path: Pa
         script = specdistill(*line(folder, tmp_path / "cut", way, "on=slurm", "shards=2")).stdout
         for task in ("1", "0"):
             slurm = {**environment(), "SLURM_ARRAY_TASK_ID": task}
-            subprocess.run(["bash", "-s"], input=script, env=slurm, check=True, capture_output=True, text=True, timeout=300)
+            subprocess.run(
+                ["bash", "-s"],
+                input=script,
+                env=slurm,
+                check=True,
+                capture_output=True,
+                text=True,
+                timeout=300,
+            )
         merged = specdistill(*line(folder, tmp_path / "cut", way, verb="merge"))
     assert merged.returncode == 0 and row_set(tmp_path / "cut") == expected, merged.stderr
 
 
-def test_without_ray_the_extra_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_the_extra_is_named(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     done = specdistill(*line(folder, tmp_path, [], "on=ray", "shards=4"))
-    assert done.returncode == 2 and done.stderr.splitlines()[-1].endswith("Run: pip install 'specdistill[ray]'"), done.stderr
+    assert done.returncode == 2 and done.stderr.splitlines()[-1].endswith(
+        "Run: pip install 'specdistill[ray]'"
+    ), done.stderr
 
 
 @pytest.mark.long
@@ -134,7 +182,11 @@ def test_kills_give_the_same_rows(by_server: bool, folder: Path, tmp_path: Path)
     (cache / "thesis.tex").write_text("mine")
 
     def rows() -> dict[str, bytes]:
-        return {name: content for path in cache.glob(f"rows/*/{MANIFEST}") for name, content in contents(path.parent).items()}
+        return {
+            name: content
+            for path in cache.glob(f"rows/*/{MANIFEST}")
+            for name, content in contents(path.parent).items()
+        }
 
     with server(by_server) as way:
         survive(line(folder, cache, way, num_tokens=600), cache, rows)
@@ -156,7 +208,11 @@ def test_a_full_disk_ends_a_generation_in_one_line_and_it_goes_on_with_space(
     by_server: bool, folder: Path, tmp_path: Path
 ) -> None:
     """A file system of 80 KiB, in a mount namespace of its own."""
-    mounts = subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "tmpfs", tmp_path], capture_output=True, check=False)
+    mounts = subprocess.run(
+        ["unshare", "-rm", "mount", "-t", "tmpfs", "tmpfs", tmp_path],
+        capture_output=True,
+        check=False,
+    )
     if mounts.returncode:
         pytest.skip("no mount namespaces on this machine")
     disk = tmp_path / "disk"
@@ -167,7 +223,9 @@ def test_a_full_disk_ends_a_generation_in_one_line_and_it_goes_on_with_space(
         shell = ["unshare", "-rm", "sh", "-c", FULL, str(tmp_path / "run"), str(disk), str(disk)]
         words = line(folder, disk / "cache", way, forced)
         mounted = [*shell, sys.executable, "-m", "specdistill", *words]
-        resumed = subprocess.run(mounted, env=environment(), capture_output=True, text=True, check=False, timeout=300)
+        resumed = subprocess.run(
+            mounted, env=environment(), capture_output=True, text=True, check=False, timeout=300
+        )
     said = (tmp_path / "run.full").read_text()
     assert (tmp_path / "run.code").read_text().strip() == "3" and "Traceback" not in said, said
     assert "No space left on device" in said.splitlines()[-1]
@@ -181,5 +239,9 @@ def test_rows_are_not_made_into_a_folder_of_other_files(folder: Path, tmp_path: 
     (tmp_path / "set" / "model.safetensors").write_text("mine")
     with server(by_server=False) as way:
         said = specdistill(*line(folder, tmp_path, way, f"data.rows={tmp_path / 'set'}"))
-    assert said.returncode == 2 and refused_key(said.stderr) == "data.rows" and "model.safetensors" in said.stderr
+    assert (
+        said.returncode == 2
+        and refused_key(said.stderr) == "data.rows"
+        and "model.safetensors" in said.stderr
+    )
     assert [path.name for path in (tmp_path / "set").iterdir()] == ["model.safetensors"]

@@ -29,18 +29,31 @@ def target_of(dtype: torch.dtype) -> FrozenTarget:
     return FrozenTarget(model, tiny_tokenizer(), name="tiny")
 
 
-def history(folder: Path, target: FrozenTarget, method: str, store: FeatureStore | None, **train: Any) -> list[float]:
+def history(
+    folder: Path, target: FrozenTarget, method: str, store: FeatureStore | None, **train: Any
+) -> list[float]:
     """Losses and norms of gradients of four steps, and the losses of the evaluations between them."""
-    batches = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "gradient_accumulation_steps": 2}
+    batches = {
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+    }
     often = {"logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
-    fit = trainer(folder, ROWS, target, method, learning_rate=1e-2, store=store, **batches, **often, **train)
+    fit = trainer(
+        folder, ROWS, target, method, learning_rate=1e-2, store=store, **batches, **often, **train
+    )
     fit.train()
     names = ("loss", "grad_norm", "eval_loss")
     return [entry[name] for entry in fit.state.log_history for name in names if name in entry]
 
 
 def stored(
-    folder: Path, target: FrozenTarget, aux_layers: tuple[int, ...], dtype: str, rows: Dataset = ROWS, autocast: Any = None
+    folder: Path,
+    target: FrozenTarget,
+    aux_layers: tuple[int, ...],
+    dtype: str,
+    rows: Dataset = ROWS,
+    autocast: Any = None,
 ) -> FeatureStore:
     of = origin(dtype, hidden_size=target.hidden_size, aux_layers=aux_layers, computed=target.dtype)
     return filled(folder, [rows], of, by_target(target, aux_layers, autocast))
@@ -64,7 +77,9 @@ def test_losses_are_those_of_training_online(
     passes: list[int] = []
     target.backbone.register_forward_pre_hook(lambda *_: passes.append(1))
     assert history(tmp_path, target, method, store, **mixed) == expected and len(expected) == 10
-    assert len(passes) == (method == "eagle3")  # a fresh head asks whether the target's layers pass on what it reads
+    assert len(passes) == (
+        method == "eagle3"
+    )  # a fresh head asks whether the target's layers pass on what it reads
 
 
 def test_what_has_no_room_is_made_in_the_steps(tmp_path: Path) -> None:
@@ -81,7 +96,10 @@ def test_nothing_is_learned_from_the_last_token_of_a_document(tmp_path: Path, me
     """So its features may be 0, as they are where a server gave those that it had when it ended the document."""
     target = target_of(torch.float32)
     aux_layers = tuple(trainer(tmp_path, ROWS, target, method).objective.draft.aux_layers)
-    make, of = by_target(target, aux_layers, None), origin(hidden_size=target.hidden_size, aux_layers=aux_layers)
+    make, of = (
+        by_target(target, aux_layers, None),
+        origin(hidden_size=target.hidden_size, aux_layers=aux_layers),
+    )
 
     def without(rows: Any) -> list[torch.Tensor]:
         made = make(rows)
@@ -89,8 +107,13 @@ def test_nothing_is_learned_from_the_last_token_of_a_document(tmp_path: Path, me
             features[:, Tokens.of(row).document_lengths.cumsum() - 1] = 0
         return made
 
-    expected = history(tmp_path, target, method, stored(tmp_path / "store", target, aux_layers, "float32"))
-    assert history(tmp_path, target, method, filled(tmp_path / "without", [ROWS], of, without)) == expected
+    expected = history(
+        tmp_path, target, method, stored(tmp_path / "store", target, aux_layers, "float32")
+    )
+    assert (
+        history(tmp_path, target, method, filled(tmp_path / "without", [ROWS], of, without))
+        == expected
+    )
 
 
 def test_processes_may_read_the_store(tmp_path: Path) -> None:
@@ -115,8 +138,12 @@ def test_the_section_says_which_store(tmp_path: Path, caplog: pytest.LogCaptureF
     loaded = FrozenTarget.load(str(tmp_path / "model"))
 
     def store(mode: str, autocast: torch.dtype | None = None, **others: Any) -> FeatureStore | None:
-        config = HiddenStatesConfig(mode=mode, **({} if mode == "online" else {"path": str(tmp_path / "store")}), **others)
-        return feature_store(config, loaded, [1, 2], [ROWS, packed(2, seed=3)], autocast=autocast, batch_size=2)
+        config = HiddenStatesConfig(
+            mode=mode, **({} if mode == "online" else {"path": str(tmp_path / "store")}), **others
+        )
+        return feature_store(
+            config, loaded, [1, 2], [ROWS, packed(2, seed=3)], autocast=autocast, batch_size=2
+        )
 
     assert store("online") is None
     with refused("hidden_states.path", holds="which holds no features"):
@@ -125,7 +152,9 @@ def test_the_section_says_which_store(tmp_path: Path, caplog: pytest.LogCaptureF
     assert made is not None and (made.num_rows, made.num_missing) == (10, 0)
     assert "features of 10 of 10 rows" in caplog.text
     assert made.origin.weights == loaded.identity.weights and made.origin.aux_layers == (1, 2)
-    with refused("hidden_states.path", holds="of other features: computed float32 for float32 under bfloat16"):
+    with refused(
+        "hidden_states.path", holds="of other features: computed float32 for float32 under bfloat16"
+    ):
         store("offline", torch.bfloat16)
     assert store("offline") is not None
 
@@ -135,9 +164,21 @@ def test_the_section_says_which_store(tmp_path: Path, caplog: pytest.LogCaptureF
     [
         (["hidden_states.mode=offline"], "hidden_states.path", "nothing"),
         (["hidden_states.path=a"], "hidden_states.path", "a"),
-        (["hidden_states.mode=offline", "hidden_states.path=a", "hidden_states.max_bytes=1"], "hidden_states.max_bytes", "1"),
-        (["hidden_states.mode=offline", "hidden_states.path=a", "target.shard=layers"], "target.shard", "layers"),
-        (["method=draft_model", "hidden_states.mode=offline", "hidden_states.path=a"], "hidden_states", ""),
+        (
+            ["hidden_states.mode=offline", "hidden_states.path=a", "hidden_states.max_bytes=1"],
+            "hidden_states.max_bytes",
+            "1",
+        ),
+        (
+            ["hidden_states.mode=offline", "hidden_states.path=a", "target.shard=layers"],
+            "target.shard",
+            "layers",
+        ),
+        (
+            ["method=draft_model", "hidden_states.mode=offline", "hidden_states.path=a"],
+            "hidden_states",
+            "",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_one_line(keys: list[str], key: str, got: str) -> None:

@@ -33,7 +33,11 @@ NAMES = [f"{index:06d}-of-000004.safetensors" for index in range(4)]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in ("lock", ".part")}
+    return {
+        path.name: path.read_bytes()
+        for path in folder.iterdir()
+        if path.name not in ("lock", ".part")
+    }
 
 
 def test_what_a_store_costs_is_said_after_its_first_shard(
@@ -41,18 +45,24 @@ def test_what_a_store_costs_is_said_after_its_first_shard(
 ) -> None:
     filled(tmp_path / "store", SETS, origin())
     said = capsys.readouterr().err
-    assert said.count("storing features") == 1 and "the first 4 rows" in said and " 9 " in said  # of 13
+    assert (
+        said.count("storing features") == 1 and "the first 4 rows" in said and " 9 " in said
+    )  # of 13
     filled(tmp_path / "store", SETS, origin())
     assert "storing features" not in capsys.readouterr().err
     free = shutil.disk_usage(tmp_path)._replace(free=100)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
-    with pytest.raises(ResourceError, match=r"storing features takes about .* whose disk has 100 bytes left"):
+    with pytest.raises(
+        ResourceError, match=r"storing features takes about .* whose disk has 100 bytes left"
+    ):
         filled(tmp_path / "small", SETS, origin())
     assert sorted(contents(tmp_path / "small")) == NAMES[:1]
     assert filled(tmp_path / "small", SETS, origin(), force=True).num_missing == 0
 
 
-def test_damaged_missing_and_other_shards_are_made_again_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_missing_and_other_shards_are_made_again_by_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO")
     filled(tmp_path / "whole", SETS, origin())
     filled(tmp_path / "store", SETS, origin())
@@ -64,7 +74,9 @@ def test_damaged_missing_and_other_shards_are_made_again_by_name(tmp_path: Path,
     (tmp_path / "other" / NAMES[2]).replace(tmp_path / "store" / NAMES[2])
     (tmp_path / "store" / ".part").mkdir()
     (tmp_path / "store" / ".part" / NAMES[3]).write_bytes(b"what a killed process left")
-    (tmp_path / "store" / ".part" / ".tmpAbCdEf").write_bytes(b"and what safetensors left, killed as it wrote")
+    (tmp_path / "store" / ".part" / ".tmpAbCdEf").write_bytes(
+        b"and what safetensors left, killed as it wrote"
+    )
     caplog.clear()
     make = Counting(origin())
     store = filled(tmp_path / "store", SETS, origin(), make)
@@ -72,13 +84,18 @@ def test_damaged_missing_and_other_shards_are_made_again_by_name(tmp_path: Path,
     assert contents(tmp_path / "store") == contents(tmp_path / "whole")
     said = caplog.text
     assert f"{NAMES[0]}, which is damaged (row 2): it is made again" in said
-    assert f"{NAMES[2]}, which is of other features: weights c for aaaaaaaaaaaa: it is made again" in said
+    assert (
+        f"{NAMES[2]}, which is of other features: weights c for aaaaaaaaaaaa: it is made again"
+        in said
+    )
     assert NAMES[1] not in said and NAMES[3] not in said
     batch, expected = batch_of(store, SETS[0], [2, 9])  # and not what was mapped before
     assert batch["features"].equal(expected)
 
 
-def test_other_rows_take_the_place_of_those_that_were_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_rows_take_the_place_of_those_that_were_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO")
     filled(tmp_path, [packed(4, seed=8), *SETS], origin())
     make = Counting(origin())
@@ -104,7 +121,9 @@ def test_a_store_grows_to_its_limit_and_no_further(tmp_path: Path) -> None:
     assert contents(tmp_path / "half") == contents(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("No space left")])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("No space left")]
+)
 def test_a_full_disk_is_one_line_and_what_is_there_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
@@ -118,7 +137,9 @@ def test_a_full_disk_is_one_line_and_what_is_there_stays(
         write(path, *others)  # type: ignore[arg-type]
 
     monkeypatch.setattr(filling, "write_shard", full)
-    with pytest.raises(ResourceError, match=r"could not be written \(.*No space left.*hidden_states.max_bytes"):
+    with pytest.raises(
+        ResourceError, match=r"could not be written \(.*No space left.*hidden_states.max_bytes"
+    ):
         filled(tmp_path / "store", SETS, origin())
     monkeypatch.setattr(filling, "write_shard", write)
     make = Counting(origin())
@@ -127,7 +148,12 @@ def test_a_full_disk_is_one_line_and_what_is_there_stays(
 
 
 def test_a_folder_of_somebody_elses_files_is_refused_and_keeps_them(tmp_path: Path) -> None:
-    names = ["config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "download.part"]
+    names = [
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "download.part",
+    ]
     for name in names:
         (tmp_path / name).write_bytes(b"somebody's")
     with refused("hidden_states.path", tmp_path):
@@ -168,7 +194,9 @@ def target() -> FrozenTarget:
 
 
 @pytest.mark.parametrize("aux_layers", [(3, 1), (), (2, 4)])
-def test_servers_make_what_the_target_does(target: FrozenTarget, tmp_path: Path, aux_layers: tuple[int, ...]) -> None:
+def test_servers_make_what_the_target_does(
+    target: FrozenTarget, tmp_path: Path, aux_layers: tuple[int, ...]
+) -> None:
     """Which share the documents."""
     layers, folders = sorted({*aux_layers, 4}), [tmp_path / name for name in ("one", "other")]
     for folder in folders:
@@ -182,7 +210,10 @@ def test_servers_make_what_the_target_does(target: FrozenTarget, tmp_path: Path,
 
 
 def test_a_server_of_something_else_is_one_line(target: FrozenTarget, tmp_path: Path) -> None:
-    with running(target, [1, 2, 4], tmp_path) as more, running(target, [1, 4], tmp_path, dtype=torch.bfloat16) as other:
+    with (
+        running(target, [1, 2, 4], tmp_path) as more,
+        running(target, [1, 4], tmp_path, dtype=torch.bfloat16) as other,
+    ):
         for address, what in ((more, "3, 64] torch.float32 "), (other, "2, 64] torch.bfloat16 ")):
             with refused("hidden_states.server", f"{address}, which writes ", holds=what):
                 by_servers(target, (1,), [address], TIMEOUT)(ROWS[:1])
@@ -190,15 +221,27 @@ def test_a_server_of_something_else_is_one_line(target: FrozenTarget, tmp_path: 
     save_file({"hidden_states": torch.zeros(1), "token_ids": torch.tensor([1])}, somebodys)
     lock = tmp_path / "model.safetensors.lock"
     lock.touch()
-    naming = Behaviour(models=("served",), more=lambda _: {"kv_transfer_params": {"hidden_states_path": str(somebodys)}})
-    with openai_server.running(naming) as server, pytest.raises(ResourceError, match="not the hidden states of its prompt"):
+    naming = Behaviour(
+        models=("served",),
+        more=lambda _: {"kv_transfer_params": {"hidden_states_path": str(somebodys)}},
+    )
+    with (
+        openai_server.running(naming) as server,
+        pytest.raises(ResourceError, match="not the hidden states of its prompt"),
+    ):
         by_servers(target, (1,), [server.address], TIMEOUT)(ROWS[:1])
     assert somebodys.exists() and lock.exists()
     lock.unlink()
     os.mkfifo(lock)
-    with openai_server.running(naming) as server, pytest.raises(ResourceError, match="which is no file"):
+    with (
+        openai_server.running(naming) as server,
+        pytest.raises(ResourceError, match="which is no file"),
+    ):
         by_servers(target, (1,), [server.address], TIMEOUT)(ROWS[:1])
-    with running(target, [4], None) as plain, pytest.raises(ResourceError, match="start it with ExampleHiddenStatesConnector"):
+    with (
+        running(target, [4], None) as plain,
+        pytest.raises(ResourceError, match="start it with ExampleHiddenStatesConnector"),
+    ):
         by_servers(target, (), [plain], TIMEOUT)(ROWS[:1])
     with pytest.raises(ResourceError, match="does not answer"):
         by_servers(target, (), [plain], TIMEOUT)
@@ -206,8 +249,13 @@ def test_a_server_of_something_else_is_one_line(target: FrozenTarget, tmp_path: 
 
 @pytest.mark.parametrize("path", [None, 3, "", "a\0b", "a" * 5000, ["a"]])
 def test_an_answer_that_names_no_file_is_one_line(path: Any, target: FrozenTarget) -> None:
-    naming = Behaviour(models=("served",), more=lambda _: {"kv_transfer_params": {"hidden_states_path": path}})
-    with openai_server.running(naming) as server, pytest.raises(ResourceError, match=server.address):
+    naming = Behaviour(
+        models=("served",), more=lambda _: {"kv_transfer_params": {"hidden_states_path": path}}
+    )
+    with (
+        openai_server.running(naming) as server,
+        pytest.raises(ResourceError, match=server.address),
+    ):
         by_servers(target, (1,), [server.address], TIMEOUT)(ROWS[:1])
 
 
@@ -216,7 +264,10 @@ def test_a_file_that_is_never_whole_or_too_short(target: FrozenTarget, tmp_path:
 
     def written(body: dict[str, Any]) -> dict[str, Any]:
         path, ids = tmp_path / f"{len(locks)}.safetensors", body["prompt"]
-        save_file({"hidden_states": torch.zeros(len(ids) - 1, 2, 64), "token_ids": torch.tensor(ids)}, path)
+        save_file(
+            {"hidden_states": torch.zeros(len(ids) - 1, 2, 64), "token_ids": torch.tensor(ids)},
+            path,
+        )
         locks.append(path.with_name(f"{path.name}.lock").open("w"))
         fcntl.flock(locks[-1], fcntl.LOCK_EX)
         if is_whole:
@@ -225,7 +276,9 @@ def test_a_file_that_is_never_whole_or_too_short(target: FrozenTarget, tmp_path:
 
     with openai_server.running(Behaviour(models=("served",), more=written)) as server:
         is_whole = False
-        with pytest.raises(ResourceError, match=r"did not write .* in 0.5 s; .* hidden_states\.timeout"):
+        with pytest.raises(
+            ResourceError, match=r"did not write .* in 0.5 s; .* hidden_states\.timeout"
+        ):
             by_servers(target, (1,), [server.address], 0.5)(ROWS[:1])
         is_whole = True
         with refused("hidden_states.server", holds=", 2, 64] torch.float32 for "):

@@ -54,17 +54,25 @@ def test_more_rows_move_none_to_the_other_side_and_equal_ones_are_on_one(tmp_pat
         return [set(texts_in(half)) for half in opened(config_for(tmp_path, rows, **settings))]
 
     train, validation = halves(numbered(100))
-    assert 10 <= len(validation) <= 30 and len(train | validation) == 100 and train != halves(numbered(100), seed=1)[0]
+    assert (
+        10 <= len(validation) <= 30
+        and len(train | validation) == 100
+        and train != halves(numbered(100), seed=1)[0]
+    )
     more = [{"text": f"another {number}"} for number in range(50)]
     later_train, later_validation = halves([*more, *reversed(numbered(100)), *numbered(100)])
-    assert train < later_train and validation < later_validation and not later_train & later_validation
+    assert (
+        train < later_train and validation < later_validation and not later_train & later_validation
+    )
     train, validation = halves(numbered(100), validation_split="sample")
     assert len(validation) == 20
     assert not validation < halves([*more, *numbered(100)], validation_split="sample")[1]
 
 
 def test_answers_to_the_same_questions_are_on_one_side(tmp_path: Path) -> None:
-    config = config_for(tmp_path, [chat(f"q{number % 20}", f"a{number}") for number in range(80)], max_length=64)
+    config = config_for(
+        tmp_path, [chat(f"q{number % 20}", f"a{number}") for number in range(80)], max_length=64
+    )
     asked = [{text.split("<|end|>")[0] for text in texts_in(half)} for half in opened(config)]
     assert all(asked) and not asked[0] & asked[1] and len(asked[0] | asked[1]) == 20
 
@@ -72,26 +80,47 @@ def test_answers_to_the_same_questions_are_on_one_side(tmp_path: Path) -> None:
 def test_weights_repeat_the_training_rows_of_a_source(tmp_path: Path) -> None:
     first = config_for(tmp_path, numbered(10)).source
     (tmp_path / "other").mkdir()
-    second = config_for(tmp_path / "other", [{"text": f"other {number:03d}"} for number in range(10)]).source
+    second = config_for(
+        tmp_path / "other", [{"text": f"other {number:03d}"} for number in range(10)]
+    ).source
     sources = [{"source": first, "weight": 2.5}, {"source": second, "weight": 0.5}]
-    config = config_for(tmp_path, numbered(10), source=sources, validation_fraction=0.1, validation_split="sample")
+    config = config_for(
+        tmp_path, numbered(10), source=sources, validation_fraction=0.1, validation_split="sample"
+    )
     train, validation = opened(config)
     kept = texts_in(train)
     repeated = [kept.count(row["text"]) for row in numbered(10)]
     others = [kept.count(f"other {number:03d}") for number in range(10)]
-    assert set(repeated) <= {0, 2, 3} and repeated.count(3) in (4, 5) and set(others) == {0, 1} and sum(others) in (4, 5)
+    assert (
+        set(repeated) <= {0, 2, 3}
+        and repeated.count(3) in (4, 5)
+        and set(others) == {0, 1}
+        and sum(others) in (4, 5)
+    )
     assert len(texts_in(validation)) == 2 and not set(texts_in(validation)) & set(kept)
-    assert [source.documents for source in manifest_of(config).sources] == [sum(repeated), sum(others)]
+    assert [source.documents for source in manifest_of(config).sources] == [
+        sum(repeated),
+        sum(others),
+    ]
 
 
-def test_long_conversations_are_cut_and_stay_on_one_side(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_long_conversations_are_cut_and_stay_on_one_side(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Twelve rows of three exchanges, each as long as most of a row; the last exchange of one fits none."""
-    long = [[f"q{number}" + "?" * 30, "a"] * 3 + ["x" * 64, "b"] * (number == 0) for number in range(12)]
+    long = [
+        [f"q{number}" + "?" * 30, "a"] * 3 + ["x" * 64, "b"] * (number == 0) for number in range(12)
+    ]
     config = config_for(tmp_path, [chat(*said) for said in long], max_length=64)
-    numbers = [[re.findall(r"q(\d+)", text)[0] for text in texts_in(half)] for half in opened(config)]
+    numbers = [
+        [re.findall(r"q(\d+)", text)[0] for text in texts_in(half)] for half in opened(config)
+    ]
     assert all(numbers) and not set(numbers[0]) & set(numbers[1])
     assert sorted(numbers[0] + numbers[1]) == sorted([str(number) for number in range(12)] * 3)
-    assert "12 of 12 rows are conversations longer than data.max_length=64 tokens and are cut at their turns" in caplog.text
+    assert (
+        "12 of 12 rows are conversations longer than data.max_length=64 tokens and are cut at their turns"
+        in caplog.text
+    )
     assert manifest_of(config).filtered == {"too_long": 1}
 
 
@@ -100,11 +129,23 @@ def test_long_conversations_are_cut_and_stay_on_one_side(tmp_path: Path, caplog:
     [
         (numbered(1), {}, "data.source", "a single usable row"),
         (numbered(1) * 4, {}, "data.source", "4 usable rows that are all alike"),
-        (numbered(5), {"regenerate": replace(GENERATED, prompt_tokens=32)}, "data.regenerate.prompt_tokens", "32"),
-        (numbered(5), {"regenerate": replace(GENERATED, prompt_tokens=30)}, "data.max_length", "32, and no row"),
+        (
+            numbered(5),
+            {"regenerate": replace(GENERATED, prompt_tokens=32)},
+            "data.regenerate.prompt_tokens",
+            "32",
+        ),
+        (
+            numbered(5),
+            {"regenerate": replace(GENERATED, prompt_tokens=30)},
+            "data.max_length",
+            "32, and no row",
+        ),
     ],
 )
-def test_settings_and_rows_that_cannot_be_used(tmp_path: Path, rows: Any, settings: dict[str, Any], key: str, got: str) -> None:
+def test_settings_and_rows_that_cannot_be_used(
+    tmp_path: Path, rows: Any, settings: dict[str, Any], key: str, got: str
+) -> None:
     with refused(key, got):
         opened(config_for(tmp_path, rows, **settings), generator())
 
@@ -120,7 +161,10 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def mixed(count: int) -> list[dict[str, Any]]:
-    return [*numbered(count), *(chat(f"q{number:02d}", "-", "more", "-") for number in range(count))]
+    return [
+        *numbered(count),
+        *(chat(f"q{number:02d}", "-", "more", "-") for number in range(count)),
+    ]
 
 
 def made(folder: Path, config: DataConfig, target: RowTarget, shards: int) -> dict[str, bytes]:
@@ -134,12 +178,22 @@ def made(folder: Path, config: DataConfig, target: RowTarget, shards: int) -> di
 
 
 def generating(tmp_path: Path, **settings: Any) -> DataConfig:
-    regenerate = RegenerateConfig(**{"num_tokens": 500, "prompt_tokens": 4, "batch_size": 8, **settings})
+    regenerate = RegenerateConfig(
+        **{"num_tokens": 500, "prompt_tokens": 4, "batch_size": 8, **settings}
+    )
     return config_for(tmp_path, mixed(20), max_length=64, regenerate=regenerate)
 
 
 def test_blocks_follow_from_the_number_of_tokens_alone() -> None:
-    for num_tokens, count in ((1, 1), (2_000, 1), (9_000, 4), (420_000, 4), (600_000, 5), (250_000_000, 1908), (10**10, 4096)):
+    for num_tokens, count in (
+        (1, 1),
+        (2_000, 1),
+        (9_000, 4),
+        (420_000, 4),
+        (600_000, 5),
+        (250_000_000, 1908),
+        (10**10, 4096),
+    ):
         made = blocks(num_tokens)
         assert len(made) == count and sum(block.num_tokens for block in made) == num_tokens
         assert [block.number for block in made] == list(range(count))
@@ -147,7 +201,12 @@ def test_blocks_follow_from_the_number_of_tokens_alone() -> None:
     several = [Block(number, 8, 1000) for number in range(8)]
     shares = [block.own(many)[0] for block in several]
     assert sorted(row for own in shares for row in own) == many
-    assert [block.own(few) for block in several][:4] == [([0], 0, 3), ([1], 0, 3), ([2], 0, 2), ([0], 1, 3)]
+    assert [block.own(few) for block in several][:4] == [
+        ([0], 0, 3),
+        ([1], 0, 3),
+        ([2], 0, 2),
+        ([0], 1, 3),
+    ]
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -155,7 +214,9 @@ def test_the_same_bytes_for_any_number_of_shards(tmp_path: Path) -> None:
     config, target = generating(tmp_path), generator()
     whole = made(tmp_path / "1", config, target, 1)
     assert len(list((tmp_path / "1").glob("*.blocks/*.arrow"))) == 8
-    assert made(tmp_path / "2", config, target, 2) == whole == made(tmp_path / "7", config, target, 7)
+    assert (
+        made(tmp_path / "2", config, target, 2) == whole == made(tmp_path / "7", config, target, 7)
+    )
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -164,7 +225,11 @@ def test_the_same_bytes_by_any_servers_and_shards(tmp_path: Path) -> None:
         config = generating(tmp_path, server=[one.address], batch_size=3)
         both = generating(tmp_path, server=[two.address, one.address], batch_size=5)
         whole = made(tmp_path / "1", config, row_target(), 1)
-        assert made(tmp_path / "2", both, row_target(), 2) == whole == made(tmp_path / "7", config, row_target(), 7)
+        assert (
+            made(tmp_path / "2", both, row_target(), 2)
+            == whole
+            == made(tmp_path / "7", config, row_target(), 7)
+        )
     assert two.num_requests
 
 
@@ -174,7 +239,9 @@ def test_an_interrupted_block_goes_on_to_the_same_bytes(
     tmp_path: Path, by_server: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with running() as server:
-        config = generating(tmp_path, server=[server.address] if by_server else [], batch_size=4, num_tokens=400)
+        config = generating(
+            tmp_path, server=[server.address] if by_server else [], batch_size=4, num_tokens=400
+        )
         target = row_target() if by_server else generator()
         expected = made(tmp_path / "whole", config, target, 1)
         needed, moments = server.num_requests, random.Random(0)
@@ -183,34 +250,51 @@ def test_an_interrupted_block_goes_on_to_the_same_bytes(
             killed(partial(make_blocks, job), moments.randint(1, 4), torn=torn)
         capsys.readouterr()
         make_blocks(job)
-        (told,) = re.findall(r"Generating training data: (\d+) of (\d+) tokens, took", capsys.readouterr().err)
-        assert generate.ENOUGH <= int(told[0]) / int(told[1]) < 1.5  # what was there counts, and nothing that is not kept
+        (told,) = re.findall(
+            r"Generating training data: (\d+) of (\d+) tokens, took", capsys.readouterr().err
+        )
+        assert (
+            generate.ENOUGH <= int(told[0]) / int(told[1]) < 1.5
+        )  # what was there counts, and nothing that is not kept
         merge.merge(job)
         assert contents(job.folder) == expected
-        assert server.num_requests <= 2 * needed + 3 * 4 * 2  # little is asked again: what was in flight
+        assert (
+            server.num_requests <= 2 * needed + 3 * 4 * 2
+        )  # little is asked again: what was in flight
 
 
-def test_greedy_rows_are_what_transformers_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_rows_are_what_transformers_generates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From the beginnings of texts and from conversations by `apply_chat_template`, up to an end token."""
     monkeypatch.setattr("specdistill.produce.generate.fast_dtype", lambda device: torch.float32)
     target = generator(num_layers=2)
     config = replace(generating(tmp_path, temperatures=[0.0], num_tokens=600), packing=False)
     job = Job(config, target)
     make_blocks(job)
-    found = [row for path in sorted(job.blocks.glob("*.arrow")) for row in Dataset.from_file(str(path))]
+    found = [
+        row for path in sorted(job.blocks.glob("*.arrow")) for row in Dataset.from_file(str(path))
+    ]
     tokenizer, model = target.tokenizer, target.model
     texts = {tuple(tokenizer(row["text"])["input_ids"][:4]) for row in numbered(20)}
     asked = [row["messages"][:1] for row in mixed(20)[20:]]
-    chats = {tuple(tokenizer.apply_chat_template(it, add_generation_prompt=True)["input_ids"]) for it in asked}  # type: ignore[call-overload, index]
+    chats = {
+        tuple(tokenizer.apply_chat_template(it, add_generation_prompt=True)["input_ids"])
+        for it in asked
+    }  # type: ignore[call-overload, index]
     kinds = {"text": 0, "chat": 0}
     for row in found:
         ids = row["input_ids"]
         head = next((head for head in chats if tuple(ids[: len(head)]) == head), tuple(ids[:4]))
         kinds["chat" if head in chats else "text"] += len(ids) - len(head)
-        assert row["loss_mask"] == [int(head not in chats)] * len(head) + [1] * (len(ids) - len(head))
+        assert row["loss_mask"] == [int(head not in chats)] * len(head) + [1] * (
+            len(ids) - len(head)
+        )
         prompt = torch.tensor([head])
         limits = {"max_new_tokens": len(ids) - len(head), "eos_token_id": [0, 3], "pad_token_id": 0}
-        expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, **limits)
+        expected = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, **limits
+        )
         assert ids == expected[0].tolist()
     assert kinds["text"] and kinds["chat"] == pytest.approx(200, abs=8 * 30)
     assert any(tuple(row["input_ids"][:4]) in texts for row in found)
@@ -236,7 +320,12 @@ def test_a_few_prompts_are_of_every_source_by_its_weight_and_of_one_half(tmp_pat
     sources = []
     for letter, count, weight in (("a", 60, 0.5), ("b", 20, 1)):
         path = tmp_path / f"{letter}.jsonl"
-        path.write_text("".join(json.dumps({"text": f"{letter} {number:02d} {letter * 30}"}) + "\n" for number in range(count)))
+        path.write_text(
+            "".join(
+                json.dumps({"text": f"{letter} {number:02d} {letter * 30}"}) + "\n"
+                for number in range(count)
+            )
+        )
         sources.append({"source": str(path), "weight": weight})
     regenerate = replace(GENERATED, num_tokens=600, temperatures=[0.8])
     config = config_for(tmp_path, [], source=sources, regenerate=regenerate, packing=False)
@@ -249,10 +338,15 @@ def test_a_few_prompts_are_of_every_source_by_its_weight_and_of_one_half(tmp_pat
 def test_blocks_that_lack_or_are_of_another_recipe_are_named(tmp_path: Path) -> None:
     config, target = generating(tmp_path), generator()
     job, other = (
-        Job(replace(config, seed=seed, rows=str(tmp_path / name / "set")), target) for name, seed in (("a", 0), ("b", 1))
+        Job(replace(config, seed=seed, rows=str(tmp_path / name / "set")), target)
+        for name, seed in (("a", 0), ("b", 1))
     )
     make_blocks(job, 0, 2)
-    with refused("data.shard", job.blocks, holds="lacks 4 of 8 blocks: block-00001, block-00003, block-00005, block-00007"):
+    with refused(
+        "data.shard",
+        job.blocks,
+        holds="lacks 4 of 8 blocks: block-00001, block-00003, block-00005, block-00007",
+    ):
         merge.merge(job)
     make_blocks(job, 1, 2)
     make_blocks(other, 0, 8)
@@ -268,7 +362,10 @@ def test_blocks_that_lack_or_are_of_another_recipe_are_named(tmp_path: Path) -> 
 def test_a_second_writer_is_refused_and_told_the_process_of_the_first(tmp_path: Path) -> None:
     job = Job(generating(tmp_path), generator())
     first = f"which process {os.getpid()} on {socket.gethostname()} is writing"
-    with alone(job.blocks / "block-00000.lock", "data.shard", job.blocks), refused("data.shard", holds=first):
+    with (
+        alone(job.blocks / "block-00000.lock", "data.shard", job.blocks),
+        refused("data.shard", holds=first),
+    ):
         make_blocks(job)
     make_blocks(job)
     with alone(job.folder.with_name(f"{job.folder.name}.lock"), "data.rows", job.folder):
@@ -298,7 +395,10 @@ KUBERNETES = {"JOB_COMPLETION_INDEX": "2"}
     ],
 )
 def test_a_shard_is_stated_or_an_array_job_s(
-    monkeypatch: pytest.MonkeyPatch, stated: str | None, environment: dict[str, str], expected: tuple[int, int] | None
+    monkeypatch: pytest.MonkeyPatch,
+    stated: str | None,
+    environment: dict[str, str],
+    expected: tuple[int, int] | None,
 ) -> None:
     for name in (*SLURM, *KUBERNETES, "JOB_COMPLETIONS"):
         monkeypatch.delenv(name, raising=False)
@@ -314,13 +414,19 @@ def test_a_shard_is_stated_or_an_array_job_s(
 def test_no_room_for_what_is_generated_ends_it_after_the_first_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("specdistill.progress.shutil.disk_usage", lambda path: SimpleNamespace(free=5_000))
+    monkeypatch.setattr(
+        "specdistill.progress.shutil.disk_usage", lambda path: SimpleNamespace(free=5_000)
+    )
     config, target = config_for(tmp_path, numbered(20), regenerate=GENERATED), generator()
-    with pytest.raises(ResourceError, match=r"generating takes about .* whose disk has 5\.0 kB left"):
+    with pytest.raises(
+        ResourceError, match=r"generating takes about .* whose disk has 5\.0 kB left"
+    ):
         opened(config, target)
     (kept,) = Job(config, target).blocks.glob("*.jsonl")
     assert kept.read_bytes().count(b"\n") == 2
-    assert opened(replace(config, force=True), target) and "estimated from" in capsys.readouterr().err
+    assert (
+        opened(replace(config, force=True), target) and "estimated from" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.long
@@ -338,7 +444,9 @@ def test_processes_of_a_launch_share_the_blocks(
         machine = 0 if is_common else local_ranks[: rank + 1].count(0)
         numbers: list[int] = []
         monkeypatch.setattr(
-            make, "_make_block", lambda job, block, **how: numbers.append(block.number) or made(job, block, **how)
+            make,
+            "_make_block",
+            lambda job, block, **how: numbers.append(block.number) or made(job, block, **how),
         )
         own = replace(config, cache_dir=str(tmp_path / f"cache-{machine}"))
         halves = opened(own, target)
@@ -350,7 +458,11 @@ def test_processes_of_a_launch_share_the_blocks(
     assert all(half == halves[0] for half in halves)
     count = len(local_ranks) if is_common else 2
     assert list(numbers[:2]) == [list(range(8))[rank::count] for rank in range(2)]
-    assert len(local_ranks) == 2 or numbers[2] == list(range(8))[2::3] or (not is_common and numbers[2] == list(range(8)))
+    assert (
+        len(local_ranks) == 2
+        or numbers[2] == list(range(8))[2::3]
+        or (not is_common and numbers[2] == list(range(8)))
+    )
 
 
 @pytest.mark.long
@@ -361,7 +473,10 @@ def test_machines_whose_rows_differ_are_named(tmp_path: Path) -> None:
     other = config_for(tmp_path / "b", [*numbered(19), {"text": "another"}])
 
     def work(rank: int) -> None:
-        with pytest.raises(UserError, match=r"in process 1 on .*: make the rows on one machine, and copy the folder"):
+        with pytest.raises(
+            UserError,
+            match=r"in process 1 on .*: make the rows on one machine, and copy the folder",
+        ):
             opened((config, other)[rank])
 
     ended = run_processes(tmp_path, work, 0, 0)

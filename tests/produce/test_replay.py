@@ -47,7 +47,10 @@ def prompt_of(row: dict[str, Any]) -> list[int]:
 
 @pytest.mark.parametrize(
     ("count", "compared"),
-    [(2, 12), pytest.param(12, 112, marks=pytest.mark.long)],  # long: 36 turns, each generated twice
+    [
+        (2, 12),
+        pytest.param(12, 112, marks=pytest.mark.long),
+    ],  # long: 36 turns, each generated twice
 )
 def test_every_turn_is_what_the_target_generates_from_its_recorded_prefix(
     count: int, compared: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -56,22 +59,44 @@ def test_every_turn_is_what_the_target_generates_from_its_recorded_prefix(
     target = FrozenTarget.load("pico")
     target.tokenizer.chat_template = TEMPLATE
     rows = [conversation(number) for number in range(count)]
-    settings = RegenerateConfig(num_tokens=1000 * count, temperatures=[0.0], template={"enable_thinking": True})
+    settings = RegenerateConfig(
+        num_tokens=1000 * count, temperatures=[0.0], template={"enable_thinking": True}
+    )
     config = config_for(tmp_path, rows, max_length=112, regenerate=settings)
-    job = Job(config, RowTarget("pico", "0" * 64, target.tokenizer, tuple(target.eos_token_ids), target.model))
+    job = Job(
+        config,
+        RowTarget("pico", "0" * 64, target.tokenizer, tuple(target.eos_token_ids), target.model),
+    )
     make_blocks(job)
-    found = [row for path in sorted(job.blocks.glob("*.arrow")) for row in Dataset.from_file(str(path))]
+    found = [
+        row for path in sorted(job.blocks.glob("*.arrow")) for row in Dataset.from_file(str(path))
+    ]
     replayed = set()
     for row in rows:
         for turn in (2, 4, 6):
-            options: dict[str, Any] = {"tools": row["tools"], "add_generation_prompt": True, "enable_thinking": True}
-            ids = target.tokenizer.apply_chat_template(row["messages"][:turn], **options)["input_ids"]
-            ((number, made),) = ((number, it) for number, it in enumerate(found) if prompt_of(it) == ids)
+            options: dict[str, Any] = {
+                "tools": row["tools"],
+                "add_generation_prompt": True,
+                "enable_thinking": True,
+            }
+            ids = target.tokenizer.apply_chat_template(row["messages"][:turn], **options)[
+                "input_ids"
+            ]
+            ((number, made),) = (
+                (number, it) for number, it in enumerate(found) if prompt_of(it) == ids
+            )
             replayed.add(number)
             num_new = min(compared, sum(made["loss_mask"]))
-            prompt, limits = torch.tensor([ids]), {"max_new_tokens": num_new, "eos_token_id": sorted(target.eos_token_ids)}
+            prompt, limits = (
+                torch.tensor([ids]),
+                {"max_new_tokens": num_new, "eos_token_id": sorted(target.eos_token_ids)},
+            )
             expected = target.model.generate(
-                prompt, attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0, **limits
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                do_sample=False,
+                pad_token_id=0,
+                **limits,
             )
             assert made["input_ids"][: len(ids) + num_new] == expected[0].tolist()
     assert replayed == set(range(len(found)))

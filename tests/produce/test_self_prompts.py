@@ -13,7 +13,14 @@ from specdistill.produce import blocks
 from specdistill.produce.answer_rules import Counts
 from specdistill.produce.blocks import Answer, Block
 from specdistill.produce.prompts import BlockPlan, GenerationTask
-from specdistill.produce.self_prompts import ALIKE, MOST, NearDuplicates, Opening, room_for_prompts, self_prompts
+from specdistill.produce.self_prompts import (
+    ALIKE,
+    MOST,
+    NearDuplicates,
+    Opening,
+    room_for_prompts,
+    self_prompts,
+)
 from specdistill.produce.sources import Source
 from specdistill.recipe.data_sources import SourceEntry
 from specdistill.recipe.sections import DataConfig, RegenerateConfig
@@ -45,31 +52,49 @@ def opening(template: str | None = UNTAGGED, system: str | None = None) -> Openi
 )
 def test_a_template_is_cut_off_where_the_words_begin(template: str, begins: str, ends: str) -> None:
     made = opening(template)
-    assert tiny_tokenizer().decode(made.ids, skip_special_tokens=False) == begins and made.closing == ends
-    assert made.end_ids == ({0, END} if template == UNTAGGED else {0}) and {0, 1, 2, END} <= made.special
+    assert (
+        tiny_tokenizer().decode(made.ids, skip_special_tokens=False) == begins
+        and made.closing == ends
+    )
+    assert (
+        made.end_ids == ({0, END} if template == UNTAGGED else {0})
+        and {0, 1, 2, END} <= made.special
+    )
 
 
 def test_a_system_message_stands_before_the_words() -> None:
-    assert tiny_tokenizer().decode(opening(CHATML, "Sums.").ids) == "<|im_start|>system\nSums.<|im_end|>\n<|im_start|>user\n"
+    assert (
+        tiny_tokenizer().decode(opening(CHATML, "Sums.").ids)
+        == "<|im_start|>system\nSums.<|im_end|>\n<|im_start|>user\n"
+    )
 
 
 @pytest.mark.parametrize(
     ("template", "system", "got"),
     [
         (None, None, "self for a target whose tokenizer has no chat template"),
-        ("{% for m in messages %}Q{{ m.content }}{{ m.content }}{% endfor %}", None, "does not open a user's turn in"),
+        (
+            "{% for m in messages %}Q{{ m.content }}{{ m.content }}{% endfor %}",
+            None,
+            "does not open a user's turn in",
+        ),
         ("{{ messages[0].content }} A: ", None, "does not open a user's turn in"),
         (GEMMA, "Sums.", "System role not supported"),
     ],
 )
-def test_a_template_that_opens_no_turn_is_refused(template: str | None, system: str | None, got: str) -> None:
+def test_a_template_that_opens_no_turn_is_refused(
+    template: str | None, system: str | None, got: str
+) -> None:
     with refused("data.source", holds=got):
         opening(template, system)
 
 
 def test_a_prompt_has_half_a_row_and_some_room() -> None:
     made = opening()
-    assert room_for_prompts([made], 200) == 100 - made.num_tokens and room_for_prompts([made], 4096) == 256
+    assert (
+        room_for_prompts([made], 200) == 100 - made.num_tokens
+        and room_for_prompts([made], 4096) == 256
+    )
     with refused("data.max_length", 32):
         room_for_prompts([made], 32)
 
@@ -77,7 +102,9 @@ def test_a_prompt_has_half_a_row_and_some_room() -> None:
 class ScriptedBackend:
     """A backend of a target that says these texts, by number, at most `at_once` tokens at a time. contexts: that it was given."""
 
-    def __init__(self, texts: Callable[[int], str], at_once: int = 1000, opens: str = "<|user|>\n") -> None:
+    def __init__(
+        self, texts: Callable[[int], str], at_once: int = 1000, opens: str = "<|user|>\n"
+    ) -> None:
         self.texts, self.at_once, self.opens = texts, at_once, opens
         self.contexts: list[str] = []
 
@@ -87,16 +114,30 @@ class ScriptedBackend:
         for task in tasks:
             context, number = task.prompt.ids, int(task.name.split("-")[1])
             self.contexts.append(tiny_tokenizer().decode(context, skip_special_tokens=False))
-            begun, most = self.contexts[-1].rpartition(self.opens)[2], min(task.max_length - len(context), self.at_once)
+            begun, most = (
+                self.contexts[-1].rpartition(self.opens)[2],
+                min(task.max_length - len(context), self.at_once),
+            )
             assert self.texts(number).startswith(begun)
-            yield task, [Answer(context, tiny_tokenizer()(self.texts(number)[len(begun) :])["input_ids"][:most], "length")]
+            yield (
+                task,
+                [
+                    Answer(
+                        context,
+                        tiny_tokenizer()(self.texts(number)[len(begun) :])["input_ids"][:most],
+                        "length",
+                    )
+                ],
+            )
 
 
 def prompts(
     backend: ScriptedBackend, count: int, template: str = UNTAGGED, number_of: int = 1, **entry: Any
 ) -> tuple[list[str], Counts]:
     """The prompts of the last of some blocks, with rows of twice 60 tokens and the template."""
-    source = Source(Dataset.from_dict({}), SourceEntry(source="self", num_prompts=count, **entry), "data.source")
+    source = Source(
+        Dataset.from_dict({}), SourceEntry(source="self", num_prompts=count, **entry), "data.source"
+    )
     tokenizer = tiny_tokenizer(template)
     made = DataConfig(max_length=2 * (60 + opening(template).num_tokens))
     block = Block(number_of - 1, number_of, 100)
@@ -104,7 +145,10 @@ def prompts(
     kept, counts = self_prompts(plan, 0, backend, None, {})  # type: ignore[arg-type]
     for prompt in kept:
         asked = [{"role": "user", "content": prompt.asked}]
-        assert prompt.ids == tokenizer.apply_chat_template(asked, add_generation_prompt=True)["input_ids"]  # type: ignore[call-overload]
+        assert (
+            prompt.ids
+            == tokenizer.apply_chat_template(asked, add_generation_prompt=True)["input_ids"]
+        )  # type: ignore[call-overload]
         assert list(prompt.messages) == asked
     return [str(prompt.asked) for prompt in kept], counts
 
@@ -122,7 +166,10 @@ ASKED = [
 
 def test_what_is_no_prompt_is_filtered_and_counted() -> None:
     kept, counts = prompts(
-        ScriptedBackend(lambda number: ASKED[number] if number < len(ASKED) else f"New question {number}<|end|>"), 7
+        ScriptedBackend(
+            lambda number: ASKED[number] if number < len(ASKED) else f"New question {number}<|end|>"
+        ),
+        7,
     )
     assert kept[:2] == ["Which bird sings at noon?", "How far can a swallow fly?"]
     assert kept[2:] == [f"New question {number}" for number in range(7, 12)]
@@ -134,12 +181,15 @@ def test_unfinished_prompts_are_continued_and_equal_whole_ones() -> None:
     whole = ScriptedBackend(lambda number: f"Is {number} a number with many words after it?<|end|>")
     cut = ScriptedBackend(whole.texts, at_once=7)
     assert prompts(whole, 5) == prompts(cut, 5) and len(cut.contexts) > len(whole.contexts)
-    assert sorted(map(len, cut.contexts)) == list(map(len, cut.contexts))  # together, not one after the other
+    assert sorted(map(len, cut.contexts)) == list(
+        map(len, cut.contexts)
+    )  # together, not one after the other
 
 
 def test_a_turn_that_ends_in_plain_text_ends_the_prompt() -> None:
     backend = ScriptedBackend(
-        lambda number: f" What is {number}? ASSISTANT: {number}, of course. USER: And" + "?" * 80, opens="USER:"
+        lambda number: f" What is {number}? ASSISTANT: {number}, of course. USER: And" + "?" * 80,
+        opens="USER:",
     )
     assert prompts(backend, 2, VICUNA)[0] == ["What is 0?", "What is 1?"]
 
@@ -154,7 +204,10 @@ def test_a_target_with_nothing_more_to_say_gives_fewer() -> None:
 def test_system_messages_and_blocks_share_the_prompts() -> None:
     backend = ScriptedBackend(lambda number: f"question {number}<|end|>")
     prompts(backend, 12, number_of=2, system=["Sums.", "Code.", "Song."])
-    given = [next(it for it in ("Sums.", "Code.", "Song.") if it in context) for context in backend.contexts]
+    given = [
+        next(it for it in ("Sums.", "Code.", "Song.") if it in context)
+        for context in backend.contexts
+    ]
     assert given == ["Code.", "Song.", "Sums."] * 2
 
 
@@ -169,21 +222,33 @@ def talkative(ends: float = 4.0) -> Any:
 
 def config(folder: Path, source: Any = "self", **settings: Any) -> DataConfig:
     regenerate = RegenerateConfig(num_tokens=400, batch_size=8, temperatures=[0.8])
-    defaults = {"max_length": 128, "validation_fraction": 0.3, "decontaminate": [], "cache_dir": str(folder)}
+    defaults = {
+        "max_length": 128,
+        "validation_fraction": 0.3,
+        "decontaminate": [],
+        "cache_dir": str(folder),
+    }
     return DataConfig(**{"source": source, "regenerate": regenerate, **defaults, **settings})
 
 
 def documents(made: DataConfig, model: Any) -> list[Dataset]:
     """Of every block."""
     opened(made, row_target(model, UNTAGGED))
-    return [Dataset.from_file(str(path)) for path in sorted(Path(str(made.cache_dir)).glob("rows/*.blocks/*.arrow"))]
+    return [
+        Dataset.from_file(str(path))
+        for path in sorted(Path(str(made.cache_dir)).glob("rows/*.blocks/*.arrow"))
+    ]
 
 
 def asked(parts: Sequence[Dataset]) -> list[str]:
     """The prompts of documents, decoded."""
     found = []
     for row in (row for part in parts for row in part):
-        head = [token for token, has_loss in zip(row["input_ids"], row["loss_mask"], strict=True) if not has_loss]
+        head = [
+            token
+            for token, has_loss in zip(row["input_ids"], row["loss_mask"], strict=True)
+            if not has_loss
+        ]
         found.append(tiny_tokenizer().decode(head, skip_special_tokens=False))
     return found
 
@@ -194,9 +259,15 @@ def test_the_target_asks_and_answers_once_for_equal_inputs(tmp_path: Path) -> No
     made = config(tmp_path / "a", source)
     whole = documents(made, model)
     train_and_validation = opened(made, row_target(model, UNTAGGED))
-    halves = [{text.partition("<|assistant|>")[0] for text in texts_in(half)} for half in train_and_validation]
+    halves = [
+        {text.partition("<|assistant|>")[0] for text in texts_in(half)}
+        for half in train_and_validation
+    ]
     assert all(halves) and not halves[0] & halves[1]
-    assert all(prompt.startswith("<|user|>\n") and prompt.endswith("<|end|><|assistant|>\n") for prompt in asked(whole))
+    assert all(
+        prompt.startswith("<|user|>\n") and prompt.endswith("<|end|><|assistant|>\n")
+        for prompt in asked(whole)
+    )
     assert 0 < len(set(asked(whole))) <= 12
 
     killed(lambda: documents(config(tmp_path / "b", source), model), 2)
@@ -206,8 +277,12 @@ def test_the_target_asks_and_answers_once_for_equal_inputs(tmp_path: Path) -> No
     assert asked(documents(config(tmp_path / "c", hotter), model)) != asked(whole)
 
 
-def test_prompts_of_self_and_rows_of_others_and_without_their_system_messages(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n{"prompt": "three"}\n')
+def test_prompts_of_self_and_rows_of_others_and_without_their_system_messages(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(
+        '{"prompt": "one"}\n{"prompt": "two"}\n{"prompt": "three"}\n'
+    )
     source = [
         {"source": "self", "num_prompts": 6, "system": ["Sums."], "weight": 0.5},
         {"source": str(tmp_path / "rows.jsonl"), "weight": 3},
@@ -246,7 +321,15 @@ def test_nearly_all_prompts_that_are_alike_are_found_and_no_others() -> None:
 
 def test_short_prompts_and_prompts_without_words() -> None:
     near = NearDuplicates()
-    assert [*map(near.add, ("Is it?", "is it", "Is this?", "Is this one?", "IS IT", "?", "!"))] == [1, 0, 1, 1, 0, 1, 1]
+    assert [*map(near.add, ("Is it?", "is it", "Is this?", "Is this one?", "IS IT", "?", "!"))] == [
+        1,
+        0,
+        1,
+        1,
+        0,
+        1,
+        1,
+    ]
 
 
 def test_what_servers_generate_and_near_duplicates_of_other_blocks_are_filtered(
@@ -259,14 +342,21 @@ def test_what_servers_generate_and_near_duplicates_of_other_blocks_are_filtered(
         return f"say {digest}" if digest > "4" else "say it again and again, as you did before"
 
     with running(Behaviour(text=say)) as server:
-        regenerate = RegenerateConfig(num_tokens=800, batch_size=2, temperatures=[0.8], server=[server.address])
+        regenerate = RegenerateConfig(
+            num_tokens=800, batch_size=2, temperatures=[0.8], server=[server.address]
+        )
         made = config(tmp_path, [{"source": "self", "num_prompts": 40}], regenerate=regenerate)
         parts = documents(made, None)
     own = [set(asked([part])) for part in parts]
     (alike,) = {prompt for prompt in own[0] | own[1] | own[2] if "again" in prompt}
     assert len(parts) == 8 and sum(alike in prompts for prompts in own) > 1
     rows = opened(made, row_target(None, UNTAGGED))  # though the server is gone
-    kept = [text for half in rows for text in texts_in(half) if text.startswith("<|user|>\nsay it again")]
+    kept = [
+        text
+        for half in rows
+        for text in texts_in(half)
+        if text.startswith("<|user|>\nsay it again")
+    ]
     manifest = read_rows(next(path.parent for path in tmp_path.glob("rows/*/manifest.json")))[2]
     total = sum(prompt == alike for prompt in asked(parts))
     assert 0 < len(kept) < total and manifest.filtered["near_duplicate"] >= total - len(kept)
@@ -277,11 +367,18 @@ def test_what_servers_generate_and_near_duplicates_of_other_blocks_are_filtered(
     [
         ("self", {"regenerate": None}, "data.source", "self with data.regenerate.num_tokens=0"),
         ("self", {}, "data.source", "self, which gave no prompt that is kept"),
-        ("self", {"columns": {"text": "body"}}, "data.columns", "{'text': 'body'} with the source self alone"),
+        (
+            "self",
+            {"columns": {"text": "body"}},
+            "data.columns",
+            "{'text': 'body'} with the source self alone",
+        ),
         ([{"source": "self", "where": {"a": 1}}], {}, "data.source[0].where", "{a: 1}"),
     ],
 )
-def test_settings_that_cannot_be_used(tmp_path: Path, source: Any, settings: dict[str, Any], key: str, got: str) -> None:
+def test_settings_that_cannot_be_used(
+    tmp_path: Path, source: Any, settings: dict[str, Any], key: str, got: str
+) -> None:
     made = config(tmp_path, source, **settings)
     with refused(key, got):
         opened(made, row_target(talkative(ends=-100.0), UNTAGGED))

@@ -18,7 +18,15 @@ from specdistill.produce.blocks import Answer, AnswerFile
 from specdistill.produce.generate import BlockOutput, documents, generate_block
 from specdistill.produce.prompts import GenerationPrompt, GenerationTask, Stream, repeated
 from specdistill.produce.server_backend import ServerBackend, ServerTokenizer
-from tests.produce.openai_server import CUT, END, STALL, Behaviour, OpenAIServer, completion, running
+from tests.produce.openai_server import (
+    CUT,
+    END,
+    STALL,
+    Behaviour,
+    OpenAIServer,
+    completion,
+    running,
+)
 from tests.produce.row_sets import chat
 from tests.refusals import refused
 from tests.tiny import tiny_tokenizer
@@ -28,13 +36,21 @@ NUM = 24
 
 def prompts(count: int = NUM) -> list[GenerationPrompt]:
     texts = [GenerationPrompt([5, 6, 7, 8 + number]) for number in range(count // 4)]
-    chats = [GenerationPrompt([], messages=tuple(chat(f"{number}?", None, "more")["messages"])) for number in range(count)]
+    chats = [
+        GenerationPrompt([], messages=tuple(chat(f"{number}?", None, "more")["messages"]))
+        for number in range(count)
+    ]
     return [it for group in zip(*[iter(chats)] * 4, texts, strict=True) for it in group]
 
 
-def tasks(count: int | None = NUM, temperatures: Sequence[float] = (0.0, 0.8)) -> Iterator[GenerationTask]:
+def tasks(
+    count: int | None = NUM, temperatures: Sequence[float] = (0.0, 0.8)
+) -> Iterator[GenerationTask]:
     pairs = enumerate(islice(repeated(prompts(), temperatures), count))
-    return (GenerationTask(f"task-{number}", prompt, temperature, 3 + number, 128) for number, (prompt, temperature) in pairs)
+    return (
+        GenerationTask(f"task-{number}", prompt, temperature, 3 + number, 128)
+        for number, (prompt, temperature) in pairs
+    )
 
 
 def told() -> ServerTokenizer:
@@ -48,10 +64,16 @@ def server(made: OpenAIServer, timeout: float = 20.0) -> CompletionServer:
 
 
 def answered(
-    folder: Path, *servers: CompletionServer, concurrency: int = 3, asked: Iterator[GenerationTask] | None = None
+    folder: Path,
+    *servers: CompletionServer,
+    concurrency: int = 3,
+    asked: Iterator[GenerationTask] | None = None,
 ) -> list[Any]:
     """The answers of every task, in order."""
-    with AnswerFile(folder / "answers.jsonl", "plan") as known, ServerBackend(servers, told(), concurrency) as backend:
+    with (
+        AnswerFile(folder / "answers.jsonl", "plan") as known,
+        ServerBackend(servers, told(), concurrency) as backend,
+    ):
         made = list(backend.answers(asked or tasks(), known, lambda: 1000))
     assert [task.name for task, _ in made] == [f"task-{number}" for number in range(len(made))]
     return [turns for _, turns in made]
@@ -72,12 +94,17 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
         return answered(tmp_path_factory.mktemp("undisturbed"), server(made))
 
 
-def test_each_turn_is_generated_in_the_context_of_those_before_it(undisturbed: list[list[Answer]]) -> None:
+def test_each_turn_is_generated_in_the_context_of_those_before_it(
+    undisturbed: list[list[Answer]],
+) -> None:
     tokenizer = tiny_tokenizer(CHAT_TEMPLATE)
     task = next(tasks())
     messages = [task.prompt.messages[0]]
     for answer in undisturbed[0]:
-        assert answer.context == tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        assert (
+            answer.context
+            == tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        )
         expected, text = completion(answer.context, task.seed, task.temperature, Behaviour().text)
         assert answer.token_ids == expected and answer.reason == "stop"
         messages += [{"role": "assistant", "content": text}, task.prompt.messages[2]]
@@ -89,7 +116,13 @@ def test_a_question_leaves_nothing_to_a_model_s_own_sampling(tmp_path: Path) -> 
     bodies: list[dict[str, Any]] = []
     with running(Behaviour(fault=lambda number, body: bodies.append(body))) as made:  # type: ignore[func-returns-value]
         (turns,) = answered(tmp_path, server(made), asked=tasks(1))
-    plain = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    plain = {
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+    }
     plain |= {"repetition_penalty": 1.0, "repeat_penalty": 1.0}
     for turn, body in zip(turns, bodies, strict=True):
         assert {name: body[name] for name in plain} == plain
@@ -97,8 +130,12 @@ def test_a_question_leaves_nothing_to_a_model_s_own_sampling(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("fault", [429, 500, CUT])
-def test_what_fails_for_a_while_is_asked_again(fault: Any, tmp_path: Path, undisturbed: list[Any]) -> None:
-    behaviour = Behaviour(fault=lambda number, body: fault if number % 5 == 1 else None, headers={"Retry-After": "0"})
+def test_what_fails_for_a_while_is_asked_again(
+    fault: Any, tmp_path: Path, undisturbed: list[Any]
+) -> None:
+    behaviour = Behaviour(
+        fault=lambda number, body: fault if number % 5 == 1 else None, headers={"Retry-After": "0"}
+    )
     with running(behaviour) as made:
         assert answered(tmp_path, server(made)) == undisturbed
 
@@ -110,8 +147,13 @@ def test_a_server_that_asks_for_ages_is_asked_again_within_ten_minutes() -> None
     assert caught.value.seconds == 600
 
 
-def test_a_stalled_answer_is_given_by_another_server(tmp_path: Path, undisturbed: list[Any]) -> None:
-    with running(Behaviour(fault=lambda number, body: STALL if number == 2 else None)) as one, running() as two:
+def test_a_stalled_answer_is_given_by_another_server(
+    tmp_path: Path, undisturbed: list[Any]
+) -> None:
+    with (
+        running(Behaviour(fault=lambda number, body: STALL if number == 2 else None)) as one,
+        running() as two,
+    ):
         assert answered(tmp_path, server(one, timeout=0.5), server(two)) == undisturbed
 
 
@@ -132,7 +174,10 @@ def test_when_no_server_answers_what_was_generated_is_kept(
     monkeypatch.setattr(completions, "PATIENCE", 0.1)
     with (
         running(Behaviour(fault=lambda number, body: 500 if number >= 19 else None)) as made,
-        pytest.raises(ResourceError, match=r"no server answers any more \(http://.*: 500 .*\); start them again"),
+        pytest.raises(
+            ResourceError,
+            match=r"no server answers any more \(http://.*: 500 .*\); start them again",
+        ),
     ):
         answered(tmp_path, server(made))
     kept = known(tmp_path)
@@ -143,7 +188,9 @@ def test_when_no_server_answers_what_was_generated_is_kept(
     assert known(tmp_path) == NUM
 
 
-def test_a_refused_question_ends_its_conversation_and_is_asked_again(tmp_path: Path, undisturbed: list[Any]) -> None:
+def test_a_refused_question_ends_its_conversation_and_is_asked_again(
+    tmp_path: Path, undisturbed: list[Any]
+) -> None:
     def fault(number: int, body: dict[str, Any]) -> int | None:
         return 400 if len(body["prompt"]) % 7 == 0 else None
 
@@ -151,13 +198,17 @@ def test_a_refused_question_ends_its_conversation_and_is_asked_again(tmp_path: P
         results = answered(tmp_path, server(made))
     refusals = [turns for turns in results if turns[-1].error]
     assert refusals and all(turns[-1].error.startswith("400 ") for turns in refusals)
-    assert all(len(turns[-1].context) % 7 == 0 for turns in refusals) and known(tmp_path) == NUM - len(refusals)
+    assert all(len(turns[-1].context) % 7 == 0 for turns in refusals) and known(
+        tmp_path
+    ) == NUM - len(refusals)
     with running() as other:
         assert answered(tmp_path, server(other)) == undisturbed
 
 
 @pytest.mark.parametrize("status", [400, 401])
-def test_a_server_that_never_will_is_named(status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_never_will_is_named(
+    status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(completions, "MOST_REFUSED", 8)
     with (
         running(Behaviour(fault=lambda number, body: status)) as made,
@@ -170,17 +221,36 @@ def test_a_server_that_never_will_is_named(status: int, tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("choice", "expected"),
     [
-        ({"text": "ab", "token_ids": [9, 8, 0], "finish_reason": "stop"}, [9, 8, 0]),  # by another end than the tokenizer's
-        ({"text": "ab", "token_ids": [9, 8, 2], "finish_reason": "stop"}, [9, 8, 2]),  # by one that the server alone knows
-        ({"text": "ab", "token_ids": [9, 8], "finish_reason": "stop"}, [9, 8, 3]),  # llama.cpp leaves it out
+        (
+            {"text": "ab", "token_ids": [9, 8, 0], "finish_reason": "stop"},
+            [9, 8, 0],
+        ),  # by another end than the tokenizer's
+        (
+            {"text": "ab", "token_ids": [9, 8, 2], "finish_reason": "stop"},
+            [9, 8, 2],
+        ),  # by one that the server alone knows
+        (
+            {"text": "ab", "token_ids": [9, 8], "finish_reason": "stop"},
+            [9, 8, 3],
+        ),  # llama.cpp leaves it out
         ({"text": "ab", "token_ids": [9, 8], "finish_reason": "length"}, [9, 8]),
-        ({"text": "ab", "token_ids": [9, 10**6], "finish_reason": "length"}, None),  # of another tokenizer
+        (
+            {"text": "ab", "token_ids": [9, 10**6], "finish_reason": "length"},
+            None,
+        ),  # of another tokenizer
     ],
 )
-def test_an_answer_has_the_token_that_ended_it(choice: dict[str, Any], expected: list[int] | None) -> None:
+def test_an_answer_has_the_token_that_ended_it(
+    choice: dict[str, Any], expected: list[int] | None
+) -> None:
     tokenizer = tiny_tokenizer(CHAT_TEMPLATE)
     tokenizer.eos_token = "<|end|>"
-    assert ServerTokenizer(tokenizer, [0, END], {}).answer(Choice.model_validate({"choices": [choice]})) == expected
+    assert (
+        ServerTokenizer(tokenizer, [0, END], {}).answer(
+            Choice.model_validate({"choices": [choice]})
+        )
+        == expected
+    )
 
 
 def test_two_servers_share_the_work(tmp_path: Path) -> None:
@@ -189,7 +259,9 @@ def test_two_servers_share_the_work(tmp_path: Path) -> None:
     assert abs(one.num_requests - two.num_requests) <= 0.2 * (one.num_requests + two.num_requests)
 
 
-def test_text_is_tokenised_where_a_server_gives_no_tokens(tmp_path: Path, undisturbed: list[Any]) -> None:
+def test_text_is_tokenised_where_a_server_gives_no_tokens(
+    tmp_path: Path, undisturbed: list[Any]
+) -> None:
     with running(Behaviour(returns_tokens=False)) as made:
         assert answered(tmp_path, server(made)) == undisturbed
 
@@ -208,9 +280,14 @@ def test_the_model_is_found_by_name_or_because_it_is_alone() -> None:
 def test_a_key_goes_to_the_address_that_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with running(Behaviour()) as made, running(Behaviour()) as other:
         monkeypatch.setenv("OPENAI_API_KEY", "of-somebody-else")
-        monkeypatch.setenv("SPECDISTILL_SERVER_KEYS", f"{made.address}/ the-key http://127.0.0.1.evil.example another-key")
+        monkeypatch.setenv(
+            "SPECDISTILL_SERVER_KEYS",
+            f"{made.address}/ the-key http://127.0.0.1.evil.example another-key",
+        )
         for connected in (server(made), server(other)):
-            connected.complete({"model": "tiny", "prompt": [5], "seed": 0, "temperature": 0, "max_tokens": 4})
+            connected.complete(
+                {"model": "tiny", "prompt": [5], "seed": 0, "temperature": 0, "max_tokens": 4}
+            )
         assert (made.authorization, other.authorization) == ("Bearer the-key", None)
     with refused("data.regenerate.server", "http://127.0.0.1.evil.example"):
         CompletionServer("http://127.0.0.1.evil.example", 1.0)
@@ -225,19 +302,30 @@ def block_of(
     words = told()
 
     def candidate(task: GenerationTask, answer: Answer) -> CheckedAnswer:
-        return CheckedAnswer(answer, words.text(answer.token_ids), not task.prompt.messages, words.special)
+        return CheckedAnswer(
+            answer, words.text(answer.token_ids), not task.prompt.messages, words.special
+        )
 
-    made = BlockOutput({name: RULES[name] for name in rules}, candidate, all_tokens, lambda tokens: None)
-    with AnswerFile(folder / "answers.jsonl", "plan") as known, ServerBackend(servers, words, concurrency) as backend:
+    made = BlockOutput(
+        {name: RULES[name] for name in rules}, candidate, all_tokens, lambda tokens: None
+    )
+    with (
+        AnswerFile(folder / "answers.jsonl", "plan") as known,
+        ServerBackend(servers, words, concurrency) as backend,
+    ):
         generate_block(num_tokens, [Stream(tasks(None), 1.0)], backend, known, made)
     return made
 
 
-def test_rows_are_those_of_the_first_tasks_that_give_enough_and_few_more_are_asked(tmp_path: Path) -> None:
+def test_rows_are_those_of_the_first_tasks_that_give_enough_and_few_more_are_asked(
+    tmp_path: Path,
+) -> None:
     found = []
     for concurrency in (1, 8):
         with running() as made:
-            found.append(block_of(tmp_path / str(concurrency), 400, server(made), concurrency=concurrency))
+            found.append(
+                block_of(tmp_path / str(concurrency), 400, server(made), concurrency=concurrency)
+            )
             needed = 400 / 16  # an answer has sixteen tokens
             assert made.num_requests <= 1.3 * needed + 8
     assert found[0].rows == found[1].rows and 398 <= found[0].tokens < 440
@@ -252,17 +340,25 @@ def test_the_loss_is_on_answers_or_on_all(all_tokens: bool, tmp_path: Path) -> N
 
 
 def test_an_answer_that_breaks_a_rule_is_filtered_with_what_follows(tmp_path: Path) -> None:
-    with running(Behaviour(text=lambda digest: "ab" * 30 if digest < "4" else f"answer {digest}")) as made:
+    with running(
+        Behaviour(text=lambda digest: "ab" * 30 if digest < "4" else f"answer {digest}")
+    ) as made:
         found = block_of(tmp_path, 600, server(made), rules=["looping"])
-    assert found.rows and not any("ababab" in tiny_tokenizer().decode(row["input_ids"]) for row in found.rows)
+    assert found.rows and not any(
+        "ababab" in tiny_tokenizer().decode(row["input_ids"]) for row in found.rows
+    )
     assert set(found.counts.filtered) == {"looping"} and found.tokens >= 0.99 * 600
 
 
-def test_a_block_of_which_nothing_is_kept_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_of_which_nothing_is_kept_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(generate, "MOST_BARREN", 20)
     with (
         running(Behaviour(text=lambda digest: " ")) as made,
-        refused("data.regenerate.filter", "rules that 20 answers in a row broke, most of all empty"),
+        refused(
+            "data.regenerate.filter", "rules that 20 answers in a row broke, most of all empty"
+        ),
     ):
         block_of(tmp_path, 10**6, server(made), rules=["empty"])
 
@@ -291,7 +387,10 @@ def test_a_disk_that_is_full_ends_it_in_one_line_and_what_is_there_stays(tmp_pat
         write = answers._file.write
         answers._file = type("Full", (), {"write": lambda _, data: write(data[:4]), "tell": answers._file.tell,
                                           "truncate": answers._file.truncate, "close": answers._file.close})()  # fmt: skip
-        with pytest.raises(ResourceError, match=r"No space left on device\); free disk space, or set data.cache_dir"):
+        with pytest.raises(
+            ResourceError,
+            match=r"No space left on device\); free disk space, or set data.cache_dir",
+        ):
             answers.add({"b": []})
     with AnswerFile(tmp_path / "block.jsonl", "one") as answers:
         assert answers.turns.get("a") == [] and answers.turns.get("b") is None

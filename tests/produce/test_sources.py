@@ -40,10 +40,15 @@ def _parquet(columns: dict[str, list[Any]]) -> bytes:
 
 
 def loaded(source: Any, cache_dir: Path | str | None = None, **settings: Any) -> list[Source]:
-    return sources.load_sources(DataConfig(source=source, cache_dir=cache_dir and str(cache_dir), **settings), tiny_tokenizer())
+    return sources.load_sources(
+        DataConfig(source=source, cache_dir=cache_dir and str(cache_dir), **settings),
+        tiny_tokenizer(),
+    )
 
 
-def load_rows(source: Any, split: str, cache_dir: Path | str | None = None, **settings: Any) -> Dataset:
+def load_rows(
+    source: Any, split: str, cache_dir: Path | str | None = None, **settings: Any
+) -> Dataset:
     (found,) = loaded(source, cache_dir, split=split, **settings)
     return found.rows
 
@@ -106,7 +111,10 @@ def test_forms_of_a_row(row: Mapping[str, Any], expected: Turns | str) -> None:
 
 
 def test_a_row_without_content_gives_nothing() -> None:
-    assert [*normalise({"text": "", "messages": []}, "row 0"), *normalise({"prompt": "p", "response": ""}, "row 1")] == []
+    assert [
+        *normalise({"text": "", "messages": []}, "row 0"),
+        *normalise({"prompt": "p", "response": ""}, "row 1"),
+    ] == []
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "json", "parquet"])
@@ -121,15 +129,29 @@ def test_local_files(tmp_path: Path, ending: str) -> None:
 @pytest.mark.parametrize(
     ("name", "conversations", "first_roles"),
     [
-        ("conversations/fastchat_dummy_conversation.json", 500, ["user", "assistant", "user", "assistant"]),
-        ("conversations/glaive_toolcall_en_demo.json", 300, ["user", "assistant", "user", "assistant", "tool", "assistant"]),
+        (
+            "conversations/fastchat_dummy_conversation.json",
+            500,
+            ["user", "assistant", "user", "assistant"],
+        ),
+        (
+            "conversations/glaive_toolcall_en_demo.json",
+            300,
+            ["user", "assistant", "user", "assistant", "tool", "assistant"],
+        ),
         ("alpaca/self_instruct_seed_tasks.jsonl", 175, ["user", "assistant"]),
     ],
 )
-def test_public_datasets(shared_data: Path, tmp_path: Path, name: str, conversations: int, first_roles: Sequence[str]) -> None:
-    found = load_rows(str(shared_data / "train" / name), "train", cache_dir=str(tmp_path))["messages"]
+def test_public_datasets(
+    shared_data: Path, tmp_path: Path, name: str, conversations: int, first_roles: Sequence[str]
+) -> None:
+    found = load_rows(str(shared_data / "train" / name), "train", cache_dir=str(tmp_path))[
+        "messages"
+    ]
     assert len(found) == conversations and all(
-        message["content"] or message["tool_calls"] for messages in found[:100] for message in messages
+        message["content"] or message["tool_calls"]
+        for messages in found[:100]
+        for message in messages
     )
     assert [message["role"] for message in found[0]][: len(first_roles)] == first_roles
 
@@ -137,13 +159,24 @@ def test_public_datasets(shared_data: Path, tmp_path: Path, name: str, conversat
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
 def test_what_agents_do_is_read_as_it_is_in_every_format(tmp_path: Path, ending: str) -> None:
     """No key is added that another row has."""
-    calls = [[{"type": "function", "function": {"name": name, "arguments": {name: None}}, "id": name}] for name in "fg"]
-    tools = [[{"type": "function", "function": {"name": name, "parameters": {"properties": {name: {}}}}}] for name in "fg"]
+    calls = [
+        [{"type": "function", "function": {"name": name, "arguments": {name: None}}, "id": name}]
+        for name in "fg"
+    ]
+    tools = [
+        [{"type": "function", "function": {"name": name, "parameters": {"properties": {name: {}}}}}]
+        for name in "fg"
+    ]
     rows = [
         {
             "messages": [
                 USER,
-                {"role": "assistant", "content": None, "tool_calls": calls[number], "reasoning_content": "why"},
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": calls[number],
+                    "reasoning_content": "why",
+                },
                 {"role": "tool", "content": "7", "tool_call_id": "fg"[number]},
                 {"role": "assistant", "content": "7"},
             ],
@@ -164,14 +197,20 @@ def test_texts_next_to_parts_of_text_stay_texts(tmp_path: Path) -> None:
     """Also one that reads as JSON."""
     answers = ["2", "null", '"q"', '{"a": 1}', "[1]"]
     question = [{"type": "text", "text": "q"}]
-    rows = [{"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": it}]} for it in answers]
+    rows = [
+        {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": it}]}
+        for it in answers
+    ]
     made = load_rows(written(tmp_path / "rows.jsonl", rows), "train", cache_dir=str(tmp_path))
     assert made["messages"] == [[USER, {"role": "assistant", "content": it}] for it in answers]
 
 
 def test_token_rows_are_taken_as_they_are(tmp_path: Path) -> None:
     not_read = {"logprobs": [-0.5, -1.5], "attention_mask": [1, 1]}
-    rows = [{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}, {"input_ids": [8, 9], "loss_mask": None, **not_read}]
+    rows = [
+        {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]},
+        {"input_ids": [8, 9], "loss_mask": None, **not_read},
+    ]
     found = load_rows(written(tmp_path / "rows.jsonl", rows), "train", cache_dir=str(tmp_path))
     assert found["input_ids"] == [[5, 6, 7], [8, 9]] and found["loss_mask"] == [[0, 1, 1], [1, 1]]
     assert found["text"] == [tiny_tokenizer().decode(ids) for ids in found["input_ids"]]
@@ -183,7 +222,10 @@ def test_token_rows_are_taken_as_they_are(tmp_path: Path) -> None:
         ({"input_ids": [[5, 6]]}, "[5, 6] in input_ids"),
         ({"input_ids": 5}, "input_ids of type int"),
         ({"input_ids": [5, 6], "labels": [-100, 6]}, "input_ids with labels, which is not read"),
-        ({"input_ids": [5, 6], "attention_mask": [0, 1]}, "input_ids with attention_mask, which is not read"),
+        (
+            {"input_ids": [5, 6], "attention_mask": [0, 1]},
+            "input_ids with attention_mask, which is not read",
+        ),
     ):
         with refused("row 0", got):
             list(normalise(wrong, "row 0", tiny_tokenizer()))
@@ -207,21 +249,39 @@ def test_a_list_of_sources_with_weights(tmp_path: Path) -> None:
     ]
 
 
-def test_an_entry_takes_the_rows_that_it_asks_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_entry_takes_the_rows_that_it_asks_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def row(language: str, score: int, questions: int) -> dict[str, Any]:
-        turns = [{"role": role, "content": f"{language} {score}"} for role in ("user", "assistant")] * questions
+        turns = [
+            {"role": role, "content": f"{language} {score}"} for role in ("user", "assistant")
+        ] * questions
         return {"language": language, "score": score, "messages": turns}
 
-    rows = [row("en", 1, 1), row("de", 1, 2), row("fr", 1, 2), row("de", 2, 2), row("de", 1, 3), row("en", 1, 2)]
+    rows = [
+        row("en", 1, 1),
+        row("de", 1, 2),
+        row("fr", 1, 2),
+        row("de", 2, 2),
+        row("de", 1, 3),
+        row("en", 1, 2),
+    ]
     entry = {"source": written(tmp_path / "rows.jsonl", rows)}
 
     def taken(**conditions: Any) -> list[str]:
         (source,) = loaded([{**entry, **conditions}], tmp_path)
-        return [f"{messages[0]['content']} {len(messages) // 2}" for messages in source.rows["messages"]]
+        return [
+            f"{messages[0]['content']} {len(messages) // 2}" for messages in source.rows["messages"]
+        ]
 
     everything = ["en 1 1", "de 1 2", "fr 1 2", "de 2 2", "de 1 3", "en 1 2"]
     assert taken() == everything
-    assert taken(where={"language": ["en", "de"], "score": 1}) == ["en 1 1", "de 1 2", "de 1 3", "en 1 2"]
+    assert taken(where={"language": ["en", "de"], "score": 1}) == [
+        "en 1 1",
+        "de 1 2",
+        "de 1 3",
+        "en 1 2",
+    ]
     assert taken(min_turns=2) == everything[1:]
     assert taken(where={"language": "de"}, min_turns=3) == ["de 1 3"]
     said = "5 of 6 rows of .* hold no text, or are not asked for by data.source.0..where and min_turns, and are filtered"
@@ -229,7 +289,11 @@ def test_an_entry_takes_the_rows_that_it_asks_for(tmp_path: Path, caplog: pytest
     assert taken() == everything  # each choice is kept on its own
     for conditions, key, got in (
         ({"where": {"lang": "de"}}, "where", "lang, which is no column of "),
-        ({"where": {"language": "es"}}, "source", f"{entry['source']}, of which where and min_turns leave no row"),
+        (
+            {"where": {"language": "es"}},
+            "source",
+            f"{entry['source']}, of which where and min_turns leave no row",
+        ),
         ({"source": "pico", "min_turns": 2}, "source", "pico with columns, where or min_turns"),
     ):
         with refused(f"data.source[0].{key}", got):
@@ -265,13 +329,29 @@ def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
     [
         ("jsonl", b"", "which holds no rows"),
         ("json", b"[]", "which holds no rows"),
-        ("jsonl", b'{"text": "a"}\n\n{"text": "b"\n{"text": "c"}\n', r"rows.jsonl, line 3, column 13: Expecting ',' delimiter"),
+        (
+            "jsonl",
+            b'{"text": "a"}\n\n{"text": "b"\n{"text": "c"}\n',
+            r"rows.jsonl, line 3, column 13: Expecting ',' delimiter",
+        ),
         ("jsonl", b'{"text": "a"}\n["b"]\n', "rows.jsonl, line 2: a list, which is no object"),
         ("jsonl", b'null\n{"text": "a"}\n', "rows.jsonl, line 1: a NoneType, which is no object"),
         ("json", b'[null, {"text": "a"}]', "rows.json, row 1: a NoneType, which is no object"),
-        ("jsonl", b'{"text": "a", "x": ' + b"[" * 10_000 + b"]" * 10_000 + b"}", "rows.jsonl, line 1: more than 100 levels"),
-        ("jsonl", gzip.compress(b'{"text": "a"}', mtime=0), "rows.jsonl, line 1: byte 0x8b, which is not UTF-8"),
-        ("parquet", b"PAR1" + bytes(50) + b"PAR1", "rows.parquet, split train, which does not read as parquet"),
+        (
+            "jsonl",
+            b'{"text": "a", "x": ' + b"[" * 10_000 + b"]" * 10_000 + b"}",
+            "rows.jsonl, line 1: more than 100 levels",
+        ),
+        (
+            "jsonl",
+            gzip.compress(b'{"text": "a"}', mtime=0),
+            "rows.jsonl, line 1: byte 0x8b, which is not UTF-8",
+        ),
+        (
+            "parquet",
+            b"PAR1" + bytes(50) + b"PAR1",
+            "rows.parquet, split train, which does not read as parquet",
+        ),
         (
             "parquet",
             _parquet({"text": ["QQQQQQ"]}).replace(b"QQQQQQ", b"\xff\xfe\xfd\xfc\xfb\xfa"),
@@ -279,8 +359,16 @@ def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
         ),
         ("parquet", _parquet({"text": [["a"]]}), "row 0: got text of type list"),
         ("parquet", _parquet({"text": [None, None]}), "rows.parquet, whose rows are all empty"),
-        ("parquet", _parquet({"text": []}), "rows.parquet, split train, which does not read as parquet"),
-        ("parquet", _parquet({"messages": [{"role": "user"}]}), "row 0: got a conversation of type dict"),
+        (
+            "parquet",
+            _parquet({"text": []}),
+            "rows.parquet, split train, which does not read as parquet",
+        ),
+        (
+            "parquet",
+            _parquet({"messages": [{"role": "user"}]}),
+            "row 0: got a conversation of type dict",
+        ),
         (
             "jsonl",
             b'{"instruction": "a", "instances": [3]}',
@@ -292,15 +380,25 @@ def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
             "row 0: got 2 instances, expected one",
         ),
         ("json", b'[{"text": "a"},\n{"text": }]', "rows.json, line 2, column 10: Expecting value"),
-        ("jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}\n', "rows.jsonl, line 2: byte 0xe9, which is not UTF-8"),
+        (
+            "jsonl",
+            b'{"text": "a"}\n{"text": "caf\xe9"}\n',
+            "rows.jsonl, line 2: byte 0xe9, which is not UTF-8",
+        ),
         ("json", b'[{"text":\n\n"\xe9"}]', "rows.json, line 3: byte 0xe9, which is not UTF-8"),
         ("parquet", b"text", "which does not read as parquet"),
-        ("jsonl", b'{"txt": "a", "id": 1}\n', "columns txt, id, expected text, messages, .*; did you mean text"),
+        (
+            "jsonl",
+            b'{"txt": "a", "id": 1}\n',
+            "columns txt, id, expected text, messages, .*; did you mean text",
+        ),
         ("jsonl", b'{"text": ""}\n', "whose rows are all empty"),
         ("jsonl", b'{"text": "a"}\n{"text": 4}\n', "row 1: got text of type int"),
     ],
 )
-def test_files_that_cannot_be_used(tmp_path: Path, ending: str, content: bytes, message: str) -> None:
+def test_files_that_cannot_be_used(
+    tmp_path: Path, ending: str, content: bytes, message: str
+) -> None:
     path = tmp_path / f"rows.{ending}"
     path.write_bytes(content)
     with pytest.raises(UserError, match=message):
@@ -319,11 +417,17 @@ def test_files_that_cannot_be_used(tmp_path: Path, ending: str, content: bytes, 
         ),
         ("train.jsonl.gz", gzip.compress(b'{"text": "a"}', mtime=0)[:-9], "train.jsonl.gz, "),
         ("train.jsonl.xz", b"\xfd7zXZ\0" + bytes(50), "train.jsonl.xz, "),
-        ("train.parquet", b"PAR1" + bytes(50) + b"PAR1", ", split train, which does not read as a data set"),
+        (
+            "train.parquet",
+            b"PAR1" + bytes(50) + b"PAR1",
+            ", split train, which does not read as a data set",
+        ),
         ("README.md", b"---\n: [\n---\n", ", split train, which does not read as a data set"),
     ],
 )
-def test_folders_that_cannot_be_used(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_folders_that_cannot_be_used(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / name).write_bytes(content)
     with at_most(3e8), pytest.raises(UserError, match=message):
@@ -331,16 +435,26 @@ def test_folders_that_cannot_be_used(tmp_path: Path, name: str, content: bytes, 
 
 
 @pytest.mark.parametrize("compressed", [bz2.compress, gzip.compress, lzma.compress])
-def test_a_folder_may_hold_compressed_files(tmp_path: Path, compressed: Callable[[bytes], bytes]) -> None:
+def test_a_folder_may_hold_compressed_files(
+    tmp_path: Path, compressed: Callable[[bytes], bytes]
+) -> None:
     ending = compressed.__module__.replace("gzip", "gz").replace("lzma", "xz")
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / f"train.jsonl.{ending}").write_bytes(compressed(b'{"text": "a"}\n'))
-    assert load_rows(str(tmp_path / "rows"), "train", cache_dir=str(tmp_path / "cache"))["text"] == ["a"]
+    assert load_rows(str(tmp_path / "rows"), "train", cache_dir=str(tmp_path / "cache"))[
+        "text"
+    ] == ["a"]
 
 
-def test_a_broken_source_ends_a_command_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_source_ends_a_command_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "rows.jsonl").write_bytes(b'{"text": "a"}\nnull\n')
-    keys = ["data.regenerate=null", f"data.source={tmp_path / 'rows.jsonl'}", f"data.cache_dir={tmp_path / 'cache'}"]
+    keys = [
+        "data.regenerate=null",
+        f"data.source={tmp_path / 'rows.jsonl'}",
+        f"data.cache_dir={tmp_path / 'cache'}",
+    ]
     assert main(["data", "show", "recipe=pico/eagle3", *keys]) == 2
     assert refused_key(capsys.readouterr().err) == "data.source"
 
@@ -353,9 +467,18 @@ def test_a_broken_source_ends_a_command_in_one_line(tmp_path: Path, capsys: pyte
         ([{"role": ["user"], "content": "c"}], "the role ['user']"),
         ([{"role": "user", "content": ["c"]}], "content with an item of type str"),
         ([{"role": "user", "parts": [{"text": "c"}]}], "a turn of the user without content"),
-        ([USER, {"role": "assistant", "content": None, "refusal": "no"}], "a turn with refusal, which is not read"),
-        ([USER, {"role": "assistant", "content": "hm", "channel": "analysis"}], "a turn with channel"),
-        ([USER, {"role": "assistant", "content": "a", "reasoning_details": [{"text": "hm"}]}], "a turn with reasoning_details"),
+        (
+            [USER, {"role": "assistant", "content": None, "refusal": "no"}],
+            "a turn with refusal, which is not read",
+        ),
+        (
+            [USER, {"role": "assistant", "content": "hm", "channel": "analysis"}],
+            "a turn with channel",
+        ),
+        (
+            [USER, {"role": "assistant", "content": "a", "reasoning_details": [{"text": "hm"}]}],
+            "a turn with reasoning_details",
+        ),
         ([USER, {"role": "assistant", "content": "a", "weight": 0.5}], "a turn of weight 0.5"),
         ([{"role": "user", "content": [{"text": 3}]}], "text of type int"),
         ([{"role": "user", "content": [{"type": "image"}]}], "content with a part 'image'"),
@@ -364,24 +487,40 @@ def test_a_broken_source_ends_a_command_in_one_line(tmp_path: Path, capsys: pyte
             [USER, CALLING, {"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}],
             "a tool result without a call, turn 3",
         ),
-        ([USER, CALLING, {"role": "tool", "content": "1", "tool_call_id": "other"}], "a tool result without a call, turn 2"),
+        (
+            [USER, CALLING, {"role": "tool", "content": "1", "tool_call_id": "other"}],
+            "a tool result without a call, turn 2",
+        ),
         ([USER, {**CALLING, "tool_calls": [{"name": "g"}]}], "a call of g without its schema"),
-        ([USER, {**CALLING, "tool_calls": [{"name": "f", "arguments": "{]"}]}], "a call of f with '{]'"),
-        ([{"from": "human", "value": "q"}, {"from": "function_call", "value": "f()"}], "a call that is no JSON"),
-        (["system", "user", "assistant", "user", "user"], "two turns of the user in a row, numbers 3 and 4"),
+        (
+            [USER, {**CALLING, "tool_calls": [{"name": "f", "arguments": "{]"}]}],
+            "a call of f with '{]'",
+        ),
+        (
+            [{"from": "human", "value": "q"}, {"from": "function_call", "value": "f()"}],
+            "a call that is no JSON",
+        ),
+        (
+            ["system", "user", "assistant", "user", "user"],
+            "two turns of the user in a row, numbers 3 and 4",
+        ),
         (["system", "tool", "user"], "turns tool, … that no turn of the user comes before"),
     ],
 )
 def test_conversations_that_cannot_be_used(messages: Any, message: str) -> None:
     turns = [{"role": it, "content": "c"} if isinstance(it, str) else it for it in messages]
     with refused("row 0", message):
-        turns_of({"messages": messages if isinstance(messages, str) else turns, "tools": [{"name": "f"}]})
+        turns_of(
+            {"messages": messages if isinstance(messages, str) else turns, "tools": [{"name": "f"}]}
+        )
 
 
 def test_columns_say_what_a_source_calls_ours(tmp_path: Path) -> None:
     """Only these are read; conditions are on the source's own names."""
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    path = written(tmp_path / "rows.jsonl", [{"talk": turns, "text": "no", "kind": kind} for kind in "ab"])
+    path = written(
+        tmp_path / "rows.jsonl", [{"talk": turns, "text": "no", "kind": kind} for kind in "ab"]
+    )
     cache = str(tmp_path / "cache")
     entry = {"source": path, "columns": {"messages": "talk"}, "where": {"kind": "b"}}
     rows = load_rows([entry], "train", cache_dir=cache)
@@ -402,7 +541,9 @@ def test_columns_say_what_a_source_calls_ours(tmp_path: Path) -> None:
 
 
 def test_what_the_hub_does_not_give_is_an_outside_failure(tmp_path: Path) -> None:
-    with pytest.raises(ResourceError, match=r"nobody/nothing could not be loaded from the Hub .*; check the id"):
+    with pytest.raises(
+        ResourceError, match=r"nobody/nothing could not be loaded from the Hub .*; check the id"
+    ):
         load_rows("nobody/nothing", "train", cache_dir=str(tmp_path))
 
 
@@ -419,7 +560,9 @@ def test_a_data_set_of_the_hub_is_read_at_its_revision_and_a_file_has_none(
         entries = [{"source": "org/name", "revision": "v1.2"}, {"source": "org/name"}]
         assert [source.rows["text"] for source in loaded(entries, tmp_path)] == [["a"], ["b"]]
         hub.create("org/broken", {"train.jsonl": b"null\n"})
-        with refused("data.source", holds="line 1: a NoneType"):  # on which Arrow's reader ends the process
+        with refused(
+            "data.source", holds="line 1: a NoneType"
+        ):  # on which Arrow's reader ends the process
             load_rows("org/broken", "train", cache_dir=str(tmp_path / "cache"))
     path = written(tmp_path / "rows.jsonl", [{"text": "a"}])
     with refused("data.source[0].revision", "v1.2"):
@@ -431,7 +574,9 @@ def test_a_folder_loads_like_a_dataset_of_the_hub(tmp_path: Path) -> None:
         load_rows(str(tmp_path), "train", cache_dir=str(tmp_path / "cache"))
     written(tmp_path / "data" / "train.jsonl", [{"text": "a"}])
     written(tmp_path / "data" / "test.jsonl", [{"text": "b"}])
-    assert load_rows(str(tmp_path / "data"), "test", cache_dir=str(tmp_path / "cache"))["text"] == ["b"]
+    assert load_rows(str(tmp_path / "data"), "test", cache_dir=str(tmp_path / "cache"))["text"] == [
+        "b"
+    ]
     with refused("data.source", holds="split tst"):
         load_rows(str(tmp_path / "data"), "tst", cache_dir=str(tmp_path / "cache"))
 
@@ -449,5 +594,8 @@ def written(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
 
 def test_sources_are_told_apart_by_what_is_taken_of_them() -> None:
     assert source_names("pico") == ["pico"]
-    entries = [{"source": "a.jsonl", "weight": 2, "split": "test"}, {"source": "a.jsonl", "where": {"language": "French"}}]
+    entries = [
+        {"source": "a.jsonl", "weight": 2, "split": "test"},
+        {"source": "a.jsonl", "where": {"language": "French"}},
+    ]
     assert source_names(entries) == ["a.jsonl test", "a.jsonl {'language': 'French'}"]

@@ -39,17 +39,25 @@ def refused(key: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("key", SECTIONS)
-def test_a_recipe_is_refused_until_the_command_line_repeats_it(key: str, in_empty_folder: Path) -> None:
+def test_a_recipe_is_refused_until_the_command_line_repeats_it(
+    key: str, in_empty_folder: Path
+) -> None:
     del in_empty_folder
     value, text = SECTIONS[key]
     Path("somebody.yaml").write_text(f"method: eagle3\n{text}", encoding="utf-8")
     given = ["recipe=somebody.yaml", "train.output_dir=runs/mine", "eval.suite=pico"]
     said = refused(key, "eval", *given).stderr
-    assert said.startswith(f"error: {key}: got {value} in somebody.yaml, expected it on the command line")
+    assert said.startswith(
+        f"error: {key}: got {value} in somebody.yaml, expected it on the command line"
+    )
     (argument,) = shlex.split(said.partition("the code: ")[2])
     refused("eval.draft", "eval", *given, argument)  # what comes next: there is none
-    assert load_recipe(Recipe, [*given, argument]).model_dump()[key.split(".")[0]][key.split(".")[1]] in (True, COMMAND)
-    assert not load_recipe(Recipe, [*given, f"{key}=null" if key.endswith("command") else f"{key}=false"]).eval.run_code
+    assert load_recipe(Recipe, [*given, argument]).model_dump()[key.split(".")[0]][
+        key.split(".")[1]
+    ] in (True, COMMAND)
+    assert not load_recipe(
+        Recipe, [*given, f"{key}=null" if key.endswith("command") else f"{key}=false"]
+    ).eval.run_code
 
 
 @pytest.mark.parametrize(
@@ -68,8 +76,13 @@ def test_no_command_takes_a_recipes_word(command: str, in_empty_folder: Path) ->
     refused("target.trust_remote_code", *command.split(), "recipe=somebody.yaml")
 
 
-@pytest.mark.parametrize("command", ["plan hub=false", "doctor draft=draft", "compare drafts=[ngram,draft] output_dir=out"])
-def test_no_command_takes_the_word_of_a_file_of_its_own_keys(command: str, in_empty_folder: Path) -> None:
+@pytest.mark.parametrize(
+    "command",
+    ["plan hub=false", "doctor draft=draft", "compare drafts=[ngram,draft] output_dir=out"],
+)
+def test_no_command_takes_the_word_of_a_file_of_its_own_keys(
+    command: str, in_empty_folder: Path
+) -> None:
     del in_empty_folder
     Path("somebody.yaml").write_text(SECTIONS["target.trust_remote_code"][1], encoding="utf-8")
     refused("target.trust_remote_code", *command.split(), "recipe=somebody.yaml")
@@ -94,14 +107,20 @@ def with_code(folder: Path, model_type: str) -> Path:
     tiny_tokenizer().save_pretrained(folder / "target")
     target = FrozenTarget.load(str(folder / "target"))
     save_draft_model(half_right(target), target.tokenizer, folder / "draft")
-    (folder / "draft" / "code.py").write_text(CODE.format(marker=str(folder / "marker"), model_type=model_type))
+    (folder / "draft" / "code.py").write_text(
+        CODE.format(marker=str(folder / "marker"), model_type=model_type)
+    )
     path = folder / "draft" / "config.json"
     auto = {"AutoConfig": "code.OwnConfig", "AutoModelForCausalLM": "code.OwnForCausalLM"}
-    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": model_type, "auto_map": auto}))
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "model_type": model_type, "auto_map": auto})
+    )
     return folder / "marker"
 
 
-OF_SUITE = "suite=pico {0}num_prompts=1 {0}max_new_tokens=4 {0}repeats=1 {0}warmup=0 {0}sampling_draws=0"
+OF_SUITE = (
+    "suite=pico {0}num_prompts=1 {0}max_new_tokens=4 {0}repeats=1 {0}warmup=0 {0}sampling_draws=0"
+)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "own"])  # "own": transformers has no class for it
@@ -118,16 +137,24 @@ OF_SUITE = "suite=pico {0}num_prompts=1 {0}max_new_tokens=4 {0}repeats=1 {0}warm
 def test_code_of_a_draft_never_runs(command: str, model_type: str, in_empty_folder: Path) -> None:
     marker = with_code(in_empty_folder, model_type)
     ran = specdistill(*command.split(), "target=target", TRUST)
-    expected = (ExitCode.DONE, ExitCode.CHECK_FAILED) if model_type == "llama" else (ExitCode.CHECK_FAILED, ExitCode.USER_ERROR)
+    expected = (
+        (ExitCode.DONE, ExitCode.CHECK_FAILED)
+        if model_type == "llama"
+        else (ExitCode.CHECK_FAILED, ExitCode.USER_ERROR)
+    )
     assert ran.returncode in expected and not marker.exists(), ran
     assert TRUST not in ran.stderr + (
         "" if command.startswith("plan") else ran.stdout
     )  # no way out; plan repeats it for the target
 
 
-def test_an_engine_that_trusts_a_target_is_given_no_code_of_its_draft(in_empty_folder: Path) -> None:
+def test_an_engine_that_trusts_a_target_is_given_no_code_of_its_draft(
+    in_empty_folder: Path,
+) -> None:
     with_code(in_empty_folder, "llama")
-    ran = specdistill("export", "draft=draft", "engine=vllm", "target=target", "output_dir=exported")
+    ran = specdistill(
+        "export", "draft=draft", "engine=vllm", "target=target", "output_dir=exported"
+    )
     assert ran.returncode == ExitCode.DONE, ran
     assert not list(Path("exported").glob("*.py"))
     assert "auto_map" not in json.loads(Path("exported/config.json").read_text(encoding="utf-8"))
@@ -139,14 +166,32 @@ def test_an_engine_that_trusts_a_target_is_given_no_code_of_its_draft(in_empty_f
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 @pytest.mark.parametrize(
     ("name", "gpus"),
-    [("deepseek-v3/mtp", 16), ("llama-3.3-70b/draft", 8), ("llama-3.3-70b/eagle3", 8), ("qwen3-next-80b-a3b/mtp", 8)],
+    [
+        ("deepseek-v3/mtp", 16),
+        ("llama-3.3-70b/draft", 8),
+        ("llama-3.3-70b/eagle3", 8),
+        ("qwen3-next-80b-a3b/mtp", 8),
+    ],
 )
-def test_an_engine_is_started_on_as_many_gpus_as_the_recipe_says(name: str, gpus: int, engine: str) -> None:
-    recipe = load_recipe(Recipe, [f"recipe={name}", "target.model=pico", "target.revision=null", f"eval.engine={engine}"])
+def test_an_engine_is_started_on_as_many_gpus_as_the_recipe_says(
+    name: str, gpus: int, engine: str
+) -> None:
+    recipe = load_recipe(
+        Recipe,
+        [f"recipe={name}", "target.model=pico", "target.revision=null", f"eval.engine={engine}"],
+    )
     serving = METHODS[recipe.method].serving()[engine]
     served = Served(recipe.method, Path("draft"), "T", 3, samples=False, config={}, serving=serving)
     for k in (0, 3):
         words = start_command(recipe.eval, recipe.target, served, k, 640)
         assert words[words.index("--tensor-parallel-size") + 1] == str(gpus)
-    alone = load_recipe(Recipe, [f"recipe={name}", "target.model=pico", "target.revision=null", "eval.tensor_parallel=null"])
+    alone = load_recipe(
+        Recipe,
+        [
+            f"recipe={name}",
+            "target.model=pico",
+            "target.revision=null",
+            "eval.tensor_parallel=null",
+        ],
+    )
     assert "--tensor-parallel-size" not in start_command(alone.eval, alone.target, served, 3, 640)

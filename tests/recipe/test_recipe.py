@@ -23,23 +23,33 @@ from specdistill.training.arguments import training_arguments
 from tests.refusals import refused, refused_key
 
 COMPLETE = ["target.model=pico", "train.output_dir=runs/x"]
-EVERY_RECIPE = sorted(path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml"))
+EVERY_RECIPE = sorted(
+    path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml")
+)
 # What SmolLM2's recipes read, `make smollm2` pins by hashes.
 PUBLISHED = [
-    name for name in EVERY_RECIPE if (RECIPES / name).with_name("config.json").exists() and not name.startswith("smollm2/")
+    name
+    for name in EVERY_RECIPE
+    if (RECIPES / name).with_name("config.json").exists() and not name.startswith("smollm2/")
 ]
 COMMIT = re.compile(r"[0-9a-f]{40}")
 LICENCES = {"apache-2.0", "mit"}
 
 
 def schema_of(name: str) -> type:
-    return TargetRecipe if "curriculum" in yaml.safe_load((RECIPES / f"{name}.yaml").read_text(encoding="utf-8")) else Recipe
+    return (
+        TargetRecipe
+        if "curriculum" in yaml.safe_load((RECIPES / f"{name}.yaml").read_text(encoding="utf-8"))
+        else Recipe
+    )
 
 
 def header(name: str) -> str:
     """The comment that a recipe begins with."""
     lines = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
-    return "\n".join(line[1:] for line in itertools.takewhile(lambda line: line.startswith("#"), lines))
+    return "\n".join(
+        line[1:] for line in itertools.takewhile(lambda line: line.startswith("#"), lines)
+    )
 
 
 def commands(name: str) -> list[list[str]]:
@@ -50,7 +60,9 @@ def commands(name: str) -> list[list[str]]:
 
 def launch_line(name: str) -> list[str]:
     """The key=value arguments of the command in a recipe's header that trains."""
-    (words,) = (words for words in commands(name) if any(word.startswith("train/") for word in words))
+    (words,) = (
+        words for words in commands(name) if any(word.startswith("train/") for word in words)
+    )
     return [word for word in words if re.match(r"[a-z_.]+=", word)]
 
 
@@ -66,7 +78,9 @@ def reloaded(recipe: Any, folder: Path, *more: str) -> Any:
 
 
 @pytest.mark.parametrize("name", EVERY_RECIPE)
-def test_every_recipe_loads_as_it_says_and_round_trips_and_its_training_arguments_exist(name: str, tmp_path: Path):
+def test_every_recipe_loads_as_it_says_and_round_trips_and_its_training_arguments_exist(
+    name: str, tmp_path: Path
+):
     recipe: Any = load_recipe(schema_of(name), launch_line(name))
     assert launch_line(name)[0] == f"recipe={name}"
     assert reloaded(recipe, tmp_path) == recipe
@@ -76,45 +90,74 @@ def test_every_recipe_loads_as_it_says_and_round_trips_and_its_training_argument
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_target_draft_and_data_are_pinned_to_a_commit_and_the_data_s_licences_stated(name: str):
     recipe: Any = load_recipe(Recipe, launch_line(name))
-    given = merged([f"recipe={name}"])["target"]["model"] == REQUIRED  # a folder that a command of the header pins
+    given = (
+        merged([f"recipe={name}"])["target"]["model"] == REQUIRED
+    )  # a folder that a command of the header pins
     pinned = (
-        [word for words in commands(name) for word in words if COMMIT.fullmatch(word)] if given else [recipe.target.revision]
+        [word for words in commands(name) for word in words if COMMIT.fullmatch(word)]
+        if given
+        else [recipe.target.revision]
     )
     sources = [source for _, source in entries(recipe.data.source)]
     pinned += [source.revision for source in sources]
     if "/" in str(init := recipe.draft.init):
         pinned.append(init.partition("@")[2])
-    assert all(COMMIT.fullmatch(str(revision)) for revision in pinned) and len(pinned) > len(sources)
+    assert all(COMMIT.fullmatch(str(revision)) for revision in pinned) and len(pinned) > len(
+        sources
+    )
     assert {source.known_license for source in sources} <= LICENCES
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_its_header_s_commands_are_of_this_recipe_and_its_gate_is_the_one_named(name: str):
     recipe: Any = load_recipe(Recipe, launch_line(name))
-    assert f"Gate: eval/gates/{recipe.gate}.yaml" in header(name) and (GATES / f"{recipe.gate}.yaml").is_file()
-    told = {tuple(words[:2]) if words[0] != "specdistill" else " ".join(words[1:3]) for words in commands(name)}
+    assert (
+        f"Gate: eval/gates/{recipe.gate}.yaml" in header(name)
+        and (GATES / f"{recipe.gate}.yaml").is_file()
+    )
+    told = {
+        tuple(words[:2]) if words[0] != "specdistill" else " ".join(words[1:3])
+        for words in commands(name)
+    }
     assert {"data make", f"eval recipe={recipe.train['output_dir']}/run/recipe.yaml"} <= told
     for words in commands(name):
         if words[0] == "specdistill":
             keys = [word for word in words if re.match(r"[a-z_.]+=", word)]
-            assert keys[0] in (f"recipe={name}", f"recipe={recipe.train['output_dir']}/run/recipe.yaml")
+            assert keys[0] in (
+                f"recipe={name}",
+                f"recipe={recipe.train['output_dir']}/run/recipe.yaml",
+            )
             load_recipe(Recipe, [*launch_line(name), *keys[1:]])
         if words[:2] == ["vllm", "serve"]:
             assert COMMIT.fullmatch(words[words.index("--revision") + 1])
-            assert recipe.target.revision is None or words[2:5] == [recipe.target.model, "--revision", recipe.target.revision]
+            assert recipe.target.revision is None or words[2:5] == [
+                recipe.target.model,
+                "--revision",
+                recipe.target.revision,
+            ]
 
 
 def test_strings_that_look_like_other_types_round_trip(tmp_path: Path):
     recipe = load(
-        "target.model=org/target", "target.revision='1e5'", "data.cache_dir='true'", "eval.suite='null'", "draft.init='0123'"
+        "target.model=org/target",
+        "target.revision='1e5'",
+        "data.cache_dir='true'",
+        "eval.suite='null'",
+        "draft.init='0123'",
     )
-    assert (recipe.target.revision, recipe.data.cache_dir, recipe.eval.suite) == ("1e5", "true", "null")
+    assert (recipe.target.revision, recipe.data.cache_dir, recipe.eval.suite) == (
+        "1e5",
+        "true",
+        "null",
+    )
     assert reloaded(recipe, tmp_path) == recipe
 
 
 def test_overrides_win_over_the_file_and_the_last_one_over_the_others(tmp_path: Path):
     path = tmp_path / "r.yaml"
-    path.write_text("target: {model: pico}\ntrain: {output_dir: a, max_steps: 3}\n", encoding="utf-8")
+    path.write_text(
+        "target: {model: pico}\ntrain: {output_dir: a, max_steps: 3}\n", encoding="utf-8"
+    )
     recipe = load_recipe(Recipe, ["train.output_dir=b", f"recipe={path}", "train.output_dir=c"])
     assert recipe.train == {"output_dir": "c", "max_steps": 3}
 
@@ -122,10 +165,18 @@ def test_overrides_win_over_the_file_and_the_last_one_over_the_others(tmp_path: 
 def test_scientific_notation_is_a_number_in_files_and_on_the_command_line(tmp_path: Path):
     path = tmp_path / "r.yaml"
     path.write_text(
-        "target: {model: pico}\ntrain: {output_dir: x, learning_rate: 1e-4}\nloss: {step_decay: 8e-1}\n", encoding="utf-8"
+        "target: {model: pico}\ntrain: {output_dir: x, learning_rate: 1e-4}\nloss: {step_decay: 8e-1}\n",
+        encoding="utf-8",
     )
-    recipe = load_recipe(Recipe, [f"recipe={path}", "eval.temperature=5e-1", "train.weight_decay=1e-2"])
-    numbers = (recipe.train["learning_rate"], recipe.loss.step_decay, recipe.eval.temperature, recipe.train["weight_decay"])
+    recipe = load_recipe(
+        Recipe, [f"recipe={path}", "eval.temperature=5e-1", "train.weight_decay=1e-2"]
+    )
+    numbers = (
+        recipe.train["learning_rate"],
+        recipe.loss.step_decay,
+        recipe.eval.temperature,
+        recipe.train["weight_decay"],
+    )
     assert numbers == (1e-4, 0.8, 0.5, 0.01)
     assert all(type(number) is float for number in numbers)
 
@@ -137,7 +188,11 @@ def test_scientific_notation_is_a_number_in_files_and_on_the_command_line(tmp_pa
         ("data.regenerate.num_token=5", "data.regenerate.num_token", "data.regenerate.num_tokens"),
         ("num_layers=2", "num_layers", "draft.num_layers"),
         ("targett.model=pico", "targett", "target"),
-        ("draft.heterogeneous_vocab=true method=draft_model", "draft.heterogeneous_vocab", "eval.heterogeneous_vocab"),
+        (
+            "draft.heterogeneous_vocab=true method=draft_model",
+            "draft.heterogeneous_vocab",
+            "eval.heterogeneous_vocab",
+        ),
     ],
 )
 def test_unknown_keys_name_the_nearest(arguments: str, key: str, near: str):
@@ -214,10 +269,14 @@ def test_an_int_is_good_for_a_float():
 def test_interpolation_of_another_key(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("USER", "me")
     assert load("eval.output_dir=${oc.env:USER}/here").eval.output_dir == "me/here"
-    assert load("eval.output_dir=${train.output_dir}/elsewhere").eval.output_dir == "runs/x/elsewhere"
+    assert (
+        load("eval.output_dir=${train.output_dir}/elsewhere").eval.output_dir == "runs/x/elsewhere"
+    )
 
 
-@pytest.mark.parametrize("text", ["- a\n- b\n", "target: {model: pico\n", "target: {model: a}\ntarget: {model: b}\n"])
+@pytest.mark.parametrize(
+    "text", ["- a\n- b\n", "target: {model: pico\n", "target: {model: a}\ntarget: {model: b}\n"]
+)
 def test_a_file_that_is_no_recipe(text: str, tmp_path: Path):
     path = tmp_path / "r.yaml"
     path.write_text(text, encoding="utf-8")
@@ -226,8 +285,14 @@ def test_a_file_that_is_no_recipe(text: str, tmp_path: Path):
 
 
 def test_a_number_may_lie_at_its_bound():
-    recipe = load("eval.num_speculative_tokens=1", "eval.temperature=1e-9", "eval.top_p=1", "eval.repeats=1")
-    assert (recipe.eval.num_speculative_tokens, recipe.eval.top_p, recipe.eval.repeats) == (1, 1.0, 1)
+    recipe = load(
+        "eval.num_speculative_tokens=1", "eval.temperature=1e-9", "eval.top_p=1", "eval.repeats=1"
+    )
+    assert (recipe.eval.num_speculative_tokens, recipe.eval.top_p, recipe.eval.repeats) == (
+        1,
+        1.0,
+        1,
+    )
 
 
 def test_a_divergence_is_a_name_or_a_weighted_sum(tmp_path: Path):
@@ -247,9 +312,13 @@ def test_a_divergence_is_a_name_or_a_weighted_sum(tmp_path: Path):
         ("[{name: tvd}]", "nla", "nla"),
     ],
 )
-def test_an_override_of_another_kind_replaces_the_value_of_the_file(of_file: str, given: str, value: Any, tmp_path: Path):
+def test_an_override_of_another_kind_replaces_the_value_of_the_file(
+    of_file: str, given: str, value: Any, tmp_path: Path
+):
     (tmp_path / "r.yaml").write_text(f"loss: {{divergence: {of_file}}}\n", encoding="utf-8")
-    assert load(f"recipe={tmp_path / 'r.yaml'}", f"loss.divergence={given}").loss.divergence == value
+    assert (
+        load(f"recipe={tmp_path / 'r.yaml'}", f"loss.divergence={given}").loss.divergence == value
+    )
 
 
 def test_an_item_of_a_list_has_no_key_of_its_own(tmp_path: Path):
@@ -270,8 +339,16 @@ def test_an_item_of_a_list_has_no_key_of_its_own(tmp_path: Path):
         ("null: 3", "method=eagle3", "recipe"),
         ('"-1"', "method=eagle3", "recipe"),
         ("[1]", "method=eagle3", "recipe"),
-        ("{a0: xx, " + ", ".join(f"a{n + 1}: '${{a{n}}}${{a{n}}}'" for n in range(60)) + "}", "method=eagle3", "recipe"),
-        ("target: {model: pico}", "train.output_dir=\udcff", "train.output_dir"),  # as a byte that is no UTF-8 arrives
+        (
+            "{a0: xx, " + ", ".join(f"a{n + 1}: '${{a{n}}}${{a{n}}}'" for n in range(60)) + "}",
+            "method=eagle3",
+            "recipe",
+        ),
+        (
+            "target: {model: pico}",
+            "train.output_dir=\udcff",
+            "train.output_dir",
+        ),  # as a byte that is no UTF-8 arrives
     ],
 )
 def test_what_omegaconf_cannot_read_is_one_line(
@@ -324,7 +401,11 @@ def test_help_lists_every_key_with_type_default_and_meaning(
     [
         ("draft.lora.alpha=32 method=draft_model", "draft.lora.alpha", "rank"),
         ("eval.heterogeneous_vocab=true method=eagle3", "eval.heterogeneous_vocab", "draft_model"),
-        ("eval.token_replacements={a: b} method=draft_model", "eval.token_replacements", "heterogeneous_vocab=true"),
+        (
+            "eval.token_replacements={a: b} method=draft_model",
+            "eval.token_replacements",
+            "heterogeneous_vocab=true",
+        ),
         ("on_policy.temperature=0.5 method=draft_model", "on_policy.temperature", "fraction"),
         ("on_policy.fraction=0.5 method=eagle", "on_policy", "draft_model"),
         ("eval.ngram.max=5 method=eagle3", "eval.ngram", "ngram"),
@@ -343,16 +424,26 @@ def test_help_lists_every_key_with_type_default_and_meaning(
         ("target.revision=v1", "target.revision", "Hub"),
         ("train.optim=sgd", "train.optim", "adamw"),
         ("train.label_smoothing_factor=0.1", "train.label_smoothing_factor", "labels"),
-        ("on_policy.fraction=0.5 loss.labels=hard method=draft_model", "on_policy.fraction", "hard"),
+        (
+            "on_policy.fraction=0.5 loss.labels=hard method=draft_model",
+            "on_policy.fraction",
+            "hard",
+        ),
         ("eval.tree={branching: [2]} method=ngram", "eval.tree", "chains"),
-        ("eval.tree={branching: [2]} eval.num_speculative_tokens=3", "eval.num_speculative_tokens", "depth"),
+        (
+            "eval.tree={branching: [2]} eval.num_speculative_tokens=3",
+            "eval.num_speculative_tokens",
+            "depth",
+        ),
         ("eval.ngram.min=5 eval.ngram.max=2 method=ngram", "eval.ngram.min", "eval.ngram.max"),
         ("loss.step_decay=0.5 method=ngram", "loss", "eagle3"),
         ("train.max_steps=5 method=ngram", "train.max_steps", "not trained"),
         ("eval.draft=runs/x method=ngram", "eval.draft", "no draft"),
     ],
 )
-def test_a_key_that_nothing_reads_is_refused_by_naming_who_reads_it(arguments: str, key: str, reader: str):
+def test_a_key_that_nothing_reads_is_refused_by_naming_who_reads_it(
+    arguments: str, key: str, reader: str
+):
     with pytest.raises(UserError, match=f"^{re.escape(key)}: got .*{reader}"):
         load(*re.findall(r"\S+=(?:\{.*?\}|\S+)", arguments))
 
@@ -371,7 +462,9 @@ def test_a_key_that_nothing_reads_is_refused_by_naming_who_reads_it(arguments: s
         ["optimizer=adamw", "train.optim=sgd"],
     ],
 )
-def test_a_key_that_something_reads_is_accepted_and_survives_the_record(arguments: list[str], tmp_path: Path):
+def test_a_key_that_something_reads_is_accepted_and_survives_the_record(
+    arguments: list[str], tmp_path: Path
+):
     recipe = load(*arguments)
     assert reloaded(recipe, tmp_path) == recipe
 
@@ -383,9 +476,20 @@ def test_lists_need_no_brackets() -> None:
         "eval.tree.branching=4",
         "data.decontaminate=pico",
     ]
-    lists = ["eval.sweep.temperature=[0,1.5]", "data.regenerate.server=['http://a:1','http://b:2']", "eval.tree.branching=[4]"]
-    base = ["target.model=pico", "train.output_dir=runs", "data.regenerate.num_tokens=9", "eval.num_speculative_tokens=1"]
-    assert load_recipe(Recipe, [*base, *plain]) == load_recipe(Recipe, [*base, *lists, "data.decontaminate=[pico]"])
+    lists = [
+        "eval.sweep.temperature=[0,1.5]",
+        "data.regenerate.server=['http://a:1','http://b:2']",
+        "eval.tree.branching=[4]",
+    ]
+    base = [
+        "target.model=pico",
+        "train.output_dir=runs",
+        "data.regenerate.num_tokens=9",
+        "eval.num_speculative_tokens=1",
+    ]
+    assert load_recipe(Recipe, [*base, *plain]) == load_recipe(
+        Recipe, [*base, *lists, "data.decontaminate=[pico]"]
+    )
 
 
 def test_epochs_that_are_typed_act_over_the_steps_of_a_recipe() -> None:

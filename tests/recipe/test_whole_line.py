@@ -32,14 +32,20 @@ from tests.produce.openai_server import Behaviour, running
 from tests.scripts import specdistill
 
 EXCEPTED = {"pico/target": "trains a target, in half an hour, and no draft"}
-EVERY = sorted({path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml")} - EXCEPTED.keys())
+EVERY = sorted(
+    {path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml")}
+    - EXCEPTED.keys()
+)
 # One recipe of each method is trained by processes of its own launch configuration.
 QUICK = {"pico/eagle3", "small/draft"}  # of a head and of a draft model
 LAUNCHED = {merged([f"recipe={name}"])["method"]: name for name in reversed(EVERY)}.values()
 
 # Numbers that are made smaller where a recipe has larger ones. An empty place stands for a large number in those of UNLIMITED.
 AT_MOST: dict[str, tuple[float, str]] = {
-    "data.max_length": (300, "a row holds an answer or two, and half of it a recipe's system prompt in bytes"),
+    "data.max_length": (
+        300,
+        "a row holds an answer or two, and half of it a recipe's system prompt in bytes",
+    ),
     "data.regenerate.num_tokens": (2_000, "a dozen answers"),
     "data.regenerate.prompt_tokens": (24, "rows are short"),
     "data.regenerate.batch_size": (16, "a dozen answers"),
@@ -75,18 +81,36 @@ REPLACED: dict[str, tuple[Callable[["Line", Any], Any], str]] = {
     "target.model": (lambda line, name: line.target, "a tiny model of the same class"),
     "target.revision": (lambda line, revision: revision and "null", "a folder has none"),
     "target.attn": (lambda line, attention: attention and "null", "kernels of a GPU"),
-    "draft.init": (lambda line, init: line.smaller if "/" in str(init) else None, "a tiny model with the target's tokenizer"),
+    "draft.init": (
+        lambda line, init: line.smaller if "/" in str(init) else None,
+        "a tiny model with the target's tokenizer",
+    ),
     "data.source": (lambda line, source: line.source(), "rows of the same form in a file"),
     "data.split": (lambda line, split: "train", "the only one of a file"),
     "data.decontaminate": (lambda line, suites: "[]", "suites of others are fetched"),
-    "data.regenerate.server": (lambda line, servers: servers and f"[{line.server}]", "one that answers at once"),
-    "data.cache_dir": (lambda line, folder: line.folder / "cache", "nothing that an earlier run kept"),
+    "data.regenerate.server": (
+        lambda line, servers: servers and f"[{line.server}]",
+        "one that answers at once",
+    ),
+    "data.cache_dir": (
+        lambda line, folder: line.folder / "cache",
+        "nothing that an earlier run kept",
+    ),
     "hidden_states.path": (lambda line, path: path and line.folder / "features", "of this test"),
     "train.output_dir": (lambda line, folder: line.run, "of this test"),
-    "train.torch_compile": (lambda line, compiled: compiled and "false", "a minute for two steps; tests/targets compiles"),
+    "train.torch_compile": (
+        lambda line, compiled: compiled and "false",
+        "a minute for two steps; tests/targets compiles",
+    ),
     "eval.suite": (lambda line, suite: line.suite, "short prompts in a file"),
-    "eval.engine": (lambda line, engine: engine and "specdistill", "no engine is installed with the tests"),
-    "eval.tensor_parallel": (lambda line, gpus: gpus and "null", "no engine is installed with the tests"),
+    "eval.engine": (
+        lambda line, engine: engine and "specdistill",
+        "no engine is installed with the tests",
+    ),
+    "eval.tensor_parallel": (
+        lambda line, gpus: gpus and "null",
+        "no engine is installed with the tests",
+    ),
     "selection.suite": (lambda line, suite: suite and line.suite, "short prompts in a file"),
 }
 
@@ -118,9 +142,13 @@ class Line:
         path = (PICO if model == "pico" else RECIPES / Path(self.name).parent) / "config.json"
         if model == REQUIRED and not path.is_file():
             return {"model_type": "llama"}
-        assert path.is_file(), f"recipes/{self.name}.yaml is for {model}, whose class {path} has to say"
+        assert path.is_file(), (
+            f"recipes/{self.name}.yaml is for {model}, whose class {path} has to say"
+        )
         config: Config = json.loads(path.read_text(encoding="utf-8"))
-        assert config.get("model_type") in CONFIG_MAPPING, f"{path}: {config.get('model_type')} is no class of transformers"
+        assert config.get("model_type") in CONFIG_MAPPING, (
+            f"{path}: {config.get('model_type')} is no class of transformers"
+        )
         return config
 
     @cached_property
@@ -134,7 +162,13 @@ class Line:
         """A language model half as deep, of the class that a config.json in a folder of the recipe's name says, or else of the target's."""
         own = RECIPES / self.name / "config.json"
         config = json.loads(own.read_text(encoding="utf-8")) if own.is_file() else self.published
-        write_model(self.folder / "smaller", config.get("text_config", config), self.family, num_layers=2, seed=1)
+        write_model(
+            self.folder / "smaller",
+            config.get("text_config", config),
+            self.family,
+            num_layers=2,
+            seed=1,
+        )
         return self.folder / "smaller"
 
     @property
@@ -156,10 +190,20 @@ class Line:
                 continue
             columns = entry.get("columns") or self.value("data.columns") or {}
             form = "text" if entry["source"] in ("pico", REQUIRED) else "messages"
-            rows = list(rows_of(columns or {form: form}, entry.get("where", {}), max(1, entry.get("min_turns", 0))))
+            rows = list(
+                rows_of(
+                    columns or {form: form},
+                    entry.get("where", {}),
+                    max(1, entry.get("min_turns", 0)),
+                )
+            )
             path = self.folder / f"rows-{number}.jsonl"
             path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-            own = {key: value for key, value in entry.items() if key not in ("name", "split", "revision")}
+            own = {
+                key: value
+                for key, value in entry.items()
+                if key not in ("name", "split", "revision")
+            }
             made.append({**own, "source": str(path)})
         return json.dumps(made)
 
@@ -168,7 +212,11 @@ class Line:
         path = self.folder / "suite.jsonl"
         asked = [[{"role": "user", "content": QUESTION.format(number)}] for number in (7, 8)]
         path.write_text(
-            "".join(json.dumps({"id": str(n), "messages": turns}) + "\n" for n, turns in enumerate(asked)), encoding="utf-8"
+            "".join(
+                json.dumps({"id": str(n), "messages": turns}) + "\n"
+                for n, turns in enumerate(asked)
+            ),
+            encoding="utf-8",
         )
         return path
 
@@ -180,7 +228,10 @@ class Line:
             value = self.value(key)
             value = math.inf if value is None and key in UNLIMITED else value
             made[key] = limit if value is not None and value > limit else None
-        return [f"recipe={self.name}", *(f"{key}={value}" for key, value in made.items() if value is not None)]
+        return [
+            f"recipe={self.name}",
+            *(f"{key}={value}" for key, value in made.items() if value is not None),
+        ]
 
     @property
     def served_by(self) -> list[str]:
@@ -194,18 +245,27 @@ class Line:
         return [key for key in self.keys if not key.startswith("train.output_dir=")]
 
 
-def rows_of(columns: Mapping[str, str], where: Mapping[str, Any], turns: int, count: int = 24) -> Iterator[dict[str, Any]]:
+def rows_of(
+    columns: Mapping[str, str], where: Mapping[str, Any], turns: int, count: int = 24
+) -> Iterator[dict[str, Any]]:
     """Rows whose columns have the names that a recipe reads: conversations, texts, instructions with or without an answer."""
     wanted = {name: value[0] if isinstance(value, list) else value for name, value in where.items()}
     for number in range(count):
-        said = [(QUESTION.format(number + turn), ANSWER.format(number + turn + 1)) for turn in range(turns)]
+        said = [
+            (QUESTION.format(number + turn), ANSWER.format(number + turn + 1))
+            for turn in range(turns)
+        ]
         conversation = [
             {"role": role, "content": content}
             for pair in said
             for role, content in zip(("user", "assistant"), pair, strict=True)
         ]
-        contents = dict.fromkeys(PROMPTS, said[0][0]) | {answer: said[0][1] for _, answer in EXCHANGES}
-        contents |= dict.fromkeys(CONVERSATIONS, conversation) | {"text": TEXT.format(number, number + 1, number + 1) * 3}
+        contents = dict.fromkeys(PROMPTS, said[0][0]) | {
+            answer: said[0][1] for _, answer in EXCHANGES
+        }
+        contents |= dict.fromkeys(CONVERSATIONS, conversation) | {
+            "text": TEXT.format(number, number + 1, number + 1) * 3
+        }
         yield wanted | {own: contents[ours] for ours, own in columns.items() if ours in contents}
 
 
@@ -213,7 +273,9 @@ def run(*arguments: str, codes: Collection[int] = (0,)) -> int:
     """A command; its exit code, one of `codes`."""
     began = time.perf_counter()
     ended = specdistill(*arguments)
-    print(f"{time.perf_counter() - began:.1f} s: specdistill {' '.join(arguments)}\n{ended.stdout}{ended.stderr}")
+    print(
+        f"{time.perf_counter() - began:.1f} s: specdistill {' '.join(arguments)}\n{ended.stdout}{ended.stderr}"
+    )
     assert ended.returncode in codes, ended.stderr[-2000:]
     return ended.returncode
 
@@ -247,9 +309,14 @@ def check_data(line: Line, answer: str, *keys: str) -> None:
     documents = json.loads(shown.stdout)["documents"]
     assert documents
     for document in documents:
-        loss, context = ("".join(text for text, has in document["pieces"] if has is wanted) for wanted in (True, False))
+        loss, context = (
+            "".join(text for text, has in document["pieces"] if has is wanted)
+            for wanted in (True, False)
+        )
         assert loss
-        if "Row " in loss or (line.named(SELF) and "What follows" not in context):  # a text, or of the target's own question
+        if "Row " in loss or (
+            line.named(SELF) and "What follows" not in context
+        ):  # a text, or of the target's own question
             continue
         assert "What follows" in context and "What follows" not in loss, document
         assert answer in loss and not (answer and answer in context), document
@@ -261,7 +328,9 @@ def check_training(line: Line) -> None:
         launch(line)
     else:
         run("train", *line.keys)
-    state = json.loads((line.run / "checkpoint-2" / "trainer_state.json").read_text(encoding="utf-8"))
+    state = json.loads(
+        (line.run / "checkpoint-2" / "trainer_state.json").read_text(encoding="utf-8")
+    )
     losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
     assert len(losses) == 2 and all(map(math.isfinite, losses)), losses
     assert any("eval_acceptance_length" in entry for entry in state["log_history"])
@@ -272,9 +341,21 @@ def launch(line: Line) -> None:
     (configuration, *_) = re.findall(r"(?:--config_file accelerate_configs/|launch=)(\w+)", header)
     began = time.perf_counter()
     several = ["num_processes=2"] if configuration != "cpu" else []
-    command = [sys.executable, "-m", "specdistill", "train", *line.keys, f"launch={configuration}", *several]
-    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=600)
-    print(f"{time.perf_counter() - began:.1f} s: specdistill train launch={configuration}", flush=True)
+    command = [
+        sys.executable,
+        "-m",
+        "specdistill",
+        "train",
+        *line.keys,
+        f"launch={configuration}",
+        *several,
+    ]
+    ended = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, check=False, timeout=600
+    )
+    print(
+        f"{time.perf_counter() - began:.1f} s: specdistill train launch={configuration}", flush=True
+    )
     assert ended.returncode == 0, ended.stderr[-3000:]
 
 
@@ -297,7 +378,11 @@ def check_export(line: Line, engine: str) -> None:
     """It is written as the engine loads it, or the engine is said not to take such a draft."""
     folder = line.folder / engine
     ended = specdistill(
-        "export", f"draft={line.run / 'draft'}", f"engine={engine}", f"target={line.target}", f"output_dir={folder}"
+        "export",
+        f"draft={line.run / 'draft'}",
+        f"engine={engine}",
+        f"target={line.target}",
+        f"output_dir={folder}",
     )
     if ended.returncode == 2 and engine not in line.served_by:
         assert ended.stderr.startswith("error: engine: got "), ended.stderr
@@ -309,5 +394,9 @@ def check_export(line: Line, engine: str) -> None:
     elif line.method == "mtp":  # in a copy of the target
         run("doctor", f"draft={folder}", f"target={folder}", "decode=false")
     else:
-        loader = [f"engine={engine}"] if METHODS[line.method].serving().get(engine, Serving()).loaders else []
+        loader = (
+            [f"engine={engine}"]
+            if METHODS[line.method].serving().get(engine, Serving()).loaders
+            else []
+        )
         run("doctor", f"draft={folder}", f"target={line.target}", "decode=false", *loader)

@@ -14,7 +14,12 @@ from bench.pages import write_between
 from specdistill.errors import ResourceError
 from specdistill.gate.decide import Evidence, decide, judge
 from specdistill.gate.rules import load_gate
-from specdistill.measurement.in_engine import DOCUMENT_REASONS, NO_BASELINE, NO_BASELINE_ROW, ROW_REASONS
+from specdistill.measurement.in_engine import (
+    DOCUMENT_REASONS,
+    NO_BASELINE,
+    NO_BASELINE_ROW,
+    ROW_REASONS,
+)
 from specdistill.project import ROOT
 from specdistill.report import charts, phrases, tables
 from specdistill.report.build import findings, result_rows
@@ -35,7 +40,15 @@ from specdistill.statistics.records import Configuration
 from tests.refusals import refused
 from tests.rendered import HOSTILE as HOSTILE_MARKDOWN
 from tests.rendered import Page, renamed
-from tests.simulated import SUITE, as_from_server, edited, simulate, simulated_report, simulated_sweep, with_text
+from tests.simulated import (
+    SUITE,
+    as_from_server,
+    edited,
+    simulate,
+    simulated_report,
+    simulated_sweep,
+    with_text,
+)
 
 FILES = ["junit.xml", "report.html", "report.json", "report.md", "samples.jsonl"]
 HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)">|`'
@@ -61,7 +74,13 @@ def report(judged):
 def test_the_report_fits_its_schema(report):
     validate(report)
     assert report["results"][0]["category"] == "all"
-    absent = {"baseline", "digest", "incomplete", "measurement", "quality"}  # what only a comparison and a real run can say
+    absent = {
+        "baseline",
+        "digest",
+        "incomplete",
+        "measurement",
+        "quality",
+    }  # what only a comparison and a real run can say
     assert set(schema()["properties"]) - set(report) == absent
     assert set(report) <= set(schema()["properties"])
 
@@ -101,7 +120,10 @@ def test_the_settings_of_what_drafts_are_shown(report, records, settings, shown)
     report["results"] = [{**row, "tree": settings.get("tree")} for row in report["results"]]
     validate(report)
     for fact in shown:
-        assert all(fact in text for text in (settings_line(report), to_markdown(report), to_html(report, records)))
+        assert all(
+            fact in text
+            for text in (settings_line(report), to_markdown(report), to_html(report, records))
+        )
 
 
 @pytest.mark.parametrize("field", ["accepted_per_position", "conditional_acceptance_rate"])
@@ -144,7 +166,9 @@ def test_the_page_stands_alone(report, records):
     assert [reference for reference in references if not reference.startswith("data:,")] == []
     assert "url(" not in page
     assert "@import" not in page
-    silent = [replace(record, rounds=()) for record in records]  # what was generated may name an address
+    silent = [
+        replace(record, rounds=()) for record in records
+    ]  # what was generated may name an address
     assert "http" not in to_html(report, silent)
 
 
@@ -161,7 +185,9 @@ def test_the_verdict_comes_first(report, records):
     assert "Not judged" in to_html(report, records)
 
 
-@pytest.mark.parametrize(("needed", "how"), [(60, "eval.num_prompts=60"), (900, "a suite with more than the 80 of")])
+@pytest.mark.parametrize(
+    ("needed", "how"), [(60, "eval.num_prompts=60"), (900, "a suite with more than the 80 of")]
+)
 def test_an_inconclusive_verdict_says_what_it_lacks(report, records, needed, how):
     report["suite"]["num_prompts"] = 80
     report["gate"].update(verdict="inconclusive", passed=False)
@@ -178,7 +204,9 @@ def test_model_output_and_names_cannot_become_markup(report, records):
     page = to_html(report, hostile)
     assert page.count("<script") == 2  # the data and the code
     assert "<img" not in page
-    data = re.search(r'<script type="application/json" id="samples">(.*?)</script>', page, re.DOTALL)[1]
+    data = re.search(
+        r'<script type="application/json" id="samples">(.*?)</script>', page, re.DOTALL
+    )[1]
     assert json.loads(data)[0]["prompt"] == HOSTILE
 
 
@@ -187,8 +215,14 @@ def test_names_are_text_alone_where_the_report_is_posted(report, records):
     report["gate"]["rules"][0].update(verdict="failed", passed=False)
     del report["results"][0]["speedup"]
     report["results"][0]["not_measured"]["speedup"] = "no baseline"
-    report = judge(load_gate("default"), Evidence(report, records), Evidence(simulated_report(records), records))
-    friendly, hostile = (Page(to_markdown(renamed(report, name))) for name in ("name", HOSTILE_MARKDOWN))
+    report = judge(
+        load_gate("default"),
+        Evidence(report, records),
+        Evidence(simulated_report(records), records),
+    )
+    friendly, hostile = (
+        Page(to_markdown(renamed(report, name))) for name in ("name", HOSTILE_MARKDOWN)
+    )
     assert hostile.elements == friendly.elements and hostile.references == []
     assert "org/name@v1.2" in to_markdown(edited(report, ("target", "model"), "org/name@v1.2"))
 
@@ -197,7 +231,12 @@ def test_a_report_of_almost_nothing_still_renders(records):
     from specdistill.statistics.records import RoundRecord
 
     nothing = [
-        replace(records[0], rounds=(RoundRecord((), (), (), (1,), ("x",)),), hf_generate=None, num_in_draft_vocabulary=None),
+        replace(
+            records[0],
+            rounds=(RoundRecord((), (), (), (1,), ("x",)),),
+            hf_generate=None,
+            num_in_draft_vocabulary=None,
+        ),
         replace(records[1], rounds=(), hf_generate=None, num_in_draft_vocabulary=None),
     ]
     report = simulated_report(nothing, git_revision=None)
@@ -212,15 +251,24 @@ def test_a_report_of_a_server_without_a_baseline_renders(tmp_path, records):
     served = [as_from_server(record, with_baseline=False) for record in records]
     report = simulated_report(
         served,
-        results=result_rows(served, SUITE, Configuration(4), seed=0, reasons={**ROW_REASONS, **NO_BASELINE_ROW}),
+        results=result_rows(
+            served, SUITE, Configuration(4), seed=0, reasons={**ROW_REASONS, **NO_BASELINE_ROW}
+        ),
         target={"model": "pico", "revision": None},
         draft={"model": None, "revision": None, "method": "eagle3"},
         hardware={"device": "server", "name": "http://127.0.0.1:8000"},
         software={"python": "3.11.7", "vllm": "0.32.0"},
-        engine={"name": "vllm", "version": "0.32.0", "server": "http://127.0.0.1:8000", "baseline_server": None},
+        engine={
+            "name": "vllm",
+            "version": "0.32.0",
+            "server": "http://127.0.0.1:8000",
+            "baseline_server": None,
+        },
         lossless={"prompts_checked": 0},
         not_measured={
-            **dict.fromkeys(("lossless.greedy_identical", "lossless.unexplained_divergences"), NO_BASELINE),
+            **dict.fromkeys(
+                ("lossless.greedy_identical", "lossless.unexplained_divergences"), NO_BASELINE
+            ),
             **DOCUMENT_REASONS,
         },
         incomplete="the server died",
@@ -229,12 +277,16 @@ def test_a_report_of_a_server_without_a_baseline_renders(tmp_path, records):
     report["gate"] = decide(load_gate("pico"), Evidence(report, served))
     write_report(tmp_path, report, served)
     assert not report["gate"]["passed"]
-    failed = {rule["metric"]: rule["reason"] for rule in report["gate"]["rules"] if not rule["passed"]}
+    failed = {
+        rule["metric"]: rule["reason"] for rule in report["gate"]["rules"] if not rule["passed"]
+    }
     assert failed["lossless.unexplained_divergences"] == f"no evidence: {NO_BASELINE}"
     assert "incomplete" in failed
     page, text = (tmp_path / "report.html").read_text(), (tmp_path / "report.md").read_text()
     for rendered in (page, text):
-        assert "the server died" in rendered and rendered.replace("\\_", "_").count(NO_BASELINE) >= 2
+        assert (
+            "the server died" in rendered and rendered.replace("\\_", "_").count(NO_BASELINE) >= 2
+        )
     assert 'id="samples"' not in page
     assert read_report(tmp_path) == (report, served)
     print_report(report, tmp_path)
@@ -244,8 +296,12 @@ def test_the_token_view_has_every_round(report, records):
     page = to_html(report, records)
     data = json.loads(re.search(r'id="samples">(.*?)</script>', page, re.DOTALL)[1])
     assert [sample["id"] for sample in data] == [record.id for record in records]
-    assert {sample["category"].replace(" ", "_") for sample in data} == {record.category for record in records}
-    for (emitted, accepted, rejected), entry in zip(data[7]["rounds"], records[7].rounds, strict=True):
+    assert {sample["category"].replace(" ", "_") for sample in data} == {
+        record.category for record in records
+    }
+    for (emitted, accepted, rejected), entry in zip(
+        data[7]["rounds"], records[7].rounds, strict=True
+    ):
         assert (tuple(emitted), accepted) == (entry.emitted_text, len(entry.accepted))
         assert (*emitted[:accepted], *rejected) == entry.drafted_text
 
@@ -255,26 +311,41 @@ def test_what_does_not_fit_the_page_is_left_out_evenly(report, records):
     some = samples(records, max_bytes=whole // 3)
     assert len(json.dumps(some, ensure_ascii=False, separators=(",", ":"))) <= whole // 3
     assert 12 <= len(some) <= 16
-    assert {sample["category"] for sample in some} == {"function", "docstring", "chat", "long context"}
+    assert {sample["category"] for sample in some} == {
+        "function",
+        "docstring",
+        "chat",
+        "long context",
+    }
     assert samples(records, max_bytes=10) == []
 
 
 def test_without_scripts_the_first_completions_are_there(report, records):
     shown = re.search(r"<noscript>(.*?)</noscript>", to_html(report, records), re.DOTALL)[1]
     for record in records[:3]:
-        text = html_library.unescape(re.sub(r"<[^>]+>", "", shown[shown.index(f"<h3>{record.id}") :]))
+        text = html_library.unescape(
+            re.sub(r"<[^>]+>", "", shown[shown.index(f"<h3>{record.id}") :])
+        )
         assert record.prompt + record.text in text
     assert records[3].id not in shown
 
 
 def test_junit_has_one_case_a_rule(tmp_path, report, records):
     report["gate"]["rules"][0].update(
-        verdict="inconclusive", passed=False, value=None, reason="no evidence: control \x00 character & <markup>"
+        verdict="inconclusive",
+        passed=False,
+        value=None,
+        reason="no evidence: control \x00 character & <markup>",
     )
     report["gate"]["rules"][6].update(verdict="failed", passed=False, severity="warn")
     write_report(tmp_path, report, records)
     suite = ElementTree.parse(tmp_path / "junit.xml").getroot()
-    assert [suite.get(name) for name in ("tests", "failures", "errors", "skipped")] == ["9", "1", "0", "0"]
+    assert [suite.get(name) for name in ("tests", "failures", "errors", "skipped")] == [
+        "9",
+        "1",
+        "0",
+        "0",
+    ]
     properties, *cases = suite
     assert [case.get("name") for case in cases[:2]] == [
         "lossless.unexplained_divergences.equals",
@@ -297,28 +368,50 @@ def test_names_of_rules_differ_and_stay_when_a_threshold_changes(records, gate):
     names = [phrases.rule_id(rule) for rule in decide(rules, evidence, first_release=True)["rules"]]
     assert len(set(names)) == len(names)
     stricter = [replace(rule, threshold=rule.threshold * 2) for rule in rules]
-    assert [phrases.rule_id(rule) for rule in decide(stricter, evidence, first_release=True)["rules"]] == names
+    assert [
+        phrases.rule_id(rule) for rule in decide(stricter, evidence, first_release=True)["rules"]
+    ] == names
 
 
 def test_a_rule_says_each_value_once_with_its_unit(report, records):
-    page = html_library.unescape(re.sub(r"<[^>]+>", " ", to_html(report, records))).replace("\xa0", " ")
+    page = html_library.unescape(re.sub(r"<[^>]+>", " ", to_html(report, records))).replace(
+        "\xa0", " "
+    )
     assert "Acceptance length ≥ 2.7 tokens" in page and "2.79 tokens (2.70 to 2.88)" in page
-    assert "Warning: acceptance rate ≥ 50% is not shown: 44.8% (42.6 to 47)." in page[: page.index("The gate")]
+    assert (
+        "Warning: acceptance rate ≥ 50% is not shown: 44.8% (42.6 to 47)."
+        in page[: page.index("The gate")]
+    )
     gate = page[page.index("Outcome") : page.index("Token by token")]
     assert "lower 95%" not in gate and "required" not in gate and gate.count("0.42") == 1
-    budget = {**report["gate"]["rules"][0], "metric": "measurement.peak_memory_bytes", "requirement": {"max": 80_000_000_000}}
+    budget = {
+        **report["gate"]["rules"][0],
+        "metric": "measurement.peak_memory_bytes",
+        "requirement": {"max": 80_000_000_000},
+    }
     assert phrases.rule_name(budget) == "peak memory ≤ 80 GB"
     assert phrases.measured({**budget, "value": 678_000_000}) == "0.678 GB"
-    unsure = {**budget, "passed": False, "verdict": "inconclusive", "confidence": 0.8, "prompts_needed": 45_634}
+    unsure = {
+        **budget,
+        "passed": False,
+        "verdict": "inconclusive",
+        "confidence": 0.8,
+        "prompts_needed": 45_634,
+    }
     assert phrases.note(unsure) == "at 80% confidence, more than 10,000 prompts could decide"
 
 
 def test_a_page_changes_between_its_marks_alone(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("# Title\n<!-- a -->\nold\n<!-- /a -->\n<!-- b -->\n<!-- /b -->\nend\n", encoding="utf-8")
+    page.write_text(
+        "# Title\n<!-- a -->\nold\n<!-- /a -->\n<!-- b -->\n<!-- /b -->\nend\n", encoding="utf-8"
+    )
     for mark, text in (("a", "| \\1 |"), ("b", "new")):
         write_between(page, mark, text)
-    assert page.read_text(encoding="utf-8") == "# Title\n<!-- a -->\n| \\1 |\n<!-- /a -->\n<!-- b -->\nnew\n<!-- /b -->\nend\n"
+    assert (
+        page.read_text(encoding="utf-8")
+        == "# Title\n<!-- a -->\n| \\1 |\n<!-- /a -->\n<!-- b -->\nnew\n<!-- /b -->\nend\n"
+    )
     with pytest.raises(AssertionError):
         write_between(page, "c", "lost")
 
@@ -335,7 +428,11 @@ def test_what_changed_is_told_beside_the_verdict(tmp_path, report, records):
     for rendered in (page, markdown.replace("\\", "")):
         for fact in ("runs/before/<draft>", "10 numbers", "8 better", "0 worse", "2 open"):
             assert fact in rendered
-    length = next(entry for entry in report["baseline"]["changes"] if entry["metric"] == "mean_acceptance_length")
+    length = next(
+        entry
+        for entry in report["baseline"]["changes"]
+        if entry["metric"] == "mean_acceptance_length"
+    )
     assert f"{length['change']:+.1%}" in page
     assert "| acceptance length, long context |" in markdown
     quiet = judge(load_gate("pico"), Evidence(report, records))
@@ -345,7 +442,15 @@ def test_what_changed_is_told_beside_the_verdict(tmp_path, report, records):
 
 def test_absent_numbers_say_why_and_are_never_zero(report, records):
     row = report["results"][0]
-    for name in ("speedup", "speedup_ci95", "predicted_speedup", "prediction_gap", "draft_ms", "verify_ms", "baseline_step_ms"):
+    for name in (
+        "speedup",
+        "speedup_ci95",
+        "predicted_speedup",
+        "prediction_gap",
+        "draft_ms",
+        "verify_ms",
+        "baseline_step_ms",
+    ):
         del row[name]
         row["not_measured"][name] = "the server does not tell"
     report["theory"] = None
@@ -360,11 +465,17 @@ def test_a_sweep_is_drawn_and_listed_whole(report, records):
     swept = simulated_sweep(report, num_prompts=8)
     validate(swept)
     page, markdown = to_html(swept, records), to_markdown(swept)
-    measured = {row["num_speculative_tokens"]: row["speedup"] for row in sweep(swept, "num_speculative_tokens")}
+    measured = {
+        row["num_speculative_tokens"]: row["speedup"]
+        for row in sweep(swept, "num_speculative_tokens")
+    }
     assert sorted(measured) == [1, 2, 4, 6, 8]
     assert all(f"K = {k}: {speedup:.2f}×" in page for k, speedup in measured.items())
     for average in (report["headline"], report["headline"]["micro"]):
-        assert f"{average['average'][1:]}: acceptance length {average['mean_acceptance_length']:.2f} (" in page
+        assert (
+            f"{average['average'][1:]}: acceptance length {average['mean_acceptance_length']:.2f} ("
+            in page
+        )
     assert "64 tokens</text>" in page
     assert "whole prompts" not in page
     for figure in ("By temperature", "By prompt length", "Speedup against the batch"):
@@ -380,15 +491,24 @@ def test_a_sweep_is_drawn_and_listed_whole(report, records):
 
 def test_task_quality_stands_beside_losslessness(report, records):
     entry = {"num_prompts": 48, "with_draft": 0.75, "without_draft": 0.7708, "difference": -0.0208}
-    entry |= {"difference_ci95": [-0.09, 0.05], "only_with_draft": 1, "only_without_draft": 2, "p_value": 1.0}
-    report["quality"] = {"exact_match": entry, "pass_rate": {**entry, "difference_ci95": [-0.2, -0.01]}}
+    entry |= {
+        "difference_ci95": [-0.09, 0.05],
+        "only_with_draft": 1,
+        "only_without_draft": 2,
+        "p_value": 1.0,
+    }
+    report["quality"] = {
+        "exact_match": entry,
+        "pass_rate": {**entry, "difference_ci95": [-0.2, -0.01]},
+    }
     page, markdown = to_html(report, records), to_markdown(report)
     for rendered in (page, markdown):
         assert "Task quality" in rendered
         assert rendered.count("equal within the interval") == 1
         assert "−9.0 to +5.0" in rendered
     assert (
-        "| pass rate | 48 | 77.1% | 75.0% | −2.1 (−20.0 to −1.0) | different (1 only with it, 2 only without it) |" in markdown
+        "| pass rate | 48 | 77.1% | 75.0% | −2.1 (−20.0 to −1.0) | different (1 only with it, 2 only without it) |"
+        in markdown
     )
     assert "Task quality" not in to_html({**report, "quality": {}}, records)
     del entry["difference_ci95"]
@@ -398,51 +518,92 @@ def test_task_quality_stands_beside_losslessness(report, records):
 
 def test_batches_and_engines_are_told_with_the_settings(report, records):
     report["settings"] |= {"batch_size": 8}
-    assert all(fact in procedure(report) for fact in ("3 times", "2 warm-up batches", "8 at a time"))
-    report["engine"] = {"name": "vllm", "version": "0.32.0", "server": "http://a", "baseline_server": None}
+    assert all(
+        fact in procedure(report) for fact in ("3 times", "2 warm-up batches", "8 at a time")
+    )
+    report["engine"] = {
+        "name": "vllm",
+        "version": "0.32.0",
+        "server": "http://a",
+        "baseline_server": None,
+    }
     report["settings"] |= {"repeats": 1, "warmup": 1}
     assert all(fact in procedure(report) for fact in ("no baseline", "1 time ", "1 warm-up prompt"))
     report["engine"]["baseline_server"] = "http://b"
     assert "no baseline" not in procedure(report)
     page = to_html(report, records)
     assert "vllm 0.32.0" in page and "8 requests in flight" in page
-    report["engine"] = {"name": "vllm", "version": "0.32.0", "command": "vllm serve it", "baseline_command": "vllm serve"}
+    report["engine"] = {
+        "name": "vllm",
+        "version": "0.32.0",
+        "command": "vllm serve it",
+        "baseline_command": "vllm serve",
+    }
     page = to_html(report, records)
     assert "<code>vllm serve it</code>" in page and "<code>vllm serve</code>" in page
 
 
 def test_a_prompt_of_a_batch_has_no_speedup_of_its_own(records):
-    alone, together = samples([records[0], replace(records[1], configuration=replace(records[1].configuration, batch_size=4))])
+    alone, together = samples(
+        [
+            records[0],
+            replace(records[1], configuration=replace(records[1].configuration, batch_size=4)),
+        ]
+    )
     assert alone["speedup"] > 1
     assert together["speedup"] is None
 
 
 def test_the_parts_of_a_token_s_time_add_up(records):
-    noisy = [replace(record, baseline=replace(record.baseline, draft_seconds=0.001)) for record in records]
-    rows = {name: [float(value.replace("–", "0")) for (value,) in values] for (name,), *values in tables.latency(noisy).rows}
+    noisy = [
+        replace(record, baseline=replace(record.baseline, draft_seconds=0.001))
+        for record in records
+    ]
+    rows = {
+        name: [float(value.replace("–", "0")) for (value,) in values]
+        for (name,), *values in tables.latency(noisy).rows
+    }
     for column, side in enumerate(("baseline", "speculative")):
         timings = [getattr(record, side) for record in noisy]
         whole = 1000 * sum(timing.seconds for timing in timings)
-        counts = {"prefill of a prompt": len(timings), "per token, in all": sum(timing.num_tokens for timing in timings)}
+        counts = {
+            "prefill of a prompt": len(timings),
+            "per token, in all": sum(timing.num_tokens for timing in timings),
+        }
         times = {
-            name: line[column] * counts.get(name, sum(timing.num_rounds for timing in timings)) for name, line in rows.items()
+            name: line[column] * counts.get(name, sum(timing.num_rounds for timing in timings))
+            for name, line in rows.items()
         }
         assert times.pop("per token, in all") == pytest.approx(whole, rel=0.01)
         assert sum(times.values()) == pytest.approx(whole, rel=0.01)
-    assert rows["drafting, per round"] == [0, 1.20]  # plain decoding drafts nothing, whatever its clock saw
+    assert rows["drafting, per round"] == [
+        0,
+        1.20,
+    ]  # plain decoding drafts nothing, whatever its clock saw
     assert rows["target's step, per round"] == [2.50, 3.21]
 
 
 def test_the_ceiling_is_the_acceptance_length(report):
     row, theory = report["results"][0], report["theory"]
     plot = ElementTree.fromstring(charts.speedup_by_k(theory, [row]))
-    up, predicted = ([float(point.split(",")[1]) for point in curve.get("points").split()] for curve in plot.iter("polyline"))
-    (one,) = (float(line.get("y1")) for line in plot.iter("line") if line.get("stroke-dasharray") == "3 4")
-    (measured,) = (float(dot.get("cy")) for dot in plot.iter("circle") if dot.find("title") is not None)
+    up, predicted = (
+        [float(point.split(",")[1]) for point in curve.get("points").split()]
+        for curve in plot.iter("polyline")
+    )
+    (one,) = (
+        float(line.get("y1")) for line in plot.iter("line") if line.get("stroke-dasharray") == "3 4"
+    )
+    (measured,) = (
+        float(dot.get("cy")) for dot in plot.iter("circle") if dot.find("title") is not None
+    )
     assert up[0] == one == predicted[0]  # a draft of no tokens gains nothing
-    assert all(high < low for high, low in zip(up[1:], predicted[1:], strict=True))  # higher stands further up, at less y
+    assert all(
+        high < low for high, low in zip(up[1:], predicted[1:], strict=True)
+    )  # higher stands further up, at less y
     assert up[4] < measured < one
-    assert [text.text for text in plot.iter("text") if text.get("text-anchor") == "middle"][:5] == [*"01234"]
+    assert [text.text for text in plot.iter("text") if text.get("text-anchor") == "middle"][:5] == [
+        *"01234"
+    ]
 
 
 def test_a_page_can_be_heard(report, records):
@@ -459,11 +620,16 @@ def test_a_page_can_be_heard(report, records):
 @pytest.mark.parametrize("number", [0, 1], ids=["light", "dark"])
 def test_bars_stand_out_from_the_page(number):
     style = (ROOT / "specdistill/report/style.css").read_text(encoding="utf-8")
-    colours = dict(re.findall(r"--(\w+): (#[0-9a-f]+)", re.findall(r":root \{(.*?)\}", style, re.DOTALL)[number]))
+    colours = dict(
+        re.findall(
+            r"--(\w+): (#[0-9a-f]+)", re.findall(r":root \{(.*?)\}", style, re.DOTALL)[number]
+        )
+    )
 
     def luminance(colour):
         channels = (
-            int(digits * (2 // len(digits)), 16) / 255 for digits in re.findall("." * ((len(colour) - 1) // 3), colour[1:])
+            int(digits * (2 // len(digits)), 16) / 255
+            for digits in re.findall("." * ((len(colour) - 1) // 3), colour[1:])
         )
         linear = [it / 12.92 if it <= 0.03928 else ((it + 0.055) / 1.055) ** 2.4 for it in channels]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
@@ -479,9 +645,20 @@ def test_the_picture_is_one_file_of_xml(report, records):
     report["target"]["model"] = HOSTILE
     picture = ElementTree.fromstring(to_picture(report, hostile))
     text = "".join(picture.itertext())
-    for shown in ("Passed", "2.79 tokens", "1.56×", "yes", "74%", "position in the draft", "alert(1)"):
+    for shown in (
+        "Passed",
+        "2.79 tokens",
+        "1.56×",
+        "yes",
+        "74%",
+        "position in the draft",
+        "alert(1)",
+    ):
         assert shown in text
-    assert {element.tag.rpartition("}")[2] for element in picture.iter()} & {"script", "img"} == set()
+    assert {element.tag.rpartition("}")[2] for element in picture.iter()} & {
+        "script",
+        "img",
+    } == set()
     nothing = to_picture(simulated_report(records[:1], theory=None), [])
     assert "Not judged" in "".join(ElementTree.fromstring(nothing).itertext())
 
@@ -491,7 +668,14 @@ def test_the_console_says_the_main_things(report, tmp_path, capsys):
     report["gate"].update(verdict="failed", passed=False)
     print_report(report, tmp_path)
     printed = capsys.readouterr().out
-    for word in ("acceptance length", "accepted per position", "speedup", "predicted speedup", "Failed", "report.html"):
+    for word in (
+        "acceptance length",
+        "accepted per position",
+        "speedup",
+        "predicted speedup",
+        "Failed",
+        "report.html",
+    ):
         assert word in printed
     assert "failed" in printed.split("note:")[-1]
     print_gate(report)
@@ -506,7 +690,10 @@ def test_the_console_says_the_main_things(report, tmp_path, capsys):
         ("prediction_gap", lambda report: report["results"][0].update(prediction_gap=0.2)),
         ("divergence", lambda report: report["lossless"].update(unexplained_divergences=1)),
         ("near_ties", lambda report: report["lossless"].update(near_ties=2)),
-        ("insensitive_sampling_test", lambda report: report["lossless"]["sampling_test"].update(negative_control_p_value=0.3)),
+        (
+            "insensitive_sampling_test",
+            lambda report: report["lossless"]["sampling_test"].update(negative_control_p_value=0.3),
+        ),
         ("disturbed", lambda report: report["results"][0].update(num_disturbed_rounds=3)),
         ("loops", lambda report: report["results"][0].update(num_looping=9)),
         ("best_k", lambda report: report["theory"].update(best_k=2, predicted=1.2)),
@@ -525,7 +712,9 @@ def test_findings_say_what_numbers_do_not(report, name, change):
 def test_a_gpus_prediction_is_held_to_more(report, device, most):
     report["hardware"]["device"] = device
     for gap in (most, most + 1e-6):
-        assert ("prediction_gap" in findings(edited(report, ("results", 0, "prediction_gap"), gap))) == (gap > most)
+        assert (
+            "prediction_gap" in findings(edited(report, ("results", 0, "prediction_gap"), gap))
+        ) == (gap > most)
 
 
 def test_reading_rendering_and_judging_need_no_torch(tmp_path, report, records):
@@ -544,5 +733,7 @@ def test_reading_rendering_and_judging_need_no_torch(tmp_path, report, records):
         "print_report(evidence.report, folder)\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)\n"
     )
-    result = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], check=False, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr

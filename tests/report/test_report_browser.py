@@ -51,9 +51,16 @@ found({
 
 def judged_page(records):
     """With everything that a page can hold: a sweep, and what changed since a baseline."""
-    before = simulate(len(records), conditional=(0.7, 0.7, 0.6, 0.6), num_rounds=len(records[0].rounds))
+    before = simulate(
+        len(records), conditional=(0.7, 0.7, 0.6, 0.6), num_rounds=len(records[0].rounds)
+    )
     report = simulated_sweep(simulated_report(records), num_prompts=8)
-    return to_html(judge(load_gate("pico"), Evidence(report, records), Evidence(simulated_report(before), before)), records)
+    return to_html(
+        judge(
+            load_gate("pico"), Evidence(report, records), Evidence(simulated_report(before), before)
+        ),
+        records,
+    )
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
@@ -71,7 +78,10 @@ def test_the_page_works_in_a_browser(tmp_path, width, dark):
     assert found["tokens"] == 1 + sum(len(entry.emitted) for entry in sample.rounds)
     assert found["now"] == len(entry.emitted)
     assert found["later"] == sum(len(entry.emitted) for entry in sample.rounds[2:])
-    assert (found["chips"], found["rejected"]) == (len(entry.drafted) + 1, len(entry.drafted) - accepted)
+    assert (found["chips"], found["rejected"]) == (
+        len(entry.drafted) + 1,
+        len(entry.drafted) - accepted,
+    )
     assert found["explanation"].startswith("Round 2 of 40: 4 drafted, ")
     assert f"{accepted or 'none'} accepted" in found["explanation"]
 
@@ -81,7 +91,9 @@ def test_a_round_of_a_tree_says_what_else_was_drafted(tmp_path):
     entry = replace(records[0].rounds[0], num_off_path=12)
     records = [replace(record, rounds=(entry,)) for record in records]
     found = look(judged_page(records), WALK, tmp_path)
-    assert found["explanation"].startswith(f"Round 1 of 1: {len(entry.drafted) + 12} drafted in a tree, ")
+    assert found["explanation"].startswith(
+        f"Round 1 of 1: {len(entry.drafted) + 12} drafted in a tree, "
+    )
     assert found["chip_row"].count("and 12 in other branches") == 1
 
 
@@ -91,7 +103,9 @@ def test_playing_goes_through_the_rounds_and_stops_at_the_last(tmp_path):
 
 
 def test_a_prompt_full_of_markup_stays_text(tmp_path):
-    found = look(judged_page([with_text(record, HOSTILE) for record in simulate(2)]), UNTOUCHED, tmp_path)
+    found = look(
+        judged_page([with_text(record, HOSTILE) for record in simulate(2)]), UNTOUCHED, tmp_path
+    )
     assert (found["hacked"], found["elements"]) == (0, 0)
     assert found["text"].startswith(HOSTILE * 2)
     assert found["option"].startswith(HOSTILE)
@@ -105,4 +119,6 @@ def test_five_hundred_prompts_open_at_once(tmp_path):
     assert len(page.encode()) < 5_000_000
     openings = [opening(page, tmp_path) for _ in range(3)]
     assert [found["requests"] for found in openings] == [0, 0, 0]
-    assert min(found["seconds"] for found in openings) < 1.0  # other work on the machine slows single ones
+    assert (
+        min(found["seconds"] for found in openings) < 1.0
+    )  # other work on the machine slows single ones

@@ -37,24 +37,46 @@ def test_a_row_for_each_report(runs: Path) -> None:
     shown = specdistill("table", str(runs / "a/report"), str(runs / "b"))
     assert shown.returncode == 0, shown.stderr
     head, _, first, second = shown.stdout.splitlines()
-    assert head == "| method | draft | target | suite | K | acceptance length | speedup | lossless | verdict |"
-    assert f"| {row['speedup']:.2f}× ({low:.2f} to {high:.2f}) | yes | passed |" in first and r"a_draft\|50%\&" in first
+    assert (
+        head
+        == "| method | draft | target | suite | K | acceptance length | speedup | lossless | verdict |"
+    )
+    assert (
+        f"| {row['speedup']:.2f}× ({low:.2f} to {high:.2f}) | yes | passed |" in first
+        and r"a_draft\|50%\&" in first
+    )
     assert second.endswith("| – | – | – |")
 
     listed = specdistill("table", f"reports={runs / 'a/report/report.json'},{runs / 'b'}", "--json")
     rows = json.loads(listed.stdout)
-    assert (rows[0]["draft"], rows[0]["speedup_low"], rows[0]["verdict"]) == ("org/a_draft|50%&@v1", low, "passed")
+    assert (rows[0]["draft"], rows[0]["speedup_low"], rows[0]["verdict"]) == (
+        "org/a_draft|50%&@v1",
+        low,
+        "passed",
+    )
     assert (rows[1]["speedup"], rows[1]["lossless"], rows[1]["K"]) == (None, None, 4)
 
     found = json.loads(specdistill("table", str(runs / "a"), "--json").stdout)
-    assert found[0]["acceptance_length"] == row["mean_acceptance_length"] and found[0]["lossless"] is True
+    assert (
+        found[0]["acceptance_length"] == row["mean_acceptance_length"]
+        and found[0]["lossless"] is True
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "key"),
-    [([], "reports"), (["nowhere"], "reports"), (["reports=."], "reports"), (["x", "format=csv"], "format")],
+    [
+        ([], "reports"),
+        (["nowhere"], "reports"),
+        (["reports=."], "reports"),
+        (["x", "format=csv"], "format"),
+    ],
 )
-def test_what_is_no_report(arguments: list[str], key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_report(
+    arguments: list[str], key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     refused = specdistill("table", *arguments)
-    assert (refused.returncode, refused.stdout) == (ExitCode.USER_ERROR, "") and key in refused_key(refused.stderr)
+    assert (refused.returncode, refused.stdout) == (ExitCode.USER_ERROR, "") and key in refused_key(
+        refused.stderr
+    )

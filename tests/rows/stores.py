@@ -19,7 +19,9 @@ def packed(count: int, seed: int = 0) -> Dataset:
     """Rows of one to three documents, most with some padding."""
     generator, table = torch.Generator().manual_seed(seed), []
     for index in range(count):
-        lengths = [LENGTH] if index % 3 == 0 else [5 + index % 4, 7] if index % 3 == 1 else [6, 3, 10]
+        lengths = (
+            [LENGTH] if index % 3 == 0 else [5 + index % 4, 7] if index % 3 == 1 else [6, 3, 10]
+        )
         used = sum(lengths)
         padding = LENGTH - used
         ids = torch.randint(3, 200, (used,), generator=generator).tolist()
@@ -29,14 +31,21 @@ def packed(count: int, seed: int = 0) -> Dataset:
                 "input_ids": ids + [0] * padding,
                 "loss_mask": [1] * used + [0] * padding,
                 "document_ids": documents + [-1] * padding,
-                "position_ids": [position for length in lengths for position in range(length)] + [0] * padding,
+                "position_ids": [position for length in lengths for position in range(length)]
+                + [0] * padding,
             }
         )
     return Dataset.from_list(table)
 
 
 def origin(stored: str = "float32", **others: object) -> Origin:
-    values = {"weights": "a" * 64, "tokenizer": "b" * 64, "computed": "float32", "hidden_size": 16, "aux_layers": (1, 2)}
+    values = {
+        "weights": "a" * 64,
+        "tokenizer": "b" * 64,
+        "computed": "float32",
+        "hidden_size": 16,
+        "aux_layers": (1, 2),
+    }
     return Origin(**{"stored": stored, **values, **others})  # type: ignore[arg-type]
 
 
@@ -67,11 +76,15 @@ def filled(
     force: bool = False,
 ) -> FeatureStore:
     """In shards of four rows."""
-    config = HiddenStatesConfig(mode="hybrid", path=str(folder), shard_tokens=4 * LENGTH, max_bytes=max_bytes)
+    config = HiddenStatesConfig(
+        mode="hybrid", path=str(folder), shard_tokens=4 * LENGTH, max_bytes=max_bytes
+    )
     return fill(config, sets, of, make or Counting(of), 2, force=force)
 
 
-def batch_of(store: FeatureStore, rows: Dataset, indices: Sequence[int]) -> tuple[dict[str, Tensor], Tensor]:
+def batch_of(
+    store: FeatureStore, rows: Dataset, indices: Sequence[int]
+) -> tuple[dict[str, Tensor], Tensor]:
     """A batch of a store, and the features [B, A + 1, T, D] that it should have."""
     picked = [rows[index] for index in indices]
     expected = torch.zeros(len(picked), store.origin.num_features, LENGTH, store.origin.hidden_size)
@@ -80,5 +93,8 @@ def batch_of(store: FeatureStore, rows: Dataset, indices: Sequence[int]) -> tupl
         if len(tokens):
             into[:, : len(tokens)] = feature_of(tokens, store.origin)
     batch = store.collate(picked)
-    assert all(torch.equal(torch.as_tensor(value), torch.as_tensor(batch[name])) for name, value in collate(picked).items())
+    assert all(
+        torch.equal(torch.as_tensor(value), torch.as_tensor(batch[name]))
+        for name, value in collate(picked).items()
+    )
     return batch, expected

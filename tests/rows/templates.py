@@ -75,9 +75,7 @@ CALLS_ALONE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content if loop.last or loop.nextitem.role != 'tool' else 'CALL' }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-WITHOUT_TURN_ENDS = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
-)
+WITHOUT_TURN_ENDS = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 # A word moves to the last question, so that no turn follows what was rendered without it, and answers begin with an empty thought.
 MOVING = (
     "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index %}{% endif %}"

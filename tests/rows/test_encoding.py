@@ -36,13 +36,30 @@ LONG = 10_000
 
 
 def encode(
-    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Any], loss_mask: str = "assistant", max_length: int = LONG
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Any],
+    loss_mask: str = "assistant",
+    max_length: int = LONG,
 ) -> list[dict[str, Any]]:
     """Documents of rows, each a text or a conversation."""
-    forms = [{"text": row} if isinstance(row, str) else {"messages": row} if isinstance(row, list) else row for row in rows]
+    forms = [
+        {"text": row}
+        if isinstance(row, str)
+        else {"messages": row}
+        if isinstance(row, list)
+        else row
+        for row in rows
+    ]
     encoder, nothing = Encoder(tokenizer, loss_mask, max_length), dict.fromkeys(COLUMNS)
-    made = [document for number, form in enumerate(forms) for document in encoder({**nothing, **form}, number)]
-    return [{name: getattr(value, "tolist", lambda value=value: value)() for name, value in one.items()} for one in made]
+    made = [
+        document
+        for number, form in enumerate(forms)
+        for document in encoder({**nothing, **form}, number)
+    ]
+    return [
+        {name: getattr(value, "tolist", lambda value=value: value)() for name, value in one.items()}
+        for one in made
+    ]
 
 
 def masked(tokenizer: PreTrainedTokenizerBase, document: dict[str, Any]) -> str:
@@ -65,7 +82,11 @@ def test_the_mask_of_two_turns_is_what_one_writes_by_hand() -> None:
     ]
     assert encoded["input_ids"] == [token for text, _ in pieces for token in ids_of(text)]
     assert encoded["loss_mask"] == [flag for text, flag in pieces for _ in ids_of(text)]
-    assert encoded["length"] == len(encoded["input_ids"]) and not encoded["is_text"] and encoded["row"] == 0
+    assert (
+        encoded["length"] == len(encoded["input_ids"])
+        and not encoded["is_text"]
+        and encoded["row"] == 0
+    )
 
 
 @pytest.mark.parametrize("name", UNTAGGED_TEMPLATES)
@@ -83,7 +104,8 @@ def test_a_token_carries_loss_where_it_overlaps_a_turn_of_the_assistant(name: st
         for made, (whole, spans) in zip(encode(tokenizer, [messages]), documents, strict=True):
             offsets = tokenizer(whole, return_offsets_mapping=True)["offset_mapping"]
             assert made["loss_mask"] == [
-                int(any(left < end and start < right for start, end in spans)) for left, right in offsets
+                int(any(left < end and start < right for start, end in spans))
+                for left, right in offsets
             ]
         num_checked += 1
     assert num_checked >= 15
@@ -98,19 +120,32 @@ def test_a_token_carries_loss_where_it_overlaps_a_turn_of_the_assistant(name: st
             TWO_TURNS[1:],
             ["\n</think>\n\nHello — you?<|im_end|>", "\n</think>\n\nBye, assistant!<|im_end|>"],
         ),
-        (WITHOUT_TURN_ENDS, TWO_TURNS, ["Hello — you?", "Bye, assistant!"]),  # no loss at the next header
+        (
+            WITHOUT_TURN_ENDS,
+            TWO_TURNS,
+            ["Hello — you?", "Bye, assistant!"],
+        ),  # no loss at the next header
         # No prefix of the conversation renders as such, and the target writes the empty thought.
-        (MOVING, TWO_TURNS[1:], ["<think></think>Hello — you?</s>", "<think></think>Bye, assistant!\n</s>"]),
+        (
+            MOVING,
+            TWO_TURNS[1:],
+            ["<think></think>Hello — you?</s>", "<think></think>Bye, assistant!\n</s>"],
+        ),
     ],
 )
-def test_the_assistant_s_turns_are_found(template: str, messages: Conversation, expected: list[str]) -> None:
+def test_the_assistant_s_turns_are_found(
+    template: str, messages: Conversation, expected: list[str]
+) -> None:
     tokenizer = tiny_tokenizer(template)
     documents = turn_documents(tokenizer, messages)
     assert [whole[start:end] for whole, spans in documents for start, end in spans] == expected
 
 
 def test_a_prompt_stops_where_the_assistant_is_to_begin() -> None:
-    tokenizer, said = tiny_tokenizer(TAGGED), "<|user|>\nBe brief.<|end|><|user|>\nHi<|end|><|assistant|>\n"
+    tokenizer, said = (
+        tiny_tokenizer(TAGGED),
+        "<|user|>\nBe brief.<|end|><|user|>\nHi<|end|><|assistant|>\n",
+    )
     assert prompt_ids(tokenizer, TWO_TURNS[:2]) == tokenizer(said)["input_ids"]
 
 
@@ -127,12 +162,18 @@ def test_turns_that_are_found_and_generation_tags_agree(messages: Conversation) 
     (made,) = encode(tiny_tokenizer(TAGGED), [messages])
     options: Any = {"return_dict": True, "return_assistant_tokens_mask": True}
     tagged: Any = tiny_tokenizer(TAGGED).apply_chat_template(messages, **options)
-    assert (made["input_ids"], made["loss_mask"]) == (tagged["input_ids"], tagged["assistant_masks"])
+    assert (made["input_ids"], made["loss_mask"]) == (
+        tagged["input_ids"],
+        tagged["assistant_masks"],
+    )
 
 
 SILENT = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}…{% endif %}{% endfor %}"
 SHOUTING = CHATML.replace("{{ m.content }}", "{{ m.content | upper }}")
-SAID = [{"role": role, "content": f"What {role} {place} says."} for place, role in enumerate(("user", "assistant") * 2)]
+SAID = [
+    {"role": role, "content": f"What {role} {place} says."}
+    for place, role in enumerate(("user", "assistant") * 2)
+]
 
 
 @pytest.mark.parametrize(
@@ -149,11 +190,18 @@ def test_a_template_that_cannot_be_masked_is_refused(template: str, message: str
 
 
 def test_a_template_for_single_questions_is_left_to_the_rows() -> None:
-    single = "{% if messages | length > 2 %}{{ raise_exception('one question') }}{% endif %}" + CHATML
-    assert masked(tiny_tokenizer(), encode(tiny_tokenizer(single), [TWO_TURNS[1:3]])[0]) == "Hello — you?<|im_end|>"
+    single = (
+        "{% if messages | length > 2 %}{{ raise_exception('one question') }}{% endif %}" + CHATML
+    )
+    assert (
+        masked(tiny_tokenizer(), encode(tiny_tokenizer(single), [TWO_TURNS[1:3]])[0])
+        == "Hello — you?<|im_end|>"
+    )
 
 
-@pytest.mark.parametrize("wrong", ["{{ -messages }}", "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}"])
+@pytest.mark.parametrize(
+    "wrong", ["{{ -messages }}", "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}"]
+)
 def test_a_template_that_fails_is_refused(wrong: str) -> None:
     with refused("data.source row 0", "turns user"):
         encode(tiny_tokenizer(wrong), [TWO_TURNS[1:3]])
@@ -173,13 +221,18 @@ def test_masks_of_none_or_all_show_the_rendered_text() -> None:
 def test_conversations_need_a_template_that_takes_them() -> None:
     with refused("data.source row 0", holds="no chat template"):
         encode(tiny_tokenizer(None), [TWO_TURNS])
-    with refused("data.source row 1", "turns system, user, assistant", holds="System role not supported"):
+    with refused(
+        "data.source row 1", "turns system, user, assistant", holds="System role not supported"
+    ):
         encode(tiny_tokenizer(GEMMA), [TWO_TURNS[1:], TWO_TURNS])
 
 
 def test_texts_end_with_the_end_token_and_carry_loss_everywhere() -> None:
     first, second = encode(tiny_tokenizer(), ["abc", "abc<|endoftext|>"])
-    assert first["input_ids"] == [*ids_of("abc"), 0] == second["input_ids"] and first["loss_mask"] == [1] * 4
+    assert (
+        first["input_ids"] == [*ids_of("abc"), 0] == second["input_ids"]
+        and first["loss_mask"] == [1] * 4
+    )
     assert first["is_text"] and (first["row"], second["row"]) == (0, 1)
 
 
@@ -187,13 +240,23 @@ def test_a_conversation_longer_than_a_row_is_cut_between_exchanges() -> None:
     """Each document begins with the system's message; all answers are there, once."""
     tokenizer = tiny_tokenizer(CHATML)
     system = [{"role": "system", "content": "Be brief."}]
-    turns = chat(*(f"{kind} {number}" for number in range(10) for kind in ("question", "answer")))["messages"]
-    documents = encode(tokenizer, ["short", [*system, *turns, {"role": "user", "content": "and?"}], "last"], max_length=400)
+    turns = chat(*(f"{kind} {number}" for number in range(10) for kind in ("question", "answer")))[
+        "messages"
+    ]
+    documents = encode(
+        tokenizer,
+        ["short", [*system, *turns, {"role": "user", "content": "and?"}], "last"],
+        max_length=400,
+    )
     assert [document["row"] for document in documents] == [0, 1, 1, 1, 2]
     parts, start = documents[1:4], "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nq"
-    assert all(300 < document["length"] == len(document["input_ids"]) <= 400 for document in parts[:2])
+    assert all(
+        300 < document["length"] == len(document["input_ids"]) <= 400 for document in parts[:2]
+    )
     assert all(tokenizer.decode(document["input_ids"]).startswith(start) for document in parts)
-    assert "".join(masked(tokenizer, part) for part in parts) == "".join(f"answer {number}<|im_end|>" for number in range(10))
+    assert "".join(masked(tokenizer, part) for part in parts) == "".join(
+        f"answer {number}<|im_end|>" for number in range(10)
+    )
     whole = encode(tokenizer, [system + turns])[0]["length"]
     assert len(encode(tokenizer, [system + turns], max_length=whole)) == 1
 
@@ -203,11 +266,19 @@ def test_an_exchange_longer_than_a_row_is_cut_after_a_turn_of_the_assistant_or_f
     tokenizer = tiny_tokenizer(CHATML)
     said = ("one", "1"), ("look", "call"), ("long", "y" * 400), ("two", "2")
     one, called, long, two = (chat(*pair)["messages"] for pair in said)
-    tools = [*called, {"role": "tool", "content": "x" * 400}, {"role": "assistant", "content": "done"}]
+    tools = [
+        *called,
+        {"role": "tool", "content": "x" * 400},
+        {"role": "assistant", "content": "done"},
+    ]
     turns = [*one, *tools, *long, *two]
     documents = encode(tokenizer, [turns], max_length=200)
     kept = [document for document in documents if document["input_ids"]]
-    assert [masked(tokenizer, document) for document in kept] == ["1<|im_end|>", "call<|im_end|>", "2<|im_end|>"]
+    assert [masked(tokenizer, document) for document in kept] == [
+        "1<|im_end|>",
+        "call<|im_end|>",
+        "2<|im_end|>",
+    ]
     filtered = [document["length"] for document in documents if not document["input_ids"]]
     assert filtered == [encode(tokenizer, [part])[0]["length"] for part in (tools, long)]
 
@@ -251,12 +322,20 @@ def test_real_conversations_with_a_real_tokenizer(shared_data: Path) -> None:
         made.append(encode(tokenizer, chats))
     assert made[0] == made[1]
     for messages, document in zip(chats, made[0], strict=True):
-        answers = "".join(message["content"] for message in messages if message["role"] == "assistant")
-        assert "".join(masked(tokenizer, document).replace("<|end|>", "").split()) == "".join(answers.split())
+        answers = "".join(
+            message["content"] for message in messages if message["role"] == "assistant"
+        )
+        assert "".join(masked(tokenizer, document).replace("<|end|>", "").split()) == "".join(
+            answers.split()
+        )
 
 
 def test_token_rows_keep_their_tokens_and_masks_among_others() -> None:
-    given: list[Any] = ["text", {"text": "567", "input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}, TWO_TURNS]
+    given: list[Any] = [
+        "text",
+        {"text": "567", "input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]},
+        TWO_TURNS,
+    ]
     for loss_mask, expected in (("assistant", [0, 1, 1]), ("all", [1, 1, 1])):
         made = encode(tiny_tokenizer(CHATML), given, loss_mask)[1]
         assert (made["input_ids"], made["loss_mask"], made["row"]) == ([5, 6, 7], expected, 1)
@@ -264,6 +343,16 @@ def test_token_rows_keep_their_tokens_and_masks_among_others() -> None:
 
 def test_documents_are_the_same_in_any_batches() -> None:
     encoder = partial(encode, tiny_tokenizer(CHATML), max_length=200)
-    rows = [f"text {number}" if number % 3 == 0 else turns for number, turns in enumerate(conversations(30))]
-    together, alone = encoder(rows), [{**made, "row": number} for number, row in enumerate(rows) for made in encoder([row])]
-    assert together == alone and {made["row"] for made in together} == set(range(30)) and len(together) > 30
+    rows = [
+        f"text {number}" if number % 3 == 0 else turns
+        for number, turns in enumerate(conversations(30))
+    ]
+    together, alone = (
+        encoder(rows),
+        [{**made, "row": number} for number, row in enumerate(rows) for made in encoder([row])],
+    )
+    assert (
+        together == alone
+        and {made["row"] for made in together} == set(range(30))
+        and len(together) > 30
+    )

@@ -17,8 +17,14 @@ def test_tokenizers_are_told_apart_by_what_they_do() -> None:
     tokenizer = tiny_tokenizer("{{ messages }}")
     before = tokenizer_fingerprint(tokenizer)
     tokenizer(["a", "abc"], padding=True, truncation=True, max_length=2)  # leaves settings behind
-    assert tokenizer_fingerprint(tokenizer) == before == tokenizer_fingerprint(tiny_tokenizer("{{ messages }}"))
-    assert tokenizer_fingerprint(tiny_tokenizer("other")) == before  # templates are compared as they are
+    assert (
+        tokenizer_fingerprint(tokenizer)
+        == before
+        == tokenizer_fingerprint(tiny_tokenizer("{{ messages }}"))
+    )
+    assert (
+        tokenizer_fingerprint(tiny_tokenizer("other")) == before
+    )  # templates are compared as they are
     tokenizer.add_tokens(["<more>"])
     assert tokenizer_fingerprint(tokenizer) != before
 
@@ -39,20 +45,32 @@ def test_several_processes_map_to_the_rows_of_one(tmp_path: Path) -> None:
     rows = Dataset.from_dict({"text": [f"row {number}" for number in range(50)]})
     made = [
         mapped(
-            rows, repeated_rows, NUMBERS, "rows", "Mapping", DataConfig(num_proc=count, cache_dir=str(tmp_path / str(count)))
+            rows,
+            repeated_rows,
+            NUMBERS,
+            "rows",
+            "Mapping",
+            DataConfig(num_proc=count, cache_dir=str(tmp_path / str(count))),
         )
         for count in (1, 2, 3)
     ]
     assert made[0]["value"][:] == [number for number in range(50) for _ in range(number % 3)]
     assert made[0].to_list() == made[1].to_list() == made[2].to_list()
-    assert len({each._fingerprint for each in made}) == 1 and all(each.column_names == ["value"] for each in made)
+    assert len({each._fingerprint for each in made}) == 1 and all(
+        each.column_names == ["value"] for each in made
+    )
 
     def fails(row: dict[str, Any], number: int) -> list[dict[str, int]]:
         raise AssertionError("made again")
 
     for count in (1, 2, 3):  # of a cache of any number of processes
         again = mapped(
-            rows, fails, NUMBERS, "rows", "Mapping", DataConfig(num_proc=4 - count, cache_dir=str(tmp_path / str(count)))
+            rows,
+            fails,
+            NUMBERS,
+            "rows",
+            "Mapping",
+            DataConfig(num_proc=4 - count, cache_dir=str(tmp_path / str(count))),
         )
         assert again.to_list() == made[0].to_list() and again._fingerprint == made[0]._fingerprint
 
@@ -63,16 +81,34 @@ def test_what_a_process_refuses_is_said_and_nothing_is_kept(tmp_path: Path, num_
     rows = Dataset.from_dict({"text": ["row"] * 13 + ["refused"] + ["row"] * 13})
     for _ in range(2):
         with pytest.raises(UserError, match=r"^data.source row 13: got it, expected another$"):
-            mapped(rows, repeated_rows, NUMBERS, "rows", "Mapping", DataConfig(num_proc=num_proc, cache_dir=str(tmp_path)))
+            mapped(
+                rows,
+                repeated_rows,
+                NUMBERS,
+                "rows",
+                "Mapping",
+                DataConfig(num_proc=num_proc, cache_dir=str(tmp_path)),
+            )
 
 
 def test_rows_may_map_to_none(tmp_path: Path) -> None:
     rows = Dataset.from_dict({"text": ["row"]})
-    made = mapped(rows, repeated_rows, NUMBERS, "rows", "Mapping", DataConfig(cache_dir=str(tmp_path)))
+    made = mapped(
+        rows, repeated_rows, NUMBERS, "rows", "Mapping", DataConfig(cache_dir=str(tmp_path))
+    )
     assert len(made) == 0 and made.column_names == ["value"]
 
 
 def test_few_rows_are_not_worth_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
-    assert [num_processes(None, count) for count in (0, 100, 3999, 4000, 20_000, 10**7)] == [1, 1, 1, 2, 10, 16]
-    assert num_processes(2, 100) == 2 and num_processes(8, 3) == 3 and num_processes(64, 10**6) == 64
+    assert [num_processes(None, count) for count in (0, 100, 3999, 4000, 20_000, 10**7)] == [
+        1,
+        1,
+        1,
+        2,
+        10,
+        16,
+    ]
+    assert (
+        num_processes(2, 100) == 2 and num_processes(8, 3) == 3 and num_processes(64, 10**6) == 64
+    )

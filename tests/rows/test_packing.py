@@ -8,7 +8,17 @@ import pytest
 import torch
 from datasets import Dataset
 
-from specdistill.rows.packing import COLUMNS, MIN_TOKENS, Packed, Piece, collate, cut, draft_vocabulary, fill_rows, usable
+from specdistill.rows.packing import (
+    COLUMNS,
+    MIN_TOKENS,
+    Packed,
+    Piece,
+    collate,
+    cut,
+    draft_vocabulary,
+    fill_rows,
+    usable,
+)
 from tests.refusals import refused
 
 PAD = 7
@@ -33,19 +43,26 @@ def test_every_token_comes_out_once_in_its_document_at_its_position(packing: boo
     packed = zip(*made[range(len(made))].values(), strict=True)
     rows = [dict(zip(COLUMNS, map(np.ndarray.tolist, row), strict=True)) for row in packed]
     batch = collate(rows)
-    assert all(batch[column].shape == (len(rows), 32) and batch[column].dtype == torch.int64 for column in COLUMNS)
+    assert all(
+        batch[column].shape == (len(rows), 32) and batch[column].dtype == torch.int64
+        for column in COLUMNS
+    )
     real = batch["document_ids"] >= 0
     assert sorted(batch["input_ids"][real].tolist()) == list(range(100, 100 + sum(lengths)))
     assert (batch["loss_mask"][real] == batch["input_ids"][real] % 2).all()
     assert (batch["input_ids"][~real] == PAD).all()
     assert not batch["loss_mask"][~real].any() and not batch["position_ids"][~real].any()
     starts = {sum(lengths[:index]) + 100 for index in range(len(lengths))}
-    for ids, numbers, positions in zip(batch["input_ids"], batch["document_ids"], batch["position_ids"], strict=True):
+    for ids, numbers, positions in zip(
+        batch["input_ids"], batch["document_ids"], batch["position_ids"], strict=True
+    ):
         present = numbers[numbers >= 0].unique().tolist()
         assert present == list(range(len(present))) and (packing or present == [0])
         for number in present:
             piece, places = ids[numbers == number].tolist(), positions[numbers == number].tolist()
-            assert places == list(range(len(piece))) and piece == list(range(piece[0], piece[0] + len(piece)))
+            assert places == list(range(len(piece))) and piece == list(
+                range(piece[0], piece[0] + len(piece))
+            )
             assert not starts & set(piece[1:])  # no piece runs over into the next document
 
 
@@ -56,12 +73,27 @@ def test_a_batch_brings_where_its_loss_tokens_and_documents_are() -> None:
         {"document_ids": [0] * 4 + [-1] * 6, "loss_mask": [0, 1] * 2 + [0] * 6},
     ]
     positions = [[0, 1, 2, 3, 4, 0, 1, 2, 0, 0], [0, 1, 2, 3] + [0] * 6]
-    batch = collate([{**row, "input_ids": [7] * 10, "position_ids": place} for row, place in zip(rows, positions, strict=True)])
-    assert batch["loss_positions"].tolist() == [3, 4, 6, 7, 11, 13]  # in steps of three, an eighth of 20 tokens
+    batch = collate(
+        [
+            {**row, "input_ids": [7] * 10, "position_ids": place}
+            for row, place in zip(rows, positions, strict=True)
+        ]
+    )
+    assert batch["loss_positions"].tolist() == [
+        3,
+        4,
+        6,
+        7,
+        11,
+        13,
+    ]  # in steps of three, an eighth of 20 tokens
     assert batch["cumulative_lengths"].tolist() == [0, 5, 8, 10, 14, *[20] * 27]
     assert batch["cumulative_lengths"].dtype == torch.int32 and batch["longest"] == 6
     row = {"document_ids": [0] * 64, "input_ids": [7] * 64, "position_ids": range(64)}
-    found = [collate([{**row, "loss_mask": [1] * n + [0] * (64 - n)}])["loss_positions"] for n in range(65)]
+    found = [
+        collate([{**row, "loss_mask": [1] * n + [0] * (64 - n)}])["loss_positions"]
+        for n in range(65)
+    ]
     assert {len(places) for places in found} == {8 * n for n in range(1, 9)} and not found[0].any()
 
 
@@ -72,17 +104,34 @@ def test_packing_leaves_little_room() -> None:
     assert sorted(piece for row in rows for piece in row) == pieces
     assert sum(piece.stop for piece in pieces) / (256 * len(rows)) > 0.98
     assert len({len(row) for row in rows[:50]}) > 1  # short and long pieces are mixed
-    assert rows == fill_rows(pieces, 256, packing=True, seed=0) != fill_rows(pieces, 256, packing=True, seed=1)
+    assert (
+        rows
+        == fill_rows(pieces, 256, packing=True, seed=0)
+        != fill_rows(pieces, 256, packing=True, seed=1)
+    )
 
 
 def test_texts_are_cut_into_whole_rows_and_a_rest_that_is_worth_a_row() -> None:
-    pieces = [(0, 0, 8), (0, 8, 16), (0, 16, 20), (1, 0, 8), (2, 0, 8), (2, 8, 14), (2, 14, 17), (3, 0, 5)]
+    pieces = [
+        (0, 0, 8),
+        (0, 8, 16),
+        (0, 16, 20),
+        (1, 0, 8),
+        (2, 0, 8),
+        (2, 8, 14),
+        (2, 14, 17),
+        (3, 0, 5),
+    ]
     assert cut([20, 8, 17, 5], 8) == [Piece(*piece) for piece in pieces]
 
 
 def test_documents_that_cannot_be_used_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     filtered: Counter[str] = Counter()
-    assert usable([2, 3, 8, 9, 9], [False, False, False, False, True], 8, filtered).tolist() == [1, 2, 4]
+    assert usable([2, 3, 8, 9, 9], [False, False, False, False, True], 8, filtered).tolist() == [
+        1,
+        2,
+        4,
+    ]
     assert filtered == {"too_long": 1, "too_short": 1}
     assert "1 of 5 documents are longer than data.max_length=8 tokens" in caplog.text
     assert "1 of 5 documents are too short" in caplog.text

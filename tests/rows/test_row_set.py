@@ -30,7 +30,9 @@ def made(folder: Path, **settings: Any) -> tuple[DataConfig, Path]:
     return replace(config, rows=str(folder / "set")), folder / "set"
 
 
-def test_rows_come_back_as_they_were_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_come_back_as_they_were_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = config_for(tmp_path, numbered(40))
     first = opened(config)
     config, folder = made(tmp_path)
@@ -39,17 +41,23 @@ def test_rows_come_back_as_they_were_written(tmp_path: Path, monkeypatch: pytest
     assert [half.to_list() for half in again] == [half.to_list() for half in first]
     assert again[0].column_names == ["input_ids", "loss_mask", "document_ids", "position_ids"]
     *_, manifest = read_rows(folder)
-    tokens = [sum(document >= 0 for row in half for document in row["document_ids"]) for half in again]
+    tokens = [
+        sum(document >= 0 for row in half for document in row["document_ids"]) for half in again
+    ]
     splits = manifest.splits.values()
     assert [it.tokens for it in splits] == tokens == [it.loss_tokens for it in splits]
-    assert [it.rows for it in splits] == list(map(len, again)) and sum(it.documents for it in splits) == 40
+    assert [it.rows for it in splits] == list(map(len, again)) and sum(
+        it.documents for it in splits
+    ) == 40
     (source,) = manifest.sources
     assert (source.rows, source.documents) == (40, manifest.splits["train"].documents)
     assert (manifest.generation, manifest.filtered) == (None, {})
     assert again[0]._fingerprint == f"{manifest.fingerprint}-train"
 
 
-def test_shards_are_read_as_one_and_those_that_lack_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_are_read_as_one_and_those_that_lack_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, whole = made(tmp_path)
     expected = [half.to_list() for half in opened(config)]
     monkeypatch.setattr(row_set, "SHARD_TOKENS", 32 * 4)
@@ -57,7 +65,11 @@ def test_shards_are_read_as_one_and_those_that_lack_are_named(tmp_path: Path, mo
     config, folder = made(tmp_path / "other")
     assert [half.to_list() for half in opened(config)] == expected
     names = sorted(path.name for path in folder.glob("train-*"))
-    assert len(names) > 3 and names[1] == f"train-00001-of-{len(names):05d}.arrow" and len(list(whole.glob("train-*"))) == 1
+    assert (
+        len(names) > 3
+        and names[1] == f"train-00001-of-{len(names):05d}.arrow"
+        and len(list(whole.glob("train-*"))) == 1
+    )
     for name in names[1:3]:
         (folder / name).unlink()
     with refused("data.rows", folder, holds=f"{names[1]}, {names[2]}"):
@@ -78,8 +90,15 @@ def test_a_damaged_shard_a_broken_manifest_and_no_folder_are_named(tmp_path: Pat
     shard.write_bytes(whole)
     manifest = json.loads((folder / MANIFEST).read_text())
     elsewhere = [{**manifest["shards"][0], "name": "/dev/zero"}]
-    for broken in ({**manifest, "version": 0}, {**manifest, "fit": None}, {**manifest, "shards": elsewhere}, "\udcff"):
-        (folder / MANIFEST).write_text(broken if isinstance(broken, str) else json.dumps(broken), errors="surrogateescape")
+    for broken in (
+        {**manifest, "version": 0},
+        {**manifest, "fit": None},
+        {**manifest, "shards": elsewhere},
+        "\udcff",
+    ):
+        (folder / MANIFEST).write_text(
+            broken if isinstance(broken, str) else json.dumps(broken), errors="surrogateescape"
+        )
         with refused("data.rows", folder):
             opened(config)
     with refused("data.rows", tmp_path / "nowhere"):
@@ -111,11 +130,17 @@ def test_rows_of_another_target_or_shape_are_refused_with_the_difference(
         opened(replace(config, **change), other)
 
 
-@pytest.mark.parametrize("change", [{"shard": "0/2"}, {"max_length": 300}])  # no whole set, longer than the target's context
-def test_settings_with_which_nothing_is_trained_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "change", [{"shard": "0/2"}, {"max_length": 300}]
+)  # no whole set, longer than the target's context
+def test_settings_with_which_nothing_is_trained_are_refused(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
     ((key, value),) = change.items()
     with refused(f"data.{key}", value):
-        opened(config_for(tmp_path, numbered(4), **change), row_target(tiny_target_model(num_layers=1)))
+        opened(
+            config_for(tmp_path, numbered(4), **change), row_target(tiny_target_model(num_layers=1))
+        )
 
 
 def test_a_recipe_finds_its_rows_by_what_they_depend_on(tmp_path: Path) -> None:
@@ -124,12 +149,23 @@ def test_a_recipe_finds_its_rows_by_what_they_depend_on(tmp_path: Path) -> None:
     (tmp_path / "copy").mkdir()
     elsewhere = config_for(tmp_path / "copy", numbered(9))
     assert fingerprint(elsewhere, target, ()) == own
-    assert fingerprint(replace(config, num_proc=2, force=True, rows="x", shard="0/2"), target, ()) == own
+    assert (
+        fingerprint(replace(config, num_proc=2, force=True, rows="x", shard="0/2"), target, ())
+        == own
+    )
     changed = [
         fingerprint(replace(config, **{key: value}), target, ())
-        for key, value in {"seed": 1, "max_length": 64, "decontaminate": ["pico"], "packing": False}.items()
+        for key, value in {
+            "seed": 1,
+            "max_length": 64,
+            "decontaminate": ["pico"],
+            "packing": False,
+        }.items()
     ]
-    changed += [fingerprint(config, row_target(weights="1"), ()), fingerprint(config, row_target(template=CHATML), ())]
+    changed += [
+        fingerprint(config, row_target(weights="1"), ()),
+        fingerprint(config, row_target(template=CHATML), ()),
+    ]
     (tmp_path / "rows.jsonl").write_text('{"text": "other"}\n')
     changed.append(fingerprint(config, target, ()))
     assert len({own, *changed}) == 1 + len(changed)
@@ -138,8 +174,13 @@ def test_a_recipe_finds_its_rows_by_what_they_depend_on(tmp_path: Path) -> None:
 def test_rows_of_a_source_as_it_is_are_those_of_0_1(tmp_path: Path) -> None:
     """Recorded before there were row sets: any weights, lengths, splits and masks."""
     rows = [{"text": f"text number {number:03d} " * (number % 9 + 1)} for number in range(60)]
-    rows += [chat(f"user {number} " * (number % 5 + 1), f"assistant {number} " * (number % 5 + 1)) for number in range(40)]  # type: ignore[misc]
+    rows += [
+        chat(f"user {number} " * (number % 5 + 1), f"assistant {number} " * (number % 5 + 1))
+        for number in range(40)
+    ]  # type: ignore[misc]
     config = config_for(tmp_path, rows, max_length=64)
     halves = opened(replace(config, source=[{"source": config.source, "weight": 1.5}]))
-    found = [hashlib.sha256(json.dumps(half.to_list()).encode()).hexdigest()[:12] for half in halves]
+    found = [
+        hashlib.sha256(json.dumps(half.to_list()).encode()).hexdigest()[:12] for half in halves
+    ]
     assert found == ["d06615f00da7", "10c818d18407"]

@@ -32,18 +32,26 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> FrozenTarget:
 
 
 def hybrid(folder: Path, **others: Any) -> HiddenStatesConfig:
-    return HiddenStatesConfig(mode="hybrid", path=str(folder / "store"), dtype="float32", shard_tokens=256, **others)
+    return HiddenStatesConfig(
+        mode="hybrid", path=str(folder / "store"), dtype="float32", shard_tokens=256, **others
+    )
 
 
-def generated(folder: Path, address: str, hidden_states: HiddenStatesConfig) -> tuple[Dataset, Dataset]:
+def generated(
+    folder: Path, address: str, hidden_states: HiddenStatesConfig
+) -> tuple[Dataset, Dataset]:
     """Rows of several documents: of texts and of conversations of two turns, both of which are generated."""
     rows = [*numbered(20), *(chat(f"{number}?", None, "more", None) for number in range(20))]
-    settings = RegenerateConfig(num_tokens=900, prompt_tokens=4, batch_size=8, server=[address], filter=["truncated"])
+    settings = RegenerateConfig(
+        num_tokens=900, prompt_tokens=4, batch_size=8, server=[address], filter=["truncated"]
+    )
     config = config_for(folder, rows, max_length=96, regenerate=settings)
     return open_rows(Job(config, row_target(), (), hidden_states.waiting))
 
 
-def stored(config: HiddenStatesConfig, target: FrozenTarget, sets: Sequence[Dataset]) -> tuple[FeatureStore, int]:
+def stored(
+    config: HiddenStatesConfig, target: FrozenTarget, sets: Sequence[Dataset]
+) -> tuple[FeatureStore, int]:
     """The store, and the passes of the target that it took."""
     passes: list[int] = []
     by_target(target, AUX_LAYERS, None)([sets[0][0]])  # the first pass tries how rows are read
@@ -58,7 +66,10 @@ def num_as_generated(store: FeatureStore, target: FrozenTarget, sets: Sequence[D
     """Of rows that have 0 at the last tokens of documents. All have what a pass gives elsewhere, and the others there, too."""
     count = 0
     for row in (row for rows in sets for row in rows):
-        (features_ATD,), (expected_ALD,) = store.collate([row])["features"], by_target(target, AUX_LAYERS, None)([row])
+        (features_ATD,), (expected_ALD,) = (
+            store.collate([row])["features"],
+            by_target(target, AUX_LAYERS, None)([row]),
+        )
         length = expected_ALD.shape[1]
         is_last = torch.tensor(row["document_ids"]).diff(append=torch.tensor([-1]))[:length] != 0
         if not features_ATD[:, :length][:, is_last].any():
@@ -68,7 +79,9 @@ def num_as_generated(store: FeatureStore, target: FrozenTarget, sets: Sequence[D
     return count
 
 
-def test_rows_and_features_are_of_one_request(target: FrozenTarget, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_and_features_are_of_one_request(
+    target: FrozenTarget, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO")
     config, written = hybrid(tmp_path), tmp_path / "written"
     written.mkdir()
@@ -80,8 +93,13 @@ def test_rows_and_features_are_of_one_request(target: FrozenTarget, tmp_path: Pa
     waiting(config.waiting, [token for token, number in documents if number == 0][:-1]).unlink()
     store, num_passes = stored(config, target, sets)
     num_rows, num_found = store.num_rows, num_as_generated(store, target, sets)
-    assert num_rows / 2 < num_found < num_rows and num_passes <= 1 + num_rows - num_found  # one to compare
-    assert f"features of {num_rows} of {num_rows} rows, {num_found} as they were generated" in caplog.text
+    assert (
+        num_rows / 2 < num_found < num_rows and num_passes <= 1 + num_rows - num_found
+    )  # one to compare
+    assert (
+        f"features of {num_rows} of {num_rows} rows, {num_found} as they were generated"
+        in caplog.text
+    )
     assert not config.waiting.exists()
 
 
@@ -99,7 +117,9 @@ def test_hidden_states_of_other_layers_are_refused(target: FrozenTarget, tmp_pat
             stored(config, target, sets)
 
 
-def test_a_server_that_gives_none_is_followed_by_passes(target: FrozenTarget, tmp_path: Path) -> None:
+def test_a_server_that_gives_none_is_followed_by_passes(
+    target: FrozenTarget, tmp_path: Path
+) -> None:
     """Without the connector, or of an earlier version, whose files are of prompts; and a store of some rows alone has no use for them."""
     asked: list[dict[str, Any]] = []
     for name, written, of_output in (("plain", None, True), ("earlier", tmp_path, False)):
@@ -124,7 +144,9 @@ def test_a_file_of_something_else_is_left_and_told(target: FrozenTarget, tmp_pat
         (somebodys, "not the hidden states of its prompt"),
         (tmp_path / "none", "no hidden states that this machine"),
     ):
-        naming = Behaviour(more=lambda _, path=path: {"kv_transfer_params": {"hidden_states_path": str(path)}})  # type: ignore[misc]
+        naming = Behaviour(
+            more=lambda _, path=path: {"kv_transfer_params": {"hidden_states_path": str(path)}}
+        )  # type: ignore[misc]
         with openai_server.running(naming) as server, pytest.raises(ResourceError, match=why):
             generated(tmp_path, server.address, hybrid(tmp_path))
     assert len(load_file(somebodys)) == 2

@@ -8,7 +8,16 @@ import torch
 from safetensors.torch import save_file
 
 from specdistill.errors import UserError
-from specdistill.rows.store import HEADER_BYTES, KEY, FeatureStore, Origin, Shard, Tokens, _opened, write_shard
+from specdistill.rows.store import (
+    HEADER_BYTES,
+    KEY,
+    FeatureStore,
+    Origin,
+    Shard,
+    Tokens,
+    _opened,
+    write_shard,
+)
 from specdistill.training.trainer import fill_up
 from tests.refusals import refused
 from tests.rows.stores import LENGTH, batch_of, feature_of, filled, origin, packed
@@ -22,7 +31,9 @@ def written(path: Path, of: Origin) -> Path:
 
 
 def read(shard: Shard, index: int) -> torch.Tensor:
-    into = torch.zeros(shard.origin.num_features, LENGTH, shard.origin.hidden_size, dtype=shard.origin.row_dtype)
+    into = torch.zeros(
+        shard.origin.num_features, LENGTH, shard.origin.hidden_size, dtype=shard.origin.row_dtype
+    )
     shard.read(index, into)
     assert not into[:, len(shard.rows[index]) :].any()
     return into[:, : len(shard.rows[index])]
@@ -38,15 +49,19 @@ def test_rows_are_read_as_they_were_rounded_when_written(tmp_path: Path, stored:
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
-def test_a_shard_is_little_more_than_its_features_and_always_the_same_bytes(tmp_path: Path, stored: str) -> None:
+def test_a_shard_is_little_more_than_its_features_and_always_the_same_bytes(
+    tmp_path: Path, stored: str
+) -> None:
     of = origin(stored, hidden_size=256)
     one, other = (written(tmp_path / name, of).read_bytes() for name in ("one", "other"))
     assert one == other
     tokens = sum(map(len, ROWS))
     assert 0 <= len(one) - tokens * (of.token_bytes + 4) < HEADER_BYTES
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".part", "one", "other"] and not list(
-        (tmp_path / ".part").iterdir()
-    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".part",
+        "one",
+        "other",
+    ] and not list((tmp_path / ".part").iterdir())
 
 
 def test_a_row_is_its_tokens_and_the_borders_of_its_documents() -> None:
@@ -56,15 +71,23 @@ def test_a_row_is_its_tokens_and_the_borders_of_its_documents() -> None:
     other_token = [row["input_ids"][0] + 1, *row["input_ids"][1:]]
     assert Tokens.of({**row, "input_ids": other_token}).key != key
     other_border = [0] * 5 + [1] * 4 + row["document_ids"][9:]
-    assert other_border != row["document_ids"] and Tokens.of({**row, "document_ids": other_border}).key != key
+    assert (
+        other_border != row["document_ids"]
+        and Tokens.of({**row, "document_ids": other_border}).key != key
+    )
     after_padding = [*row["input_ids"][:-1], 7]
-    assert row["document_ids"][-1] == -1 and Tokens.of({**row, "input_ids": after_padding}).key == key
+    assert (
+        row["document_ids"][-1] == -1 and Tokens.of({**row, "input_ids": after_padding}).key == key
+    )
 
 
 def reading(path: Path, of: Origin) -> dict[bytes, bytes]:
     """The features of every row by its key, as bytes."""
     shard = Shard.open(path, of)
-    return {row.key: shard.checked(index).view(torch.uint8).numpy().tobytes() for index, row in enumerate(shard.rows)}
+    return {
+        row.key: shard.checked(index).view(torch.uint8).numpy().tobytes()
+        for index, row in enumerate(shard.rows)
+    }
 
 
 def test_no_damaged_byte_is_read(tmp_path: Path) -> None:
@@ -82,7 +105,9 @@ def test_no_damaged_byte_is_read(tmp_path: Path) -> None:
             num_noticed += 1
             continue
         num_noticed += found.keys() != expected.keys()
-        assert {key: found[key] for key in found.keys() & expected.keys()}.items() <= expected.items(), place
+        assert {
+            key: found[key] for key in found.keys() & expected.keys()
+        }.items() <= expected.items(), place
     assert num_noticed > 0.95 * len(places)
 
 
@@ -103,7 +128,9 @@ def test_a_part_of_a_shard_is_damaged(tmp_path: Path, length: int) -> None:
         ("aux_layers", (2, 1), "aux_layers [2, 1] for [1, 2]"),
     ],
 )
-def test_features_of_something_else_are_named(tmp_path: Path, field: str, value: object, said: str) -> None:
+def test_features_of_something_else_are_named(
+    tmp_path: Path, field: str, value: object, said: str
+) -> None:
     written(tmp_path / "other", origin(**{field: value}))
     with refused(KEY, holds=f"which is of other features: {said}"):
         Shard.open(tmp_path / "other", origin())
@@ -134,7 +161,9 @@ def test_batches_come_with_the_features_of_their_rows(folder: Path) -> None:
         assert torch.equal(batch["features"], expected)
     batch, expected = batch_of(store, VALIDATION, [2, 0])
     assert torch.equal(batch["features"], expected)
-    batch, expected = batch_of(store, fill_up(TRAIN, 8), [4, 15, 11])  # the last two fill up the batch, and have no features
+    batch, expected = batch_of(
+        store, fill_up(TRAIN, 8), [4, 15, 11]
+    )  # the last two fill up the batch, and have no features
     assert torch.equal(batch["features"], expected) and not expected[1:].any()
 
 
@@ -148,7 +177,9 @@ def test_a_store_that_cannot_be_used_is_one_line(folder: Path) -> None:
     sets = [TRAIN, VALIDATION]
     with refused(KEY, folder / "nowhere"):
         FeatureStore.open(folder / "nowhere", sets, origin())
-    with refused(KEY, folder / "000000-of-000004.safetensors", holds="which is of other features: "):
+    with refused(
+        KEY, folder / "000000-of-000004.safetensors", holds="which is of other features: "
+    ):
         FeatureStore.open(folder, sets, origin(weights="c"))
     with refused(KEY, folder, holds="which lacks 2 of the 15 rows"):
         FeatureStore.open(folder, [*sets, packed(2, seed=5)], origin())

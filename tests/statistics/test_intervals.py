@@ -26,8 +26,16 @@ def drawn_as(values) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("confidence", [0.8, 0.95])
 def test_the_interval_is_bias_corrected_as_scipys(confidence):
     skewed = np.random.default_rng(1).exponential(size=20)
-    of_mean = stats.bootstrap((skewed,), np.mean, n_resamples=20_000, confidence_level=confidence, rng=np.random.default_rng(0))
-    percentile = np.quantile(of_mean.bootstrap_distribution, [(1 - confidence) / 2, (1 + confidence) / 2])
+    of_mean = stats.bootstrap(
+        (skewed,),
+        np.mean,
+        n_resamples=20_000,
+        confidence_level=confidence,
+        rng=np.random.default_rng(0),
+    )
+    percentile = np.quantile(
+        of_mean.bootstrap_distribution, [(1 - confidence) / 2, (1 + confidence) / 2]
+    )
     found = interval(MEAN, drawn_as(skewed), confidence=confidence)
     assert found == pytest.approx(tuple(of_mean.confidence_interval), rel=0.02)
     assert found[1] > percentile[1]
@@ -35,15 +43,25 @@ def test_the_interval_is_bias_corrected_as_scipys(confidence):
 
 def test_the_seed_fixes_an_interval():
     table, metric = prompt_sums(simulate(24)), METRICS["speedup"]
-    assert interval(metric, table, seed=3) == interval(metric, table, seed=3) != interval(metric, table, seed=4)
-    changes = [relative_change(metric, table, prompt_sums(simulate(24, timing_seed=2)), seed=seed)[1] for seed in (3, 3, 4)]
+    assert (
+        interval(metric, table, seed=3)
+        == interval(metric, table, seed=3)
+        != interval(metric, table, seed=4)
+    )
+    changes = [
+        relative_change(metric, table, prompt_sums(simulate(24, timing_seed=2)), seed=seed)[1]
+        for seed in (3, 3, 4)
+    ]
     assert changes[0] == changes[1] != changes[2]
 
 
 def test_a_changes_interval_is_as_wide_as_its_confidence():
     """Of a nearly normal change: by the quantiles of the normal distribution."""
     new, old = (prompt_sums(simulate(96, noise=0.2, timing_seed=seed)) for seed in (1, 2))
-    half, most = (np.ptp(relative_change(METRICS["speedup"], new, old, confidence=share)[1]) for share in (0.5, 0.95))
+    half, most = (
+        np.ptp(relative_change(METRICS["speedup"], new, old, confidence=share)[1])
+        for share in (0.5, 0.95)
+    )
     assert half / most == pytest.approx(stats.norm.ppf(0.75) / stats.norm.ppf(0.975), rel=0.1)
 
 
@@ -69,7 +87,10 @@ def test_paired_comparison_sees_what_unpaired_intervals_hide():
     change, (low, high) = relative_change(METRICS["acceptance_rate"], after, before)
     assert change == pytest.approx(-0.02)
     assert low == pytest.approx(high, abs=1e-9)
-    new, old = interval(METRICS["acceptance_rate"], after), interval(METRICS["acceptance_rate"], before)
+    new, old = (
+        interval(METRICS["acceptance_rate"], after),
+        interval(METRICS["acceptance_rate"], before),
+    )
     assert new[1] > old[0]  # they overlap
 
 
@@ -85,7 +106,9 @@ def test_chi_square_is_scipys_on_frequent_outcomes():
 def test_rare_outcomes_are_pooled():
     common, rare = ["a"] * 60, [f"rare{n}" for n in range(40)]
     assert chi_square(common + rare, {"a": 0.6, "seldom": 0.04}) == (0, 1, 2)
-    statistic, _, num_cells = chi_square(["a"] * 60 + ["b"] * 30 + rare[:10], {"a": 0.6, "b": 0.4})  # in the cell of b
+    statistic, _, num_cells = chi_square(
+        ["a"] * 60 + ["b"] * 30 + rare[:10], {"a": 0.6, "b": 0.4}
+    )  # in the cell of b
     assert (statistic, num_cells) == (0, 2)
 
 
@@ -104,7 +127,9 @@ def test_the_standard_error_of_a_mean_by_hand():
 def test_the_interval_of_a_macro_average_is_welchs(confidence):
     """As wide as that of the difference of two means, by half: it is half their sum."""
     one, other = np.array([1.0, 2.0, 4.0, 9.0]), np.array([20.0, 21.0, 20.5])
-    low, high = macro_interval(MEAN, drawn_as([*one, *other]), ["a"] * 4 + ["b"] * 3, confidence=confidence)
+    low, high = macro_interval(
+        MEAN, drawn_as([*one, *other]), ["a"] * 4 + ["b"] * 3, confidence=confidence
+    )
     assert (low + high) / 2 == pytest.approx((one.mean() + other.mean()) / 2)
     difference = stats.ttest_ind(one, other, equal_var=False).confidence_interval(confidence)
     assert high - low == pytest.approx((difference.high - difference.low) / 2)
@@ -133,25 +158,41 @@ def test_a_macro_average_over_units_that_categories_share_is_students(confidence
     low, high = macro_interval(MEAN, table, ["a"] * 4 + ["b"] * 4, confidence=confidence)
     of_means = stats.ttest_1samp((one + other) / 2, 0).confidence_interval(confidence)
     assert (low, high) == pytest.approx((of_means.low, of_means.high))
-    for clusters in ([0] * 8, [0] * 4 + [1] + [0] * 3):  # one alone, and one that is all of a category
-        assert macro_interval(MEAN, {**table, "cluster": np.array(clusters)}, ["a"] * 4 + ["b"] * 4) is None
+    for clusters in (
+        [0] * 8,
+        [0] * 4 + [1] + [0] * 3,
+    ):  # one alone, and one that is all of a category
+        assert (
+            macro_interval(MEAN, {**table, "cluster": np.array(clusters)}, ["a"] * 4 + ["b"] * 4)
+            is None
+        )
 
 
 def test_turns_of_a_conversation_are_drawn_together():
     alone = simulate(24)
-    turns = [replace(record, id=f"{record.id}/{turn}", cluster=record.id) for record in alone for turn in range(4)]
+    turns = [
+        replace(record, id=f"{record.id}/{turn}", cluster=record.id)
+        for record in alone
+        for turn in range(4)
+    ]
     whole, each = prompt_sums(alone), prompt_sums(turns)
     for name in ("mean_acceptance_length", "speedup"):
-        assert interval(METRICS[name], each) == pytest.approx(interval(METRICS[name], whole), rel=0.05)
+        assert interval(METRICS[name], each) == pytest.approx(
+            interval(METRICS[name], whole), rel=0.05
+        )
         other = prompt_sums(simulate(24, timing_seed=2))
         repeated = {key: np.repeat(column, 4) for key, column in other.items()}
         change = relative_change(METRICS[name], each, repeated)
         assert change[0] == pytest.approx(relative_change(METRICS[name], whole, other)[0])
-        assert np.ptp(change[1]) == pytest.approx(np.ptp(relative_change(METRICS[name], whole, other)[1]), rel=0.1)
+        assert np.ptp(change[1]) == pytest.approx(
+            np.ptp(relative_change(METRICS[name], whole, other)[1]), rel=0.1
+        )
 
 
 def test_a_change_between_reports_is_resampled_by_batch_too():
-    new, old = (prompt_sums(in_batches(simulate(16, noise=0.2, timing_seed=seed), 16)) for seed in (1, 2))
+    new, old = (
+        prompt_sums(in_batches(simulate(16, noise=0.2, timing_seed=seed), 16)) for seed in (1, 2)
+    )
     change, ends = relative_change(METRICS["speedup"], new, old)
     assert abs(change) < 0.5 and ends is None  # one batch
     _, ends = relative_change(METRICS["mean_acceptance_length"], new, old)
@@ -159,12 +200,20 @@ def test_a_change_between_reports_is_resampled_by_batch_too():
 
 
 def test_the_smallest_change_that_is_detected_by_hand():
-    assert minimum_detectable_change(80) == pytest.approx((1.959964 + 0.841621) * 0.16 / np.sqrt(80), rel=1e-6)
+    assert minimum_detectable_change(80) == pytest.approx(
+        (1.959964 + 0.841621) * 0.16 / np.sqrt(80), rel=1e-6
+    )
     assert minimum_detectable_change(320) == pytest.approx(minimum_detectable_change(80) / 2)
 
 
 def test_the_sentence_says_what_it_stands_on(capsys: pytest.CaptureFixture[str]):
     print_power_analysis([str(number) for number in range(80)])
     said = capsys.readouterr().err
-    for fact in ("80 prompts", "5.0% of the acceptance length", "power 80%", "two-sided 5%", "assumed spread of 16%"):
+    for fact in (
+        "80 prompts",
+        "5.0% of the acceptance length",
+        "power 80%",
+        "two-sided 5%",
+        "assumed spread of 16%",
+    ):
         assert fact in said

@@ -12,12 +12,19 @@ def test_acceptance_by_hand():
     assert numbers["num_draft_tokens"] == 16
     assert numbers["num_accepted_tokens"] == 7
     assert numbers["accepted_per_position"] == [3, 2, 1, 1]
-    sums = {name: np.array([count], float) for name, count in numbers.items() if isinstance(count, int)}
+    sums = {
+        name: np.array([count], float) for name, count in numbers.items() if isinstance(count, int)
+    }
     assert value(METRICS["mean_acceptance_length"], sums) == 1 + 7 / 4
     assert value(METRICS["acceptance_rate"], sums) == 7 / 16
     assert numbers["acceptance_rate_per_position"] == [0.75, 0.5, 0.25, 0.25]
     assert numbers["conditional_acceptance_rate"] == [0.75, 0.5 / 0.75, 0.5, 1.0]
-    counts = {"num_drafts": 0, "num_draft_tokens": 0, "num_accepted_tokens": 0, "accepted_per_position": [0, 0]}
+    counts = {
+        "num_drafts": 0,
+        "num_draft_tokens": 0,
+        "num_accepted_tokens": 0,
+        "accepted_per_position": [0, 0],
+    }
     assert acceptance([], num_positions=2) == counts  # and no rates
 
 
@@ -68,7 +75,10 @@ def test_times_are_added_up_over_a_batch_and_counts_stay_a_prompts():
         "batch": [7.0, 7.0, 9.0, 9.0],
     }.items()}  # fmt: skip
     tokens, seconds = measured(METRICS["tokens_per_second"], table)
-    assert (tokens.tolist(), seconds.tolist()) == ([1, 12], [0.5, 0.375])  # the second prompt was not timed
+    assert (tokens.tolist(), seconds.tolist()) == (
+        [1, 12],
+        [0.5, 0.375],
+    )  # the second prompt was not timed
     accepted, drafts = measured(METRICS["mean_acceptance_length"], table)
     assert (accepted.tolist(), drafts.tolist()) == ([6, 5, 4, 3], [4] * 4)
 

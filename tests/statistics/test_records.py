@@ -29,17 +29,42 @@ from tests.simulated import SUITE, as_from_server, simulate
 def record(rounds: list[tuple[int, int]], num_prompt_tokens: int = 10) -> PromptRecord:
     """A record of rounds (drafted, accepted)."""
     entries = tuple(
-        RoundRecord((7,) * drafted, ("x",) * drafted, (7,) * accepted, (7,) * (accepted + 1), ("x",) * (accepted + 1))
+        RoundRecord(
+            (7,) * drafted,
+            ("x",) * drafted,
+            (7,) * accepted,
+            (7,) * (accepted + 1),
+            ("x",) * (accepted + 1),
+        )
         for drafted, accepted in rounds
     )
-    timing = Timing(1 + sum(accepted + 1 for _, accepted in rounds), len(rounds), 2.0, 0.5, 0.25, 1.0)
-    return PromptRecord("s", Configuration(4), "p", "c", num_prompt_tokens, "prompt", "text", 7, "x", entries, timing, timing)
+    timing = Timing(
+        1 + sum(accepted + 1 for _, accepted in rounds), len(rounds), 2.0, 0.5, 0.25, 1.0
+    )
+    return PromptRecord(
+        "s",
+        Configuration(4),
+        "p",
+        "c",
+        num_prompt_tokens,
+        "prompt",
+        "text",
+        7,
+        "x",
+        entries,
+        timing,
+        timing,
+    )
 
 
 def test_records_survive_the_file(tmp_path):
-    odd = PromptRecord(**{**vars(simulate(1)[0]), "text": "line separator \u2028, \x85 and <|end|>"})
+    odd = PromptRecord(
+        **{**vars(simulate(1)[0]), "text": "line separator \u2028, \x85 and <|end|>"}
+    )
     path = tmp_path / "samples.jsonl"
-    served = [as_from_server(record, with_baseline=record.id.startswith("chat")) for record in simulate(4)]
+    served = [
+        as_from_server(record, with_baseline=record.id.startswith("chat")) for record in simulate(4)
+    ]
     write_records([odd, *simulate(3), *served], path)
     assert read_records(path, "report") == [odd, *simulate(3), *served]
 
@@ -48,7 +73,13 @@ def test_a_servers_counts_give_the_drafts_that_its_rounds_give():
     measured = record([(4, 2), (0, 0), (4, 4), (3, 0), (4, 2)])
     assert measured.drafts() == [(4, 2), (4, 4), (3, 0), (4, 2)]
     assert measured.token_ids == (7,) * 14
-    counts = ServerCounts((), num_drafts=4, num_draft_tokens=15, num_accepted_tokens=8, accepted_per_position=(3, 3, 1, 1))
+    counts = ServerCounts(
+        (),
+        num_drafts=4,
+        num_draft_tokens=15,
+        num_accepted_tokens=8,
+        accepted_per_position=(3, 3, 1, 1),
+    )
     served = replace(measured, rounds=(), counts=counts)
     assert served.drafts() == [(4, 4), (4, 2), (4, 2), (3, 0)]
     assert served.token_ids == ()
@@ -85,7 +116,9 @@ def test_a_broken_record_is_named_in_a_few_words(tmp_path, line, message):
     assert len(str(caught.value)) < 4000
 
 
-@pytest.mark.parametrize(("name", "value"), [("seconds", "0"), ("seconds", "1e999"), ("num_tokens", "0")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("seconds", "0"), ("seconds", "1e999"), ("num_tokens", "0")]
+)
 def test_a_record_without_a_speed_is_refused(tmp_path, name, value):
     path, (cold,) = tmp_path / "samples.jsonl", simulate(1)
     write_records([replace(cold, speculative=replace(cold.speculative, **{name: 123456}))], path)
@@ -104,14 +137,20 @@ def test_the_records_of_a_row():
     ]
     assert records_of(rows[0], [*cold, *warm]) == cold
     (chat,) = [row for row in rows if row["category"] == "chat" and row["temperature"] == 1.0]
-    assert records_of(chat, [*cold, *warm]) == [record for record in warm if record.category == "chat"]
+    assert records_of(chat, [*cold, *warm]) == [
+        record for record in warm if record.category == "chat"
+    ]
 
 
 def test_the_nodes_beside_a_tree_s_path_are_drafted_tokens_too(tmp_path):
     tree = record([(4, 2), (3, 0)])
     tree = replace(tree, rounds=tuple(replace(entry, num_off_path=9) for entry in tree.rounds))
     table = prompt_sums([tree])
-    assert (table["num_drafts"], table["num_draft_tokens"], table["num_accepted_tokens"]) == ([2], [4 + 9 + 3 + 9], [2])
+    assert (table["num_drafts"], table["num_draft_tokens"], table["num_accepted_tokens"]) == (
+        [2],
+        [4 + 9 + 3 + 9],
+        [2],
+    )
     path = tmp_path / "samples.jsonl"
     write_records([tree], path)
     assert read_records(path, "report") == [tree]
@@ -127,7 +166,9 @@ def test_rounds_that_drafted_nothing_are_no_drafts():
 
 def test_a_rounds_context_counts_what_stands_before_it():
     def buckets(num_prompt_tokens):
-        return accepted_by_bucket([record([(4, 2), (0, 0), (4, 4), (4, 0)], num_prompt_tokens=num_prompt_tokens)])
+        return accepted_by_bucket(
+            [record([(4, 2), (0, 0), (4, 4), (4, 0)], num_prompt_tokens=num_prompt_tokens)]
+        )
 
     # Contexts of 11, 15 and 20: 10 + first token; + 3 + 1 (nothing drafted in between); + 5.
     assert (buckets(10), buckets(11)) == ({8: [2, 4], 16: [0]}, {8: [2], 16: [4, 0]})
@@ -135,14 +176,27 @@ def test_a_rounds_context_counts_what_stands_before_it():
 
 
 def test_buckets_are_powers_of_two():
-    by_context = {context: [*accepted_by_bucket([record([(4, 2)], context - 1)])] for context in (1, 2, 3, 255, 256, 257)}
+    by_context = {
+        context: [*accepted_by_bucket([record([(4, 2)], context - 1)])]
+        for context in (1, 2, 3, 255, 256, 257)
+    }
     assert by_context == {1: [1], 2: [2], 3: [2], 255: [128], 256: [256], 257: [256]}
 
 
-@pytest.mark.parametrize(("num_short", "num_long", "start"), [(30, 30, 256), (29, 30, None), (30, 29, None)])
-def test_long_contexts_begin_with_the_highest_bucket_of_thirty_drafts_above_thirty(num_short, num_long, start):
-    short, long = (record([(4, 2), (4, 1)][:number], context - 1) for number, context in ((1, 128), (2, 256)))
-    records = [short] * num_short + [long] * (num_long // 2) + [replace(long, rounds=long.rounds[:1])] * (num_long % 2)
+@pytest.mark.parametrize(
+    ("num_short", "num_long", "start"), [(30, 30, 256), (29, 30, None), (30, 29, None)]
+)
+def test_long_contexts_begin_with_the_highest_bucket_of_thirty_drafts_above_thirty(
+    num_short, num_long, start
+):
+    short, long = (
+        record([(4, 2), (4, 1)][:number], context - 1) for number, context in ((1, 128), (2, 256))
+    )
+    records = (
+        [short] * num_short
+        + [long] * (num_long // 2)
+        + [replace(long, rounds=long.rounds[:1])] * (num_long % 2)
+    )
     assert long_context_start(records) == start
     assert long_context_start([*records, *[record([(4, 2)], 511)] * 30]) == 512
     table = prompt_sums(records)

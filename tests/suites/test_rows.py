@@ -63,12 +63,32 @@ def test_the_same_rows_in_every_format(name, content):
         ("q.jsonl", jsonl([{"turns": []}]), {"user": "turns"}, "q.jsonl:1 with messages="),
         ("q.jsonl.gz", b"no gzip", {}, "q.jsonl.gz: "),
         ("q.jsonl.gz", gzip.compress(jsonl(QUESTIONS), mtime=0)[:-9], COLUMNS, "q.jsonl.gz: "),
-        ("q.jsonl.gz", gzip.compress(jsonl(QUESTIONS), mtime=0)[:30] + bytes(9), COLUMNS, "q.jsonl.gz: "),
-        ("q.jsonl.gz", gzip.compress(bytes(2**20), mtime=0) * 1024, {}, "q.jsonl.gz: line 1: more than 67,108,864 bytes"),
-        ("q.jsonl", jsonl(QUESTIONS) + b'{"prompt": "\xe9"}\n', COLUMNS, "q.jsonl: line 3: byte 0xe9, which is not UTF-8"),
+        (
+            "q.jsonl.gz",
+            gzip.compress(jsonl(QUESTIONS), mtime=0)[:30] + bytes(9),
+            COLUMNS,
+            "q.jsonl.gz: ",
+        ),
+        (
+            "q.jsonl.gz",
+            gzip.compress(bytes(2**20), mtime=0) * 1024,
+            {},
+            "q.jsonl.gz: line 1: more than 67,108,864 bytes",
+        ),
+        (
+            "q.jsonl",
+            jsonl(QUESTIONS) + b'{"prompt": "\xe9"}\n',
+            COLUMNS,
+            "q.jsonl: line 3: byte 0xe9, which is not UTF-8",
+        ),
         ("q.parquet", b"no parquet", {}, "q.parquet: "),
         ("q.parquet", b"PAR1" + bytes(50) + b"PAR1", {}, "q.parquet: "),
-        ("q.parquet", parquet([{"prompt": "QQQQQQ"}]).replace(b"QQQQQQ", b"\xff\xfe\xfd\xfc\xfb\xfa"), {}, "q.parquet: "),
+        (
+            "q.parquet",
+            parquet([{"prompt": "QQQQQQ"}]).replace(b"QQQQQQ", b"\xff\xfe\xfd\xfc\xfb\xfa"),
+            {},
+            "q.parquet: ",
+        ),
         ("q.parquet", parquet([{"prompt": ["a"]}]), {}, "q.parquet:1 with prompt="),
         ("q.parquet", parquet([{"prompt": None}]), {}, "q.parquet:1 with prompt="),
         ("q.parquet", parquet([{"messages": {"role": "user"}}]), {}, "q.parquet:1 with messages="),
@@ -95,10 +115,14 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_GET(self):
         body = parquet(QUESTIONS)
-        if self.path.startswith(f"/api/datasets/{DATASET}/paths-info") or self.path.startswith(f"/api/datasets/{DATASET}/tree"):
+        if self.path.startswith(f"/api/datasets/{DATASET}/paths-info") or self.path.startswith(
+            f"/api/datasets/{DATASET}/tree"
+        ):
             self._send([{"type": "file", "path": "test/0.parquet", "oid": "1", "size": len(body)}])
         elif self.path.startswith(f"/api/datasets/{DATASET}"):
-            self._send({"id": DATASET, "sha": COMMIT, "siblings": [{"rfilename": "test/0.parquet"}]})
+            self._send(
+                {"id": DATASET, "sha": COMMIT, "siblings": [{"rfilename": "test/0.parquet"}]}
+            )
         elif self.path.startswith(f"/datasets/{DATASET}/resolve/{COMMIT}/test/0.parquet"):
             self._send(body, {"X-Repo-Commit": COMMIT, "ETag": '"1"'})
         elif self.path == "/question.jsonl":
@@ -162,9 +186,22 @@ def test_suites_on_the_hub_and_on_the_web(hub, tmp_path):
         "gone-too": ("hf://datasets/nobody/nothing@main/0.parquet", None),
     }
     for name, (prompts, sha256) in places.items():
-        header = {"name": name, "version": "1", "licence": "CC0-1.0", "source": "made up", "columns": COLUMNS}
-        (tmp_path / f"{name}.yaml").write_text(json.dumps({**header, "prompts": prompts, "sha256": sha256}))
-    settings = {"HF_ENDPOINT": hub, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
+        header = {
+            "name": name,
+            "version": "1",
+            "licence": "CC0-1.0",
+            "source": "made up",
+            "columns": COLUMNS,
+        }
+        (tmp_path / f"{name}.yaml").write_text(
+            json.dumps({**header, "prompts": prompts, "sha256": sha256})
+        )
+    settings = {
+        "HF_ENDPOINT": hub,
+        "HF_HUB_OFFLINE": "0",
+        "HF_HOME": str(tmp_path / "home"),
+        "PYTHONPATH": str(ROOT),
+    }
     process = subprocess.run(
         [sys.executable, "-c", LOAD, *(str(tmp_path / f"{name}.yaml") for name in places)],
         capture_output=True,

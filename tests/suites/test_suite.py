@@ -9,7 +9,14 @@ from recipes.pico.corpus import CHAT_TEMPLATE
 from specdistill.pico import split_of
 from specdistill.project import SUITES
 from specdistill.recipe.sections import SweepConfig
-from specdistill.suites.suite import check_suite, cut_prompts, evenly, load_suite, num_measured, tokenize
+from specdistill.suites.suite import (
+    check_suite,
+    cut_prompts,
+    evenly,
+    load_suite,
+    num_measured,
+    tokenize,
+)
 from tests.refusals import refused
 from tests.tiny import tiny_tokenizer
 
@@ -33,12 +40,18 @@ def write_suite(folder, rows, **changes):
         **changes,
     }
     path = folder / "mine.yaml"
-    path.write_text(yaml.safe_dump({key: value for key, value in header.items() if value is not None}))
+    path.write_text(
+        yaml.safe_dump({key: value for key, value in header.items() if value is not None})
+    )
     return path
 
 
 def prompts(path, tokenizer=None, **options):
-    return tokenize(load_suite(str(path)), tokenizer or tiny_tokenizer(), **{"max_new_tokens": 8, "max_length": 256, **options})
+    return tokenize(
+        load_suite(str(path)),
+        tokenizer or tiny_tokenizer(),
+        **{"max_new_tokens": 8, "max_length": 256, **options},
+    )
 
 
 def test_a_jsonl_file_is_a_suite_named_by_its_content(tmp_path):
@@ -50,12 +63,17 @@ def test_a_jsonl_file_is_a_suite_named_by_its_content(tmp_path):
 
 
 def test_of_a_file_of_many_prompts_some_are_measured_and_it_says_so(tmp_path, caplog):
-    (tmp_path / "mine.jsonl").write_text("".join(json.dumps({"prompt": f"say {n}"}) + "\n" for n in range(201)))
+    (tmp_path / "mine.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"say {n}"}) + "\n" for n in range(201))
+    )
     suite = load_suite(str(tmp_path / "mine.jsonl"))
     with caplog.at_level("INFO", logger="specdistill"):
         assert num_measured(suite, None) == 200 and num_measured(suite, 201) == 201
     (message,) = caplog.messages
-    assert message == "Measuring 200 of the 201 prompts of mine.jsonl, evenly spread; num_prompts=201 measures all"
+    assert (
+        message
+        == "Measuring 200 of the 201 prompts of mine.jsonl, evenly spread; num_prompts=201 measures all"
+    )
     assert num_measured(load_suite("pico"), None) is None
 
 
@@ -86,7 +104,9 @@ def test_the_three_kinds_of_prompts(tmp_path):
     plain, text, chat = prompts(write_jsonl(tmp_path / "s.jsonl", rows), tokenizer)
     assert plain.token_ids == tuple(tokenizer("plain")["input_ids"])
     assert (len(text.token_ids), text.text) == (32, "x" * 32)
-    assert chat.text == tokenizer.apply_chat_template(rows[2]["messages"], tokenize=False, add_generation_prompt=True)
+    assert chat.text == tokenizer.apply_chat_template(
+        rows[2]["messages"], tokenize=False, add_generation_prompt=True
+    )
     assert chat.text.endswith("<|assistant|>\n")
     assert tokenizer.decode(chat.token_ids) == chat.text
     with refused("eval.suite", "messages (prompt 3)"):
@@ -107,11 +127,18 @@ def test_every_turn_of_an_agent_is_a_prompt_from_its_recorded_prefix(tmp_path):
         {"role": "user", "content": "Bye"},
         {"role": "assistant", "content": "Bye"},
     ]
-    row = {"id": "a", "category": "maths", "messages": messages, "tools": [{"name": "add", "parameters": {}}]}
+    row = {
+        "id": "a",
+        "category": "maths",
+        "messages": messages,
+        "tools": [{"name": "add", "parameters": {}}],
+    }
     tokenizer = tiny_tokenizer(QWEN3)
     expected = [
         tokenizer.apply_chat_template(
-            messages[:turn], tools=[{"type": "function", "function": row["tools"][0]}], add_generation_prompt=True
+            messages[:turn],
+            tools=[{"type": "function", "function": row["tools"][0]}],
+            add_generation_prompt=True,
         )["input_ids"]
         for turn in (2, 4, 6, 8)
     ]
@@ -123,9 +150,18 @@ def test_every_turn_of_an_agent_is_a_prompt_from_its_recorded_prefix(tmp_path):
     for categories, names in of.items():
         path = write_suite(tmp_path, [row], turns="all", categories=categories)
         made = prompts(path, tokenizer, max_length=1000)
-        assert [list(prompt.token_ids) for prompt in made] == expected and [prompt.category for prompt in made] == names
-    assert [(prompt.id, prompt.cluster) for prompt in made] == [("a/1", "a"), ("a/2", "a"), ("a/3", "a"), ("a/4", "a")]
-    with refused("eval.suite prompt a/1", "schemas of tools with a chat template that ignores them"):
+        assert [list(prompt.token_ids) for prompt in made] == expected and [
+            prompt.category for prompt in made
+        ] == names
+    assert [(prompt.id, prompt.cluster) for prompt in made] == [
+        ("a/1", "a"),
+        ("a/2", "a"),
+        ("a/3", "a"),
+        ("a/4", "a"),
+    ]
+    with refused(
+        "eval.suite prompt a/1", "schemas of tools with a chat template that ignores them"
+    ):
         prompts(path, tiny_tokenizer(CHAT_TEMPLATE), max_length=1000)
     with refused("turns", "all for prompt 1, without turns"):
         prompts(write_suite(tmp_path, [{"user": ["a", "b"]}], turns="all"), tokenizer)
@@ -134,20 +170,32 @@ def test_every_turn_of_an_agent_is_a_prompt_from_its_recorded_prefix(tmp_path):
 def test_prompts_for_tools_are_read_in_the_forms_that_they_are_published_in(tmp_path):
     """BFCL's, of which the first turn is measured, under the names of its columns or ours, and ShareGPT's."""
     tools = [
-        {"name": "area", "description": "Of a circle.", "parameters": {"type": "dict", "properties": {"r": {"type": "float"}}}}
+        {
+            "name": "area",
+            "description": "Of a circle.",
+            "parameters": {"type": "dict", "properties": {"r": {"type": "float"}}},
+        }
     ]
     first = [{"role": "system", "content": "Brief."}, {"role": "user", "content": "Of radius 2?"}]
     turns = [{"from": "system", "value": "Brief."}, {"from": "human", "value": "Of radius 2?"}]
     rows = [
         {"id": "live_simple_0-0-0", "question": [first], "function": tools},
-        {"id": "multi_0", "question": [first, [{"role": "user", "content": "And of 3?"}]], "function": tools},
+        {
+            "id": "multi_0",
+            "question": [first, [{"role": "user", "content": "And of 3?"}]],
+            "function": tools,
+        },
         {"messages": turns, "tools": json.dumps(tools)},
     ]
     tokenizer = tiny_tokenizer(QWEN3)
     schemas = [{"type": "function", "function": tools[0]}]
-    expected = tokenizer.apply_chat_template(first, tools=schemas, tokenize=False, add_generation_prompt=True)
+    expected = tokenizer.apply_chat_template(
+        first, tools=schemas, tokenize=False, add_generation_prompt=True
+    )
     made = prompts(write_jsonl(tmp_path / "BFCL_v3.jsonl", rows), tokenizer, max_length=1000)
-    assert [(prompt.id, prompt.text) for prompt in made] == [(name, expected) for name in ("live_simple_0-0-0", "multi_0", "3")]
+    assert [(prompt.id, prompt.text) for prompt in made] == [
+        (name, expected) for name in ("live_simple_0-0-0", "multi_0", "3")
+    ]
     mapped = write_suite(tmp_path, rows[:2], columns={"user": "question", "tools": "function"})
     assert {prompt.text for prompt in prompts(mapped, tokenizer, max_length=1000)} == {expected}
     with refused("eval.suite", "s.jsonl:1 with messages="):
@@ -158,7 +206,9 @@ def test_a_chat_target_given_plain_text_is_warned_of(tmp_path, caplog):
     path = write_jsonl(tmp_path / "mine.jsonl", [{"text": "a b c " * 20}, {"user": "a"}])
     prompts(path, tiny_tokenizer(CHAT_TEMPLATE))
     (message,) = caplog.messages
-    assert message.startswith("1 prompts of mine.jsonl are given to a chat target as plain text and cut to 32 tokens")
+    assert message.startswith(
+        "1 prompts of mine.jsonl are given to a chat target as plain text and cut to 32 tokens"
+    )
 
 
 def test_a_question_to_program_shows_its_tests_and_is_scored_by_them(tmp_path):
@@ -171,7 +221,11 @@ def test_a_question_to_program_shows_its_tests_and_is_scored_by_them(tmp_path):
     }
     (made,) = load_suite(str(write_jsonl(tmp_path / "mbpp.jsonl", [row]))).rows
     ((message),) = made.content
-    assert made.id == "2" and message["content"].startswith("Add one.") and "assert f(1) == 2" in message["content"]
+    assert (
+        made.id == "2"
+        and message["content"].startswith("Add one.")
+        and "assert f(1) == 2" in message["content"]
+    )
     assert made.test == "import os\nassert f(1) == 2\nassert f(2) == 3"
 
 
@@ -184,7 +238,11 @@ def test_a_prompt_that_leaves_no_room_is_refused(tmp_path):
 
 def test_a_template_that_fails_is_refused(tmp_path):
     path = write_jsonl(tmp_path / "s.jsonl", [{"messages": [{"role": "user", "content": "a"}]}])
-    for template in ("{{ raise_exception('no') }}", "{{ -messages }}", "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}"):
+    for template in (
+        "{{ raise_exception('no') }}",
+        "{{ -messages }}",
+        "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
+    ):
         with refused("eval.suite prompt 1", "turns user: "):
             prompts(path, tiny_tokenizer(template))
 
@@ -207,9 +265,17 @@ def cut(path, lengths, tokenizer=None, **options):
 
 def test_long_prompts_are_cut_to_every_length(tmp_path):
     long = "".join(chr(97 + n % 26) for n in range(130))
-    chat = [{"role": "user", "content": "short"}, {"role": "assistant", "content": long}, {"role": "user", "content": "why"}]
+    chat = [
+        {"role": "user", "content": "short"},
+        {"role": "assistant", "content": long},
+        {"role": "user", "content": "why"},
+    ]
     rows = [{"prompt": long}, {"text": long}, {"messages": chat}, {"prompt": "x" * 99}]
-    found = cut(write_jsonl(tmp_path / "s.jsonl", rows), [100, 64], tokenizer := tiny_tokenizer(CHAT_TEMPLATE))
+    found = cut(
+        write_jsonl(tmp_path / "s.jsonl", rows),
+        [100, 64],
+        tokenizer := tiny_tokenizer(CHAT_TEMPLATE),
+    )
     for length, prompts in found.items():
         assert [prompt.id for prompt in prompts] == ["1", "2", "3"]
         plain, text, messages = prompts
@@ -218,7 +284,9 @@ def test_long_prompts_are_cut_to_every_length(tmp_path):
         assert messages.text.startswith("<|user|>\nshort<|end|><|assistant|>\n")
         assert messages.text.endswith(long[-20:] + "<|end|><|user|>\nwhy<|end|><|assistant|>\n")
     assert tokenizer.decode(found[64][2].token_ids) == found[64][2].text
-    assert [prompt.id for prompt in cut(tmp_path / "s.jsonl", [64], tokenizer, num_prompts=2)[64]] == ["1", "3"]
+    assert [
+        prompt.id for prompt in cut(tmp_path / "s.jsonl", [64], tokenizer, num_prompts=2)[64]
+    ] == ["1", "3"]
 
 
 def test_a_cut_prompt_begins_as_a_text_does(tmp_path):
@@ -241,7 +309,9 @@ def test_lengths_that_no_prompt_or_no_target_has(tmp_path):
     assert cut(write_jsonl(tmp_path / "l.jsonl", [{"prompt": "x" * 248}]), [248])[248]
     with refused("eval.sweep.context", "249 tokens, and 8"):
         cut(path, [249])
-    chat = write_jsonl(tmp_path / "c.jsonl", [{"messages": [{"role": "user", "content": "x" * 50}]}])
+    chat = write_jsonl(
+        tmp_path / "c.jsonl", [{"messages": [{"role": "user", "content": "x" * 50}]}]
+    )
     with refused("eval.sweep.context", "2, which prompt 1"):
         cut(chat, [2, 40], tiny_tokenizer(CHAT_TEMPLATE))
 
@@ -249,8 +319,14 @@ def test_lengths_that_no_prompt_or_no_target_has(tmp_path):
 def test_a_suite_may_name_its_sweep(tmp_path):
     rows = [{"prompt": "ab"}]
     assert load_suite(str(write_suite(tmp_path, rows))).sweep == SweepConfig()
-    sweep = load_suite(str(write_suite(tmp_path, rows, sweep={"temperature": [0, 1], "context": [64]}))).sweep
-    assert (sweep.num_speculative_tokens, sweep.temperature, sweep.context) == ([], [0.0, 1.0], [64])
+    sweep = load_suite(
+        str(write_suite(tmp_path, rows, sweep={"temperature": [0, 1], "context": [64]}))
+    ).sweep
+    assert (sweep.num_speculative_tokens, sweep.temperature, sweep.context) == (
+        [],
+        [0.0, 1.0],
+        [64],
+    )
     for wrong, key, got in (
         ({"temperature": [-1]}, ".temperature[0]", "-1"),
         ({"tree": [{"bugdet": 4}]}, ".tree[0].bugdet", "an unknown key"),
@@ -292,9 +368,20 @@ def test_a_header_that_is_wrong(tmp_path, changes, key, got):
 
 
 def test_prompts_are_chosen_evenly_over_categories(tmp_path):
-    rows = [{"prompt": "a", "category": category, "id": f"{category}{n}"} for category in "abc" for n in range(10)]
+    rows = [
+        {"prompt": "a", "category": category, "id": f"{category}{n}"}
+        for category in "abc"
+        for n in range(10)
+    ]
     path = write_jsonl(tmp_path / "s.jsonl", rows)
-    assert [prompt.id for prompt in prompts(path, num_prompts=6)] == ["a0", "a5", "b0", "b5", "c0", "c5"]
+    assert [prompt.id for prompt in prompts(path, num_prompts=6)] == [
+        "a0",
+        "a5",
+        "b0",
+        "b5",
+        "c0",
+        "c5",
+    ]
     assert len(prompts(path, num_prompts=7)) == 7
     assert len(prompts(path, num_prompts=500)) == 30
     assert evenly([1, 2, 3, 4], ["a", "b", "b", "b"], 3) == [1, 2, 3]
@@ -308,13 +395,39 @@ def header_of(path):
 @pytest.mark.parametrize(
     ("name", "copy", "num_rows", "categories", "first"),
     [
-        ("mt-bench", "mt_bench/question.jsonl", 80, 8, ("81", "writing", "Compose an engaging travel blog post")),
-        ("spec-bench", "spec_bench/question.jsonl", 480, 13, ("81", "writing", "Compose an engaging travel blog post")),
-        ("humaneval", "human_eval/HumanEval.jsonl.gz", 164, 1, ("HumanEval/0", "default", "from typing import List")),
-        ("gsm8k", "gsm8k/test.jsonl", 1319, 1, ("1", "default", "Janet\u2019s ducks lay 16 eggs per day.")),
+        (
+            "mt-bench",
+            "mt_bench/question.jsonl",
+            80,
+            8,
+            ("81", "writing", "Compose an engaging travel blog post"),
+        ),
+        (
+            "spec-bench",
+            "spec_bench/question.jsonl",
+            480,
+            13,
+            ("81", "writing", "Compose an engaging travel blog post"),
+        ),
+        (
+            "humaneval",
+            "human_eval/HumanEval.jsonl.gz",
+            164,
+            1,
+            ("HumanEval/0", "default", "from typing import List"),
+        ),
+        (
+            "gsm8k",
+            "gsm8k/test.jsonl",
+            1319,
+            1,
+            ("1", "default", "Janet\u2019s ducks lay 16 eggs per day."),
+        ),
     ],
 )
-def test_suites_for_real_targets_are_what_their_hash_says(shared_data, tmp_path, name, copy, num_rows, categories, first):
+def test_suites_for_real_targets_are_what_their_hash_says(
+    shared_data, tmp_path, name, copy, num_rows, categories, first
+):
     """The suite as it ships, but for where the file is: the hash in it must be the copy's."""
     header = header_of(SUITES / f"{name}.yaml")
     path = tmp_path / f"{name}.yaml"
@@ -323,9 +436,16 @@ def test_suites_for_real_targets_are_what_their_hash_says(shared_data, tmp_path,
     assert (suite.name, suite.sha256, len(suite.rows)) == (name, header["sha256"], num_rows)
     assert len({row.category for row in suite.rows}) == categories
     row = suite.rows[0]
-    assert (row.id, row.category, row.kind, row.content[0]["role"], len(row.content)) == (*first[:2], "messages", "user", 1)
+    assert (row.id, row.category, row.kind, row.content[0]["role"], len(row.content)) == (
+        *first[:2],
+        "messages",
+        "user",
+        1,
+    )
     assert row.content[0]["content"].startswith(first[2])
-    chat = tokenize(suite, tiny_tokenizer(CHAT_TEMPLATE), max_new_tokens=1, max_length=100_000, num_prompts=3)[0]
+    chat = tokenize(
+        suite, tiny_tokenizer(CHAT_TEMPLATE), max_new_tokens=1, max_length=100_000, num_prompts=3
+    )[0]
     assert chat.text == f"<|user|>\n{row.content[0]['content']}<|end|><|assistant|>\n"
 
 
@@ -337,4 +457,6 @@ def test_the_pico_suite_is_held_out_and_balanced():
     assert all(split_of(row["module"]) == "validation" for row in rows)
     assert len({row["module"] for row in rows}) >= 24
     assert all(row["prompt"].endswith('"""') for row in rows if row["category"] == "docstring")
-    assert all(row["prompt"].endswith((":", '"""')) for row in rows if row["category"] == "function")
+    assert all(
+        row["prompt"].endswith((":", '"""')) for row in rows if row["category"] == "function"
+    )

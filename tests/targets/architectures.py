@@ -59,13 +59,24 @@ NEEDED = {
 NEEDED |= set(NAMES[3.0].split())  # given also where the default is None
 HYBRID, MIXED = ["linear_attention", "hybrid"] * 2, ["linear_attention", "full_attention"] * 2
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
-INKLING = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16, "sliding_window_size": 8}
-ZAMBA = {"layers_block_type": HYBRID, "num_key_value_heads": 4, "attention_hidden_size": 128, "attention_head_dim": 32}
+INKLING = {
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 16,
+    "sliding_window_size": 8,
+}
+ZAMBA = {
+    "layers_block_type": HYBRID,
+    "num_key_value_heads": 4,
+    "attention_hidden_size": 128,
+    "attention_head_dim": 32,
+}
 
 # What single kinds need besides, and scales where the default is 1.
 SPECIAL: dict[str, dict[str, Any]] = {
     **{
-        kind: {"logits_scaling": 4.0} for kind in ("granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared")
+        kind: {"logits_scaling": 4.0}
+        for kind in ("granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared")
     },
     "bailing_hybrid": {"layer_types": MIXED},
     "bamba": {"attn_layer_indices": [1, 3]},
@@ -81,7 +92,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "rope_parameters": ROPE,
     },
     "falcon_h1": {"mamba_d_ssm": 128, "lm_head_multiplier": 0.25},
-    "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2},
+    "gemma3n_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},
     "granitemoehybrid": {"layer_types": MIXED, "logits_scaling": 4.0},
     "hyperclovax": {"logits_scaling": 0.25},
@@ -93,8 +107,15 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "llama4_text": {"attention_chunk_size": 8},
     "longcat_flash": {"num_layers": 2, "zero_expert_num": 2, "expert_ffn_hidden_size": 32},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1, "chunk_size": 16},
-    "moshi": {"sliding_window": 256},  # generate() drops what lies before the window, the forward does not
-    "roc_bert": {"shape_vocab_size": 160, "shape_embed_dim": 8, "pronunciation_vocab_size": 160, "pronunciation_embed_dim": 8},
+    "moshi": {
+        "sliding_window": 256
+    },  # generate() drops what lies before the window, the forward does not
+    "roc_bert": {
+        "shape_vocab_size": 160,
+        "shape_embed_dim": 8,
+        "pronunciation_vocab_size": 160,
+        "pronunciation_embed_dim": 8,
+    },
     "xlm": {"emb_dim": 64},
     "zamba": ZAMBA,
     "zamba2": {**ZAMBA, "adapter_rank": 8, "n_mamba_heads": 8},
@@ -105,7 +126,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
 def _sizes(config: Any) -> dict[str, Any]:
     """Tiny sizes in place of those of a config with its default values."""
     has = config.to_dict()
-    sizes = {name: size for name, size in SIZES.items() if has.get(name) is not None or (name in has and name in NEEDED)}
+    sizes = {
+        name: size
+        for name, size in SIZES.items()
+        if has.get(name) is not None or (name in has and name in NEEDED)
+    }
     return (
         sizes | {"head_dim": 8, "num_key_value_heads": 4} if "kv_lora_rank" in sizes else sizes
     )  # multi-head latent attention
@@ -115,7 +140,11 @@ def tiny_model(kind: str) -> Any:
     """A random model. Raises what transformers raises where there is no such model."""
     config_class = CONFIG_MAPPING[kind]
     default = config_class()
-    parts = {name: part for name in config_class.sub_configs or {} if (part := getattr(default, name, None)) is not None}
+    parts = {
+        name: part
+        for name in config_class.sub_configs or {}
+        if (part := getattr(default, name, None)) is not None
+    }
     inner = {name: {**_sizes(part), "model_type": part.model_type} for name, part in parts.items()}
     config = config_class(**{**_sizes(default), **inner, **SPECIAL.get(kind, {})})
     with torch.device("meta"):
@@ -159,7 +188,10 @@ def row_of(kind: str) -> tuple[KindRow, FrozenTarget | None]:
     cells = (
         "recurrent" if target.is_recurrent else "attention",
         " ".join(("scaled",) * (head.scale != 1) + ("capped",) * (head.cap is not None)) or "–",
-        ", ".join(name for name, build in HEADS.items() if _works(lambda build=build: build(target))) or "–",
+        ", ".join(
+            name for name, build in HEADS.items() if _works(lambda build=build: build(target))
+        )
+        or "–",
         "yes" if _works(lambda: check_reads_trees(target)) else "–",
         "yes" if _works(lambda: check_batchable(target.model, kind)) else "–",
         PACKED.get(packing(target.model), "yes"),
@@ -169,10 +201,26 @@ def row_of(kind: str) -> tuple[KindRow, FrozenTarget | None]:
 
 def read_page() -> list[KindRow]:
     parts = PAGE.read_text(encoding="utf-8").split("\n## ")[1:]
-    lines = ((part.partition(":")[0], line) for part in parts for line in part.splitlines() if line.startswith("| "))
-    cells = ((part, line.removeprefix("| ").removesuffix(" |").split(" | ")) for part, line in lines)
-    alike = [(part, kinds.split(", "), rest) for part, (kinds, *rest) in cells if kinds not in (KIND, "---")]
-    return [KindRow(part, (kind, *rest)) for part, kinds, rest in alike if part in (SERVED, REFUSED, UNTRIED) for kind in kinds]
+    lines = (
+        (part.partition(":")[0], line)
+        for part in parts
+        for line in part.splitlines()
+        if line.startswith("| ")
+    )
+    cells = (
+        (part, line.removeprefix("| ").removesuffix(" |").split(" | ")) for part, line in lines
+    )
+    alike = [
+        (part, kinds.split(", "), rest)
+        for part, (kinds, *rest) in cells
+        if kinds not in (KIND, "---")
+    ]
+    return [
+        KindRow(part, (kind, *rest))
+        for part, kinds, rest in alike
+        if part in (SERVED, REFUSED, UNTRIED)
+        for kind in kinds
+    ]
 
 
 def _works(attempt: Any) -> bool:
@@ -193,7 +241,9 @@ def _reason(error: UserError) -> str:
 
 def tables(rows: list[KindRow]) -> str:
     """What docs/targets.md says of each kind."""
-    served, refused, untried = ([row for row in rows if row.part == part] for part in (SERVED, REFUSED, UNTRIED))
+    served, refused, untried = (
+        [row for row in rows if row.part == part] for part in (SERVED, REFUSED, UNTRIED)
+    )
     return f"""Tried with a tiny random model of each type that `AutoModelForCausalLM` knows (transformers {transformers.__version__}), by
 `python -m tests.targets.architectures`; the type is `model_type` in config.json. [A test](../tests/targets/test_architectures.py)
 decodes with each and compares with `generate()`. Your checkpoint is tried again when it is loaded.
@@ -229,7 +279,9 @@ def _lines(rows: list[KindRow]) -> str:
     for row in rows:
         alike.setdefault(row.cells[1:], []).append(row.cells[0])
     ordered = sorted(alike.items(), key=lambda entry: -len(entry[1]))
-    return "\n".join(f"| {' | '.join((', '.join(sorted(kinds)), *cells))} |" for cells, kinds in ordered)
+    return "\n".join(
+        f"| {' | '.join((', '.join(sorted(kinds)), *cells))} |" for cells, kinds in ordered
+    )
 
 
 if __name__ == "__main__":

@@ -31,20 +31,30 @@ def outputs(target: FrozenTarget, rank: int) -> list[Tensor]:
     """Features and logits of a batch of this process's own, of its own length, two packed documents a row."""
     ids = torch.randint(0, 260, (2, 12 + rank), generator=torch.Generator().manual_seed(rank))
     with torch.no_grad():
-        features = target.features(ids, [0, 2, target.num_layers], position_ids_BT=torch.arange(12 + rank).expand(2, -1) % 7)
+        features = target.features(
+            ids,
+            [0, 2, target.num_layers],
+            position_ids_BT=torch.arange(12 + rank).expand(2, -1) % 7,
+        )
         return [*features.aux, features.last_hidden, target.logits(features.last_hidden)]
 
 
 def difference(some: Any, others: Any) -> float:
     """The largest, as a share of the largest number of its tensor."""
     pairs = [(one.float(), other.float()) for one, other in zip(some, others, strict=True)]
-    return max(float((one - other).abs().max() / other.abs().max().clamp_min(1e-9)) for one, other in pairs)
+    return max(
+        float((one - other).abs().max() / other.abs().max().clamp_min(1e-9)) for one, other in pairs
+    )
 
 
 def held(target: FrozenTarget) -> float:
     """The share of a target's parameters that this process holds."""
-    local = [getattr(parameter, "_local_tensor", parameter) for parameter in target.model.parameters()]
-    return sum(tensor.nbytes for tensor in local) / sum(parameter.nbytes for parameter in target.model.parameters())
+    local = [
+        getattr(parameter, "_local_tensor", parameter) for parameter in target.model.parameters()
+    ]
+    return sum(tensor.nbytes for tensor in local) / sum(
+        parameter.nbytes for parameter in target.model.parameters()
+    )
 
 
 def most_megabytes() -> float:
@@ -67,7 +77,10 @@ if __name__ == "__main__":
     rank = arguments.process_index
     whole = FrozenTarget.load(tiny)
     expected = outputs(whole, rank)
-    seen: dict[str, Any] = {"processes": num_processes(), "embedding": list(whole.tensor("embed_tokens.weight").shape)}
+    seen: dict[str, Any] = {
+        "processes": num_processes(),
+        "embedding": list(whole.tensor("embed_tokens.weight").shape),
+    }
     target = FrozenTarget.load(tiny, shard="layers")
     heads = [build_eagle3(each).state_dict().values() for each in (target, whole)]
     seen["layers"] = {
@@ -75,7 +88,12 @@ if __name__ == "__main__":
         "is_same": target.identity.is_same(whole.identity),
         "num_parameters": target.num_parameters,
         "head": difference(*heads),
-        "draft": difference(*(create_draft_model(each, num_layers=2).state_dict().values() for each in (target, whole))),
+        "draft": difference(
+            *(
+                create_draft_model(each, num_layers=2).state_dict().values()
+                for each in (target, whole)
+            )
+        ),
         "class": type(target.model).__name__,
     }
     config = DataConfig(
@@ -87,12 +105,19 @@ if __name__ == "__main__":
     data = partial(open_rows, Job(config, RowTarget.of(target)))
     seen["device_map"] = refusal(lambda: FrozenTarget.load(tiny, device_map="auto"))
     if large.exists():
-        target = FrozenTarget.load(tiny, shard="layers")  # what is imported on the way is no part of the target
+        target = FrozenTarget.load(
+            tiny, shard="layers"
+        )  # what is imported on the way is no part of the target
         for shard in ("layers", "none"):
             gc.collect()
             before = psutil.Process().memory_info().rss / 2**20
             target = FrozenTarget.load(str(large), shard=shard)
-            seen[f"megabytes {shard}"], seen[f"held {shard}"] = most_megabytes() - before, held(target)
+            seen[f"megabytes {shard}"], seen[f"held {shard}"] = (
+                most_megabytes() - before,
+                held(target),
+            )
             del target  # and with it its cycles, before the next is loaded
-    seen["regenerate"] = refusal(data)  # last: the first process ends by it, for which the other waits
+    seen["regenerate"] = refusal(
+        data
+    )  # last: the first process ends by it, for which the other waits
     (folder / f"process-{rank}.json").write_text(json.dumps(seen), encoding="utf-8")

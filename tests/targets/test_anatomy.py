@@ -27,14 +27,19 @@ ROWS = indexed(document_rows(range(3, 19)))
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("kind", "scale", "cap"), [("gemma2", 1.0, 3.0), ("granite", 1 / 4, None), ("minicpm3", 256 / 64, None)]
+    ("kind", "scale", "cap"),
+    [("gemma2", 1.0, 3.0), ("granite", 1 / 4, None), ("minicpm3", 256 / 64, None)],
 )
 @torch.no_grad()
-def test_scale_and_cap_are_found_in_every_dtype(kind: str, scale: float, cap: float | None, dtype: torch.dtype) -> None:
+def test_scale_and_cap_are_found_in_every_dtype(
+    kind: str, scale: float, cap: float | None, dtype: torch.dtype
+) -> None:
     """minicpm3 scales before the head."""
     model = tiny_model(kind).to(dtype)
     anatomy = examine(model, kind)
-    assert anatomy.head.scale == pytest.approx(scale, rel=1e-6 if dtype == torch.float32 or kind != "minicpm3" else 1e-3)
+    assert anatomy.head.scale == pytest.approx(
+        scale, rel=1e-6 if dtype == torch.float32 or kind != "minicpm3" else 1e-3
+    )
     assert anatomy.head.cap == cap
     hidden = anatomy.backbone(input_ids=IDS).last_hidden_state
     expected = model(IDS).logits
@@ -46,9 +51,14 @@ def test_scale_and_cap_are_found_in_every_dtype(kind: str, scale: float, cap: fl
 def test_all_that_use_a_head_use_the_models_own(kind: str) -> None:
     target = FrozenTarget(tiny_model(kind), tiny_tokenizer(), name=kind)
     expected = target.model(IDS).logits[0]
-    assert not torch.allclose(target.lm_head(target.features(IDS, ()).last_hidden)[0], expected, atol=0.1)
+    assert not torch.allclose(
+        target.lm_head(target.features(IDS, ()).last_hidden)[0], expected, atol=0.1
+    )
     forward_kl = DIVERGENCES["forward_kl"]
-    for objective in (TrainingTimeTest(build_eagle3(target), forward_kl, 1), Distillation(tiny_model(kind), forward_kl)):
+    for objective in (
+        TrainingTimeTest(build_eagle3(target), forward_kl, 1),
+        Distillation(tiny_model(kind), forward_kl),
+    ):
         soft_targets = objective.read_target(target, ROWS)["soft_targets"]
         probs_RW = soft_targets.at(slice(None), measure=False).probs_rW[: len(expected) - 1]
         assert torch.allclose(probs_RW, expected[:-1].softmax(-1), atol=1e-6)
@@ -92,7 +102,9 @@ class Forgetful(LlamaForCausalLM):  # type: ignore[misc]
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         forward = self.model.forward
-        self.model.forward = lambda past_key_values=None, **kwargs: forward(past_key_values=None, **kwargs)
+        self.model.forward = lambda past_key_values=None, **kwargs: forward(
+            past_key_values=None, **kwargs
+        )
 
 
 @pytest.mark.parametrize(
@@ -104,7 +116,9 @@ class Forgetful(LlamaForCausalLM):  # type: ignore[misc]
     ],
     ids=["biased", "forgetful", "bert"],
 )
-def test_another_formula_and_a_cache_that_does_not_continue_are_refused(model: Any, what: str) -> None:
+def test_another_formula_and_a_cache_that_does_not_continue_are_refused(
+    model: Any, what: str
+) -> None:
     with refused("target.model", f"odd, {what}"):
         FrozenTarget(model, tiny_tokenizer(), name="odd")
 

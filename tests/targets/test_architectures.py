@@ -6,7 +6,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from specdistill.decoding.decoder import Decoder, exact, in_float64
 from specdistill.decoding.proposer import Proposal, Proposer
@@ -24,10 +30,14 @@ QUICK = (
 )  # fmt: skip
 PROMPT = torch.tensor([[*range(3, 15), 9, 10, 11, 9, 10, 11]])
 SAMPLING = Sampling(temperature=0.7, top_p=0.9, top_k=8)
-LIBRARY = LogitsProcessorList([TemperatureLogitsWarper(0.7), TopKLogitsWarper(8), TopPLogitsWarper(0.9)])
+LIBRARY = LogitsProcessorList(
+    [TemperatureLogitsWarper(0.7), TopKLogitsWarper(8), TopPLogitsWarper(0.9)]
+)
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.long] * (kind not in QUICK)) for kind in KINDS])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.long] * (kind not in QUICK)) for kind in KINDS]
+)
 def test_a_kind_decodes_losslessly_or_is_refused(kind: str) -> None:
     """One test of a kind does it all: building the model is what takes the time."""
     row, target = row_of(kind)
@@ -61,7 +71,10 @@ def spread(target: FrozenTarget) -> None:
 def check_features(target: FrozenTarget) -> None:
     output = target.model(PROMPT, output_hidden_states=True)
     streams = output.hidden_states or ()
-    one_stream = len(streams) == target.num_layers + 1 and streams[1].shape == (*PROMPT.shape, target.hidden_size)
+    one_stream = len(streams) == target.num_layers + 1 and streams[1].shape == (
+        *PROMPT.shape,
+        target.hidden_size,
+    )
     layers = (1, target.num_layers - 1) if one_stream else ()
     features = target.features(PROMPT, layers)
     assert torch.allclose(target.logits(features.last_hidden), output.logits, atol=1e-4)
@@ -79,10 +92,14 @@ def check_packing(target: FrozenTarget) -> None:
 
 
 def check_greedy(target: FrozenTarget, proposers: list[Proposer]) -> None:
-    target.model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=2)  # no forced tokens
+    target.model.generation_config = GenerationConfig(
+        do_sample=False, pad_token_id=0, eos_token_id=2
+    )  # no forced tokens
     expected = target.model.generate(PROMPT, max_new_tokens=8)[0, PROMPT.shape[1] :].tolist()
     for proposer in proposers:
-        result = Decoder(target, proposer).generate(PROMPT[0].tolist(), max_new_tokens=8, num_speculative_tokens=3)
+        result = Decoder(target, proposer).generate(
+            PROMPT[0].tolist(), max_new_tokens=8, num_speculative_tokens=3
+        )
         assert list(result.token_ids) == expected, type(proposer).__name__
 
 
@@ -91,7 +108,9 @@ def check_ties(target: FrozenTarget) -> None:
     expected = target.model(PROMPT).logits
     before = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
     assert torch.allclose(in_float64(target, PROMPT[0].tolist()).float(), expected, atol=1e-3)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in target.model.state_dict().items())
+    assert all(
+        torch.equal(tensor, before[name]) for name, tensor in target.model.state_dict().items()
+    )
 
 
 def library_probabilities(target: FrozenTarget, ids_BT: Tensor) -> Tensor:
@@ -115,9 +134,13 @@ def check_distributions(target: FrozenTarget, proposer: Proposer) -> None:
         generator=torch.Generator().manual_seed(0),
     )
     ids, length = [*PROMPT[0].tolist(), *result.token_ids], PROMPT.shape[1]
-    for (drafted, probs_NV), num_emitted in zip(given, [1, *(len(one.emitted) for one in result.rounds)], strict=True):
+    for (drafted, probs_NV), num_emitted in zip(
+        given, [1, *(len(one.emitted) for one in result.rounds)], strict=True
+    ):
         for position, probs_V in enumerate(probs_NV):
-            expected_V = library_probabilities(target, torch.tensor([[*ids[:length], *drafted[:position]]]))[0]
+            expected_V = library_probabilities(
+                target, torch.tensor([[*ids[:length], *drafted[:position]]])
+            )[0]
             assert (probs_V - expected_V).abs().sum() / 2 < 1e-4
         length += num_emitted
 
@@ -125,11 +148,19 @@ def check_distributions(target: FrozenTarget, proposer: Proposer) -> None:
 def check_samples(target: FrozenTarget, proposer: Proposer) -> None:
     """A batch draws what each of its rows draws alone, from the distributions that `check_distributions` compares."""
     prompt, seeds = PROMPT[0].tolist(), range(16)
-    options: dict[str, Any] = {"max_new_tokens": 4, "num_speculative_tokens": 2, "sampling": SAMPLING}
+    options: dict[str, Any] = {
+        "max_new_tokens": 4,
+        "num_speculative_tokens": 2,
+        "sampling": SAMPLING,
+    }
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    together = Decoder(target, proposer).generate_all([prompt] * len(seeds), generators=generators, **options)
+    together = Decoder(target, proposer).generate_all(
+        [prompt] * len(seeds), generators=generators, **options
+    )
     for seed, result in zip(seeds, together, strict=True):
-        alone = Decoder(target, proposer).generate(prompt, generator=torch.Generator().manual_seed(seed), **options)
+        alone = Decoder(target, proposer).generate(
+            prompt, generator=torch.Generator().manual_seed(seed), **options
+        )
         assert result.token_ids == alone.token_ids
 
 

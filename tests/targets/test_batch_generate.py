@@ -6,9 +6,21 @@ from typing import Any
 import pytest
 import torch
 from scipy.stats import chisquare
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MistralConfig, MistralForCausalLM, PreTrainedModel
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
 
-from specdistill.targets.batch_generate import BLOCK, GROUPED_ATTENTION, generate, generation_mode, sample
+from specdistill.targets.batch_generate import (
+    BLOCK,
+    GROUPED_ATTENTION,
+    generate,
+    generation_mode,
+    sample,
+)
 from tests.mtp_targets import tiny_model
 from tests.tiny import tiny_target_model
 
@@ -17,16 +29,32 @@ UNEQUAL = [[5], [6, 7, 8, 9, 10, 11, 12], [13, 14, 15], [16, 17]]
 
 
 def greedy(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], count: int, ends: Sequence[int] = (), num_parts: int = 1
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    count: int,
+    ends: Sequence[int] = (),
+    num_parts: int = 1,
 ) -> list[list[int]]:
     with generation_mode(model, torch.float32) as fast:
-        return generate(fast, prompts, [0.0] * len(prompts), max_new_tokens=count, end_ids=ends, seed=0, num_parts=num_parts)
+        return generate(
+            fast,
+            prompts,
+            [0.0] * len(prompts),
+            max_new_tokens=count,
+            end_ids=ends,
+            seed=0,
+            num_parts=num_parts,
+        )
 
 
-def reference(model: PreTrainedModel, prompt: Sequence[int], count: int, ends: Sequence[int] = ()) -> list[int]:
+def reference(
+    model: PreTrainedModel, prompt: Sequence[int], count: int, ends: Sequence[int] = ()
+) -> list[int]:
     options: dict[str, Any] = {"eos_token_id": list(ends) or None, "pad_token_id": 0}
     ids = torch.tensor([prompt])
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, **options)
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, **options
+    )
     return list(output[0, len(prompt) :].tolist())
 
 
@@ -54,26 +82,48 @@ def test_rows_stop_at_their_end_tokens_and_the_others_continue() -> None:
     ends = [free[0][3], free[1][17], free[3][30]]
     generated = greedy(model, PROMPTS, count, ends)
     assert generated == [reference(model, prompt, count, ends) for prompt in PROMPTS]
-    assert len({len(row) for row in generated}) > 2 and all(not set(ends) & set(row[:-1]) for row in generated)
+    assert len({len(row) for row in generated}) > 2 and all(
+        not set(ends) & set(row[:-1]) for row in generated
+    )
 
 
 def test_recurrent_layers_keep_the_state_of_each_row() -> None:
     model = tiny_model("qwen3_next")
     free = greedy(model, UNEQUAL, 40)
     ends = [row[5] for row in free[:3]]  # most rows end early: others would leave the batch
-    assert greedy(model, UNEQUAL, 40, ends) == [reference(model, prompt, 40, ends) for prompt in UNEQUAL]
+    assert greedy(model, UNEQUAL, 40, ends) == [
+        reference(model, prompt, 40, ends) for prompt in UNEQUAL
+    ]
 
 
 def test_models_with_windows_and_layers_of_two_kinds() -> None:
-    sizes = {"vocab_size": 90, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    common = {**sizes, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 128, "initializer_range": 0.2}
+    sizes = {
+        "vocab_size": 90,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    common = {
+        **sizes,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.2,
+    }
     torch.manual_seed(0)
     for model in (
         MistralForCausalLM(MistralConfig(**common, sliding_window=6)),
-        Gemma3ForCausalLM(Gemma3TextConfig(**common, sliding_window=6, layer_types=["sliding_attention", "full_attention"])),
+        Gemma3ForCausalLM(
+            Gemma3TextConfig(
+                **common, sliding_window=6, layer_types=["sliding_attention", "full_attention"]
+            )
+        ),
     ):
         prompts = [[5, 6, 7, 8, 9, 10, 11, 12], [7, 8, 9]]
-        assert greedy(model.eval(), prompts, 40) == [reference(model, prompt, 40) for prompt in prompts]
+        assert greedy(model.eval(), prompts, 40) == [
+            reference(model, prompt, 40) for prompt in prompts
+        ]
 
 
 def test_sampling_follows_the_softmax_and_the_seed() -> None:
@@ -85,8 +135,13 @@ def test_sampling_follows_the_softmax_and_the_seed() -> None:
     expected = (logits / 0.7).softmax(-1) * 20_000
     assert counts[4] == 0
     kept = [0, 1, 2, 3, 5]
-    assert chisquare(counts[kept].numpy(), expected[kept].double().numpy(), sum_check=False).pvalue > 0.01
-    assert draws.equal(sample(logits.repeat(20_001, 1), temperatures, torch.Generator().manual_seed(0)))
+    assert (
+        chisquare(counts[kept].numpy(), expected[kept].double().numpy(), sum_check=False).pvalue
+        > 0.01
+    )
+    assert draws.equal(
+        sample(logits.repeat(20_001, 1), temperatures, torch.Generator().manual_seed(0))
+    )
 
 
 @pytest.mark.parametrize("num_parts", [1, 2])
@@ -95,7 +150,15 @@ def test_temperatures_mix_in_one_batch(num_parts: int) -> None:
     prompts, temperatures = PROMPTS[:1] * 6, [0.0, 0.8, 0.8, 0.0, 0.0, 0.8]
     with generation_mode(model, torch.float32) as fast:
         first, again, other = (
-            generate(fast, prompts, temperatures, max_new_tokens=20, end_ids=[], seed=seed, num_parts=num_parts)
+            generate(
+                fast,
+                prompts,
+                temperatures,
+                max_new_tokens=20,
+                end_ids=[],
+                seed=seed,
+                num_parts=num_parts,
+            )
             for seed in (1, 1, 2)
         )
     assert first == again != other

@@ -43,7 +43,13 @@ def tensors(value: Any) -> list[Tensor]:
     """Those in a structure."""
     if isinstance(value, Tensor):
         return [value]
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    inner = (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, list | tuple)
+        else ()
+    )
     return [tensor for part in inner for tensor in tensors(part)]
 
 
@@ -53,14 +59,19 @@ def test_keys_and_values_are_those_of_transformers_own_layer() -> None:
     generator = torch.Generator().manual_seed(0)
     for step in range(400):
         count = 1 + step % 5
-        new = [torch.randn(len(ours.keys) if step else 2, 2, count, width, generator=generator) for width in (8, 4)]
+        new = [
+            torch.randn(len(ours.keys) if step else 2, 2, count, width, generator=generator)
+            for width in (8, 4)
+        ]
         for shown, expected in zip(ours.update(*new), theirs.update(*new), strict=True):
             assert torch.equal(shown, expected)
         for layer in (ours, theirs):
             layer.crop(-(step % count))
             if step == 200:
                 layer.batch_select_indices(torch.tensor([1]))
-        assert torch.equal(ours.keys, theirs.keys) and ours.get_seq_length() == theirs.get_seq_length()
+        assert (
+            torch.equal(ours.keys, theirs.keys) and ours.get_seq_length() == theirs.get_seq_length()
+        )
 
 
 def test_appending_moves_what_is_held_a_few_times_only() -> None:
@@ -94,11 +105,17 @@ def test_recurrent_layers_go_back_by_copies_that_do_not_grow(kind: str) -> None:
         read(model, cache, ids[:length])
         before = snapshot(cache)
         sizes.append(sum(tensor.nbytes for tensor in tensors(before)))
-        held = {layer.keys.data_ptr() for layer in cache.layers if type(layer) in CROPPED and layer.keys is not None}
+        held = {
+            layer.keys.data_ptr()
+            for layer in cache.layers
+            if type(layer) in CROPPED and layer.keys is not None
+        }
         assert not held & {tensor.data_ptr() for tensor in tensors(before)}
         read(model, cache, some_tokens(5))
         roll_back(cache, 5, before)
         plain = DynamicCache(config=model.config.get_text_config(decoder=True))
         read(model, plain, ids[:length])
-        assert torch.allclose(read(model, cache, ids[length:]), read(model, plain, ids[length:]), atol=1e-4)
+        assert torch.allclose(
+            read(model, cache, ids[length:]), read(model, plain, ids[length:]), atol=1e-4
+        )
     assert 0 < sizes[0] == sizes[1]

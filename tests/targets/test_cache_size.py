@@ -9,7 +9,15 @@ from transformers import DynamicCache
 
 from specdistill.planning.reading import read
 from specdistill.targets.cache_size import cache_size, of_attention
-from tests.public_pairs import DEEPSEEK_V3, GPT_OSS_20B, GPT_OSS_120B, LLAMA_8B, QWEN3_8B, QWEN35_9B, Repository
+from tests.public_pairs import (
+    DEEPSEEK_V3,
+    GPT_OSS_20B,
+    GPT_OSS_120B,
+    LLAMA_8B,
+    QWEN3_8B,
+    QWEN35_9B,
+    Repository,
+)
 from tests.targets.architectures import tiny_model
 
 KINDS = ("llama", "gemma3_text", "gpt_oss", "qwen3_next", "deepseek_v3")
@@ -28,11 +36,17 @@ def filled(cache: DynamicCache) -> int:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("batch_size", "context"), [(1, 5), (3, 21)])
-def test_a_size_is_that_of_the_library_s_own_cache_byte_for_byte(kind: str, batch_size: int, context: int):
+def test_a_size_is_that_of_the_library_s_own_cache_byte_for_byte(
+    kind: str, batch_size: int, context: int
+):
     model = tiny_model(kind)
     size, cache = cache_size(model), DynamicCache(config=model.config)
     with torch.inference_mode():
-        model(input_ids=torch.zeros(batch_size, context, dtype=torch.long), past_key_values=cache, use_cache=True)
+        model(
+            input_ids=torch.zeros(batch_size, context, dtype=torch.long),
+            past_key_values=cache,
+            use_cache=True,
+        )
     assert size is not None and size.num_bytes(context, batch_size, 4) == filled(cache)
 
 
@@ -55,7 +69,11 @@ def test_bytes_per_token_of_public_targets(tmp_path: Path, repository: Repositor
 
 def test_devices_share_heads_and_a_latent_is_on_each():
     grouped = of_attention(32, 8, 128)
-    assert [grouped.num_bytes(1000, 1, 2, devices) for devices in (1, 4, 16)] == [131_072_000, 32_768_000, 16_384_000]
+    assert [grouped.num_bytes(1000, 1, 2, devices) for devices in (1, 4, 16)] == [
+        131_072_000,
+        32_768_000,
+        16_384_000,
+    ]
     (latent,) = {of_attention(1, 1, 288).num_bytes(1000, 2, 1, devices) for devices in (1, 8)}
     assert latent == 2 * 576_000
 

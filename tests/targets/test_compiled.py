@@ -11,8 +11,16 @@ from transformers import AutoConfig
 from specdistill.project import ROOT
 from specdistill.targets.frozen import compile_layers, tiny_random_target
 
-RECIPES = [path for path in (ROOT / "recipes").glob("*/*.yaml") if (path.parent / "config.json").is_file()]
-COMPILED = sorted({path.parent.name for path in RECIPES if yaml.safe_load(path.read_text())["train"].get("torch_compile")})
+RECIPES = [
+    path for path in (ROOT / "recipes").glob("*/*.yaml") if (path.parent / "config.json").is_file()
+]
+COMPILED = sorted(
+    {
+        path.parent.name
+        for path in RECIPES
+        if yaml.safe_load(path.read_text())["train"].get("torch_compile")
+    }
+)
 
 
 @pytest.mark.long  # a model of each class
@@ -27,10 +35,16 @@ def test_packed_rows_give_the_same_features(name: str) -> None:
         plain = target.features(ids, aux, position_ids_BT=positions)
         counters.clear()
         compile_layers(
-            {"torch_compile": True, "torch_compile_backend": "aot_eager"}, target, SimpleNamespace(layers=(), row_losses=len)
+            {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+            target,
+            SimpleNamespace(layers=(), row_losses=len),
         )
         compiled = target.features(ids, aux, position_ids_BT=positions)
     kinds = len(set(getattr(target.config, "layer_types", None) or [""]))
-    assert counters["stats"]["unique_graphs"] == kinds and not counters["graph_break"], dict(counters["graph_break"])
-    for one, two in zip((*plain.aux, plain.last_hidden), (*compiled.aux, compiled.last_hidden), strict=True):
+    assert counters["stats"]["unique_graphs"] == kinds and not counters["graph_break"], dict(
+        counters["graph_break"]
+    )
+    for one, two in zip(
+        (*plain.aux, plain.last_hidden), (*compiled.aux, compiled.last_hidden), strict=True
+    ):
         assert torch.allclose(one, two, atol=1e-5)

@@ -48,7 +48,9 @@ def test_a_copy_is_the_same_target_and_other_files_are_another(saved: Path, tmp_
     assert identity(copy).is_same(identity(saved))
     tokenizer = copy / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace("<|user|>", "<|human|>"))
-    assert identity(copy).weights == identity(saved).weights and not identity(copy).is_same(identity(saved))
+    assert identity(copy).weights == identity(saved).weights and not identity(copy).is_same(
+        identity(saved)
+    )
     tiny_target_model(num_layers=2, seed=1).save_pretrained(tmp_path / "other")
     shutil.copy(saved / "tokenizer.json", tmp_path / "other")
     assert identity(tmp_path / "other").tokenizer == identity(saved).tokenizer
@@ -67,7 +69,11 @@ def test_every_shard_counts(tmp_path: Path) -> None:
 
 def test_pico_goes_by_its_name() -> None:
     named, loaded = TargetFiles("pico").identity, str(TargetFiles("pico").identity)
-    assert (named.name_or_path, named.revision, named.adapter) == ("pico", None, None) and loaded.startswith("pico (weights ")
+    assert (named.name_or_path, named.revision, named.adapter) == (
+        "pico",
+        None,
+        None,
+    ) and loaded.startswith("pico (weights ")
 
 
 def test_a_folder_without_weights_is_none(tmp_path: Path) -> None:
@@ -99,8 +105,15 @@ def test_weights_that_were_not_fetched_are_known_by_what_the_hub_says(
     class Api:
         def model_info(self, repository: str, *, revision: str, files_metadata: bool) -> Any:
             asked.append((repository, revision, files_metadata))
-            lfs = {"sha256": hashlib.sha256((saved / SINGLE).read_bytes()).hexdigest(), "size": 1, "pointerSize": 1}
-            listed = [{"rfilename": SINGLE, "lfs": lfs, "size": 1}, {"rfilename": "config.json", "size": 1}]
+            lfs = {
+                "sha256": hashlib.sha256((saved / SINGLE).read_bytes()).hexdigest(),
+                "size": 1,
+                "pointerSize": 1,
+            }
+            listed = [
+                {"rfilename": SINGLE, "lfs": lfs, "size": 1},
+                {"rfilename": "config.json", "size": 1},
+            ]
             return ModelInfo(id=repository, siblings=listed)
 
     expected, snapshot = identity(saved), in_cache(tmp_path, saved, ["tokenizer.json"])
@@ -121,4 +134,7 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 TargetFiles({str(tmp_path)!r}).identity
 sys.exit((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) > 64 * 1024)
 """
-    assert subprocess.run([sys.executable, "-c", code], env=dict(os.environ), check=False).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", code], env=dict(os.environ), check=False).returncode
+        == 0
+    )

@@ -38,7 +38,9 @@ def test_after_all_layers_is_before_the_final_norm(target: FrozenTarget) -> None
 
 def test_capture_leaves_no_hooks_behind(target: FrozenTarget) -> None:
     target.features(torch.arange(3, 9)[None], [1, 2])
-    assert not any(layer._forward_pre_hooks for layer in [*target.backbone.layers, target.backbone.norm])
+    assert not any(
+        layer._forward_pre_hooks for layer in [*target.backbone.layers, target.backbone.norm]
+    )
 
 
 def test_a_misspelt_name_and_a_missing_folder_are_refused(tmp_path: Path) -> None:
@@ -71,13 +73,19 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_an_adapter_is_merged_and_another_target(base: Path, tmp_path: Path) -> None:
     adapted = save_adapter(tmp_path, "someone/Base")  # the base, wherever it is
-    plain, target = FrozenTarget.load(str(base)), FrozenTarget.load(str(base), adapter=str(tmp_path))
+    plain, target = (
+        FrozenTarget.load(str(base)),
+        FrozenTarget.load(str(base), adapter=str(tmp_path)),
+    )
     ids = torch.arange(4, 28)[None]
     assert torch.allclose(target.model(ids).logits, adapted(ids).logits.detach(), atol=1e-5)
     assert not torch.allclose(target.model(ids).logits, plain.model(ids).logits, atol=1e-2)
     assert type(target.model) is type(plain.model) and target.num_parameters == plain.num_parameters
     assert target.name == f"{base} + {tmp_path}" and target.identity.adapter == str(tmp_path)
-    assert target.identity.weights != plain.identity.weights and target.identity.tokenizer == plain.identity.tokenizer
+    assert (
+        target.identity.weights != plain.identity.weights
+        and target.identity.tokenizer == plain.identity.tokenizer
+    )
     config = tmp_path / "adapter_config.json"
     config.write_text(config.read_text().replace('"lora_alpha": 8', '"lora_alpha": 16'))
     rescaled = FrozenTarget.load(str(base), adapter=str(tmp_path))
@@ -87,9 +95,16 @@ def test_an_adapter_is_merged_and_another_target(base: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("name", "model"),
-    [("someone/other", {}), (None, {"hidden_size": 128}), (None, {"num_layers": 6}), (None, {"num_layers": 2})],
+    [
+        ("someone/other", {}),
+        (None, {"hidden_size": 128}),
+        (None, {"num_layers": 6}),
+        (None, {"num_layers": 2}),
+    ],
 )
-def test_an_adapter_of_another_base_is_refused(base: Path, tmp_path: Path, name: str, model: Any) -> None:
+def test_an_adapter_of_another_base_is_refused(
+    base: Path, tmp_path: Path, name: str, model: Any
+) -> None:
     save_adapter(tmp_path, name, **model)
     with refused("target.adapter"):
         FrozenTarget.load(str(base), adapter=str(tmp_path))
@@ -100,11 +115,15 @@ def test_several_adapters_are_no_target(base: Path) -> None:
         FrozenTarget.load(str(base), adapter=["a", "b"])
 
 
-@pytest.mark.parametrize("broken", ["adapter_config.json", "adapter_model.safetensors", "truncated"])
+@pytest.mark.parametrize(
+    "broken", ["adapter_config.json", "adapter_model.safetensors", "truncated"]
+)
 def test_a_broken_adapter_is_refused(base: Path, tmp_path: Path, broken: str) -> None:
     save_adapter(tmp_path, str(base))
     weights = tmp_path / "adapter_model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100]) if broken == "truncated" else (tmp_path / broken).unlink()
+    weights.write_bytes(weights.read_bytes()[:-100]) if broken == "truncated" else (
+        tmp_path / broken
+    ).unlink()
     with refused("target.adapter"):
         FrozenTarget.load(str(base), adapter=str(tmp_path))
 
@@ -119,9 +138,16 @@ def test_weights_that_are_missing_are_not_made_up(base: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("kind", "why"),
-    [("musicgen", ""), ("reformer", ""), ("t5", "an encoder-decoder"), ("bart", "an encoder-decoder")],
+    [
+        ("musicgen", ""),
+        ("reformer", ""),
+        ("t5", "an encoder-decoder"),
+        ("bart", "an encoder-decoder"),
+    ],
 )
-def test_a_class_that_is_no_target_is_refused_in_one_line(tmp_path: Path, kind: str, why: str) -> None:
+def test_a_class_that_is_no_target_is_refused_in_one_line(
+    tmp_path: Path, kind: str, why: str
+) -> None:
     """musicgen: a config that transformers' own class cannot read; reformer: one that its class asserts against."""
     CONFIG_MAPPING[kind]().save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)

@@ -58,7 +58,10 @@ def test_a_gguf_file_that_is_none_is_refused(gguf: Path, tmp_path: Path) -> None
         with refused("target.model", short):
             FrozenTarget.load(str(short))
         if size > 0:  # its header is cut as well
-            for config_of in (lambda name: TargetFiles(name).config, lambda name: read_plan(name, key="target.model")):
+            for config_of in (
+                lambda name: TargetFiles(name).config,
+                lambda name: read_plan(name, key="target.model"),
+            ):
                 with refused("target.model", short):
                     config_of(str(short))
 
@@ -73,7 +76,9 @@ def test_a_gguf_file_is_planned_for_like_the_checkpoint_it_was_made_from(gguf: P
         "num_key_value_heads",
         "intermediate_size",
     )
-    assert {name: getattr(file.text, name) for name in sizes} == {name: getattr(pico.text, name) for name in sizes}
+    assert {name: getattr(file.text, name) for name in sizes} == {
+        name: getattr(pico.text, name) for name in sizes
+    }
     assert (file.hub_id, file.native_mtp, file.stored_bytes) == (None, None, gguf.stat().st_size)
     assert f"target.model={gguf}" in str(make_plan(file).recommendation["start"])
 
@@ -93,10 +98,15 @@ def test_code_of_a_target_runs_when_it_is_trusted(folder: Path) -> None:
     (folder / "code.py").write_text(REMOTE)
     path = folder / "config.json"
     auto = {"AutoConfig": "code.AcmeConfig", "AutoModelForCausalLM": "code.AcmeForCausalLM"}
-    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "acme", "auto_map": auto}))
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "model_type": "acme", "auto_map": auto})
+    )
     with refused("target.model", folder):
         FrozenTarget.load(str(folder))
-    assert type(FrozenTarget.load(str(folder), trust_remote_code=True).model).__name__ == "AcmeForCausalLM"
+    assert (
+        type(FrozenTarget.load(str(folder), trust_remote_code=True).model).__name__
+        == "AcmeForCausalLM"
+    )
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -109,7 +119,10 @@ def test_an_fp8_checkpoint_is_a_target(folder: Path) -> None:
             blocks = weight.view(weight.shape[0] // 32, 32, -1, 32)
             scale = blocks.abs().amax((1, 3), keepdim=True) / 448
             eighth = (blocks / scale).to(torch.float8_e4m3fn)
-            stored[name], stored[f"{name}_scale_inv"] = eighth.view_as(weight), scale.squeeze((1, 3))
+            stored[name], stored[f"{name}_scale_inv"] = (
+                eighth.view_as(weight),
+                scale.squeeze((1, 3)),
+            )
             plain.get_parameter(name).data = (eighth.float() * scale).view_as(weight)
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     path = folder / "config.json"
@@ -119,7 +132,9 @@ def test_an_fp8_checkpoint_is_a_target(folder: Path) -> None:
         target, expected = FrozenTarget.load(str(folder)), plain(IDS).logits
         assert (target.model(IDS).logits - expected).norm() < 0.02 * expected.norm()
     if not torch.cuda.is_available():  # transformers dequantizes
-        assert target.is_plain and {parameter.dtype for parameter in target.model.parameters()} == {torch.float32}
+        assert target.is_plain and {parameter.dtype for parameter in target.model.parameters()} == {
+            torch.float32
+        }
 
 
 @pytest.mark.parametrize("attn", ["flash_attention_2", "kernels-community/flash-attn2"])
@@ -136,7 +151,9 @@ def test_a_target_is_not_rounded_where_that_cannot_be(folder: Path, kind: str) -
         FrozenTarget.load(str(folder), dtype="bfloat16", quantization=kind)
 
 
-def test_a_target_that_does_not_fit_is_no_broken_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_that_does_not_fit_is_no_broken_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The command says then that the memory is full."""
 
     def full(*_: Any, **__: Any) -> None:
@@ -169,22 +186,39 @@ def test_one_process_holds_the_whole_of_a_target_that_several_share(folder: Path
 
 
 def test_layers_stay_on_disk_until_they_are_run(folder: Path) -> None:
-    left, whole = FrozenTarget.load(str(folder), layers_on_disk=True), FrozenTarget.load(str(folder))
+    left, whole = (
+        FrozenTarget.load(str(folder), layers_on_disk=True),
+        FrozenTarget.load(str(folder)),
+    )
     on_disk = {name for name, weight in left.model.named_parameters() if weight.is_meta}
-    assert on_disk and on_disk == {name for name, _ in left.model.named_parameters() if ".layers." in name}
-    assert left.device == whole.device and left.logits.linear.weight.equal(whole.logits.linear.weight)
-    for features, expected in zip(left.features(IDS, [1]).aux, whole.features(IDS, [1]).aux, strict=True):
+    assert on_disk and on_disk == {
+        name for name, _ in left.model.named_parameters() if ".layers." in name
+    }
+    assert left.device == whole.device and left.logits.linear.weight.equal(
+        whole.logits.linear.weight
+    )
+    for features, expected in zip(
+        left.features(IDS, [1]).aux, whole.features(IDS, [1]).aux, strict=True
+    ):
         assert torch.equal(features, expected)
     for method in HEADS:
         init = {"init": "scratch"} if method == "mtp" else {}
-        own, expected = (build_head(method, target, **init).state_dict() for target in (left, whole))
-        assert own.keys() == expected.keys() and all(torch.equal(own[name], expected[name]) for name in own)
+        own, expected = (
+            build_head(method, target, **init).state_dict() for target in (left, whole)
+        )
+        assert own.keys() == expected.keys() and all(
+            torch.equal(own[name], expected[name]) for name in own
+        )
 
 
 def test_a_name_on_the_hub_without_a_network_is_told_as_that() -> None:
     """Through transformers and through the client, offline as every test."""
-    for fails in (lambda: read_tokenizer(TargetFiles("org/nothere")), lambda: read_plan("org/nothere", key="target.model")):
+    for fails in (
+        lambda: read_tokenizer(TargetFiles("org/nothere")),
+        lambda: read_plan("org/nothere", key="target.model"),
+    ):
         with pytest.raises(
-            ResourceError, match=r"^target.model: org/nothere is no folder here, and \S+ cannot be reached .*HF_HUB_OFFLINE"
+            ResourceError,
+            match=r"^target.model: org/nothere is no folder here, and \S+ cannot be reached .*HF_HUB_OFFLINE",
         ):
             fails()

@@ -8,7 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from specdistill.targets.packed_attention import cached_attention, packed_attention, packed_attention_backward
+from specdistill.targets.packed_attention import (
+    cached_attention,
+    packed_attention,
+    packed_attention_backward,
+)
 
 CUMULATIVE = torch.tensor([0, 0, 5, 6, 32, 32], dtype=torch.int32)
 
@@ -25,7 +29,9 @@ def test_torchs_own_checks_of_an_operator(window: int | None, value_size: int) -
     packing: tuple[Any, ...] = (CUMULATIVE, 26, window)
     torch.library.opcheck(packed_attention, (query, key, value, *packing))
     output, lse = packed_attention(query, key, value, *packing)
-    torch.library.opcheck(packed_attention_backward, (grad, query, key, value, output, lse, *packing))
+    torch.library.opcheck(
+        packed_attention_backward, (grad, query, key, value, output, lse, *packing)
+    )
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -43,7 +49,9 @@ def test_tensors_may_lie_any_way() -> None:
     results = []
     for query, key, value, grad in (dense, [x.mT.contiguous().mT for x in dense]):
         output, lse = packed_attention(query, key, value, CUMULATIVE, 26, None)
-        results.append(packed_attention_backward(grad, query, key, value, output, lse, CUMULATIVE, 26, None))
+        results.append(
+            packed_attention_backward(grad, query, key, value, output, lse, CUMULATIVE, 26, None)
+        )
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
@@ -59,30 +67,45 @@ def test_flops_are_those_of_the_pairs_that_see_each_other() -> None:
     assert counter.get_total_flops() == 2 * pairs * (16 + 12 + 16 + 16 + 12)
 
 
-def masked(query: Tensor, key: Tensor, value: Tensor, seen_TS: Tensor, scale: float | None = None) -> Tensor:
+def masked(
+    query: Tensor, key: Tensor, value: Tensor, seen_TS: Tensor, scale: float | None = None
+) -> Tensor:
     """torch's attention over heads in the second dimension of [T, N, d]."""
     heads_first = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-    output = F.scaled_dot_product_attention(*heads_first, attn_mask=seen_TS, scale=scale, enable_gqa=True)
+    output = F.scaled_dot_product_attention(
+        *heads_first, attn_mask=seen_TS, scale=scale, enable_gqa=True
+    )
     return output[0].transpose(0, 1)
 
 
 @pytest.mark.parametrize(("window", "scale"), [(None, None), (3, None), (None, 0.1)])
-def test_the_gradient_is_that_of_torchs_masked_attention(window: int | None, scale: float | None) -> None:
+def test_the_gradient_is_that_of_torchs_masked_attention(
+    window: int | None, scale: float | None
+) -> None:
     document = torch.bucketize(torch.arange(32), CUMULATIVE, right=True)
     ago = torch.arange(32)[:, None] - torch.arange(32)
     seen = (document[:, None] == document) & (ago >= 0) & (ago < (window or 32))
-    tensors, grad = [x.double().requires_grad_() for x in noise((4, 16), (2, 16), (2, 12))], noise((4, 12))[0].double()
+    tensors, grad = (
+        [x.double().requires_grad_() for x in noise((4, 16), (2, 16), (2, 12))],
+        noise((4, 12))[0].double(),
+    )
     output, _ = packed_attention(*tensors, CUMULATIVE, 26, window, scale)
     ours = torch.autograd.grad(output, tensors, grad)
     theirs = torch.autograd.grad(masked(*tensors, seen, scale), tensors, grad)
-    assert all(torch.allclose(one, other, atol=1e-12) for one, other in zip(ours, theirs, strict=True))
+    assert all(
+        torch.allclose(one, other, atol=1e-12) for one, other in zip(ours, theirs, strict=True)
+    )
 
 
 @pytest.mark.parametrize("count", [6, 32])
 @pytest.mark.parametrize(("window", "scale"), [(None, None), (5, None), (32, None), (None, 0.1)])
-def test_the_last_positions_see_those_that_are_cached(window: int | None, scale: float | None, count: int) -> None:
+def test_the_last_positions_see_those_that_are_cached(
+    window: int | None, scale: float | None, count: int
+) -> None:
     query, key, value = noise((4, 16), (2, 16), (2, 12))
     ago = torch.arange(32)[:, None] - torch.arange(32)
     whole = masked(query, key, value, (ago >= 0) & (ago < (window or 32)), scale)
     heads_first = (x.transpose(0, 1).unsqueeze(0) for x in (query[-count:], key, value))
-    assert torch.allclose(cached_attention(*heads_first, window, scale)[0], whole[-count:], atol=1e-6)
+    assert torch.allclose(
+        cached_attention(*heads_first, window, scale)[0], whole[-count:], atol=1e-6
+    )

@@ -20,7 +20,9 @@ WHOLE, SHARED = 0.65, 0.55  # of the whole target's RAM while it is loaded, and 
 
 def launch(configuration: str, script: Path, *arguments: str) -> None:
     """The script in two processes of a launch configuration that ships, in float32."""
-    process = start(script, *arguments, config=configuration, options=(*TWO_PROCESSES, "--mixed_precision=no"))
+    process = start(
+        script, *arguments, config=configuration, options=(*TWO_PROCESSES, "--mixed_precision=no")
+    )
     output = finish(process)
     assert process.returncode == 0, output[-8000:]
 
@@ -28,9 +30,14 @@ def launch(configuration: str, script: Path, *arguments: str) -> None:
 def run(configuration: str, folder: Path) -> list[dict[str, Any]]:
     write_inputs(folder, hidden_size=128)
     launch(configuration, Path(__file__).with_name("in_two_processes.py"), str(folder))
-    seen = [json.loads((folder / f"process-{rank}.json").read_text(encoding="utf-8")) for rank in (0, 1)]
+    seen = [
+        json.loads((folder / f"process-{rank}.json").read_text(encoding="utf-8")) for rank in (0, 1)
+    ]
     for process in seen:
-        assert process["processes"] == 2 and process["embedding"] == [260, 128]  # ZeRO-3 would have left it empty
+        assert process["processes"] == 2 and process["embedding"] == [
+            260,
+            128,
+        ]  # ZeRO-3 would have left it empty
         shared = process["layers"]
         assert shared["difference"] == shared["head"] == shared["draft"] == 0.0, shared
         assert shared["is_same"] and shared["class"] == "LlamaForCausalLM"
@@ -46,7 +53,13 @@ def run(configuration: str, folder: Path) -> list[dict[str, Any]]:
 def test_a_draft_learns_the_same_from_a_target_that_is_shared(tmp_path: Path) -> None:
     drafts = []
     write_inputs(tmp_path)
-    keys = [*input_keys(tmp_path), *SMALL, "data.regenerate=null", "train.per_device_train_batch_size=2", "train.bf16=false"]
+    keys = [
+        *input_keys(tmp_path),
+        *SMALL,
+        "data.regenerate=null",
+        "train.per_device_train_batch_size=2",
+        "train.bf16=false",
+    ]
     for shard in ("none", "layers"):
         own = [f"target.shard={shard}", f"train.output_dir={tmp_path / shard}"]
         launch("ddp", ROOT / "train" / "eagle.py", "recipe=small/eagle3", *keys, *own)
@@ -57,10 +70,21 @@ def test_a_draft_learns_the_same_from_a_target_that_is_shared(tmp_path: Path) ->
 
 @pytest.mark.long  # a launch, over 180 MB of weights
 @pytest.mark.distributed
-def test_each_process_loads_its_part_of_the_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1000000")  # or glibc keeps what a gathered layer gave back
-    sizes = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 42, "num_attention_heads": 8}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=512, num_key_value_heads=4, **sizes)).to(torch.bfloat16)
+def test_each_process_loads_its_part_of_the_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(
+        "MALLOC_MMAP_THRESHOLD_", "1000000"
+    )  # or glibc keeps what a gathered layer gave back
+    sizes = {
+        "hidden_size": 384,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 42,
+        "num_attention_heads": 8,
+    }
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=512, num_key_value_heads=4, **sizes)).to(
+        torch.bfloat16
+    )
     model.save_pretrained(tmp_path / "large", max_shard_size="60MB")  # 360 MB in float32
     tiny_tokenizer().save_pretrained(tmp_path / "large")
     for process in run("ddp", tmp_path):
@@ -76,7 +100,10 @@ def test_zero_3_leaves_the_target_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("joined", "quantized", "message"),
-    [(False, False, "layers in processes that form no group"), (True, True, "layers with a quantized checkpoint")],
+    [
+        (False, False, "layers in processes that form no group"),
+        (True, True, "layers with a quantized checkpoint"),
+    ],
 )
 def test_what_cannot_be_told_apart_is_refused(
     joined: bool, quantized: bool, message: str, monkeypatch: pytest.MonkeyPatch

@@ -21,7 +21,9 @@ from tests.tiny import qwen
         ("mixtral", {"num_hidden_layers": 2}, 1.0, None),
     ],
 )
-def test_widths_are_divided_and_the_rest_is_kept(kind: str, options: dict[str, Any], scale: float, cap: float | None) -> None:
+def test_widths_are_divided_and_the_rest_is_kept(
+    kind: str, options: dict[str, Any], scale: float, cap: float | None
+) -> None:
     config = CONFIG_MAPPING[kind](**options)
     target = tiny_random_target(config, "small")
     assert target is not None
@@ -35,7 +37,9 @@ def test_a_small_config_stands_for_itself() -> None:
     model = qwen()
     target = tiny_random_target(model.config, "small")
     assert target is not None
-    assert [parameter.shape for parameter in target.model.parameters()] == [parameter.shape for parameter in model.parameters()]
+    assert [parameter.shape for parameter in target.model.parameters()] == [
+        parameter.shape for parameter in model.parameters()
+    ]
 
 
 def test_a_class_that_is_refused_at_every_size_is_refused() -> None:
@@ -44,4 +48,9 @@ def test_a_class_that_is_refused_at_every_size_is_refused() -> None:
 
 
 def test_sizes_that_never_go_together_have_no_tiny_random_target() -> None:
-    assert tiny_random_target(LlamaConfig(num_attention_heads=8, num_key_value_heads=3, hidden_size=16_384), "it") is None
+    assert (
+        tiny_random_target(
+            LlamaConfig(num_attention_heads=8, num_key_value_heads=3, hidden_size=16_384), "it"
+        )
+        is None
+    )

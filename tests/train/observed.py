@@ -21,7 +21,9 @@ if __name__ == "__main__":
 
     def num_bytes(tensors: Iterable[Any]) -> int:
         """Of the parts that are this process's own: ZeRO-3 keeps them next to the parameter, which is whole or empty."""
-        own = [getattr(tensor, "ds_tensor", tensor) for tensor in tensors if isinstance(tensor, Tensor)]
+        own = [
+            getattr(tensor, "ds_tensor", tensor) for tensor in tensors if isinstance(tensor, Tensor)
+        ]
         return sum((part.to_local() if isinstance(part, DTensor) else part).nbytes for part in own)
 
     def observed(trainer: Any, folder: Path) -> None:
@@ -33,9 +35,13 @@ if __name__ == "__main__":
             "num_processes": state.num_processes,
             "distributed_type": state.distributed_type.value,
             "parameters": num_bytes(trainer.model.parameters()),
-            "optimizer": num_bytes(tensor for entry in optimizer.state.values() for tensor in entry.values()),
+            "optimizer": num_bytes(
+                tensor for entry in optimizer.state.values() for tensor in entry.values()
+            ),
         }
-        (Path(observations) / f"process-{state.process_index}.json").write_text(json.dumps(seen), encoding="utf-8")
+        (Path(observations) / f"process-{state.process_index}.json").write_text(
+            json.dumps(seen), encoding="utf-8"
+        )
         save_draft(trainer, folder)
 
     DraftTrainer.save_draft = observed  # type: ignore[method-assign]

@@ -10,6 +10,12 @@ from tests.tiny import SMALL, input_keys
 def train(folder: Path, output: Path, *keys: str) -> subprocess.CompletedProcess[str]:
     """On what `tests.tiny.write_inputs` wrote to a folder. A recipe among the keys comes first, so that what is small stays small."""
     recipe = [key for key in keys if key.startswith("recipe=")]
-    own = ["draft.num_layers=2"] if {"method=draft_model", "method=pard"} & {*keys} else ["draft.ttt_steps=3"]
+    own = (
+        ["draft.num_layers=2"]
+        if {"method=draft_model", "method=pard"} & {*keys}
+        else ["draft.ttt_steps=3"]
+    )
     rest = [key for key in keys if key not in recipe]
-    return specdistill("train", *recipe, *input_keys(folder), *own, *SMALL, f"train.output_dir={output}", *rest)
+    return specdistill(
+        "train", *recipe, *input_keys(folder), *own, *SMALL, f"train.output_dir={output}", *rest
+    )

@@ -50,7 +50,9 @@ def test_a_run_leaves_a_draft_its_record_and_a_curve(folder: Path, run: Path) ->
     assert any("eval_acceptance_length" in entry for entry in log)
 
 
-def test_a_gguf_file_is_trained_for_measured_examined_and_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gguf_file_is_trained_for_measured_examined_and_judged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As by who serves it with llama.cpp: the file is all there is. It has no chat template, so that all use the one that data: names."""
     tiny_target_model(num_layers=2, vocab_size=1024).save_pretrained(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(PICO)
@@ -60,16 +62,32 @@ def test_a_gguf_file_is_trained_for_measured_examined_and_judged(tmp_path: Path,
     (tmp_path / "gguf").mkdir()
     target = write_gguf(tmp_path / "model", tmp_path / "gguf" / "model.gguf", "q8_0")
     rows = [{"prompt": f"Write {number} and {number * 7}."} for number in range(12)]
-    for name, asked in (("rows.jsonl", rows), ("suite.jsonl", [{"user": row["prompt"]} for row in rows])):
+    for name, asked in (
+        ("rows.jsonl", rows),
+        ("suite.jsonl", [{"user": row["prompt"]} for row in rows]),
+    ):
         (tmp_path / name).write_text("\n".join(map(json.dumps, asked)), encoding="utf-8")
-    (tmp_path / "gate.yaml").write_text("- {metric: lossless.greedy_identical, equals: true}\n", encoding="utf-8")
+    (tmp_path / "gate.yaml").write_text(
+        "- {metric: lossless.greedy_identical, equals: true}\n", encoding="utf-8"
+    )
 
     run = tmp_path / "run"
-    generated = ["data.regenerate.num_tokens=300", "data.regenerate.batch_size=8", "data.validation_fraction=0.3"]
+    generated = [
+        "data.regenerate.num_tokens=300",
+        "data.regenerate.batch_size=8",
+        "data.validation_fraction=0.3",
+    ]
     generated.append(f"data.chat_template={tmp_path / 'mine.jinja'}")
-    measured = [f"eval.suite={tmp_path / 'suite.jsonl'}", "eval.max_new_tokens=8", "eval.repeats=1", "eval.warmup=0"]
+    measured = [
+        f"eval.suite={tmp_path / 'suite.jsonl'}",
+        "eval.max_new_tokens=8",
+        "eval.repeats=1",
+        "eval.warmup=0",
+    ]
     gate = ["eval.sampling_draws=0", f"gate={tmp_path / 'gate.yaml'}"]
-    assert train(tmp_path, run, f"target.model={target}", *generated, *measured, *gate).returncode == 0
+    assert (
+        train(tmp_path, run, f"target.model={target}", *generated, *measured, *gate).returncode == 0
+    )
     assert (run / "draft" / "target_chat_template.jinja").read_text(encoding="utf-8") == template
     assert evaluate(f"recipe={run / 'run' / 'recipe.yaml'}") == 0
     report = json.loads((run / "report" / "report.json").read_text())
@@ -83,7 +101,9 @@ def test_a_gguf_file_is_trained_for_measured_examined_and_judged(tmp_path: Path,
     suite, both = f"suite={tmp_path / 'suite.jsonl'}", f"output_dir={tmp_path / 'both'}"
     quick = ["max_new_tokens=8", "repeats=1", "warmup=0", "sampling_draws=0"]
     with pytest.raises(SystemExit) as ended:
-        main(["compare", f"target={target}", f"drafts=[{run / 'draft'},ngram]", suite, both, *quick])
+        main(
+            ["compare", f"target={target}", f"drafts=[{run / 'draft'},ngram]", suite, both, *quick]
+        )
     assert ended.value.code == 0
     completions = [
         [json.loads(line)["text"] for line in (folder / "samples.jsonl").read_text().splitlines()]
@@ -104,7 +124,9 @@ def test_compiled_layers_learn_the_same(folder: Path, tmp_path: Path, keys: list
         counters.clear()
         assert train(folder, tmp_path / name, *keys, *extra).returncode == 0
     assert counters["stats"]["unique_graphs"] and not counters["graph_break"]
-    one, two = (load_file(tmp_path / name / "draft" / "model.safetensors") for name in ("plain", "compiled"))
+    one, two = (
+        load_file(tmp_path / name / "draft" / "model.safetensors") for name in ("plain", "compiled")
+    )
     assert one.keys() == two.keys()
     for name, tensor in one.items():
         assert torch.allclose(tensor, two[name], atol=1e-3), name
@@ -120,23 +142,42 @@ def test_a_head_that_is_not_trained_stays_the_targets(folder: Path, tmp_path: Pa
 
 
 def test_a_tracker_has_every_figure_by_step(folder: Path, tmp_path: Path) -> None:
-    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="needs tensorboard")
+    events = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="needs tensorboard"
+    )
     assert (
-        train(folder, tmp_path / "run", "train.report_to=tensorboard", "train.logging_steps=1", "train.eval_steps=1").returncode
+        train(
+            folder,
+            tmp_path / "run",
+            "train.report_to=tensorboard",
+            "train.logging_steps=1",
+            "train.eval_steps=1",
+        ).returncode
         == 0
     )
     (path,) = (tmp_path / "run" / "runs").glob("*/events.out.*")
     read = events.EventAccumulator(str(path)).Reload()
-    steps, rates = zip(*((event.step, event.value) for event in read.Scalars("eval/cumulative_acceptance_3")), strict=True)
-    log = [entry for entry in json.loads((tmp_path / "run/run/history.json").read_text())["log"] if "eval_loss" in entry]
-    assert steps == (1, 2) and rates == pytest.approx([entry["eval_cumulative_acceptance_3"] for entry in log])
+    steps, rates = zip(
+        *((event.step, event.value) for event in read.Scalars("eval/cumulative_acceptance_3")),
+        strict=True,
+    )
+    log = [
+        entry
+        for entry in json.loads((tmp_path / "run/run/history.json").read_text())["log"]
+        if "eval_loss" in entry
+    ]
+    assert steps == (1, 2) and rates == pytest.approx(
+        [entry["eval_cumulative_acceptance_3"] for entry in log]
+    )
     assert {"train/loss", "train/grad_norm", "train/tokens_per_second"} <= {*read.Tags()["scalars"]}
 
 
 def test_training_continues_an_earlier_draft(folder: Path, run: Path, tmp_path: Path) -> None:
     start = f"draft.init={run / 'draft'}"
     assert train(folder, tmp_path / "second", start, "train.learning_rate=0.0").returncode == 0
-    one, two = ((path / "draft" / "model.safetensors").read_bytes() for path in (run, tmp_path / "second"))
+    one, two = (
+        (path / "draft" / "model.safetensors").read_bytes() for path in (run, tmp_path / "second")
+    )
     assert one == two
     refused = train(folder, tmp_path / "third", start, "draft.fc_norm=true")
     assert refused.returncode == 2 and refused_key(refused.stderr) == "draft.fc_norm"

@@ -27,22 +27,39 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_fresh_layer_is_trained(folder: Path, tmp_path: Path) -> None:
-    assert train(folder, tmp_path / "run", *MTP, "recipe=pico/mtp", "draft.init=scratch").returncode == 0
+    assert (
+        train(folder, tmp_path / "run", *MTP, "recipe=pico/mtp", "draft.init=scratch").returncode
+        == 0
+    )
     load_mtp(tmp_path / "run" / "draft", FrozenTarget.load(str(folder / "model")))
     assert (tmp_path / "run" / "training_curve.png").exists()
 
 
-def test_a_native_layer_is_trained_and_goes_back_into_the_checkpoint(folder: Path, tmp_path: Path) -> None:
+def test_a_native_layer_is_trained_and_goes_back_into_the_checkpoint(
+    folder: Path, tmp_path: Path
+) -> None:
     native = f"target.model={folder / 'native'}"
     assert train(folder, tmp_path / "run", *MTP, native, "data.packing=false").returncode == 0
-    arguments = [f"target={folder / 'native'}", f"draft={tmp_path / 'run' / 'draft'}", f"output_dir={tmp_path / 'out'}"]
+    arguments = [
+        f"target={folder / 'native'}",
+        f"draft={tmp_path / 'run' / 'draft'}",
+        f"output_dir={tmp_path / 'out'}",
+    ]
     assert main(["export", "engine=vllm", *arguments]) == 0
     trained = load_file(tmp_path / "run" / "draft" / "model.safetensors")
-    before, after = (Shards.open(path, "target.model") for path in (folder / "native", tmp_path / "out"))
+    before, after = (
+        Shards.open(path, "target.model") for path in (folder / "native", tmp_path / "out")
+    )
     assert before.file_of.keys() == after.file_of.keys()
-    changed = [name for name in before.file_of if not (before.load([name])[name] == after.load([name])[name]).all()]
+    changed = [
+        name
+        for name in before.file_of
+        if not (before.load([name])[name] == after.load([name])[name]).all()
+    ]
     assert changed and all(name.startswith("mtp.") for name in changed)
-    assert all((after.load([name])[name] == trained[name]).all() for name in changed if name in trained)
+    assert all(
+        (after.load([name])[name] == trained[name]).all() for name in changed if name in trained
+    )
     FrozenTarget.load(str(tmp_path / "out"))
 
 

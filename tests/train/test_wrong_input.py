@@ -66,7 +66,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("mtp", "draft.sliding_window=8", "draft.sliding_window"),
     ],
 )
-def test_wrong_input_is_one_line_and_leaves_nothing(folder: Path, tmp_path: Path, method: str, keys: str, key: str) -> None:
+def test_wrong_input_is_one_line_and_leaves_nothing(
+    folder: Path, tmp_path: Path, method: str, keys: str, key: str
+) -> None:
     own = ["draft.init=scratch"] if method == "mtp" else []
     ended = train(folder, tmp_path / "run", f"method={method}", *own, *re.split(" (?=draft)", keys))
     assert ended.returncode == 2
@@ -74,10 +76,24 @@ def test_wrong_input_is_one_line_and_leaves_nothing(folder: Path, tmp_path: Path
     assert not (tmp_path / "run").exists()
 
 
-def test_what_an_untrained_draft_shows_of_its_engines_moves_no_random_number(tmp_path: Path) -> None:
-    keys = [f"target.model={write_target(tmp_path)}", "data.source=x", "train.output_dir=runs/x", "draft.num_layers=2"]
-    lora: Any = load_recipe(Recipe, ["method=draft_model", *keys, "draft.lora.rank=4", "publish.exports=[vllm,gguf]"])
-    causal = ["draft.is_causal=true", "draft.aux_layers=[1,2,3]", "draft.mask_token_id=2", "publish.exports=[vllm,sglang]"]
+def test_what_an_untrained_draft_shows_of_its_engines_moves_no_random_number(
+    tmp_path: Path,
+) -> None:
+    keys = [
+        f"target.model={write_target(tmp_path)}",
+        "data.source=x",
+        "train.output_dir=runs/x",
+        "draft.num_layers=2",
+    ]
+    lora: Any = load_recipe(
+        Recipe, ["method=draft_model", *keys, "draft.lora.rank=4", "publish.exports=[vllm,gguf]"]
+    )
+    causal = [
+        "draft.is_causal=true",
+        "draft.aux_layers=[1,2,3]",
+        "draft.mask_token_id=2",
+        "publish.exports=[vllm,sglang]",
+    ]
     target, state = FrozenTarget.load(str(tmp_path)), torch.get_rng_state()
     check_engines(lora, target)
     assert torch.equal(torch.get_rng_state(), state)
@@ -88,7 +104,11 @@ def test_what_an_untrained_draft_shows_of_its_engines_moves_no_random_number(tmp
 
 @pytest.mark.parametrize(("keys", "key"), [([], "method"), (["data.source=pico"], "data")])
 def test_a_script_refuses_a_method_that_needs_no_training(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], keys: list[str], key: str, folder: Path
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    keys: list[str],
+    key: str,
+    folder: Path,
 ) -> None:
     own = ["method=ngram", f"target.model={folder / 'model'}", "train.output_dir=runs/none"]
     monkeypatch.setattr(sys, "argv", ["train/draft.py", *own, *keys])

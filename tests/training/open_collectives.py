@@ -12,7 +12,9 @@ from specdistill.training.arguments import training_arguments
 
 if __name__ == "__main__":
     folder, *without_cpu = sys.argv[1:]
-    training_arguments({"output_dir": folder, "report_to": "none", **({"use_cpu": False} if without_cpu else {})})
+    training_arguments(
+        {"output_dir": folder, "report_to": "none", **({"use_cpu": False} if without_cpu else {})}
+    )
     (Path(folder) / "accepted").touch()
     parts = [torch.empty(200_000) for _ in range(2)]
     for _ in range(20):

@@ -35,7 +35,12 @@ def rows(count: int, length: int) -> Dataset:
         loss_mask = [0] * (index * 4) + [1] * (length - index * 4)
         ids = torch.randint(3, 200, (length,), generator=generator).tolist()
         table.append(
-            {"input_ids": ids, "loss_mask": loss_mask, "document_ids": [0] * length, "position_ids": list(range(length))}
+            {
+                "input_ids": ids,
+                "loss_mask": loss_mask,
+                "document_ids": [0] * length,
+                "position_ids": list(range(length)),
+            }
         )
     return Dataset.from_list(table)
 
@@ -50,7 +55,13 @@ def trainer(
 ) -> DraftTrainer:
     target = target or tiny_target()
     arguments = training_arguments(
-        {"output_dir": str(output_dir), "report_to": "none", "disable_tqdm": True, "save_strategy": "no", **train}
+        {
+            "output_dir": str(output_dir),
+            "report_to": "none",
+            "disable_tqdm": True,
+            "save_strategy": "no",
+            **train,
+        }
     )
     if method == "draft_model":
         draft: Any = create_draft_model(target, init="layers", num_layers=2)
@@ -64,13 +75,24 @@ def trainer(
         objective = TrainingTimeTest(draft, forward_kl, 4, step_decay=0.8)
         save = partial(save_head, method)  # type: ignore[assignment]
     optimizer = MuonAdamW(draft, arguments.learning_rate)
-    return DraftTrainer(objective, target, arguments, data, data, save=save, optimizer=optimizer, store=store)
+    return DraftTrainer(
+        objective, target, arguments, data, data, save=save, optimizer=optimizer, store=store
+    )
 
 
-def gradient_of_one_step(output_dir: Path, micro_batch: int, accumulation: int) -> dict[str, torch.Tensor]:
+def gradient_of_one_step(
+    output_dir: Path, micro_batch: int, accumulation: int
+) -> dict[str, torch.Tensor]:
     """What the optimizer is given in the first step over four rows, through the Trainer's own loop."""
-    batches = {"per_device_train_batch_size": micro_batch, "gradient_accumulation_steps": accumulation}
-    return gradient_of(trainer(output_dir, rows(4, 24), max_steps=1, max_grad_norm=0.0, learning_rate=0.0, **batches))
+    batches = {
+        "per_device_train_batch_size": micro_batch,
+        "gradient_accumulation_steps": accumulation,
+    }
+    return gradient_of(
+        trainer(
+            output_dir, rows(4, 24), max_steps=1, max_grad_norm=0.0, learning_rate=0.0, **batches
+        )
+    )
 
 
 def gradient_of(fit: DraftTrainer) -> dict[str, torch.Tensor]:
@@ -78,7 +100,13 @@ def gradient_of(fit: DraftTrainer) -> dict[str, torch.Tensor]:
     gradients: dict[str, torch.Tensor] = {}
 
     def keep(*_: Any) -> None:
-        gradients.update({name: p.grad.clone() for name, p in fit.objective.draft.named_parameters() if p.grad is not None})
+        gradients.update(
+            {
+                name: p.grad.clone()
+                for name, p in fit.objective.draft.named_parameters()
+                if p.grad is not None
+            }
+        )
 
     assert fit.optimizer is not None
     fit.optimizer.register_step_pre_hook(keep)

@@ -18,7 +18,9 @@ def build(tmp_path: Path, **fields: Any) -> TrainingArguments:
 
 def test_fields_pass_through_and_win_over_defaults(tmp_path: Path):
     built = training_arguments(
-        {"output_dir": str(tmp_path), "learning_rate": 1e-4, "seed": 7}, seed=3, per_device_train_batch_size=5
+        {"output_dir": str(tmp_path), "learning_rate": 1e-4, "seed": 7},
+        seed=3,
+        per_device_train_batch_size=5,
     )
     assert (built.learning_rate, built.seed, built.per_device_train_batch_size) == (1e-4, 7, 5)
 
@@ -27,8 +29,13 @@ def test_an_int_is_good_for_a_float(tmp_path: Path):
     assert build(tmp_path, learning_rate=1).learning_rate == 1
 
 
-@pytest.mark.parametrize(("metric", "is_score"), [("loss", False), ("loss_1", False), ("acceptance_1", True), (None, None)])
-def test_the_best_has_the_least_loss_or_the_greatest_score(tmp_path: Path, metric: str | None, is_score: bool | None):
+@pytest.mark.parametrize(
+    ("metric", "is_score"),
+    [("loss", False), ("loss_1", False), ("acceptance_1", True), (None, None)],
+)
+def test_the_best_has_the_least_loss_or_the_greatest_score(
+    tmp_path: Path, metric: str | None, is_score: bool | None
+):
     assert build(tmp_path, metric_for_best_model=metric).greater_is_better is is_score
 
 
@@ -42,7 +49,9 @@ def test_trackers_by_name(tmp_path: Path, given: str | list[str]):
     assert built.report_to == ([] if given == "none" else ["tensorboard"])
 
 
-def test_several_trackers_stand_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_several_trackers_stand_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     for tracker in ("wandb", "trackio"):
         monkeypatch.setitem(arguments.INTEGRATION_TO_CALLBACK, tracker, lambda: None)
     assert build(tmp_path, report_to="wandb,trackio").report_to == ["wandb", "trackio"]
@@ -94,7 +103,13 @@ def test_wrong_values_name_the_field(tmp_path: Path, name: str, value: Any, got:
 
 
 def test_what_lies_at_a_limit_passes(tmp_path: Path):
-    limits = {"max_steps": -1, "weight_decay": 0.0, "ddp_timeout": 30, "dataloader_num_workers": 1024, "adam_beta2": 0.999}
+    limits = {
+        "max_steps": -1,
+        "weight_decay": 0.0,
+        "ddp_timeout": 30,
+        "dataloader_num_workers": 1024,
+        "adam_beta2": 0.999,
+    }
     built = build(tmp_path, **limits)
     assert {name: getattr(built, name) for name in limits} == limits
 
@@ -102,12 +117,15 @@ def test_what_lies_at_a_limit_passes(tmp_path: Path):
 def test_fields_that_do_not_go_together_are_named(tmp_path: Path):
     with refused("train", "--load_best_model_at_end requires"):
         build(tmp_path, load_best_model_at_end=True)
-    with refused("train.lr_scheduler_type", "polynomial with train.lr_scheduler_kwargs={'powr': 2}"):
+    with refused(
+        "train.lr_scheduler_type", "polynomial with train.lr_scheduler_kwargs={'powr': 2}"
+    ):
         build(tmp_path, lr_scheduler_type="polynomial", lr_scheduler_kwargs={"powr": 2})
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "nearest"), [("learning_rte", 1.0, "train.learning_rate"), ("log_level", "warn", "warning")]
+    ("name", "value", "nearest"),
+    [("learning_rte", 1.0, "train.learning_rate"), ("log_level", "warn", "warning")],
 )
 def test_a_wrong_name_has_a_nearest_one(tmp_path: Path, name: str, value: Any, nearest: str):
     with pytest.raises(UserError, match=f"{nearest}.$"):
@@ -171,9 +189,14 @@ def test_half_precision_gradients_of_a_sharded_draft_are_refused(
         build(tmp_path, fp16=True)
 
 
-def test_an_fsdp_that_could_not_put_a_draft_together_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_fsdp_that_could_not_put_a_draft_together_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with refused("accelerate launch", "a configuration with FSDP 1 and fsdp_state_dict_type SHARDED_STATE_DICT"):
+    with refused(
+        "accelerate launch",
+        "a configuration with FSDP 1 and fsdp_state_dict_type SHARDED_STATE_DICT",
+    ):
         build(tmp_path)
     monkeypatch.setenv("FSDP_VERSION", "2")
     monkeypatch.setenv("FSDP_STATE_DICT_TYPE", "FULL_STATE_DICT")

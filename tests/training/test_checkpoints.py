@@ -12,7 +12,15 @@ import torch
 from safetensors.torch import save_file
 
 from specdistill.errors import ResourceError
-from specdistill.training.checkpoints import check_launch, checkpoint, prune, publish, saving, steps, whole_steps
+from specdistill.training.checkpoints import (
+    check_launch,
+    checkpoint,
+    prune,
+    publish,
+    saving,
+    steps,
+    whole_steps,
+)
 from tests.refusals import refused
 
 
@@ -60,7 +68,11 @@ def resized(best: str) -> Callable[[Path], None]:
         (lambda path: path.write_text('{"files": '), "manifest.json", "its manifest.json"),
         (lambda path: path.write_text("[]"), "manifest.json", "its manifest.json"),
         (lambda path: path.write_text('{"files": []}'), "manifest.json", "its manifest.json"),
-        (lambda path: path.write_bytes(bytes(path.stat().st_size)), "trainer_state.json", "its trainer_state.json"),
+        (
+            lambda path: path.write_bytes(bytes(path.stat().st_size)),
+            "trainer_state.json",
+            "its trainer_state.json",
+        ),
         (resized("[4, 6]"), "trainer_state.json", "its trainer_state.json cannot be read"),
         (resized("16"), "trainer_state.json", "its trainer_state.json cannot be read"),
         (resized('{"a": 1}'), "trainer_state.json", "its trainer_state.json cannot be read"),
@@ -75,7 +87,8 @@ def test_a_damaged_checkpoint_is_skipped_in_one_line(
     damage(checkpoint(tmp_path, 10) / name)
     assert whole_steps(tmp_path) == [4, 2]
     assert [
-        record.getMessage().startswith(f"{checkpoint(tmp_path, 10)} is skipped: {message}") for record in caplog.records
+        record.getMessage().startswith(f"{checkpoint(tmp_path, 10)} is skipped: {message}")
+        for record in caplog.records
     ] == [True]
 
 
@@ -101,8 +114,12 @@ def test_one_that_was_skipped_is_replaced(tmp_path: Path) -> None:
     assert whole_steps(tmp_path) == [2]
 
 
-@pytest.mark.parametrize(("limit", "left"), [(None, [2, 4, 8, 16]), (3, [4, 8, 16]), (2, [4, 16]), (1, [4, 16])])
-def test_the_newest_and_the_best_are_never_removed(tmp_path: Path, limit: int | None, left: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("limit", "left"), [(None, [2, 4, 8, 16]), (3, [4, 8, 16]), (2, [4, 16]), (1, [4, 16])]
+)
+def test_the_newest_and_the_best_are_never_removed(
+    tmp_path: Path, limit: int | None, left: list[int]
+) -> None:
     for step in (2, 4, 8, 16):
         save(tmp_path, step)
     prune(tmp_path, limit, {checkpoint(tmp_path, 4), checkpoint(tmp_path, 16)})
@@ -154,7 +171,9 @@ def test_a_machine_under_another_number_than_when_it_saved_is_refused(tmp_path: 
     """With train.save_on_each_node, each machine has the states of its own processes alone; the Trainer resumes without."""
     folder = save(tmp_path, 2)
     (folder / "rng_state_1.pth").unlink()
-    launch: Any = SimpleNamespace(world_size=2, process_index=0, train_batch_size=4, gradient_accumulation_steps=1)
+    launch: Any = SimpleNamespace(
+        world_size=2, process_index=0, train_batch_size=4, gradient_accumulation_steps=1
+    )
     check_launch(folder, launch)
     launch.process_index = 1
     with refused("accelerate launch --machine_rank", folder):
@@ -172,13 +191,17 @@ def test_each_machine_says_what_it_skips(
     assert len(caplog.records) == 2
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("PytorchStreamWriter failed")])
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), RuntimeError("PytorchStreamWriter failed")]
+)
 def test_a_full_disk_is_one_line_that_says_how_to_resume(error: Exception) -> None:
     with pytest.raises(ResourceError, match="checkpoint-2"), saving(Path("checkpoint-2")):
         raise error
 
 
-@pytest.mark.parametrize("error", [RuntimeError("shapes do not fit"), torch.OutOfMemoryError("CUDA out of memory")])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("shapes do not fit"), torch.OutOfMemoryError("CUDA out of memory")]
+)
 def test_what_is_no_fault_of_the_disk_is_not_called_one(error: RuntimeError) -> None:
     with pytest.raises(type(error), match=str(error)), saving(Path("checkpoint-2")):
         raise error

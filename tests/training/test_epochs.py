@@ -5,13 +5,20 @@ from specdistill.training.trainer import RandomOrder, fill_up
 
 
 def numbered(count: int) -> Dataset:
-    return Dataset.from_list([{column: [index, index] for column in COLUMNS} for index in range(count)])
+    return Dataset.from_list(
+        [{column: [index, index] for column in COLUMNS} for index in range(count)]
+    )
 
 
 def test_empty_rows_make_the_number_a_multiple_and_carry_nothing():
     filled = fill_up(numbered(5), 4)
     assert len(filled) == 8 and filled[:5] == numbered(5)[:]
-    assert filled[7] == {"input_ids": [0, 0], "loss_mask": [0, 0], "document_ids": [-1, -1], "position_ids": [0, 0]}
+    assert filled[7] == {
+        "input_ids": [0, 0],
+        "loss_mask": [0, 0],
+        "document_ids": [-1, -1],
+        "position_ids": [0, 0],
+    }
     assert fill_up(numbered(8), 4)[:] == numbered(8)[:]
 
 

@@ -9,7 +9,9 @@ from specdistill.training.history import History, ProgressLines, draw, read_hist
 from tests.refusals import refused
 
 
-def test_the_curve_is_drawn_from_the_trainers_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_curve_is_drawn_from_the_trainers_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     figures: list[Any] = []
     monkeypatch.setattr("specdistill.training.history.plt.close", figures.append)
     log = [{"step": 10, "loss": 2.0}, {"step": 20, "loss": 1.0}]
@@ -78,43 +80,73 @@ def test_progress_is_a_line_now_and_then(
     lines.on_train_begin(arguments, state, control)
     for step in range(1, 101):
         clock[0], state.global_step = 2.0 * step, step
-        lines.on_log(arguments, state, control, logs={"loss": 1 / step, "grad_norm": 1.0, "learning_rate": 5e-3})
+        lines.on_log(
+            arguments,
+            state,
+            control,
+            logs={"loss": 1 / step, "grad_norm": 1.0, "learning_rate": 5e-3},
+        )
         lines.on_step_end(arguments, state, control)
         if step == 97:
             rates = {f"eval_cumulative_acceptance_{k}": 0.9 / k for k in (1, 2, 3, 4)}
             rates["eval_decoded_acceptance_length"] = 2.345
-            lines.on_log(arguments, state, control, logs=rates | {"tokens_per_second": 12345.6, "peak_memory_gib": 1.25})
+            lines.on_log(
+                arguments,
+                state,
+                control,
+                logs=rates | {"tokens_per_second": 12345.6, "peak_memory_gib": 1.25},
+            )
             lines.on_evaluate(arguments, state, control)
     lines.on_train_end(arguments, state, control)
     printed = capsys.readouterr().err.splitlines()
     assert printed[0] == "Step 15/100: loss 0.067, lr 5.0e-03, grad 1.0, 0:02:50 left"
     figures = "loss 0.010, 12,346 tok/s, lr 5.0e-03, grad 1.0, 1.2 GiB"
     assert printed[-3] == f"Step 97/100: {figures}, 0:00:06 left"
-    assert printed[-2] == "Step 97/100: simulated at K = 4: 90/45/30/22% accepted, decoded acceptance length 2.35"
+    assert (
+        printed[-2]
+        == "Step 97/100: simulated at K = 4: 90/45/30/22% accepted, decoded acceptance length 2.35"
+    )
     assert len(printed) == 9 and printed[-1] == f"Step 100/100: {figures}, 0:00:00 left"
     assert max(map(len, printed)) <= 100 and (tmp_path / "training_curve.png").exists()
 
 
 def test_what_a_training_gained_is_of_the_draft_that_was_saved() -> None:
     lengths = {0: 1.2, 2: 1.9, 4: 1.7}
-    log: list[dict[str, Any]] = [{"step": step, "eval_acceptance_length": length} for step, length in lengths.items()]
-    decoded = [{"step": 2, "eval_decoded_acceptance_length": 1.6}]  # of a draft that was not decoded with at first
-    assert History(None, 4, log + decoded).before_and_after() == {"steps": 4, "simulated": {"before": 1.2, "after": 1.7}}
-    best = History(None, 4, [*log, *decoded, {"step": 0, "eval_decoded_acceptance_length": 1.1}], best_step=2)
+    log: list[dict[str, Any]] = [
+        {"step": step, "eval_acceptance_length": length} for step, length in lengths.items()
+    ]
+    decoded = [
+        {"step": 2, "eval_decoded_acceptance_length": 1.6}
+    ]  # of a draft that was not decoded with at first
+    assert History(None, 4, log + decoded).before_and_after() == {
+        "steps": 4,
+        "simulated": {"before": 1.2, "after": 1.7},
+    }
+    best = History(
+        None, 4, [*log, *decoded, {"step": 0, "eval_decoded_acceptance_length": 1.1}], best_step=2
+    )
     both = {"simulated": {"before": 1.2, "after": 1.9}, "decoded": {"before": 1.1, "after": 1.6}}
     assert best.before_and_after() == {"steps": 2, **both}
 
 
 def test_the_curve_of_a_training_is_of_evaluations_that_are_numbers() -> None:
     log: list[dict[str, Any]] = [{"step": 0, "loss": 2.0}]
-    log += [{"step": step, "eval_cumulative_acceptance_1": rate} for step, rate in ((0, 0.5), (2, float("nan")), (4, 0.75))]
+    log += [
+        {"step": step, "eval_cumulative_acceptance_1": rate}
+        for step, rate in ((0, 0.5), (2, float("nan")), (4, 0.75))
+    ]
     log[1]["eval_cumulative_acceptance_2"] = 0.25
     curve = [{"step": 0, "rates": [0.5, 0.25]}, {"step": 4, "rates": [0.75]}]
     assert History(None, 4, log).acceptance_curve() == curve
 
 
 @pytest.mark.parametrize(
-    "log", [[], [{"step": 2, "eval_acceptance_length": 1.9}], [{"step": 0, "eval_acceptance_length": 1.2}]]
+    "log",
+    [
+        [],
+        [{"step": 2, "eval_acceptance_length": 1.9}],
+        [{"step": 0, "eval_acceptance_length": 1.2}],
+    ],
 )
 def test_without_an_evaluation_before_and_after_nothing_is_said(log: list[dict[str, Any]]) -> None:
     assert History(1.0, 2, log).before_and_after() is None

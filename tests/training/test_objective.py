@@ -68,6 +68,12 @@ def test_metrics_divide_sums_over_batches() -> None:
 def test_rows_look_so_far_back() -> None:
     """Two rows of three tokens; the second begins a document at its second token."""
     positions, loss_positions = torch.tensor([[0, 1, 2], [3, 0, 1]]), torch.tensor([1, 2, 3, 5, 0])
-    assert loss_rows(positions, loss_positions, ahead=2).tolist() == [False, True, True, False, False]
+    assert loss_rows(positions, loss_positions, ahead=2).tolist() == [
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
     x_BTD = torch.arange(6.0).view(2, 3, 1)
     assert before(x_BTD, loss_positions, 1).flatten().tolist() == [0, 1, 2, 4, 0]

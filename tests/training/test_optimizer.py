@@ -22,7 +22,11 @@ class Model(nn.Module):
         self.lm_head = nn.Linear(8, 7, bias=False)
 
     def loss(self) -> torch.Tensor:
-        return self.lm_head(self.frozen(self.hidden(self.embed(torch.arange(7)))).tanh()).square().mean()
+        return (
+            self.lm_head(self.frozen(self.hidden(self.embed(torch.arange(7)))).tanh())
+            .square()
+            .mean()
+        )
 
 
 def step(model: Model, optimizer: torch.optim.Optimizer) -> None:
@@ -34,15 +38,24 @@ def step(model: Model, optimizer: torch.optim.Optimizer) -> None:
 def test_hidden_matrices_go_to_muon_and_the_rest_to_adamw() -> None:
     model = Model()
     optimizer = MuonAdamW(model, lr=0.1)
-    muon, adamw = ([p for group in part.param_groups for p in group["params"]] for part in optimizer.parts.values())
+    muon, adamw = (
+        [p for group in part.param_groups for p in group["params"]]
+        for part in optimizer.parts.values()
+    )
     assert [id(p) for p in muon] == [id(model.hidden.weight)]
-    assert {id(p) for p in adamw} == {id(model.embed.weight), id(model.hidden.bias), id(model.lm_head.weight)}
+    assert {id(p) for p in adamw} == {
+        id(model.embed.weight),
+        id(model.hidden.bias),
+        id(model.lm_head.weight),
+    }
 
 
 def test_each_part_takes_torchs_own_step() -> None:
     ours, theirs = Model(), Model()
     optimizer = MuonAdamW(ours, lr=0.1, weight_decay=0.01)
-    muon = torch.optim.Muon([theirs.hidden.weight], lr=0.1, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    muon = torch.optim.Muon(
+        [theirs.hidden.weight], lr=0.1, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"
+    )
     others = [theirs.embed.weight, theirs.hidden.bias, theirs.lm_head.weight]
     adamw = torch.optim.AdamW(others, lr=0.1, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     for _ in range(3):
@@ -60,12 +73,18 @@ def test_a_schedule_moves_both_parts() -> None:
     optimizer = MuonAdamW(model, lr=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: 0.5**done)
     step(model, optimizer)
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # by which the parts get other groups
+    optimizer.load_state_dict(
+        copy.deepcopy(optimizer.state_dict())
+    )  # by which the parts get other groups
     schedule.step()
-    assert {group["lr"] for part in optimizer.parts.values() for group in part.param_groups} == {0.05}
+    assert {group["lr"] for part in optimizer.parts.values() for group in part.param_groups} == {
+        0.05
+    }
 
 
-def test_muon_is_refused_where_parameters_are_shards(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+def test_muon_is_refused_where_parameters_are_shards(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: object
+) -> None:
     arguments = training_arguments({"output_dir": str(tmp_path)})
     assert build_optimizer("adamw", Model(), arguments) is None
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
@@ -91,7 +110,16 @@ def test_a_part_without_parameters_is_left_out():
 
 
 # The matrices of a one-layer EAGLE-3 head for Llama-3.1-8B: fc, q, k, v, o, gate, up, down.
-HEAD = [(4096, 12288), (4096, 8192), (1024, 8192), (1024, 8192), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]
+HEAD = [
+    (4096, 12288),
+    (4096, 8192),
+    (1024, 8192),
+    (1024, 8192),
+    (4096, 4096),
+    (14336, 4096),
+    (14336, 4096),
+    (4096, 14336),
+]
 
 
 @pytest.mark.parametrize(("num_processes", "busiest"), [(1, 1.0), (2, 0.52), (4, 0.31), (64, 0.21)])
@@ -132,9 +160,13 @@ def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, *numbers: int
 
 
 @pytest.mark.distributed
-def test_two_processes_share_the_work_of_one_and_one_resumes_what_they_saved(tmp_path: Path) -> None:
+def test_two_processes_share_the_work_of_one_and_one_resumes_what_they_saved(
+    tmp_path: Path,
+) -> None:
     alone = matrices()
-    theirs = torch.optim.Muon(alone.parameters(), lr=0.1, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    theirs = torch.optim.Muon(
+        alone.parameters(), lr=0.1, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"
+    )
     work = take_steps(alone, theirs, 0, 1, 2)
 
     def three_steps(rank: int) -> None:
@@ -156,6 +188,8 @@ def test_two_processes_share_the_work_of_one_and_one_resumes_what_they_saved(tmp
         optimizer.load_state_dict(state)
         assert take_steps(resumed, optimizer, 2) == work / 3
         for name, expected in alone.state_dict().items():
-            assert torch.equal(weights[name], expected) and torch.equal(resumed.state_dict()[name], expected), name
+            assert torch.equal(weights[name], expected) and torch.equal(
+                resumed.state_dict()[name], expected
+            ), name
         shared.append(done)
     assert sum(shared) == work and max(shared) < 0.6 * work

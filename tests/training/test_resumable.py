@@ -55,7 +55,11 @@ def weights(run: Path) -> bytes:
 def record(run: Path) -> tuple[int, float, list[float], bytes]:
     """What the last checkpoint holds: the best step, its metric, every evaluation, and the weights."""
     state = json.loads((run / "checkpoint-12" / "trainer_state.json").read_text())
-    evaluations = [entry["eval_acceptance_length"] for entry in state["log_history"] if "eval_acceptance_length" in entry]
+    evaluations = [
+        entry["eval_acceptance_length"]
+        for entry in state["log_history"]
+        if "eval_acceptance_length" in entry
+    ]
     last = (run / "checkpoint-12" / "model.safetensors").read_bytes()
     return state["best_global_step"], state["best_metric"], evaluations, last
 
@@ -63,16 +67,25 @@ def record(run: Path) -> tuple[int, float, list[float], bytes]:
 @needs_gradients_in_forks
 @pytest.mark.distributed
 @pytest.mark.parametrize("processes", [1, 2])
-def test_every_epoch_has_an_order_of_its_own_also_when_it_is_resumed_in_mid_epoch(tmp_path: Path, processes: int) -> None:
+def test_every_epoch_has_an_order_of_its_own_also_when_it_is_resumed_in_mid_epoch(
+    tmp_path: Path, processes: int
+) -> None:
     """Six rows of which a step takes two: three epochs of three steps, resumed after the fourth."""
     data = rows(6, 24)
-    options = {"per_device_train_batch_size": 2 // processes, "num_train_epochs": 3, "save_strategy": "steps", "save_steps": 4}
+    options = {
+        "per_device_train_batch_size": 2 // processes,
+        "num_train_epochs": 3,
+        "save_strategy": "steps",
+        "save_steps": 4,
+    }
 
     def order(**resumed: str) -> list[int]:
         fit = trainer(tmp_path / "run", data, seed=8, data_seed=5, **options)
         seen: list[int] = []
         fit.objective.register_forward_pre_hook(
-            lambda _, __, batch: seen.extend(data["input_ids"].index(ids) for ids in batch["input_ids"].tolist()),
+            lambda _, __, batch: seen.extend(
+                data["input_ids"].index(ids) for ids in batch["input_ids"].tolist()
+            ),
             with_kwargs=True,
         )
         fit.train(**resumed)
@@ -84,7 +97,10 @@ def test_every_epoch_has_an_order_of_its_own_also_when_it_is_resumed_in_mid_epoc
 
     for process in run_processes(tmp_path, train, *range(processes)):
         assert process.code == 0, process.err
-    epochs = [torch.randperm(6, generator=torch.Generator().manual_seed(5 + epoch)).tolist() for epoch in range(3)]
+    epochs = [
+        torch.randperm(6, generator=torch.Generator().manual_seed(5 + epoch)).tolist()
+        for epoch in range(3)
+    ]
     expected = [*itertools.chain(*epochs)]
     for rank in range(processes):
         whole, resumed = json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8"))
@@ -105,7 +121,9 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("interrupted")
-def test_a_signal_saves_and_the_same_command_resumes_to_the_same_draft(keys: list[str], whole: Path, tmp_path: Path) -> None:
+def test_a_signal_saves_and_the_same_command_resumes_to_the_same_draft(
+    keys: list[str], whole: Path, tmp_path: Path
+) -> None:
     command = [*keys, f"train.output_dir={tmp_path / 'run'}"]
     stopped = specdistill("train", *command)
     newest = max((tmp_path / "run").glob("checkpoint-*"), key=lambda path: path.stat().st_ctime)
@@ -133,16 +151,25 @@ def test_a_finished_run_is_trained_further(keys: list[str], whole: Path, tmp_pat
     assert longer.returncode == 0 and f"{run} is trained further from step 12" in longer.stderr
     assert f"The draft of step 2 of 16 is in {run / 'draft'}, acceptance length" in longer.stdout
     assert f"specdistill eval recipe={recipe}" in longer.stdout
-    assert (run / "draft-12-2" / "model.safetensors").read_bytes() == weights(whole) and (run / "checkpoint-16").is_dir()
+    assert (run / "draft-12-2" / "model.safetensors").read_bytes() == weights(whole) and (
+        run / "checkpoint-16"
+    ).is_dir()
     assert [path.name for path in (run / "draft-12").iterdir()] == ["theirs.txt"]
     history = read_history(run / "draft", key="drafts")
-    assert history and finished and history.steps == 16 and history.log[: len(finished.log) - 1] == finished.log[:-1]
+    assert (
+        history
+        and finished
+        and history.steps == 16
+        and history.log[: len(finished.log) - 1] == finished.log[:-1]
+    )
     again = specdistill("train", *keys, f"train.output_dir={run}", "train.max_steps=16")
     assert again.returncode == 2 and "a finished run" in again.stderr
 
 
 @pytest.mark.usefixtures("interrupted")
-def test_what_the_draft_generates_and_drops_out_is_the_same_after_a_signal(keys: list[str], tmp_path: Path) -> None:
+def test_what_the_draft_generates_and_drops_out_is_the_same_after_a_signal(
+    keys: list[str], tmp_path: Path
+) -> None:
     """On-policy batches and LoRA's dropout, stopped between two checkpoints."""
     files = [key for key in keys if key.startswith(("target", "data", "train"))]
     own = [
@@ -173,14 +200,18 @@ def test_the_best_is_saved_wherever_it_is_met(keys: list[str], tmp_path: Path) -
     assert weights(tmp_path / "run") == weights(tmp_path / "run" / f"checkpoint-{best}")
 
 
-def test_a_run_that_only_lost_its_end_takes_no_further_step(keys: list[str], whole: Path, tmp_path: Path) -> None:
+def test_a_run_that_only_lost_its_end_takes_no_further_step(
+    keys: list[str], whole: Path, tmp_path: Path
+) -> None:
     copy_without_draft(whole, tmp_path / "run")
     assert train(*keys, f"train.output_dir={tmp_path / 'run'}") == 0
     assert weights(tmp_path / "run") == weights(whole)
     assert json.loads((tmp_path / "run" / "run" / "history.json").read_text())["steps"] == 12
 
 
-def test_a_full_disk_is_one_line_and_the_run_resumes_when_there_is_room(keys: list[str], whole: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_one_line_and_the_run_resumes_when_there_is_room(
+    keys: list[str], whole: Path, tmp_path: Path
+) -> None:
     """A limit on the size of a file fails as a full disk does, in the middle of one."""
     command = [*keys, f"train.output_dir={tmp_path / 'run'}"]
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -196,8 +227,12 @@ def test_a_full_disk_is_one_line_and_the_run_resumes_when_there_is_room(keys: li
     assert weights(tmp_path / "run") == weights(whole)
 
 
-@pytest.mark.parametrize(("changed", "fact"), [("model", "target_weights"), ("rows", "data_fingerprint")])
-def test_another_target_or_other_rows_under_the_same_recipe_are_refused(tmp_path: Path, changed: str, fact: str) -> None:
+@pytest.mark.parametrize(
+    ("changed", "fact"), [("model", "target_weights"), ("rows", "data_fingerprint")]
+)
+def test_another_target_or_other_rows_under_the_same_recipe_are_refused(
+    tmp_path: Path, changed: str, fact: str
+) -> None:
     command = [*tiny_files(tmp_path), f"train.output_dir={tmp_path / 'run'}", "train.max_steps=2"]
     assert train(*command) == 0
     shutil.rmtree(tmp_path / "run" / "draft")  # as if it had been killed there
@@ -207,16 +242,34 @@ def test_another_target_or_other_rows_under_the_same_recipe_are_refused(tmp_path
         rows = tmp_path / "rows.jsonl"
         rows.write_text(rows.read_text().replace("and then", "or else"))
     refused = specdistill("train", *command)
-    assert refused.returncode == 2 and refused_key(refused.stderr) == "train.output_dir" and f" {fact} " in refused.stderr
+    assert (
+        refused.returncode == 2
+        and refused_key(refused.stderr) == "train.output_dir"
+        and f" {fact} " in refused.stderr
+    )
 
 
 @needs_gradients_in_forks
 @pytest.mark.distributed
-def test_two_processes_stop_together_and_one_resumes(keys: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_stop_together_and_one_resumes(
+    keys: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A signal reaches the second alone. One process that accumulates twice then takes the same steps, but for rounding."""
     # Plain gradient steps: Muon and Adam make much of rounding.
-    sgd = ["optimizer=adamw", "train.optim=sgd", "train.learning_rate=0.1", "train.load_best_model_at_end=false"]
-    first_epoch = [*keys, *sgd, "loss.noise=0", "train.max_steps=4", "train.save_steps=1", "train.eval_strategy=no"]
+    sgd = [
+        "optimizer=adamw",
+        "train.optim=sgd",
+        "train.learning_rate=0.1",
+        "train.load_best_model_at_end=false",
+    ]
+    first_epoch = [
+        *keys,
+        *sgd,
+        "loss.noise=0",
+        "train.max_steps=4",
+        "train.save_steps=1",
+        "train.eval_strategy=no",
+    ]
     alone = [*first_epoch, "train.gradient_accumulation_steps=2"]
     training_step = ResumableTrainer.training_step
 
@@ -232,9 +285,14 @@ def test_two_processes_stop_together_and_one_resumes(keys: list[str], tmp_path: 
     ended = run_processes(tmp_path, stop, 0, 1)
     assert [process.code for process in ended] == [143, 143], ended
     assert not (tmp_path / "run" / "draft").exists()
-    assert train(*alone, f"train.output_dir={tmp_path / 'run'}", "train.per_device_train_batch_size=8") == 2
+    assert (
+        train(*alone, f"train.output_dir={tmp_path / 'run'}", "train.per_device_train_batch_size=8")
+        == 2
+    )
     assert train(*alone, f"train.output_dir={tmp_path / 'run'}") == 0
     assert train(*alone, f"train.output_dir={tmp_path / 'whole'}") == 0
-    one, other = (load_file(tmp_path / run / "draft" / "model.safetensors") for run in ("whole", "run"))
+    one, other = (
+        load_file(tmp_path / run / "draft" / "model.safetensors") for run in ("whole", "run")
+    )
     for name in one:
         torch.testing.assert_close(one[name], other[name], rtol=0, atol=1e-5)

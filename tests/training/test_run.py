@@ -29,7 +29,9 @@ def test_a_new_divergence_is_a_function_and_its_row(
     """Nothing but DIVERGENCES has to know it: a recipe names it with its option, and a script trains with it."""
     powers: list[float] = []
 
-    def powered_kl(draft_logits_RW: torch.Tensor, target_probs_RW: torch.Tensor, *, power: float = 2.0) -> torch.Tensor:
+    def powered_kl(
+        draft_logits_RW: torch.Tensor, target_probs_RW: torch.Tensor, *, power: float = 2.0
+    ) -> torch.Tensor:
         powers.append(power)
         return forward_kl(draft_logits_RW, target_probs_RW) ** power
 
@@ -63,13 +65,25 @@ def test_the_record_comes_first_and_reads_back_equal(tmp_path: Path) -> None:
     run.record(target="pico", data_fingerprint="abc")
     assert load_recipe(Recipe, [f"recipe={run.path / 'run' / 'recipe.yaml'}"]) == made
     provenance = json.loads((run.path / "run" / "provenance.json").read_text())
-    assert provenance["data_fingerprint"] == "abc" and "torch" in provenance["packages"] and provenance["command"]
+    assert (
+        provenance["data_fingerprint"] == "abc"
+        and "torch" in provenance["packages"]
+        and provenance["command"]
+    )
 
 
 @pytest.mark.parametrize(
-    "held", ["another recipe", "a finished run", "other files", "a finished run without a whole checkpoint"]
+    "held",
+    [
+        "another recipe",
+        "a finished run",
+        "other files",
+        "a finished run without a whole checkpoint",
+    ],
 )
-def test_a_folder_that_holds_something_else_is_refused_and_left_alone(tmp_path: Path, held: str) -> None:
+def test_a_folder_that_holds_something_else_is_refused_and_left_alone(
+    tmp_path: Path, held: str
+) -> None:
     folder = tmp_path / "run"
     if held == "other files":
         folder.mkdir()
@@ -82,12 +96,16 @@ def test_a_folder_that_holds_something_else_is_refused_and_left_alone(tmp_path: 
         (folder / "draft").mkdir()
     longer = ["train.max_steps=5000"] if held.endswith("checkpoint") else []
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    with refused("train.output_dir", holds=f"which holds {'a run of ' * held.startswith('another')}{held}"):
+    with refused(
+        "train.output_dir", holds=f"which holds {'a run of ' * held.startswith('another')}{held}"
+    ):
         TrainingRun.open(recipe(folder, *longer))
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
-def test_a_corrected_recipe_takes_the_place_of_one_that_died_before_its_first_checkpoint(tmp_path: Path) -> None:
+def test_a_corrected_recipe_takes_the_place_of_one_that_died_before_its_first_checkpoint(
+    tmp_path: Path,
+) -> None:
     folder, corrected = tmp_path / "run", recipe(tmp_path / "run", "draft.ttt_steps=3")
     TrainingRun.open(recipe(folder)).record()
     (folder / "runs").mkdir()  # a tracker's log
@@ -107,7 +125,11 @@ def test_a_second_run_in_a_folder_is_refused_while_the_first_one_writes(tmp_path
 
 def test_machines_may_keep_things_in_places_of_their_own(tmp_path: Path) -> None:
     one, other = (
-        recipe_keys(recipe(tmp_path / name, f"data.cache_dir={name}", f"draft.ttt_steps={steps}").model_dump())
+        recipe_keys(
+            recipe(
+                tmp_path / name, f"data.cache_dir={name}", f"draft.ttt_steps={steps}"
+            ).model_dump()
+        )
         for name, steps in (("one", 3), ("other", 4))
     )
     assert {key for key in one if one[key] != other[key]} == {"draft.ttt_steps"}
@@ -133,17 +155,23 @@ def test_a_machine_that_keeps_shards_alone_measures_and_ends_without_a_draft(
     assert (tmp_path / "run" / "history.json").exists() and not (tmp_path / "draft").exists()
 
 
-def test_checkpoints_that_one_machine_lacks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_that_one_machine_lacks_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(training_run, "whole_steps", lambda _: [4, 2])
     monkeypatch.setattr(training_run, "of_all", lambda own: [own, (None, [])])
     with refused("train.output_dir", tmp_path / "run"):
         TrainingRun.open(recipe(tmp_path / "run"))
     monkeypatch.setattr(training_run, "of_all", lambda own: [own, (None, [2])])
     monkeypatch.setattr(training_run, "check_launch", lambda *_: None)
-    assert TrainingRun.open(recipe(tmp_path / "run")).checkpoint == tmp_path / "run" / "checkpoint-2"
+    assert (
+        TrainingRun.open(recipe(tmp_path / "run")).checkpoint == tmp_path / "run" / "checkpoint-2"
+    )
 
 
-def test_a_folder_that_another_machine_does_not_see_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_another_machine_does_not_see_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(training_run, "SEEN_WITHIN", 0.0)
     second: Any = SimpleNamespace(should_save=False, process_index=1)
     with refused("train.save_on_each_node", "false, and process 1"):
@@ -154,7 +182,10 @@ PINNED = {"source": "org/chats", "revision": "v1", "license": "mit"}
 
 
 def recipe_of(source: Any, folder: Path, *keys: str) -> Any:
-    made = load_recipe(Recipe, ["recipe=small/eagle3", "data.source=pico", f"train.output_dir={folder / 'run'}", *keys])
+    made = load_recipe(
+        Recipe,
+        ["recipe=small/eagle3", "data.source=pico", f"train.output_dir={folder / 'run'}", *keys],
+    )
     return made.model_copy(update={"data": made.data.model_copy(update={"source": source})})
 
 
@@ -164,7 +195,11 @@ def recipe_of(source: Any, folder: Path, *keys: str) -> Any:
         ("pico", ["target.model=pico"], []),
         ("self", ["target.model=org/name", "target.revision=abc"], []),
         ([PINNED], ["target.model=org/name"], ["target.revision: org/name is not pinned"]),
-        ([{**PINNED, "revision": None, "license": None}], ["target.model=pico"], ["data.source: org/chats has no revision"]),
+        (
+            [{**PINNED, "revision": None, "license": None}],
+            ["target.model=pico"],
+            ["data.source: org/chats has no revision"],
+        ),
         ("rows.jsonl", ["target.model=pico"], ["data.source: rows.jsonl has no license"]),
         (
             [{"source": "rows.jsonl", "license": "mit"}, PINNED],
@@ -175,10 +210,14 @@ def recipe_of(source: Any, folder: Path, *keys: str) -> Any:
 )
 def test_what_is_logged(tmp_path: Path, source: Any, keys: list[str], messages: list[str]) -> None:
     found = list(left_open(recipe_of(source, tmp_path, *keys)))
-    assert len(found) == len(messages) and all(line.startswith(start) for line, start in zip(found, messages, strict=True))
+    assert len(found) == len(messages) and all(
+        line.startswith(start) for line, start in zip(found, messages, strict=True)
+    )
 
 
 def test_a_run_says_it_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="specdistill"):
         TrainingRun.open(recipe_of("rows.jsonl", tmp_path, "target.model=pico", "train.bf16=false"))
-    assert [record.getMessage()[:36] for record in caplog.records] == ["data.source: rows.jsonl has no licen"]
+    assert [record.getMessage()[:36] for record in caplog.records] == [
+        "data.source: rows.jsonl has no licen"
+    ]

@@ -62,21 +62,34 @@ def test_a_loss_that_is_not_finite_names_its_rows(tmp_path: Path) -> None:
     assert len(holds) == 4 and sum(holds) == 1  # a micro-batch
     (error,) = re.findall("^error: .*", ended.stderr, re.MULTILINE)
     assert f"step {found['step']} " in error and f" {found['rows'][0]}, " in error
-    later = [path for path in (tmp_path / "run").glob("checkpoint-*") if int(path.name.split("-")[1]) >= found["step"]]
+    later = [
+        path
+        for path in (tmp_path / "run").glob("checkpoint-*")
+        if int(path.name.split("-")[1]) >= found["step"]
+    ]
     assert later == []
 
 
 def spoil(fit: Any, step: int) -> None:
     """Make the loss of this step no number."""
     fit.objective.register_forward_hook(
-        lambda _, __, output: (output[0] * float("nan"), *output[1:]) if fit.state.global_step == step else output
+        lambda _, __, output: (
+            (output[0] * float("nan"), *output[1:]) if fit.state.global_step == step else output
+        )
     )
 
 
 @pytest.mark.parametrize("used", ["save_strategy", "eval_strategy"])
-def test_at_the_end_of_an_epoch_nothing_is_made_of_weights_that_are_not_finite(tmp_path: Path, used: str) -> None:
+def test_at_the_end_of_an_epoch_nothing_is_made_of_weights_that_are_not_finite(
+    tmp_path: Path, used: str
+) -> None:
     fit = trainer(
-        tmp_path, rows(4, 24), num_train_epochs=2, per_device_train_batch_size=1, logging_strategy="no", **{used: "epoch"}
+        tmp_path,
+        rows(4, 24),
+        num_train_epochs=2,
+        per_device_train_batch_size=1,
+        logging_strategy="no",
+        **{used: "epoch"},
     )
     (tmp_path / "run").mkdir()
 
@@ -88,22 +101,36 @@ def test_at_the_end_of_an_epoch_nothing_is_made_of_weights_that_are_not_finite(t
 
 def test_the_rows_of_a_later_epoch_are_named(tmp_path: Path) -> None:
     """The second step of the second epoch."""
-    fit = trainer(tmp_path, rows(4, 24), num_train_epochs=2, per_device_train_batch_size=1, logging_strategy="no", seed=8)
+    fit = trainer(
+        tmp_path,
+        rows(4, 24),
+        num_train_epochs=2,
+        per_device_train_batch_size=1,
+        logging_strategy="no",
+        seed=8,
+    )
     (tmp_path / "run").mkdir()
     spoil(fit, 5)
     with pytest.raises(ResourceError, match="step 6 "):
         fit.train()
     found = json.loads((tmp_path / "run" / "loss_not_finite.json").read_text(encoding="utf-8"))
-    assert found == {"step": 6, "rows": [int(torch.randperm(4, generator=torch.Generator().manual_seed(8 + 1))[1])]}
+    assert found == {
+        "step": 6,
+        "rows": [int(torch.randperm(4, generator=torch.Generator().manual_seed(8 + 1))[1])],
+    }
 
 
 def test_what_a_step_found_is_read_after_the_next(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     own: Any = SimpleNamespace(
-        micro_batch_losses=[], accelerator=SimpleNamespace(reduce=lambda found, _: found), get_train_dataloader=lambda: iter(())
+        micro_batch_losses=[],
+        accelerator=SimpleNamespace(reduce=lambda found, _: found),
+        get_train_dataloader=lambda: iter(()),
     )
     watch, control, state = Stopping(own), TrainerControl(), TrainerState()
-    arguments: Any = SimpleNamespace(world_size=1, should_save=True, output_dir=tmp_path, gradient_accumulation_steps=1)
+    arguments: Any = SimpleNamespace(
+        world_size=1, should_save=True, output_dir=tmp_path, gradient_accumulation_steps=1
+    )
     own.micro_batch_losses, state.global_step = [torch.tensor(float("nan"))], 1
     watch.on_step_end(arguments, state, control)
     own.micro_batch_losses, state.global_step = [torch.tensor(1.0)], 2
@@ -114,7 +141,9 @@ def test_what_a_step_found_is_read_after_the_next(tmp_path: Path) -> None:
 @pytest.mark.parametrize("writes", [True, False])
 def test_every_process_says_that_a_loss_is_not_finite(tmp_path: Path, writes: bool) -> None:
     """One that left without a word would have its launcher end the one that speaks."""
-    arguments: Any = SimpleNamespace(world_size=2, should_save=writes, output_dir=tmp_path, gradient_accumulation_steps=1)
+    arguments: Any = SimpleNamespace(
+        world_size=2, should_save=writes, output_dir=tmp_path, gradient_accumulation_steps=1
+    )
     own = Stopping(SimpleNamespace(get_train_dataloader=lambda: iter(())))
     step = EndedStep(4, [torch.tensor(float("nan"))], torch.tensor([0, 1]), None)
     if writes:

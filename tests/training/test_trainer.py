@@ -47,11 +47,20 @@ def test_the_gradient_does_not_depend_on_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", [*HEADS, "draft_model"])
-def test_recomputed_activations_take_less_memory_and_change_no_gradient(tmp_path: Path, method: str) -> None:
+def test_recomputed_activations_take_less_memory_and_change_no_gradient(
+    tmp_path: Path, method: str
+) -> None:
     """Counts what autograd keeps for backward, in bytes."""
     kept, gradients = [], []
     for recompute in (False, True):
-        fit = trainer(tmp_path, rows(4, 24), method=method, max_steps=1, max_grad_norm=0.0, activation_checkpointing=recompute)
+        fit = trainer(
+            tmp_path,
+            rows(4, 24),
+            method=method,
+            max_steps=1,
+            max_grad_norm=0.0,
+            activation_checkpointing=recompute,
+        )
         sizes: dict[int, int] = {}
 
         def keep(tensor: torch.Tensor, sizes: dict[int, int] = sizes) -> torch.Tensor:
@@ -67,10 +76,19 @@ def test_recomputed_activations_take_less_memory_and_change_no_gradient(tmp_path
         assert torch.allclose(gradient, gradients[1][name], rtol=0, atol=1e-6), name
 
 
-@pytest.mark.parametrize(("method", "keys"), [("eagle3", ["draft.ttt_steps=4"]), ("draft_model", [])])
-def test_a_recipe_knows_the_metrics_that_an_evaluation_has(tmp_path: Path, method: str, keys: list[str]) -> None:
-    recipe = load_recipe(Recipe, [f"method={method}", "target.model=pico", "train.output_dir=runs", *keys])
-    measured = {name.removeprefix("eval_") for name in trainer(tmp_path, rows(2, 24), method=method).evaluate()}
+@pytest.mark.parametrize(
+    ("method", "keys"), [("eagle3", ["draft.ttt_steps=4"]), ("draft_model", [])]
+)
+def test_a_recipe_knows_the_metrics_that_an_evaluation_has(
+    tmp_path: Path, method: str, keys: list[str]
+) -> None:
+    recipe = load_recipe(
+        Recipe, [f"method={method}", "target.model=pico", "train.output_dir=runs", *keys]
+    )
+    measured = {
+        name.removeprefix("eval_")
+        for name in trainer(tmp_path, rows(2, 24), method=method).evaluate()
+    }
     assert isinstance(recipe, TrainedRecipe) and {*recipe.metrics()} - {DECODED} == {
         name for name in measured if name.startswith(("loss", "accuracy", "acceptance"))
     }
@@ -92,9 +110,18 @@ def test_a_memorised_sample_is_accepted_in_full_blocks(tmp_path: Path, method: s
     prompt = [5, 9, 20, 31]
     text = [*prompt, *Decoder(target).generate(prompt, max_new_tokens=20).token_ids]
     sample = Dataset.from_list(
-        [{"input_ids": text, "loss_mask": [1] * 24, "document_ids": [0] * 24, "position_ids": list(range(24))}]
+        [
+            {
+                "input_ids": text,
+                "loss_mask": [1] * 24,
+                "document_ids": [0] * 24,
+                "position_ids": list(range(24)),
+            }
+        ]
     )
-    fit = trainer(tmp_path, sample, target, method, max_steps=STEPS[method], lr_scheduler_type="linear")
+    fit = trainer(
+        tmp_path, sample, target, method, max_steps=STEPS[method], lr_scheduler_type="linear"
+    )
     draft = fit.objective.draft
     fit.optimizer = torch.optim.AdamW(draft.parameters(), lr=1.6e-2)
     fit.train()
@@ -110,15 +137,31 @@ def test_an_evaluation_is_what_its_formulas_say(tmp_path: Path) -> None:
     target, data = tiny_target(), rows(3, 24)
     fit = trainer(tmp_path, data, target, "draft_model", per_device_eval_batch_size=2)
     metrics = fit.evaluate()
-    ids_BT, has_loss_BT = torch.tensor(data["input_ids"]), torch.tensor(data["loss_mask"])[:, 1:].bool()
+    ids_BT, has_loss_BT = (
+        torch.tensor(data["input_ids"]),
+        torch.tensor(data["loss_mask"])[:, 1:].bool(),
+    )
     with torch.no_grad():
-        p, q = (model(ids_BT).logits[:, :-1].double().softmax(-1) for model in (target.model, fit.objective.draft))
+        p, q = (
+            model(ids_BT).logits[:, :-1].double().softmax(-1)
+            for model in (target.model, fit.objective.draft)
+        )
     loss_BT, accepted_BT = (p * (p.log() - q.log())).sum(-1), torch.minimum(p, q).sum(-1)
     correct_BT = (p.argmax(-1) == q.argmax(-1)).double()
-    expected = {"loss": loss_BT, "loss_1": loss_BT, "accuracy_1": correct_BT, "acceptance_1": accepted_BT}
+    expected = {
+        "loss": loss_BT,
+        "loss_1": loss_BT,
+        "accuracy_1": correct_BT,
+        "acceptance_1": accepted_BT,
+    }
     for name, values_BT in expected.items():
-        assert metrics[f"eval_{name}"] == pytest.approx(float(values_BT[has_loss_BT].mean()), rel=1e-4), name
-    for name, values_BT in (("acceptance_length", correct_BT), ("acceptance_length_sampled", accepted_BT)):
+        assert metrics[f"eval_{name}"] == pytest.approx(
+            float(values_BT[has_loss_BT].mean()), rel=1e-4
+        ), name
+    for name, values_BT in (
+        ("acceptance_length", correct_BT),
+        ("acceptance_length_sampled", accepted_BT),
+    ):
         length = 1.0
         for k in range(1, 5):
             whole = has_loss_BT.unfold(1, k, 1).all(-1)
@@ -138,7 +181,9 @@ def test_generated_batches_are_numbered_over_steps_and_processes(tmp_path: Path)
     assert numbers == [13, 15]
 
 
-def test_a_full_disk_is_one_line_also_where_a_draft_is_written_to_be_measured(tmp_path: Path) -> None:
+def test_a_full_disk_is_one_line_also_where_a_draft_is_written_to_be_measured(
+    tmp_path: Path,
+) -> None:
     fit = trainer(tmp_path, rows(3, 24))
 
     def full(*_: Any) -> None:

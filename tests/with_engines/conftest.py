@@ -15,8 +15,16 @@ from tests.scripts import specdistill
 from tests.with_engines.environments import environment
 
 NUM_TOKENS, K = 48, 4  # generated for each prompt, and drafted a round
-CHOSEN = ("draft.fc_norm=false", "draft.norm_output=false", "draft.aux_layers=[3,7,12]", "draft.vocab_size=700")
-FAST = ("train.per_device_train_batch_size=8", "train.learning_rate=2e-2")  # more tokens in few steps
+CHOSEN = (
+    "draft.fc_norm=false",
+    "draft.norm_output=false",
+    "draft.aux_layers=[3,7,12]",
+    "draft.vocab_size=700",
+)
+FAST = (
+    "train.per_device_train_batch_size=8",
+    "train.learning_rate=2e-2",
+)  # more tokens in few steps
 # Name -> recipe, and what is changed in it.
 TRAINED: dict[str, tuple[str, tuple[str, ...]]] = {
     "EAGLE-3.1": ("pico/eagle3", FAST),
@@ -40,7 +48,13 @@ def pico() -> FrozenTarget:
 
 @pytest.fixture(scope="session")
 def prompts(pico: FrozenTarget) -> list[tuple[int, ...]]:
-    chosen = tokenize(load_suite("pico"), pico.tokenizer, max_new_tokens=NUM_TOKENS + K, max_length=512, num_prompts=6)
+    chosen = tokenize(
+        load_suite("pico"),
+        pico.tokenizer,
+        max_new_tokens=NUM_TOKENS + K,
+        max_length=512,
+        num_prompts=6,
+    )
     return [prompt.token_ids for prompt in chosen]
 
 
@@ -63,8 +77,19 @@ def trained(tmp_path_factory: pytest.TempPathFactory, testrun_uid: str) -> Calla
 
 def train(name: str, run: Path, cache: Path) -> None:
     recipe, changes = TRAINED[name]
-    small = ("max_steps=100", "eval_strategy=no", "save_strategy=no", "load_best_model_at_end=false", "warmup_steps=5")
-    data = ("max_length=128", "regenerate.num_tokens=40000", "regenerate.prompt_tokens=32", "regenerate.temperatures=[0.0]")
+    small = (
+        "max_steps=100",
+        "eval_strategy=no",
+        "save_strategy=no",
+        "load_best_model_at_end=false",
+        "warmup_steps=5",
+    )
+    data = (
+        "max_length=128",
+        "regenerate.num_tokens=40000",
+        "regenerate.prompt_tokens=32",
+        "regenerate.temperatures=[0.0]",
+    )
     arguments = [f"recipe={recipe}", f"train.output_dir={run}", f"data.cache_dir={cache}"]
     arguments += [f"train.{change}" for change in small] + [f"data.{change}" for change in data]
     done = specdistill("train", *arguments, *changes)

@@ -17,9 +17,23 @@ def environment(name: str) -> Path:
     return engines.environment(name)
 
 
-def serving(log: Path, model: str, *options: str, python_path: Path | None = None) -> AbstractContextManager[str]:
+def serving(
+    log: Path, model: str, *options: str, python_path: Path | None = None
+) -> AbstractContextManager[str]:
     """The address of a vLLM that serves a model in float32. python_path: of modules that it imports, in addition to its own."""
     variables = QUIET_VLLM | ({"PYTHONPATH": str(python_path)} if python_path else {})
-    command = ["env", *(f"{name}={value}" for name, value in variables.items()), str(environment("vllm") / "bin" / "vllm")]
-    plain = ["--dtype", "float32", "--max-model-len", "512", "--enforce-eager", "--block-size", "32"]
+    command = [
+        "env",
+        *(f"{name}={value}" for name, value in variables.items()),
+        str(environment("vllm") / "bin" / "vllm"),
+    ]
+    plain = [
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        "512",
+        "--enforce-eager",
+        "--block-size",
+        "32",
+    ]
     return started([*command, "serve", model, *plain, *options], log, key="eval.engine_command")

@@ -21,7 +21,12 @@ import vllm
 from vllm.distributed import cleanup_dist_env_and_memory
 
 # Nothing is timed, so nothing is compiled; block sizes are multiples of 32 on CPUs.
-ALWAYS = {"enforce_eager": True, "block_size": 32, "enable_prefix_caching": False, "disable_log_stats": False}
+ALWAYS = {
+    "enforce_eager": True,
+    "block_size": 32,
+    "enable_prefix_caching": False,
+    "disable_log_stats": False,
+}
 
 
 def main(jobs: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -37,11 +42,14 @@ def main(jobs: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 def complete(engine: Any, prompt: list[int], job: dict[str, Any]) -> dict[str, Any]:
     """One completion, and what the counters gained."""
-    parameters = vllm.SamplingParams(temperature=0.0, max_tokens=job["max_new_tokens"], ignore_eos=True, detokenize=False)
+    parameters = vllm.SamplingParams(
+        temperature=0.0, max_tokens=job["max_new_tokens"], ignore_eos=True, detokenize=False
+    )
     before = counters(engine, job["num_speculative_tokens"])
     (output,) = engine.generate({"prompt_token_ids": prompt}, parameters, use_tqdm=False)
     drafts, drafted, *accepted = (
-        now - then for now, then in zip(counters(engine, job["num_speculative_tokens"]), before, strict=True)
+        now - then
+        for now, then in zip(counters(engine, job["num_speculative_tokens"]), before, strict=True)
     )
     return {
         "token_ids": list(output.outputs[0].token_ids),
@@ -53,7 +61,9 @@ def complete(engine: Any, prompt: list[int], job: dict[str, Any]) -> dict[str, A
 
 def counters(engine: Any, num_speculative_tokens: int) -> list[int]:
     """Drafts, their tokens, and the accepted ones of each position: zeros where vLLM has no such counters, without a draft."""
-    metrics = {metric.name.removeprefix("vllm:spec_decode_"): metric for metric in engine.get_metrics()}
+    metrics = {
+        metric.name.removeprefix("vllm:spec_decode_"): metric for metric in engine.get_metrics()
+    }
     if not num_speculative_tokens:
         return [0, 0]
     return [

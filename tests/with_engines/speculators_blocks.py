@@ -27,18 +27,39 @@ def main(folder: Path) -> None:
         inputs["position_ids"],
         max_anchors=num_anchors,
     )
-    logits, hidden, found = logits.view(num_anchors, block, -1), hidden.view(num_anchors, block, -1), {}
+    logits, hidden, found = (
+        logits.view(num_anchors, block, -1),
+        hidden.view(num_anchors, block, -1),
+        {},
+    )
     if getattr(model, "markov_head", None) is not None:
         previous = inputs["input_ids"][0, indices].view(num_anchors, block)
         embedded = model.markov_head.prev_embeddings(previous)
-        logits = logits + model.markov_head.block_bias(prev_token_ids=previous, hidden_states=hidden, prev_emb=embedded)
-        found["confidence"] = model.confidence_head(torch.cat([hidden, embedded], -1)).view(num_anchors, block)
+        logits = logits + model.markov_head.block_bias(
+            prev_token_ids=previous, hidden_states=hidden, prev_emb=embedded
+        )
+        found["confidence"] = model.confidence_head(torch.cat([hidden, embedded], -1)).view(
+            num_anchors, block
+        )
     parameters = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
-    gradients = torch.autograd.grad((logits * weights).sum(), list(parameters.values()), allow_unused=True)
-    found |= {f"grad.{name}": grad for name, grad in zip(parameters, gradients, strict=True) if grad is not None}
-    found |= {"logits": logits, "targets": targets.view_as(logits).softmax(-1), "mask": mask.view(num_anchors, block)}
+    gradients = torch.autograd.grad(
+        (logits * weights).sum(), list(parameters.values()), allow_unused=True
+    )
+    found |= {
+        f"grad.{name}": grad
+        for name, grad in zip(parameters, gradients, strict=True)
+        if grad is not None
+    }
+    found |= {
+        "logits": logits,
+        "targets": targets.view_as(logits).softmax(-1),
+        "mask": mask.view(num_anchors, block),
+    }
     found["anchors"] = indices.view(num_anchors, block)[:, 0]
-    save_file({name: tensor.detach().contiguous() for name, tensor in found.items()}, folder / "output.safetensors")
+    save_file(
+        {name: tensor.detach().contiguous() for name, tensor in found.items()},
+        folder / "output.safetensors",
+    )
 
 
 if __name__ == "__main__":

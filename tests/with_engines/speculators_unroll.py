@@ -24,7 +24,9 @@ def main(folder: Path) -> None:
         make(Path(path), settings, jobs["verifier"], jobs["num_steps"])
     for path in [*jobs["read"], *jobs["make"]]:
         inputs = load_file(Path(path).parent / "input.safetensors")
-        save_file(unroll(load(path), inputs, jobs["num_steps"]), Path(path).parent / "logits.safetensors")
+        save_file(
+            unroll(load(path), inputs, jobs["num_steps"]), Path(path).parent / "logits.safetensors"
+        )
 
 
 def load(path: str) -> torch.nn.Module:
@@ -36,8 +38,18 @@ def load(path: str) -> torch.nn.Module:
 def make(path: Path, settings: dict, verifier: str, num_steps: int) -> None:
     """A head with random weights, norms too."""
     of_verifier = AutoConfig.from_pretrained(verifier).to_dict()
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    shape = {name: of_verifier[name] for name in (*sizes, "rms_norm_eps", "max_position_embeddings", "rope_parameters")}
+    sizes = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+    )
+    shape = {
+        name: of_verifier[name]
+        for name in (*sizes, "rms_norm_eps", "max_position_embeddings", "rope_parameters")
+    }
     config = LlamaConfig(**shape, num_hidden_layers=settings.pop("num_layers"))
     kept = settings.pop("vocabulary")
     t2d = torch.zeros(shape["vocab_size"], dtype=torch.bool)
@@ -55,12 +67,16 @@ def make(path: Path, settings: dict, verifier: str, num_steps: int) -> None:
     )
     for name, parameter in model.named_parameters():
         if "embed_tokens" not in name and "lm_head" not in name:
-            parameter.data = torch.randn_like(parameter) * parameter.shape[-1] ** -0.5 + ("norm" in name)
+            parameter.data = torch.randn_like(parameter) * parameter.shape[-1] ** -0.5 + (
+                "norm" in name
+            )
     model.save_pretrained(path)
 
 
 @torch.no_grad()
-def unroll(model: torch.nn.Module, inputs: dict[str, torch.Tensor], num_steps: int) -> dict[str, torch.Tensor]:
+def unroll(
+    model: torch.nn.Module, inputs: dict[str, torch.Tensor], num_steps: int
+) -> dict[str, torch.Tensor]:
     logits: list[torch.Tensor] = []
     model.lm_head.register_forward_hook(lambda module, args, output: logits.append(output.clone()))
     model(

@@ -20,31 +20,56 @@ from tests.with_engines.environments import serving
 
 pytestmark = [pytest.mark.long, pytest.mark.engines]  # vLLM in its own environment
 
-LOOKUP = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+LOOKUP = {
+    "method": "ngram",
+    "num_speculative_tokens": K,
+    "prompt_lookup_min": 2,
+    "prompt_lookup_max": 4,
+}
 NUM_PROMPTS, NUM_TOKENS = 12, 24
 
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = tmp_path_factory.mktemp("vllm") / "log"
-    with serving(log, str(PICO), "--speculative-config", json.dumps(LOOKUP), *PROGRAM.measured_draft) as served:
+    with serving(
+        log, str(PICO), "--speculative-config", json.dumps(LOOKUP), *PROGRAM.measured_draft
+    ) as served:
         yield served
 
 
-def complete(address: str, warm: threading.Event, ended: threading.Event, completions: list[Completion]) -> None:
+def complete(
+    address: str, warm: threading.Event, ended: threading.Event, completions: list[Completion]
+) -> None:
     """Once all prompts, then until it has ended. warm: vLLM has answered, which takes it seconds the first time."""
     server, client = Server(address, key="server", timeout=100.0), VLLM.client
     assert client is not None
-    (model, *_), (tokenizer, *_) = client.identify(server).models, read_tokenizer(TargetFiles("pico"))
-    prompts = tokenize(load_suite("pico"), tokenizer, max_new_tokens=NUM_TOKENS, max_length=512, num_prompts=NUM_PROMPTS)
+    (model, *_), (tokenizer, *_) = (
+        client.identify(server).models,
+        read_tokenizer(TargetFiles("pico")),
+    )
+    prompts = tokenize(
+        load_suite("pico"),
+        tokenizer,
+        max_new_tokens=NUM_TOKENS,
+        max_length=512,
+        num_prompts=NUM_PROMPTS,
+    )
     while len(completions) < NUM_PROMPTS or not ended.is_set():
         ids = prompts[len(completions) % NUM_PROMPTS].token_ids
-        completions.append(client.complete(server, CompletionRequest(model, ids, NUM_TOKENS, 0.0, 1.0, 0, 0), K))
+        completions.append(
+            client.complete(server, CompletionRequest(model, ids, NUM_TOKENS, 0.0, 1.0, 0, 0), K)
+        )
         warm.set()
 
 
 def test_it_says_what_the_answers_counted(address: str, tmp_path: Path) -> None:
-    output, completions, warm, ended = tmp_path / "acceptance.json", [], threading.Event(), threading.Event()
+    output, completions, warm, ended = (
+        tmp_path / "acceptance.json",
+        [],
+        threading.Event(),
+        threading.Event(),
+    )
     keys = ["monitor", f"server={address}", f"output={output}"]
     client = threading.Thread(target=complete, args=(address, warm, ended, completions))
     client.start()
@@ -60,7 +85,9 @@ def test_it_says_what_the_answers_counted(address: str, tmp_path: Path) -> None:
     counts = [completion.counts for completion in completions]
     assert since_the_start["num_drafts"] == sum(count.num_drafts for count in counts)
     assert since_the_start["num_draft_tokens"] == sum(count.num_draft_tokens for count in counts)
-    assert since_the_start["num_accepted_tokens"] == sum(count.num_accepted_tokens for count in counts)
+    assert since_the_start["num_accepted_tokens"] == sum(
+        count.num_accepted_tokens for count in counts
+    )
     reached = [sum(count.accepted_per_position[k] for count in counts) for k in range(K)]
     assert since_the_start["accepted_per_position"] == reached and reached[-1] > 0
 
@@ -69,4 +96,6 @@ def test_it_says_what_the_answers_counted(address: str, tmp_path: Path) -> None:
         assert watched == 4
     else:
         low, high = during["acceptance_rate_ci95"]
-        assert low < during["acceptance_rate"] < high and watched == (1 if high < 0.5 else 0 if low >= 0.5 else 4)
+        assert low < during["acceptance_rate"] < high and watched == (
+            1 if high < 0.5 else 0 if low >= 0.5 else 4
+        )

@@ -41,8 +41,17 @@ OURS: dict[str, dict[str, Any]] = {
 }
 THEIRS: dict[str, dict[str, Any]] = {
     "their default": {"norm_before_residual": True},
-    "their norm before fc": {"norm_before_residual": False, "norm_before_fc": True, "num_layers": 2},
-    "their norms of 3.1": {"norm_before_residual": False, "fc_norm": True, "norm_output": True, "target_layer_ids": [1, 3, 6]},
+    "their norm before fc": {
+        "norm_before_residual": False,
+        "norm_before_fc": True,
+        "num_layers": 2,
+    },
+    "their norms of 3.1": {
+        "norm_before_residual": False,
+        "fc_norm": True,
+        "norm_output": True,
+        "target_layer_ids": [1, 3, 6],
+    },
 }
 
 
@@ -64,7 +73,9 @@ def rows() -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def cases(target: FrozenTarget, rows: dict[str, Tensor], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def cases(
+    target: FrozenTarget, rows: dict[str, Tensor], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
     """Each case's folder: `head`, and what speculators' unroll of it gave."""
     python = environment("speculators") / "bin" / "python"
     folder = tmp_path_factory.mktemp("speculators")
@@ -74,9 +85,14 @@ def cases(target: FrozenTarget, rows: dict[str, Tensor], tmp_path_factory: pytes
         with torch.no_grad():
             for key, parameter in draft.named_parameters():
                 if "norm" in key:
-                    parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
+                    parameter.add_(
+                        0.2
+                        * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2))
+                    )
         save_head("eagle3", draft, folders[name] / "draft")
-        export(folders[name] / "draft", "speculators", folders[name] / "head", TargetFiles(target.name))
+        export(
+            folders[name] / "draft", "speculators", folders[name] / "head", TargetFiles(target.name)
+        )
         write_input(target, rows, draft.aux_layers, folders[name])
     for name, settings in THEIRS.items():
         folders[name].mkdir()
@@ -85,7 +101,10 @@ def cases(target: FrozenTarget, rows: dict[str, Tensor], tmp_path_factory: pytes
         "verifier": target.name,
         "num_steps": NUM_STEPS,
         "read": [str(folders[name] / "head") for name in OURS],
-        "make": {str(folders[name] / "head"): {"num_layers": 1, "vocabulary": VOCABULARY, **THEIRS[name]} for name in THEIRS},
+        "make": {
+            str(folders[name] / "head"): {"num_layers": 1, "vocabulary": VOCABULARY, **THEIRS[name]}
+            for name in THEIRS
+        },
     }
     (folder / "jobs.json").write_text(json.dumps(jobs))
     run(python, Path(__file__).with_name("speculators_unroll.py"), folder)
@@ -93,7 +112,9 @@ def cases(target: FrozenTarget, rows: dict[str, Tensor], tmp_path_factory: pytes
 
 
 @torch.no_grad()
-def write_input(target: FrozenTarget, rows: dict[str, Tensor], aux_layers: Any, folder: Path) -> None:
+def write_input(
+    target: FrozenTarget, rows: dict[str, Tensor], aux_layers: Any, folder: Path
+) -> None:
     """The pairs (next token, features) as speculators takes them: side by side, the last position dropped, counted from 1."""
     features = target.features(rows["input_ids"], aux_layers, position_ids_BT=rows["position_ids"])
     tensors = {
@@ -102,7 +123,10 @@ def write_input(target: FrozenTarget, rows: dict[str, Tensor], aux_layers: Any, 
         "position_ids": rows["position_ids"][:, :-1] + 1,
         "document_ids": rows["document_ids"][:, :-1],
     }
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "input.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        folder / "input.safetensors",
+    )
 
 
 @torch.no_grad()
@@ -117,7 +141,10 @@ def our_logits(draft: Any, target: FrozenTarget, rows: dict[str, Tensor]) -> lis
     unroll, batch = TrainingTimeTest(draft.eval(), seen, NUM_STEPS).eval(), indexed(rows)
     unroll(**batch, **unroll.read_target(target, batch))
     positions = batch["loss_positions"]
-    return [step[loss_rows(rows["position_ids"], positions, ahead=2 + k)] for k, step in enumerate(logits)]
+    return [
+        step[loss_rows(rows["position_ids"], positions, ahead=2 + k)]
+        for k, step in enumerate(logits)
+    ]
 
 
 @pytest.mark.parametrize("name", [*OURS, *THEIRS])
@@ -129,7 +156,9 @@ def test_every_step_of_the_unroll_gives_the_same_logits(
     for step, ours_RW in enumerate(our_logits(draft, target, rows)):
         keep_BT = torch.zeros_like(rows["position_ids"], dtype=torch.bool)
         positions = indexed(rows)["loss_positions"]
-        keep_BT.view(-1)[positions[loss_rows(rows["position_ids"], positions, ahead=2 + step)] - 2 - step] = True
+        keep_BT.view(-1)[
+            positions[loss_rows(rows["position_ids"], positions, ahead=2 + step)] - 2 - step
+        ] = True
         theirs_RW = theirs[str(step)][keep_BT[:, :-1]]
         assert ours_RW.shape == theirs_RW.shape and len(ours_RW) > 20
         if step and draft.config.sliding_window:

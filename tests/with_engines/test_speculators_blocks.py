@@ -55,7 +55,10 @@ def batch() -> dict[str, Any]:
     return indexed(rows)
 
 
-FIRST, LAST = 2, 29  # tokens with loss: each is an anchor of theirs, and none but the last an anchor of ours
+FIRST, LAST = (
+    2,
+    29,
+)  # tokens with loss: each is an anchor of theirs, and none but the last an anchor of ours
 
 
 def weights_of(draft: BlockDraft) -> Tensor:
@@ -64,7 +67,11 @@ def weights_of(draft: BlockDraft) -> Tensor:
     weights = torch.randn(shape, generator=torch.Generator().manual_seed(2))
     drafted = torch.arange(BLOCK) - draft.config.first_slot + 1
     label = torch.arange(FIRST, LAST + 1).unsqueeze(1) + drafted
-    return weights * ((drafted > 0) & (label <= LAST)).unsqueeze(-1) * same_window(draft).view(-1, 1, 1)
+    return (
+        weights
+        * ((drafted > 0) & (label <= LAST)).unsqueeze(-1)
+        * same_window(draft).view(-1, 1, 1)
+    )
 
 
 def same_window(draft: BlockDraft) -> Tensor:
@@ -74,26 +81,44 @@ def same_window(draft: BlockDraft) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def cases(target: FrozenTarget, batch: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def cases(
+    target: FrozenTarget, batch: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("speculators")
     folders = {name: folder / name.replace(" ", "-").replace(",", "") for name in CASES}
     last_hidden: list[Tensor] = []  # before the final norm, which speculators applies itself
-    hook = target.norm.register_forward_pre_hook(lambda module, inputs: last_hidden.append(inputs[0]))
+    hook = target.norm.register_forward_pre_hook(
+        lambda module, inputs: last_hidden.append(inputs[0])
+    )
     for name, (method, shape) in CASES.items():
         draft = build_block(method, target, block_size=BLOCK, **shape)
         save(draft, KINDS[method], folders[name] / "draft")
-        export(folders[name] / "draft", "speculators", folders[name] / "head", TargetFiles(target.name))
+        export(
+            folders[name] / "draft", "speculators", folders[name] / "head", TargetFiles(target.name)
+        )
         with torch.no_grad():
-            features = target.features(batch["input_ids"], draft.aux_layers, position_ids_BT=batch["position_ids"])
+            features = target.features(
+                batch["input_ids"], draft.aux_layers, position_ids_BT=batch["position_ids"]
+            )
         tensors = {
             "aux": torch.cat(features.aux, -1),
             "last_hidden": last_hidden[-1],
             "weights": weights_of(draft),
-            **{name: batch[name] for name in ("input_ids", "loss_mask", "document_ids", "position_ids")},
+            **{
+                name: batch[name]
+                for name in ("input_ids", "loss_mask", "document_ids", "position_ids")
+            },
         }
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folders[name] / "input.safetensors")
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()},
+            folders[name] / "input.safetensors",
+        )
     hook.remove()
-    run(environment("speculators") / "bin" / "python", Path(__file__).with_name("speculators_blocks.py"), *folders.values())
+    run(
+        environment("speculators") / "bin" / "python",
+        Path(__file__).with_name("speculators_blocks.py"),
+        *folders.values(),
+    )
     return folders
 
 
@@ -102,13 +127,21 @@ def test_logits_targets_mask_confidence_and_gradients_are_the_same(
     cases: dict[str, Path], target: FrozenTarget, batch: dict[str, Any], name: str
 ) -> None:
     method, _ = CASES[name]
-    theirs, draft = load_file(cases[name] / "output.safetensors"), load(KINDS[method], cases[name] / "head", target)
+    theirs, draft = (
+        load_file(cases[name] / "output.safetensors"),
+        load(KINDS[method], cases[name] / "head", target),
+    )
     assert draft.config == load(KINDS[method], cases[name] / "draft", target).config
     first, seen = draft.config.first_slot, []
-    objective, confidences = BlockObjective(draft, lambda *pair: seen.append(pair) or weighted(pair[0]), 64), []
+    objective, confidences = (
+        BlockObjective(draft, lambda *pair: seen.append(pair) or weighted(pair[0]), 64),
+        [],
+    )
     own = objective.prepare(batch, None)
     counts = own["has_loss"][:27]
-    assert theirs["anchors"].tolist() == [*range(FIRST, LAST + 1)] and own["anchors"][:27].tolist() == [*range(FIRST, LAST)]
+    assert theirs["anchors"].tolist() == [*range(FIRST, LAST + 1)] and own["anchors"][
+        :27
+    ].tolist() == [*range(FIRST, LAST)]
     assert counts[:, 0].all() and counts.sum() == own["has_loss"].sum()
     weights = torch.zeros(*own["has_loss"].shape, draft.config.draft_vocab_size)
     weights[:27] = weights_of(draft)[:27, first:]
@@ -119,12 +152,18 @@ def test_logits_targets_mask_confidence_and_gradients_are_the_same(
 
     if draft.confidence_head is not None:
         objective.confidence_weight = 1e-9
-        draft.confidence_head.register_forward_hook(lambda module, inputs, output: confidences.append(output.detach()))
+        draft.confidence_head.register_forward_hook(
+            lambda module, inputs, output: confidences.append(output.detach())
+        )
     total, _ = objective(**own, **objective.read_target(target, own))
     (total * len(objective.step_weights)).backward()
 
-    logits, probs = (torch.cat([pair[part] for pair in seen]).view_as(weights)[:27] for part in (0, 1))
-    their_logits, their_probs, their_mask = (theirs[part][:27, first:] for part in ("logits", "targets", "mask"))
+    logits, probs = (
+        torch.cat([pair[part] for pair in seen]).view_as(weights)[:27] for part in (0, 1)
+    )
+    their_logits, their_probs, their_mask = (
+        theirs[part][:27, first:] for part in ("logits", "targets", "mask")
+    )
     if method == "dflash":
         assert torch.equal(their_mask.cumprod(1).bool(), counts)
     else:  # theirs is that of the token before the one that a slot predicts
@@ -133,10 +172,17 @@ def test_logits_targets_mask_confidence_and_gradients_are_the_same(
     torch.testing.assert_close(logits[counts], their_logits[counts], rtol=0, atol=1e-4)
     torch.testing.assert_close(probs[counts], their_probs[counts], rtol=0, atol=1e-5)
     if confidences:
-        torch.testing.assert_close(confidences[0][:27][counts], theirs["confidence"][:27][counts], rtol=0, atol=1e-4)
-    trained = {name: parameter for name, parameter in draft.named_parameters() if parameter.requires_grad}
+        torch.testing.assert_close(
+            confidences[0][:27][counts], theirs["confidence"][:27][counts], rtol=0, atol=1e-4
+        )
+    trained = {
+        name: parameter for name, parameter in draft.named_parameters() if parameter.requires_grad
+    }
     assert {f"grad.{name}" for name in trained if "confidence" not in name} <= theirs.keys()
     for parameter_name, parameter in trained.items():
         if "confidence" not in parameter_name:
             expected = theirs[f"grad.{parameter_name}"]
-            assert parameter.grad is not None and (parameter.grad - expected).norm() <= 1e-3 * expected.norm(), parameter_name
+            assert (
+                parameter.grad is not None
+                and (parameter.grad - expected).norm() <= 1e-3 * expected.norm()
+            ), parameter_name

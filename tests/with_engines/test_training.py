@@ -10,7 +10,14 @@ from tests.with_engines.environments import environment
 pytestmark = [pytest.mark.long, pytest.mark.engines]  # speculators in its own environment
 
 bench: Any = load_script("bench/train.py")
-TINY: dict[str, Any] = {"hidden_size": 128, "vocab_size": 200, "num_tokens": 64, "num_steps": 3, "rounds": 2, "threads": 1}
+TINY: dict[str, Any] = {
+    "hidden_size": 128,
+    "vocab_size": 200,
+    "num_tokens": 64,
+    "num_steps": 3,
+    "rounds": 2,
+    "threads": 1,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -34,5 +41,7 @@ def test_a_step_of_blocks_has_our_loss() -> None:
 def check(layouts: list[dict[str, Any]]) -> None:
     for each in layouts:
         losses = {name: own["loss"] for name, own in each["trainers"].items()}
-        assert losses == pytest.approx(dict.fromkeys(("ours", "plain", "sdpa", "eager"), losses["ours"]), rel=1e-4)
+        assert losses == pytest.approx(
+            dict.fromkeys(("ours", "plain", "sdpa", "eager"), losses["ours"]), rel=1e-4
+        )
         assert each["ratios"].keys() == {"plain", "sdpa", "eager"}

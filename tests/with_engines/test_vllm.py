@@ -74,8 +74,14 @@ def plain_options(target: str) -> dict[str, Any]:
 
 def draft_options(method: str, folder: str, num_tokens: int) -> dict[str, Any]:
     """What a draft adds to those, or replaces."""
-    named = {"method": "draft_model", "parallel_drafting": True} if method == "pard" else {"method": method}
-    options = {"speculative_config": {**named, "model": folder, "num_speculative_tokens": num_tokens}}
+    named = (
+        {"method": "draft_model", "parallel_drafting": True}
+        if method == "pard"
+        else {"method": method}
+    )
+    options = {
+        "speculative_config": {**named, "model": folder, "num_speculative_tokens": num_tokens}
+    }
     return options | ({"model": folder} if method == "mtp" else {})
 
 
@@ -86,10 +92,15 @@ def generate_in_vllm(jobs: Sequence[Job], folder: Path) -> list[list[Completion]
     run(environment("vllm") / "bin" / "python", PROGRAM, to_do, results)
 
     def completion(row: dict[str, Any]) -> Completion:
-        counts = Counts(row["num_drafts"], row["num_draft_tokens"], tuple(row["accepted_per_position"]))
+        counts = Counts(
+            row["num_drafts"], row["num_draft_tokens"], tuple(row["accepted_per_position"])
+        )
         return Completion(tuple(row["token_ids"]), counts)
 
-    return [[completion(row) for row in rows] for rows in json.loads(results.read_text(encoding="utf-8"))]
+    return [
+        [completion(row) for row in rows]
+        for rows in json.loads(results.read_text(encoding="utf-8"))
+    ]
 
 
 class EarliestMatch(NgramLookup):
@@ -126,25 +137,45 @@ def cases(
             served = folder / name.replace(" ", "-")
             export(trained(draft), engine, served, files, num_speculative_tokens=K)
         # speculators' folder names target and K itself.
-        add(name, {"model": str(served)} if engine == "speculators" else draft_options(method, str(served), K))
-        here[name] = generated_here(pico, load_proposer(method, trained(draft), pico), prompts, num_speculative_tokens=K)
+        add(
+            name,
+            {"model": str(served)}
+            if engine == "speculators"
+            else draft_options(method, str(served), K),
+        )
+        here[name] = generated_here(
+            pico, load_proposer(method, trained(draft), pico), prompts, num_speculative_tokens=K
+        )
     here[ONE_OFF] = here["EAGLE-3, engine=vllm"]
     add(ONE_OFF, draft_options("eagle3", str(one_off(jobs["EAGLE-3, engine=vllm"], folder)), K))
 
     target, served, draft = mixture_of_experts(folder)
     texts = [list(range(5 + start, 25 + start)) for start in range(3)]
     jobs["experts"] = Job(plain_options(target.name), texts, NUM_TOKENS)
-    jobs[PREDICTED] = Job(plain_options(target.name) | draft_options("mtp", str(served), K), texts, NUM_TOKENS, K)
+    jobs[PREDICTED] = Job(
+        plain_options(target.name) | draft_options("mtp", str(served), K), texts, NUM_TOKENS, K
+    )
     here["experts"] = generated_here(target, None, texts)
-    here[PREDICTED] = generated_here(target, load_proposer("mtp", draft, target), texts, num_speculative_tokens=K)
+    here[PREDICTED] = generated_here(
+        target, load_proposer("mtp", draft, target), texts, num_speculative_tokens=K
+    )
 
-    ngram = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    ngram = {
+        "method": "ngram",
+        "num_speculative_tokens": K,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 3,
+    }
     add("n-gram", {"speculative_config": ngram})
-    here["n-gram"] = generated_here(pico, LookupProposer(EarliestMatch(1, 3)), prompts, num_speculative_tokens=K)
+    here["n-gram"] = generated_here(
+        pico, LookupProposer(EarliestMatch(1, 3)), prompts, num_speculative_tokens=K
+    )
 
     there = generate_in_vllm(list(jobs.values()), folder)
     texts_there = dict(zip(jobs, there, strict=True))
-    alone = dict.fromkeys(jobs, texts_there["plain"]) | dict.fromkeys(("experts", PREDICTED), texts_there["experts"])
+    alone = dict.fromkeys(jobs, texts_there["plain"]) | dict.fromkeys(
+        ("experts", PREDICTED), texts_there["experts"]
+    )
     return {name: Case(here[name], texts_there[name], alone[name]) for name in jobs}
 
 
@@ -154,7 +185,9 @@ def one_off(job: Job, folder: Path) -> Path:
     wrong.mkdir()
     (wrong / "model.safetensors").symlink_to(served / "model.safetensors")
     config = json.loads((served / "config.json").read_text())
-    config["eagle_aux_hidden_state_layer_ids"] = [layer + 1 for layer in config["eagle_aux_hidden_state_layer_ids"]]
+    config["eagle_aux_hidden_state_layer_ids"] = [
+        layer + 1 for layer in config["eagle_aux_hidden_state_layer_ids"]
+    ]
     (wrong / "config.json").write_text(json.dumps(config))
     return wrong
 
@@ -187,7 +220,13 @@ def mixture_of_experts(folder: Path) -> tuple[FrozenTarget, Path, Path]:
     draft = build_mtp(target, init="scratch")
     learn(draft, target)
     save_mtp(draft, folder / "layer")
-    export(folder / "layer", "vllm", folder / "experts-with-layer", TargetFiles(target.name), num_speculative_tokens=K)
+    export(
+        folder / "layer",
+        "vllm",
+        folder / "experts-with-layer",
+        TargetFiles(target.name),
+        num_speculative_tokens=K,
+    )
     return target, folder / "experts-with-layer", folder / "layer"
 
 
@@ -197,7 +236,9 @@ def learn(draft: Any, target: FrozenTarget) -> None:
     ids = torch.tensor(
         [
             [*start, *text.token_ids]
-            for start, text in zip(starts, generate_here(target, None, starts, max_new_tokens=44), strict=True)
+            for start, text in zip(
+                starts, generate_here(target, None, starts, max_new_tokens=44), strict=True
+            )
         ]
     )
     columns = {
@@ -229,7 +270,9 @@ def test_vllm_drafts_with_a_layer_in_the_targets_checkpoint(cases: dict[str, Cas
     assert num_same(case.there, case.plain) == num_same(case.there, case.here) == len(case.here)
     for there, here in zip(case.there, case.here, strict=True):
         assert abs(there.counts.num_drafts - here.counts.num_drafts) <= 1
-        accepted = zip(there.counts.accepted_per_position, here.counts.accepted_per_position, strict=True)
+        accepted = zip(
+            there.counts.accepted_per_position, here.counts.accepted_per_position, strict=True
+        )
         assert all(abs(one - other) <= 1 for one, other in accepted)
 
 
@@ -240,13 +283,17 @@ def test_there_is_something_to_count(cases: dict[str, Case], name: str) -> None:
     assert counts.num_drafts > first > second > 0
 
 
-def test_a_draft_that_reads_the_next_layers_is_told_from_its_counts_alone(cases: dict[str, Case]) -> None:
+def test_a_draft_that_reads_the_next_layers_is_told_from_its_counts_alone(
+    cases: dict[str, Case],
+) -> None:
     case = cases[ONE_OFF]
     assert num_same(case.there, case.plain) == len(case.plain)
     assert [text.counts for text in case.there] != [text.counts for text in case.here]
 
 
-def test_vllm_normalises_the_keys_of_all_layers_as_those_of_the_first(cases: dict[str, Case]) -> None:
+def test_vllm_normalises_the_keys_of_all_layers_as_those_of_the_first(
+    cases: dict[str, Case],
+) -> None:
     """A fault of its DFlash on a CPU: with several layers it drafts other tokens. A release in which this fails has mended it."""
     case = cases[LAYERS]
     assert num_same(case.there, case.plain) == len(case.plain)

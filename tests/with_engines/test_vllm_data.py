@@ -29,7 +29,9 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Of vLLM with pico, whose generation_config.json says top_k 1 and a penalty: vLLM applies them wherever a request leaves them out."""
     folder = tmp_path_factory.mktemp("vllm")
     model = shutil.copytree(MODEL, folder / "model")
-    own = json.loads((model / "generation_config.json").read_text(encoding="utf-8"))  # what ends its answers stays
+    own = json.loads(
+        (model / "generation_config.json").read_text(encoding="utf-8")
+    )  # what ends its answers stays
     config = own | {"do_sample": True, "top_k": 1, "repetition_penalty": 1.5}
     (model / "generation_config.json").write_text(json.dumps(config), encoding="utf-8")
     with serving(folder / "log", str(model), "--served-model-name", MODEL) as served:
@@ -38,17 +40,36 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def test_vllm_generates_what_transformers_does(address: str, tmp_path: Path) -> None:
     """Conversations of two turns: each is answered after the one before it, and ends with the token that ended it."""
-    asked = [[f"What does `{name}` do?", "And in one line?"] for name in ("map", "zip", "sorted", "open", "len", "sum")]
-    turns = [[{"role": role, "content": content} for content in both for role in ("user", "assistant")] for both in asked]
-    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"messages": messages}) for messages in turns), encoding="utf-8")
-    keys = ["recipe=pico/eagle3", f"data.source={tmp_path / 'rows.jsonl'}", f"data.cache_dir={tmp_path / 'cache'}"]
-    keys += ["data.regenerate.num_tokens=100", "data.regenerate.temperatures=[0.0]", "data.regenerate.batch_size=1"]
+    asked = [
+        [f"What does `{name}` do?", "And in one line?"]
+        for name in ("map", "zip", "sorted", "open", "len", "sum")
+    ]
+    turns = [
+        [{"role": role, "content": content} for content in both for role in ("user", "assistant")]
+        for both in asked
+    ]
+    (tmp_path / "rows.jsonl").write_text(
+        "\n".join(json.dumps({"messages": messages}) for messages in turns), encoding="utf-8"
+    )
+    keys = [
+        "recipe=pico/eagle3",
+        f"data.source={tmp_path / 'rows.jsonl'}",
+        f"data.cache_dir={tmp_path / 'cache'}",
+    ]
+    keys += [
+        "data.regenerate.num_tokens=100",
+        "data.regenerate.temperatures=[0.0]",
+        "data.regenerate.batch_size=1",
+    ]
     keys += ["data.regenerate.filter=[]", "data.max_length=128", "data.validation_fraction=0.3"]
     done = specdistill("data", "make", *keys, f"data.regenerate.server=[{address}]")
     assert done.returncode == 0, done.stderr[-3000:]
     paths = tmp_path.glob("cache/rows/*.blocks/*.arrow")
     documents = [row for path in paths for row in Dataset.from_file(str(path))]
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32), AutoTokenizer.from_pretrained(MODEL)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32),
+        AutoTokenizer.from_pretrained(MODEL),
+    )
     assert documents
     for row in documents:
         mask = "".join(map(str, row["loss_mask"]))
@@ -56,7 +77,9 @@ def test_vllm_generates_what_transformers_does(address: str, tmp_path: Path) -> 
         for answer in re.finditer("1+", mask):
             ids = torch.tensor([row["input_ids"][: answer.start()]])
             options = {"max_new_tokens": 128 - ids.shape[1], "do_sample": False, "pad_token_id": 0}
-            expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :].tolist()
+            expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[
+                0, ids.shape[1] :
+            ].tolist()
             assert row["input_ids"][answer.start() : answer.end()] == expected
 
 
@@ -68,14 +91,30 @@ def test_a_model_s_own_sampling_is_not_what_is_asked_for(address: str) -> None:
     server.find_model([MODEL])
 
     def answer(temperature: float, seed: int) -> Answer:
-        return ask(server, ids, GenerationTask("", GenerationPrompt(ids), temperature, seed, len(ids) + 24), told)
+        return ask(
+            server,
+            ids,
+            GenerationTask("", GenerationPrompt(ids), temperature, seed, len(ids) + 24),
+            told,
+        )
 
     sampled = {tuple(answer(1.0, seed).token_ids) for seed in range(6)}
     greedy = answer(0.0, 0).token_ids
-    left_out = {"model": server.model, "prompt": ids, "max_tokens": 24, "temperature": 1.0, "return_token_ids": True}
+    left_out = {
+        "model": server.model,
+        "prompt": ids,
+        "max_tokens": 24,
+        "temperature": 1.0,
+        "return_token_ids": True,
+    }
     theirs = {tuple(server.complete({**left_out, "seed": seed}).token_ids) for seed in range(6)}  # type: ignore[union-attr, arg-type]
     assert len(theirs) == 1 and len(sampled) == 6
     prompt = torch.tensor([ids])
-    options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(prompt)}
+    options = {
+        "max_new_tokens": 24,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "attention_mask": torch.ones_like(prompt),
+    }
     reference = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     assert list(greedy) == reference.generate(prompt, **options)[0, len(ids) :].tolist()

@@ -31,14 +31,23 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def address(states: Path) -> Iterator[str]:
     """Of vLLM with pico, with the connector."""
     of = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [*LAYERS, 16]}}
-    extract = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": of}
+    extract = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": of,
+    }
     connector = {
         "kv_connector": "HiddenStatesOnCpu",
         "kv_connector_module_path": "hidden_states_on_cpu",
         "kv_role": "kv_producer",
         "kv_connector_extra_config": {"shared_storage_path": str(states)},
     }
-    options = ["--speculative-config", json.dumps(extract), "--kv-transfer-config", json.dumps(connector)]
+    options = [
+        "--speculative-config",
+        json.dumps(extract),
+        "--kv-transfer-config",
+        json.dumps(connector),
+    ]
     with serving(states / "log", str(PICO), *options, python_path=Path(__file__).parent) as served:
         yield served
 
@@ -51,19 +60,39 @@ def command(folder: Path, *arguments: str, regenerate: str = "null") -> str:
         f"data.source={folder / 'rows.jsonl'}",
         "data.max_length=128",
     ]
-    keys += [f"data.cache_dir={folder / 'cache'}", "data.validation_fraction=0.2", "data.decontaminate=[]", "train.bf16=false"]
-    keys += ["train.max_steps=2", "train.eval_steps=2", "train.save_steps=2", "hidden_states.dtype=float32"]
+    keys += [
+        f"data.cache_dir={folder / 'cache'}",
+        "data.validation_fraction=0.2",
+        "data.decontaminate=[]",
+        "train.bf16=false",
+    ]
+    keys += [
+        "train.max_steps=2",
+        "train.eval_steps=2",
+        "train.save_steps=2",
+        "hidden_states.dtype=float32",
+    ]
     done = specdistill(*arguments, *keys)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stderr
 
 
 def test_vllm_fills_a_store_as_the_target_does(address: str, tmp_path: Path) -> None:
-    source = re.findall(r"(?s).{300}", (ROOT / "specdistill" / "decoding" / "decoder.py").read_text(encoding="utf-8"))
+    source = re.findall(
+        r"(?s).{300}",
+        (ROOT / "specdistill" / "decoding" / "decoder.py").read_text(encoding="utf-8"),
+    )
     rows = [json.dumps({"text": text}) for text in source[:24]]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
     for name, servers in (("own", []), ("vllm", [f"hidden_states.server=[{address}]"])):
-        command(tmp_path, "data", "features", "hidden_states.mode=hybrid", f"hidden_states.path={tmp_path / name}", *servers)
+        command(
+            tmp_path,
+            "data",
+            "features",
+            "hidden_states.mode=hybrid",
+            f"hidden_states.path={tmp_path / name}",
+            *servers,
+        )
     shards = sorted(path.name for path in (tmp_path / "own").glob("*.safetensors"))
     assert shards
     for shard in shards:
@@ -73,15 +102,34 @@ def test_vllm_fills_a_store_as_the_target_does(address: str, tmp_path: Path) -> 
         error = (own["features"] - other["features"]).norm(dim=-1) / own["features"].norm(dim=-1)
         assert error.max() < 1e-3, error.max()
         assert not torch.equal(own["features"], other["features"])
-    trained = ["hidden_states.mode=offline", f"hidden_states.path={tmp_path / 'vllm'}", f"train.output_dir={tmp_path / 'run'}"]
+    trained = [
+        "hidden_states.mode=offline",
+        f"hidden_states.path={tmp_path / 'vllm'}",
+        f"train.output_dir={tmp_path / 'run'}",
+    ]
     command(tmp_path, "train", *trained)
     assert (tmp_path / "run" / "draft" / "model.safetensors").exists()
 
 
-def test_rows_and_features_in_one_request_are_those_of_two(address: str, states: Path, tmp_path: Path) -> None:
-    asked = ["What does `map` do?", "And `zip`?", "Sort a list.", "Read a file.", "Count words.", "Sum two numbers."]
-    rows = [{"messages": [{"role": "user", "content": it}, {"role": "assistant", "content": "?"}]} for it in asked]
-    rows += [{"text": text} for text in re.findall(r"(?s).{300}", Path(__file__).read_text(encoding="utf-8"))]
+def test_rows_and_features_in_one_request_are_those_of_two(
+    address: str, states: Path, tmp_path: Path
+) -> None:
+    asked = [
+        "What does `map` do?",
+        "And `zip`?",
+        "Sort a list.",
+        "Read a file.",
+        "Count words.",
+        "Sum two numbers.",
+    ]
+    rows = [
+        {"messages": [{"role": "user", "content": it}, {"role": "assistant", "content": "?"}]}
+        for it in asked
+    ]
+    rows += [
+        {"text": text}
+        for text in re.findall(r"(?s).{300}", Path(__file__).read_text(encoding="utf-8"))
+    ]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     regenerate = f"{{num_tokens: 1500, prompt_tokens: 16, temperatures: [0.0], filter: [], server: [{address}]}}"
 
@@ -90,15 +138,22 @@ def test_rows_and_features_in_one_request_are_those_of_two(address: str, states:
 
     def made(verb: str, name: str) -> tuple[str, int]:
         """What it says, and its requests."""
-        keys, before = ["hidden_states.mode=hybrid", f"hidden_states.path={tmp_path / name}"], num_requests()
+        keys, before = (
+            ["hidden_states.mode=hybrid", f"hidden_states.path={tmp_path / name}"],
+            num_requests(),
+        )
         keys.append(f"hidden_states.server=[{address}]")
-        return command(tmp_path, "data", verb, *keys, regenerate=regenerate), num_requests() - before
+        return command(
+            tmp_path, "data", verb, *keys, regenerate=regenerate
+        ), num_requests() - before
 
     made("make", "one")
     num_documents = len(list((tmp_path / "one" / "generated").iterdir()))
     assert num_documents > 10 and not list(states.glob("*.safetensors*"))
     said, num_asked = made("features", "one")
-    assert "as they were generated" in said and 0 < num_asked < num_documents / 2  # of the first row, to compare
+    assert (
+        "as they were generated" in said and 0 < num_asked < num_documents / 2
+    )  # of the first row, to compare
     _, num_asked = made("features", "two")
     assert num_asked >= num_documents
     shards = sorted(path.name for path in (tmp_path / "two").glob("*.safetensors"))
@@ -111,7 +166,9 @@ def test_rows_and_features_in_one_request_are_those_of_two(address: str, states:
         for count in one["num_documents"].tolist():
             lengths = [next(documents) for _ in range(count)]
             found, expected = (
-                it["features"][place : place + 4 * sum(lengths)].view(4, sum(lengths), -1).split(lengths, dim=1)
+                it["features"][place : place + 4 * sum(lengths)]
+                .view(4, sum(lengths), -1)
+                .split(lengths, dim=1)
                 for it in (one, two)
             )
             place += 4 * sum(lengths)

@@ -34,41 +34,94 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return with_plugin(tmp_path_factory.mktemp("site"))
 
 
-def evaluated(method: str, draft: Path, folder: Path, python_path: str, *more: str) -> "subprocess.CompletedProcess[str]":
+def evaluated(
+    method: str, draft: Path, folder: Path, python_path: str, *more: str
+) -> "subprocess.CompletedProcess[str]":
     engine = f"env PYTHONPATH={python_path} {environment('vllm') / 'bin' / 'vllm'} serve --enforce-eager --block-size 32"
-    keys = ["target=pico", f"method={method}", f"draft={draft}", f"suite={SUITE}", "gate=server", f"output_dir={folder}"]
-    keys += ["eval.engine=vllm", f"eval.engine_command={engine}", f"eval.num_speculative_tokens={K}", "eval.repeats=1"]
-    keys += [f"eval.num_prompts={NUM_PROMPTS}", f"eval.max_new_tokens={NEW_TOKENS}", "eval.warmup=1", *more]
+    keys = [
+        "target=pico",
+        f"method={method}",
+        f"draft={draft}",
+        f"suite={SUITE}",
+        "gate=server",
+        f"output_dir={folder}",
+    ]
+    keys += [
+        "eval.engine=vllm",
+        f"eval.engine_command={engine}",
+        f"eval.num_speculative_tokens={K}",
+        "eval.repeats=1",
+    ]
+    keys += [
+        f"eval.num_prompts={NUM_PROMPTS}",
+        f"eval.max_new_tokens={NEW_TOKENS}",
+        "eval.warmup=1",
+        *more,
+    ]
     surroundings = {**os.environ, **QUIET_VLLM, "PYTHONPATH": str(ROOT)}
     line = [sys.executable, "-m", "specdistill", "eval", *keys]
-    return subprocess.run(line, env=surroundings, cwd=ROOT, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        line, env=surroundings, cwd=ROOT, capture_output=True, text=True, check=False
+    )
 
 
 BEHIND = f"eval.lookup_first={LOOKUP.model_dump_json(exclude_none=True)}"
 
 
-@pytest.mark.parametrize(("method", "name"), [("eagle3", "EAGLE-3.1"), ("draft_model", "draft model")])
+@pytest.mark.parametrize(
+    ("method", "name"), [("eagle3", "EAGLE-3.1"), ("draft_model", "draft model")]
+)
 def test_a_lookup_in_front_of_a_draft_accepts_what_it_does_here(
-    method: str, name: str, installed: str, trained: Callable[[str], Path], pico: FrozenTarget, tmp_path: Path
+    method: str,
+    name: str,
+    installed: str,
+    trained: Callable[[str], Path],
+    pico: FrozenTarget,
+    tmp_path: Path,
 ) -> None:
     """One request at a time and four at once; every counter is ours, and the output is plain vLLM's."""
     draft = trained(name)
-    done = evaluated(method, draft, tmp_path / "report", installed, BEHIND, f"eval.sweep.concurrency={[*LOADS]}")
-    assert done.returncode in (ExitCode.DONE, ExitCode.CHECK_FAILED, ExitCode.INCONCLUSIVE), done.stderr[-4000:]
+    done = evaluated(
+        method, draft, tmp_path / "report", installed, BEHIND, f"eval.sweep.concurrency={[*LOADS]}"
+    )
+    assert done.returncode in (ExitCode.DONE, ExitCode.CHECK_FAILED, ExitCode.INCONCLUSIVE), (
+        done.stderr[-4000:]
+    )
     report, samples = read_report(tmp_path / "report")
-    assert report["lossless"]["greedy_identical"] and report["lossless"]["prompts_checked"] == NUM_PROMPTS
+    assert (
+        report["lossless"]["greedy_identical"]
+        and report["lossless"]["prompts_checked"] == NUM_PROMPTS
+    )
     assert report["settings"]["drafting"] == {"lookup_first": LOOKUP.described}
-    prompts = tokenize(load_suite(SUITE), pico.tokenizer, max_new_tokens=NEW_TOKENS, max_length=512, num_prompts=NUM_PROMPTS)
-    alone, behind = load_proposer(method, draft, pico), load_proposer(method, draft, pico, lookup_first=LOOKUP)
+    prompts = tokenize(
+        load_suite(SUITE),
+        pico.tokenizer,
+        max_new_tokens=NEW_TOKENS,
+        max_length=512,
+        num_prompts=NUM_PROMPTS,
+    )
+    alone, behind = (
+        load_proposer(method, draft, pico),
+        load_proposer(method, draft, pico, lookup_first=LOOKUP),
+    )
     head, cascade = [], []
     for prompt, *both in zip(prompts, samples[:NUM_PROMPTS], samples[NUM_PROMPTS:], strict=True):
         limits = {"max_new_tokens": len(both[0].token_ids), "num_speculative_tokens": K}
         (here,) = generate_here(pico, behind, [prompt.token_ids], **limits)
         cascade.append(here)
-        head += generate_here(pico, alone, [prompt.token_ids], **limits | {"num_speculative_tokens": LOOKUP.draft_tokens})
+        head += generate_here(
+            pico,
+            alone,
+            [prompt.token_ids],
+            **limits | {"num_speculative_tokens": LOOKUP.draft_tokens},
+        )
         for there in both:
             assert there.token_ids == here.token_ids and there.counts is not None
-            counts = (there.counts.num_drafts, there.counts.num_draft_tokens, padded(there.counts.accepted_per_position))
+            counts = (
+                there.counts.num_drafts,
+                there.counts.num_draft_tokens,
+                padded(there.counts.accepted_per_position),
+            )
             assert Counts(*counts) == here.counts
     assert total(cascade).mean_acceptance_length > total(head).mean_acceptance_length
     assert total(cascade).accepted_per_position[-1] > 0  # further than the draft goes
@@ -78,7 +131,9 @@ def padded(accepted: tuple[int, ...]) -> tuple[int, ...]:
     return (*accepted, *[0] * (K - len(accepted)))
 
 
-def test_without_the_plugin_nothing_is_measured(trained: Callable[[str], Path], tmp_path: Path) -> None:
+def test_without_the_plugin_nothing_is_measured(
+    trained: Callable[[str], Path], tmp_path: Path
+) -> None:
     done = evaluated("eagle3", trained("EAGLE-3.1"), tmp_path / "report", "", BEHIND)
     assert done.returncode == ExitCode.RESOURCE_ERROR
     assert "looks nothing up" in done.stderr and "specdistill[vllm]" in done.stderr
@@ -93,13 +148,40 @@ def test_without_the_plugin_nothing_is_measured(trained: Callable[[str], Path], 
     ],
 )
 def test_a_vllm_that_cannot_look_up_does_not_start(
-    changes: dict[str, Any], said: str, installed: str, trained: Callable[[str], Path], tmp_path: Path
+    changes: dict[str, Any],
+    said: str,
+    installed: str,
+    trained: Callable[[str], Path],
+    tmp_path: Path,
 ) -> None:
     """This build has no model runner V2, and schedules synchronously whatever it is told."""
-    given = {**QUIET_VLLM, "PYTHONPATH": installed, LOOKUP_VARIABLE: LOOKUP.model_dump_json(exclude_none=True)}
-    config = {"method": "eagle3", "model": str(trained("EAGLE-3.1")), "num_speculative_tokens": K, **changes}
-    words = [str(environment("vllm") / "bin" / "vllm"), "serve", str(PICO), "--speculative-config", json.dumps(config)]
-    words += ["--dtype", "float32", "--max-model-len", "512", "--enforce-eager", "--block-size", "32"]
+    given = {
+        **QUIET_VLLM,
+        "PYTHONPATH": installed,
+        LOOKUP_VARIABLE: LOOKUP.model_dump_json(exclude_none=True),
+    }
+    config = {
+        "method": "eagle3",
+        "model": str(trained("EAGLE-3.1")),
+        "num_speculative_tokens": K,
+        **changes,
+    }
+    words = [
+        str(environment("vllm") / "bin" / "vllm"),
+        "serve",
+        str(PICO),
+        "--speculative-config",
+        json.dumps(config),
+    ]
+    words += [
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        "512",
+        "--enforce-eager",
+        "--block-size",
+        "32",
+    ]
     line = ["env", *(f"{name}={value}" for name, value in given.items()), *words]
     with (
         pytest.raises(ResourceError, match=f"{LOOKUP_VARIABLE}: got {said}"),

@@ -41,16 +41,30 @@ SHARED_MEMORY = Path("/dev/shm")
 def command(draft: Path | None, folder: Path) -> list[str]:
     """draft: of EAGLE-3; None: n-gram lookup."""
     engine = f"{environment('vllm') / 'bin' / 'vllm'} serve --enforce-eager --block-size 32"
-    given = ["target=pico", *(["method=eagle3", f"draft={draft}"] if draft else ["method=ngram", "eval.ngram.min=2"])]
+    given = [
+        "target=pico",
+        *(["method=eagle3", f"draft={draft}"] if draft else ["method=ngram", "eval.ngram.min=2"]),
+    ]
     given += ["suite=pico", "gate=server", f"output_dir={folder}"]
-    given += ["eval.engine=vllm", f"eval.engine_command={engine}", f"eval.num_speculative_tokens={K}", "eval.repeats=1"]
-    given += [f"eval.num_prompts={NUM_PROMPTS}", f"eval.max_new_tokens={NEW_TOKENS}", f"eval.sweep.concurrency={[*LOADS]}"]
+    given += [
+        "eval.engine=vllm",
+        f"eval.engine_command={engine}",
+        f"eval.num_speculative_tokens={K}",
+        "eval.repeats=1",
+    ]
+    given += [
+        f"eval.num_prompts={NUM_PROMPTS}",
+        f"eval.max_new_tokens={NEW_TOKENS}",
+        f"eval.sweep.concurrency={[*LOADS]}",
+    ]
     return [sys.executable, "-m", "specdistill", "eval", *given]
 
 
 def evaluating(draft: Path | None, folder: Path) -> "subprocess.Popen[str]":
     surroundings = {**os.environ, **QUIET_VLLM, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(command(draft, folder), env=surroundings, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command(draft, folder), env=surroundings, cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
 
 
 def when_asked(side: "subprocess.Popen[str]", folder: Path) -> list[psutil.Process]:
@@ -64,7 +78,9 @@ def when_asked(side: "subprocess.Popen[str]", folder: Path) -> list[psutil.Proce
 
 def check_gone(processes: list[psutil.Process], shared: set[Path]) -> None:
     assert len(processes) > 3  # vLLM's server, its core, and the guard
-    _, alive = psutil.wait_procs([process for process in processes if process.is_running()], timeout=20)
+    _, alive = psutil.wait_procs(
+        [process for process in processes if process.is_running()], timeout=20
+    )
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
     assert set(SHARED_MEMORY.glob("*")) <= shared
 
@@ -86,7 +102,9 @@ def evaluated(draft: Path | None, folder: Path) -> Path:
     before = set(SHARED_MEMORY.glob("*"))
     with evaluating(draft, folder) as side:
         printed = side.communicate()[1]
-    assert side.returncode in (ExitCode.DONE, ExitCode.CHECK_FAILED, ExitCode.INCONCLUSIVE), printed[-4000:]
+    assert side.returncode in (ExitCode.DONE, ExitCode.CHECK_FAILED, ExitCode.INCONCLUSIVE), (
+        printed[-4000:]
+    )
     assert set(SHARED_MEMORY.glob("*")) <= before
     return folder
 
@@ -96,36 +114,72 @@ def measured(trained: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
     return evaluated(trained("EAGLE-3.1"), tmp_path_factory.mktemp("measured") / "report")
 
 
-def test_one_command_measures_what_we_count(measured: Path, pico: FrozenTarget, trained: Callable[[str], Path]) -> None:
+def test_one_command_measures_what_we_count(
+    measured: Path, pico: FrozenTarget, trained: Callable[[str], Path]
+) -> None:
     """vLLM also counts what it accepts past the end of a completion, as `generate_here` does."""
     report, samples = read_report(measured)
     assert report["lossless"]["greedy_identical"]
     assert report["lossless"]["prompts_checked"] == NUM_PROMPTS
     assert report["engine"]["version"].startswith("0.32.")
-    prompts = tokenize(load_suite("pico"), pico.tokenizer, max_new_tokens=NEW_TOKENS, max_length=512, num_prompts=NUM_PROMPTS)
+    prompts = tokenize(
+        load_suite("pico"),
+        pico.tokenizer,
+        max_new_tokens=NEW_TOKENS,
+        max_length=512,
+        num_prompts=NUM_PROMPTS,
+    )
     proposer = load_proposer("eagle3", trained("EAGLE-3.1"), pico)
     alone, together = samples[:NUM_PROMPTS], samples[NUM_PROMPTS:]
     assert [sample.configuration.batch_size for sample in (alone[0], together[0])] == [*LOADS]
     for prompt, sample in zip(prompts, alone, strict=True):
         (here,) = generate_here(
-            pico, proposer, [prompt.token_ids], max_new_tokens=len(sample.token_ids), num_speculative_tokens=K
+            pico,
+            proposer,
+            [prompt.token_ids],
+            max_new_tokens=len(sample.token_ids),
+            num_speculative_tokens=K,
         )
         assert sample.token_ids == here.token_ids
         assert sample.counts is not None
-        counts = (sample.counts.num_drafts, sample.counts.num_draft_tokens, sample.counts.accepted_per_position)
-        assert counts == (here.counts.num_drafts, here.counts.num_draft_tokens, here.counts.accepted_per_position)
+        counts = (
+            sample.counts.num_drafts,
+            sample.counts.num_draft_tokens,
+            sample.counts.accepted_per_position,
+        )
+        assert counts == (
+            here.counts.num_drafts,
+            here.counts.num_draft_tokens,
+            here.counts.accepted_per_position,
+        )
     assert [sample.token_ids for sample in together] == [sample.token_ids for sample in alone]
     assert [sample.counts for sample in together] == [sample.counts for sample in alone]
 
 
-def test_vllms_own_lookup_accepts_what_its_rule_does_here(pico: FrozenTarget, tmp_path: Path) -> None:
+def test_vllms_own_lookup_accepts_what_its_rule_does_here(
+    pico: FrozenTarget, tmp_path: Path
+) -> None:
     report, samples = read_report(evaluated(None, tmp_path / "report"))
-    assert report["lossless"]["greedy_identical"] and report["draft"] == {"model": None, "revision": None, "method": "ngram"}
-    prompts = tokenize(load_suite("pico"), pico.tokenizer, max_new_tokens=NEW_TOKENS, max_length=512, num_prompts=NUM_PROMPTS)
+    assert report["lossless"]["greedy_identical"] and report["draft"] == {
+        "model": None,
+        "revision": None,
+        "method": "ngram",
+    }
+    prompts = tokenize(
+        load_suite("pico"),
+        pico.tokenizer,
+        max_new_tokens=NEW_TOKENS,
+        max_length=512,
+        num_prompts=NUM_PROMPTS,
+    )
     proposer = load_proposer("ngram", None, pico, ngram=NgramConfig(rule="vllm", min=2))
     for prompt, sample in zip(prompts, samples, strict=False):
         (here,) = generate_here(
-            pico, proposer, [prompt.token_ids], max_new_tokens=len(sample.token_ids), num_speculative_tokens=K
+            pico,
+            proposer,
+            [prompt.token_ids],
+            max_new_tokens=len(sample.token_ids),
+            num_speculative_tokens=K,
         )
         assert sample.token_ids == here.token_ids and sample.counts is not None
         assert (sample.counts.num_drafts, sample.counts.num_accepted_tokens) == (
@@ -146,13 +200,33 @@ def test_a_given_acceptance_length_is_read_back(tmp_path: Path) -> None:
     length = 2.6
     drafts = {"method": "draft_model", "model": str(PICO), "num_speculative_tokens": K}
     synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": length}
-    options = ["--speculative-config", json.dumps(drafts | synthetic), *PROGRAM.measured, *PROGRAM.measured_draft]
+    options = [
+        "--speculative-config",
+        json.dumps(drafts | synthetic),
+        *PROGRAM.measured,
+        *PROGRAM.measured_draft,
+    ]
     options += ["--worker-extension-cls", "synthetic_on_cpu.Extension"]
-    keys = ["target=pico", "method=draft_model", "suite=pico", "gate=server", f"output_dir={tmp_path / 'report'}"]
-    keys += [f"eval.num_speculative_tokens={K}", "eval.repeats=1", "eval.num_prompts=24", f"eval.max_new_tokens={NEW_TOKENS}"]
-    with serving(tmp_path / "log", str(PICO), *options, python_path=Path(__file__).parent) as address:
+    keys = [
+        "target=pico",
+        "method=draft_model",
+        "suite=pico",
+        "gate=server",
+        f"output_dir={tmp_path / 'report'}",
+    ]
+    keys += [
+        f"eval.num_speculative_tokens={K}",
+        "eval.repeats=1",
+        "eval.num_prompts=24",
+        f"eval.max_new_tokens={NEW_TOKENS}",
+    ]
+    with serving(
+        tmp_path / "log", str(PICO), *options, python_path=Path(__file__).parent
+    ) as address:
         done = specdistill("eval", *keys, "eval.engine=vllm", f"eval.server={address}")
-    assert done.returncode in (ExitCode.DONE, ExitCode.CHECK_FAILED, ExitCode.INCONCLUSIVE), done.stderr[-4000:]
+    assert done.returncode in (ExitCode.DONE, ExitCode.CHECK_FAILED, ExitCode.INCONCLUSIVE), (
+        done.stderr[-4000:]
+    )
     report, samples = read_report(tmp_path / "report")
     (row,) = (it for it in report["results"] if it["category"] == "all")
     low, high = row["mean_acceptance_length_ci95"]
@@ -162,7 +236,9 @@ def test_a_given_acceptance_length_is_read_back(tmp_path: Path) -> None:
     assert [reached[0], *reached[2:]] == [sum(count.num_drafts for count in counts), 0, 0]
 
 
-def test_after_sigkill_no_process_is_left(trained: Callable[[str], Path], tmp_path: Path, shared: set[Path]) -> None:
+def test_after_sigkill_no_process_is_left(
+    trained: Callable[[str], Path], tmp_path: Path, shared: set[Path]
+) -> None:
     """Of this side; `tests/engines/test_start.py` kills the others."""
     with evaluating(trained("EAGLE-3.1"), tmp_path / "report") as side:
         processes = when_asked(side, tmp_path / "report")
@@ -173,18 +249,39 @@ def test_after_sigkill_no_process_is_left(trained: Callable[[str], Path], tmp_pa
 def test_a_draft_that_vllm_does_not_load_is_told_by_its_first_exception(
     quiet: None, trained: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    export(trained("EAGLE-3.1"), "vllm", tmp_path / "draft", TargetFiles("pico"), num_speculative_tokens=K)
+    export(
+        trained("EAGLE-3.1"),
+        "vllm",
+        tmp_path / "draft",
+        TargetFiles("pico"),
+        num_speculative_tokens=K,
+    )
     config = tmp_path / "draft" / "config.json"
     config.write_text(config.read_text().replace("LlamaForCausalLMEagle3", "Unheard"))
     options = {"method": "eagle3", "model": str(tmp_path / "draft"), "num_speculative_tokens": K}
-    line = [str(environment("vllm") / "bin" / "vllm"), "serve", str(PICO), "--speculative-config", json.dumps(options)]
-    with pytest.raises(ResourceError, match="Unheard"), started(line, tmp_path / "log", key="eval.engine_command"):
+    line = [
+        str(environment("vllm") / "bin" / "vllm"),
+        "serve",
+        str(PICO),
+        "--speculative-config",
+        json.dumps(options),
+    ]
+    with (
+        pytest.raises(ResourceError, match="Unheard"),
+        started(line, tmp_path / "log", key="eval.engine_command"),
+    ):
         pytest.fail("it started")
 
 
 def test_serve_md_is_true(quiet: None, trained: Callable[[str], Path], tmp_path: Path) -> None:
     """vLLM runs the Python of it, with a draft length for each load, and knows every option in it."""
-    served = export(trained("EAGLE-3.1"), "vllm", tmp_path / "out", TargetFiles("pico"), num_speculative_tokens=K)
+    served = export(
+        trained("EAGLE-3.1"),
+        "vllm",
+        tmp_path / "out",
+        TargetFiles("pico"),
+        num_speculative_tokens=K,
+    )
     vllm, served = ENGINES["vllm"], replace(served, lengths=((1, K), (8, 1), (16, 0)))
     assert vllm.snippet is not None
     text = (tmp_path / "out" / "SERVE.md").read_text()
@@ -194,8 +291,12 @@ def test_serve_md_is_true(quiet: None, trained: Callable[[str], Path], tmp_path:
     bin_folder = environment("vllm") / "bin"
     length = float(re.search(r"acceptance length ([\d.]+)", run(bin_folder / "python", snippet))[1])  # type: ignore[index]
     assert 1 < length < K + 1
-    lookup = "from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup as lookup"
-    by_load = run(bin_folder / "python", "-c", f"{lookup}; print(lookup({ranges(served.lengths)}, 20, {K}))").splitlines()[-1]
+    lookup = (
+        "from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup as lookup"
+    )
+    by_load = run(
+        bin_folder / "python", "-c", f"{lookup}; print(lookup({ranges(served.lengths)}, 20, {K}))"
+    ).splitlines()[-1]
     assert json.loads(by_load)[1:] == [K] * 7 + [1] * 8 + [0] * 5
 
     known = run(bin_folder / "vllm", "serve", "--help=all")

@@ -30,23 +30,31 @@ class BlockMemory:
     block_size: int
     window: int | None
     is_causal: bool
-    _context: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by layer: keys and values [G, S, d]
+    _context: dict[int, tuple[Tensor, Tensor]] = field(
+        default_factory=dict
+    )  # by layer: keys and values [G, S, d]
     _mask: BlockMask | None = None
     # Blocks, the context that one of them sees, and what each of their slots sees of that and of their own slots.
     _chunks: list[tuple[slice, slice, Tensor]] = field(default_factory=list)
 
     def append(self, layer: int, key_BGTd: Tensor, value_BGTd: Tensor) -> None:
         """Of all tokens of the batch."""
-        key_GSd, value_GSd = (x.transpose(0, 1).flatten(1, 2).to(value_BGTd.dtype) for x in (key_BGTd, value_BGTd))
+        key_GSd, value_GSd = (
+            x.transpose(0, 1).flatten(1, 2).to(value_BGTd.dtype) for x in (key_BGTd, value_BGTd)
+        )
         self._context[layer] = key_GSd, value_GSd
 
-    def attend(self, layer: int, query_NhPd: Tensor, key_NGPd: Tensor, value_NGPd: Tensor) -> Tensor:
+    def attend(
+        self, layer: int, query_NhPd: Tensor, key_NGPd: Tensor, value_NGPd: Tensor
+    ) -> Tensor:
         """[N, h, P, d]."""
         dtype = value_NGPd.dtype  # float32 rotary tables widen queries and keys under autocast
         inputs = (query_NhPd.to(dtype), key_NGPd.to(dtype), value_NGPd, *self._context[layer])
         return self.in_one_call(*inputs) if query_NhPd.is_cuda else self.in_chunks(*inputs)
 
-    def in_chunks(self, query: Tensor, key: Tensor, value: Tensor, key_GSd: Tensor, value_GSd: Tensor) -> Tensor:
+    def in_chunks(
+        self, query: Tensor, key: Tensor, value: Tensor, key_GSd: Tensor, value_GSd: Tensor
+    ) -> Tensor:
         num_tokens = key_GSd.shape[1]
         for first, last, start, end in () if self._chunks else self.spans:
             slot = torch.arange(first * self.block_size, last * self.block_size, device=key.device)
@@ -57,7 +65,9 @@ class BlockMemory:
         heads = query.shape[1] // groups
         found = []
         for blocks, seen, mask in self._chunks:
-            q = query[blocks].unflatten(1, (groups, heads)).permute(1, 2, 0, 3, 4).flatten(2, 3)  # [G, h / G, slots, d]
+            q = (
+                query[blocks].unflatten(1, (groups, heads)).permute(1, 2, 0, 3, 4).flatten(2, 3)
+            )  # [G, h / G, slots, d]
             k, v = (
                 torch.cat((context[:, seen], own[blocks].transpose(0, 1).flatten(1, 2)), 1)
                 .unsqueeze(1)
@@ -65,10 +75,14 @@ class BlockMemory:
                 for context, own in ((key_GSd, key), (value_GSd, value))
             )
             output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-            found.append(output.unflatten(2, (-1, self.block_size)).permute(2, 0, 1, 3, 4).flatten(1, 2))
+            found.append(
+                output.unflatten(2, (-1, self.block_size)).permute(2, 0, 1, 3, 4).flatten(1, 2)
+            )
         return torch.cat(found)
 
-    def in_one_call(self, query: Tensor, key: Tensor, value: Tensor, key_GSd: Tensor, value_GSd: Tensor) -> Tensor:
+    def in_one_call(
+        self, query: Tensor, key: Tensor, value: Tensor, key_GSd: Tensor, value_GSd: Tensor
+    ) -> Tensor:
         num_tokens = key_GSd.shape[1]
         if self._mask is None:
 
@@ -77,11 +91,15 @@ class BlockMemory:
 
             num_slots = query.shape[0] * self.block_size
             make = compiled(create_block_mask) if query.is_cuda else create_block_mask
-            self._mask = make(mask_mod, None, None, num_slots, num_tokens + num_slots, device=query.device)
+            self._mask = make(
+                mask_mod, None, None, num_slots, num_tokens + num_slots, device=query.device
+            )
         q, own_key, own_value = (x.transpose(0, 1).flatten(1, 2) for x in (query, key, value))
         k, v = torch.cat((key_GSd, own_key), 1), torch.cat((value_GSd, own_value), 1)
         attend = compiled(flex_attention) if query.is_cuda else flex_attention
-        output_hSd = attend(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), block_mask=self._mask, enable_gqa=True)[0]
+        output_hSd = attend(
+            q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), block_mask=self._mask, enable_gqa=True
+        )[0]
         output: Tensor = output_hSd.unflatten(1, (-1, self.block_size)).transpose(0, 1)
         return output
 

@@ -71,15 +71,28 @@ def check(
     name: Path | str,
 ) -> tuple[BlockConfig, dict[str, Tensor]]:
     """A draft's config and its own tensors. Raises UserError as `load`, as far as the tensors, which may have no content, tell."""
-    config = config_from_json(kind, checkpoint.read_config(folder, key), None if target is None else target.num_layers, key)
+    config = config_from_json(
+        kind,
+        checkpoint.read_config(folder, key),
+        None if target is None else target.num_layers,
+        key,
+    )
     if target is not None:
         sizes = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
-        checkpoint.check_fit(sizes | {"num_target_layers": config.target_num_layers}, target, name, key)
+        checkpoint.check_fit(
+            sizes | {"num_target_layers": config.target_num_layers}, target, name, key
+        )
     if (folder / MASK_EMBEDDING).is_file():
-        raise UserError(key, got=f"{name} with {MASK_EMBEDDING}", expected="a mask that is a row of the target's embedding")
+        raise UserError(
+            key,
+            got=f"{name} with {MASK_EMBEDDING}",
+            expected="a mask that is a row of the target's embedding",
+        )
     if not 0 <= config.mask_token_id < config.vocab_size:
         got = f"{name} with mask_token_id {config.mask_token_id}"
-        raise UserError(key, got=got, expected=f"a token of the vocabulary, 0..{config.vocab_size - 1}")
+        raise UserError(
+            key, got=got, expected=f"a token of the vocabulary, 0..{config.vocab_size - 1}"
+        )
     if not all(0 < layer <= config.target_num_layers for layer in config.aux_layers):
         got = f"{name}, which reads the target after layers {list(config.aux_layers)}"
         raise UserError(key, got=got, expected=f"1..{config.target_num_layers}")
@@ -87,11 +100,17 @@ def check(
     with torch.device("meta"):
         expected = kind.draft(config).state_dict()
     optional = {EMBEDDING} if config.prunes_vocabulary else {EMBEDDING, HEAD, "d2t"}
-    checkpoint.check_tensors(expected, given, name, key, what=f"a {kind.name} draft", optional=optional)
+    checkpoint.check_tensors(
+        expected, given, name, key, what=f"a {kind.name} draft", optional=optional
+    )
     if target is not None:
         for shared in {EMBEDDING, HEAD} & optional & given.keys():
-            if not given[shared].is_meta and not checkpoint.is_copy(given[shared], target.tensor(shared)):
-                raise UserError(key, got=f"{name} with a {shared} of its own", expected="the target's")
+            if not given[shared].is_meta and not checkpoint.is_copy(
+                given[shared], target.tensor(shared)
+            ):
+                raise UserError(
+                    key, got=f"{name} with a {shared} of its own", expected="the target's"
+                )
             del given[shared]
     if not config.prunes_vocabulary:
         given.pop("d2t", None)
@@ -101,10 +120,18 @@ def check(
 
 
 def export(
-    kind: Kind, draft: Path, engine: str, layout: Layout, output: Path, target: TargetFiles | None, num_speculative_tokens: int
+    kind: Kind,
+    draft: Path,
+    engine: str,
+    layout: Layout,
+    output: Path,
+    target: TargetFiles | None,
+    num_speculative_tokens: int,
 ) -> None:
     """Write a draft for an engine. Raises UserError, before anything is written, for what the engine cannot express."""
-    config, own = check(kind, draft, checkpoint.read_tensors(draft, "draft"), target, key="draft", name=draft)
+    config, own = check(
+        kind, draft, checkpoint.read_tensors(draft, "draft"), target, key="draft", name=draft
+    )
     layout.check(engine, config, draft)
     dtype = checkpoint.stored_dtype(own.values())
     if config.prunes_vocabulary:
@@ -133,21 +160,33 @@ def config_to_json(config: BlockConfig, kind: Kind, dtype: torch.dtype) -> dict[
     }
 
 
-def config_from_json(kind: Kind, raw: Mapping[str, Any], target_num_layers: int | None, key: str) -> BlockConfig:
+def config_from_json(
+    kind: Kind, raw: Mapping[str, Any], target_num_layers: int | None, key: str
+) -> BlockConfig:
     """The inverse of `config_to_json` for every layout, with the defaults that engines assume for absent keys."""
     nested = dict(stated(raw, NESTED, dict[str, Any], key) or {})
-    layers = [layer + 1 for layer in nested.get("target_layer_ids") or raw.get("target_layer_ids") or ()]
+    layers = [
+        layer + 1 for layer in nested.get("target_layer_ids") or raw.get("target_layer_ids") or ()
+    ]
     if inner := checkpoint.layers_of_speculators(raw, kind.name, key):
         layers = list(stated(raw, "aux_hidden_state_layer_ids", list[int], key) or ())
         windows = "sliding_attention" in (inner.get("layer_types") or ())
-        raw = {"is_causal": windows and not raw.get("sliding_window_non_causal", False), **inner, **raw}
+        raw = {
+            "is_causal": windows and not raw.get("sliding_window_non_causal", False),
+            **inner,
+            **raw,
+        }
     both = {**raw, **nested}
     shape = checkpoint.shape_from_json(raw, key, what=f"a {kind.name} draft")
-    causal = next((value for value in (raw.get("is_causal"), nested.get("causal")) if value is not None), None)
+    causal = next(
+        (value for value in (raw.get("is_causal"), nested.get("causal")) if value is not None), None
+    )
     num_layers = raw.get("num_target_layers") or target_num_layers
     if both.get("mask_token_id") is None or not layers:
         missing = "target_layer_ids" if both.get("mask_token_id") is not None else "mask_token_id"
-        raise UserError(key, got=f"a config.json without {missing}", expected=f"the keys of a {kind.name} draft")
+        raise UserError(
+            key, got=f"a config.json without {missing}", expected=f"the keys of a {kind.name} draft"
+        )
     if num_layers is None:
         expected = "the target: the draft's config.json does not say how deep it is"
         raise UserError("target.model", got="nothing", expected=expected)

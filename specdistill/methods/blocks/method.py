@@ -25,12 +25,19 @@ ALL_ANCHORS = 1 << 20
 
 
 def build(
-    kind: Kind, target: FrozenTarget, *, draft_vocabulary: Tensor | None = None, seed: int = 0, **options: Any
+    kind: Kind,
+    target: FrozenTarget,
+    *,
+    draft_vocabulary: Tensor | None = None,
+    seed: int = 0,
+    **options: Any,
 ) -> BlockDraft:
     """A draft before training. draft_vocabulary: sorted target ids [W], None for all; options: keys of a recipe's `draft:`."""
     width = target.vocab_size if draft_vocabulary is None else len(draft_vocabulary)
     config = kind.config(**block_config(target, width, **options))
-    target.features(torch.zeros(1, 1, dtype=torch.long, device=target.device), config.aux_layers)  # which may refuse
+    target.features(
+        torch.zeros(1, 1, dtype=torch.long, device=target.device), config.aux_layers
+    )  # which may refuse
     draft = initialized(lambda: kind.draft(config), seed)
     draft.begin(target, draft_vocabulary)
     with torch.no_grad():  # the head is the target's, and engines do not scale what a draft's gives
@@ -64,22 +71,36 @@ def planned(
     settings: dict[str, Any],
 ) -> sizes.PlannedDraft:
     """The draft that is given, or the one that a recipe with these keys of `draft:` would train."""
-    asked = defaults | {name: value for name, value in settings.items() if name in defaults} | {"mask_token_id": 0}
+    asked = (
+        defaults
+        | {name: value for name, value in settings.items() if name in defaults}
+        | {"mask_token_id": 0}
+    )
     aux_layers = asked.pop("aux_layers")
     target.tried(lambda tiny: build(kind, tiny, **asked))
     shape = sizes.planned_shape(target, given, asked)
-    width = (given.raw.get("draft_vocab_size") if given else settings.get("vocab_size")) or target.text.vocab_size
+    width = (
+        given.raw.get("draft_vocab_size") if given else settings.get("vocab_size")
+    ) or target.text.vocab_size
     sizes_of_draft = {**asked, **vars(shape)}
 
     def whole(full: FrozenTarget) -> BlockDraft:
-        return kind.draft(kind.config(**block_config(full, width, aux_layers=aux_layers, **sizes_of_draft)))
+        return kind.draft(
+            kind.config(**block_config(full, width, aux_layers=aux_layers, **sizes_of_draft))
+        )
 
     with torch.device("meta"):
         draft = whole(target.weightless)
     parts = parameter_counts(draft, once_per_round={"fc.weight"})
     note = f"blocks of {draft.config.block_size}, reads {len(draft.aux_layers)} of the target's layers, borrows its head"
-    keys = tuple(f"draft.{name}={asked[name]}" for name in ("num_layers", "block_size", "markov_rank") if name in asked)
-    return sizes.PlannedDraft(parts, shape, width, note, published, sizes.cache_of_head(shape, given), keys, build=whole)
+    keys = tuple(
+        f"draft.{name}={asked[name]}"
+        for name in ("num_layers", "block_size", "markov_rank")
+        if name in asked
+    )
+    return sizes.PlannedDraft(
+        parts, shape, width, note, published, sizes.cache_of_head(shape, given), keys, build=whole
+    )
 
 
 def is_named(kind: Kind, config: Any, names: Set[str]) -> bool:
@@ -87,7 +108,9 @@ def is_named(kind: Kind, config: Any, names: Set[str]) -> bool:
     return bool(named & {*kind.architectures, kind.name})
 
 
-def block_method(kind: Kind, published: sizes.PublishedFigures, recipe: Any, tensors: Set[str] = frozenset()) -> Implementation:
+def block_method(
+    kind: Kind, published: sizes.PublishedFigures, recipe: Any, tensors: Set[str] = frozenset()
+) -> Implementation:
     """tensors: names that this kind's drafts have in addition, and no other's."""
     defaults = recipe.model_fields["draft"].annotation().shape()
     return Implementation(
@@ -99,7 +122,9 @@ def block_method(kind: Kind, published: sizes.PublishedFigures, recipe: Any, ten
         ),
         save=lambda draft, target, folder: checkpoint.save(draft, kind, folder),
         objective=objective,
-        head_shape=lambda config, num_layers: checkpoint.config_from_json(kind, config, num_layers, "draft"),
+        head_shape=lambda config, num_layers: checkpoint.config_from_json(
+            kind, config, num_layers, "draft"
+        ),
         check=lambda *files, **names: checkpoint.check(kind, *files, **names)[0],
         simulated=lambda draft, num_tokens: BlockObjective(draft, forward_kl, ALL_ANCHORS),
         repaired=partial(repairs.on_copies, likely_causes),

@@ -54,7 +54,11 @@ class BlockLayer(PlainLayer):
         super().__init__(config, index, head_norms=True)
 
     def forward(
-        self, hidden_NPH: Tensor, rotary: Rotation, kv_cache: KVCache, context: tuple[Tensor, Rotation] | None = None
+        self,
+        hidden_NPH: Tensor,
+        rotary: Rotation,
+        kv_cache: KVCache,
+        context: tuple[Tensor, Rotation] | None = None,
     ) -> Tensor:
         """context: [B, T, H] and its rotary tables, where it is not remembered yet: forward alone has a sharded layer's whole weights."""
         if context is not None:
@@ -71,10 +75,16 @@ class BlockDraft(FeatureDraft):
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
         self.config = config
-        self.fc = nn.Linear(len(config.aux_layers) * config.hidden_size, config.hidden_size, bias=False)
+        self.fc = nn.Linear(
+            len(config.aux_layers) * config.hidden_size, config.hidden_size, bias=False
+        )
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size).requires_grad_(False)
-        self.layers = nn.ModuleList([BlockLayer(config, index) for index in range(config.num_layers)])
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size).requires_grad_(
+            False
+        )
+        self.layers = nn.ModuleList(
+            [BlockLayer(config, index) for index in range(config.num_layers)]
+        )
         self.end_with_head(config)
         self.lm_head.requires_grad_(False)
         self.markov_head: Any = None
@@ -82,7 +92,10 @@ class BlockDraft(FeatureDraft):
 
     @property
     def shared(self) -> frozenset[str]:
-        return frozenset({"embed_tokens.weight"} | (set() if self.config.prunes_vocabulary else {"lm_head.weight"}))
+        return frozenset(
+            {"embed_tokens.weight"}
+            | (set() if self.config.prunes_vocabulary else {"lm_head.weight"})
+        )
 
     def context(self, features: Features) -> Tensor:
         """[B, T, H] of which every layer makes keys and values."""
@@ -97,7 +110,11 @@ class BlockDraft(FeatureDraft):
             attention.remember(context_BTH, rotary, index, kv_cache)
 
     def forward(
-        self, anchor_ids_N: Tensor, rotary: Rotation, kv_cache: KVCache, context: tuple[Tensor, Rotation] | None = None
+        self,
+        anchor_ids_N: Tensor,
+        rotary: Rotation,
+        kv_cache: KVCache,
+        context: tuple[Tensor, Rotation] | None = None,
     ) -> Tensor:
         """[N, P, H], which `logits` reads, of blocks as long as the rotary tables [N, P, d]. context: see `BlockLayer`."""
         ids_NP = anchor_ids_N.new_full(rotary[0].shape[:2], self.config.mask_token_id)
@@ -121,8 +138,14 @@ def block_config(
     as `head_shape`.
     """
     layers = default_layers(target.num_layers) if aux_layers is None else list(aux_layers)
-    if not layers or sorted(set(layers)) != layers or not 0 < layers[0] <= layers[-1] <= target.num_layers:
-        expected = f"different layers in ascending order from 1 to {target.num_layers}, the target's depth"
+    if (
+        not layers
+        or sorted(set(layers)) != layers
+        or not 0 < layers[0] <= layers[-1] <= target.num_layers
+    ):
+        expected = (
+            f"different layers in ascending order from 1 to {target.num_layers}, the target's depth"
+        )
         raise UserError("draft.aux_layers", got=layers, expected=expected)
     return {
         **head_shape(target, **options),

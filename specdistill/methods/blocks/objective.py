@@ -52,7 +52,9 @@ class BlockObjective(Objective):
         confidence_weight: float = 0.0,
         seed: int = 0,
     ) -> None:
-        super().__init__(draft, divergence, temperature, geometric(step_decay, draft.config.num_drafted))
+        super().__init__(
+            draft, divergence, temperature, geometric(step_decay, draft.config.num_drafted)
+        )
         self.num_anchors, self.seed = num_anchors, seed
         self.alpha, self.confidence_weight = alpha, confidence_weight
 
@@ -70,7 +72,9 @@ class BlockObjective(Objective):
 
     def read_target(self, target: FrozenTarget, inputs: dict[str, Any]) -> dict[str, Any]:
         """Features, and the target's distributions where slots predict."""
-        return self.of_target(target, inputs, self._labels(inputs["anchors"], inputs["input_ids"].numel()).flatten())
+        return self.of_target(
+            target, inputs, self._labels(inputs["anchors"], inputs["input_ids"].numel()).flatten()
+        )
 
     def forward(
         self,
@@ -91,7 +95,9 @@ class BlockObjective(Objective):
         position_S, ids_S = position_ids.flatten(), input_ids.flatten()
         slots = torch.arange(shape.block_size, device=anchors.device)
         starts = anchors - position_S[anchors]
-        memory = BlockMemory(anchors, starts, spans, shape.block_size, shape.sliding_window, shape.is_causal)
+        memory = BlockMemory(
+            anchors, starts, spans, shape.block_size, shape.sliding_window, shape.is_causal
+        )
         like = features.last_hidden
         context = draft.context(features), draft.rotary(like, position_ids)
         rotary = draft.rotary(like, position_S[anchors].unsqueeze(1) + slots)
@@ -101,12 +107,19 @@ class BlockObjective(Objective):
         correction = None
         if draft.markov_head is not None:
             correction_NKE, embedded_NKE = draft.markov_head(rows_NKH, ids_S[labels_NK - 1])
-            correction = correction_NKE.flatten(0, 1).unsqueeze(0), draft.markov_head.markov_w2.weight
+            correction = (
+                correction_NKE.flatten(0, 1).unsqueeze(0),
+                draft.markov_head.markov_w2.weight,
+            )
         confident = draft.confidence_head is not None and self.confidence_weight > 0
         tokens_R, has_loss_R = ids_S[labels_NK].flatten(), has_loss.flatten()
 
         def targets_of(rows: slice) -> tuple[TargetDistributions, Tensor, Tensor]:
-            return soft_targets.at(rows, measure=measure or confident), tokens_R[rows], has_loss_R[rows]
+            return (
+                soft_targets.at(rows, measure=measure or confident),
+                tokens_R[rows],
+                has_loss_R[rows],
+            )
 
         weights_NK = has_loss * (1.0 if self.alpha is not None else self.step_weights)
         weights_1R = weights_NK.flatten().float().unsqueeze(0)
@@ -123,12 +136,18 @@ class BlockObjective(Objective):
         losses_NK, *measured = metrics_M1R[:, 0].unflatten(1, has_loss.shape) * has_loss
         if confident:
             confidence_NK = draft.confidence_head(rows_NKH, embedded_NKE)
-            error_NK = F.binary_cross_entropy_with_logits(confidence_NK.float(), measured[1], reduction="none")
+            error_NK = F.binary_cross_entropy_with_logits(
+                confidence_NK.float(), measured[1], reduction="none"
+            )
             total = total + self.confidence_weight * (error_NK * has_loss * self.step_weights).sum()
-        sums = StepSums.of(has_loss.float().T, losses_NK.T, *(values_NK.T for values_NK in measured if measure))
+        sums = StepSums.of(
+            has_loss.float().T, losses_NK.T, *(values_NK.T for values_NK in measured if measure)
+        )
         if measure and correction is not None:
             _, uncorrected_M1R = losses()
-            sums.chain_uncorrected = chain_products((uncorrected_M1R[1, 0].unflatten(0, has_loss.shape) * has_loss).T)
+            sums.chain_uncorrected = chain_products(
+                (uncorrected_M1R[1, 0].unflatten(0, has_loss.shape) * has_loss).T
+            )
         return total, sums
 
     def row_losses(self, logits_rW: Tensor, targets: Any, k: int) -> tuple[Tensor, Tensor]:
@@ -141,7 +160,9 @@ class BlockObjective(Objective):
             # The chance of the text's token; a token that the draft does not have is never right.
             logits_rW, ids_W = logits_rW / self.temperature, self.draft.target_ids_W
             index_r = torch.searchsorted(ids_W, token_r).clamp_max(len(ids_W) - 1)
-            log_q_r = logits_rW.float().gather(1, index_r.unsqueeze(1)).squeeze(1) - logits_rW.float().logsumexp(1)
+            log_q_r = logits_rW.float().gather(1, index_r.unsqueeze(1)).squeeze(
+                1
+            ) - logits_rW.float().logsumexp(1)
             chance_r = log_q_r.exp() * (ids_W[index_r] == token_r)
             blocks = (-1, len(self.step_weights))
             weights_r = d_pace(chance_r.view(blocks), has_loss_r.view(blocks), self.alpha).flatten()
@@ -157,4 +178,11 @@ def objective(draft: BlockDraft, recipe: BlockRecipe, target: FrozenTarget) -> B
     """The objective that a recipe describes."""
     loss = recipe.loss.model_dump(exclude={"divergence", "d_pace"})
     divergence = build_divergence(recipe.loss.divergence)
-    return BlockObjective(draft, divergence, recipe.draft.num_anchors, alpha=recipe.loss.d_pace, seed=recipe.seed, **loss)
+    return BlockObjective(
+        draft,
+        divergence,
+        recipe.draft.num_anchors,
+        alpha=recipe.loss.d_pace,
+        seed=recipe.seed,
+        **loss,
+    )

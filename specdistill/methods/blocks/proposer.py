@@ -31,11 +31,15 @@ class BlockProposer(FeatureProposer):
     def passes(self, k: int) -> int:
         return 1 if k else 0
 
-    def propose(self, state: DecodingState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
+    def propose(
+        self, state: DecodingState, k: int, sampling: Sampling, generators: Generators
+    ) -> list[Proposal]:
         slots = self._block(state, k, key="eval.num_speculative_tokens")
 
         def next_logits(step: int, index_B: Tensor | None) -> tuple[Tensor, Tensor | None]:
-            logits_B1W, confidence_B1 = slots.next(step, None if index_B is None else self.in_target(index_B).unsqueeze(1))
+            logits_B1W, confidence_B1 = slots.next(
+                step, None if index_B is None else self.in_target(index_B).unsqueeze(1)
+            )
             return logits_B1W[:, 0], None if confidence_B1 is None else confidence_B1[:, 0]
 
         return self.chains(k, sampling, generators, next_logits)
@@ -63,7 +67,9 @@ class BlockProposer(FeatureProposer):
         counts, committed = state.num_fresh, self.committed(state)
         self.draft.remember(state.fresh.first(max(counts)), self.cache.extend(counts), self.cache)
         anchor_ids_B = torch.tensor([ids[-1] for ids in state.token_ids], device=self.device)
-        rotary = self.cache.extend([k + config.first_slot] * len(counts), is_causal=config.is_causal)
+        rotary = self.cache.extend(
+            [k + config.first_slot] * len(counts), is_causal=config.is_causal
+        )
         hidden_BKH = self.draft(anchor_ids_B, rotary, self.cache)[:, config.first_slot :]
         self.cache.truncate(committed)
         return _Slots(self.draft, hidden_BKH, anchor_ids_B)
@@ -75,7 +81,9 @@ class _Slots:
     def __init__(self, draft: BlockDraft, hidden_BKH: Tensor, anchor_ids_B: Tensor) -> None:
         self.draft, self.hidden_BKH, self.previous_B1 = draft, hidden_BKH, anchor_ids_B.unsqueeze(1)
         self.logits_BKW = draft.logits(hidden_BKH)
-        self.state_BTE = draft.markov_head.start(hidden_BKH).unsqueeze(1) if draft.markov_head else None
+        self.state_BTE = (
+            draft.markov_head.start(hidden_BKH).unsqueeze(1) if draft.markov_head else None
+        )
 
     def follow(self, rows_BT: Tensor) -> None:
         """From now on the nodes of a level, rows_BT being each one's parent in the level before."""
@@ -85,12 +93,17 @@ class _Slots:
         """Logits [B, T, W] of a slot after the tokens drafted in the one before, and the confidence [B, T] of a draft that states one."""
         draft, previous_BT = self.draft, self.previous_B1 if token_BT is None else token_BT
         logits_BTW, hidden_BTH = (
-            of_slots[:, slot : slot + 1].expand(-1, previous_BT.shape[1], -1) for of_slots in (self.logits_BKW, self.hidden_BKH)
+            of_slots[:, slot : slot + 1].expand(-1, previous_BT.shape[1], -1)
+            for of_slots in (self.logits_BKW, self.hidden_BKH)
         )
         if draft.markov_head is None:
             return logits_BTW, None
         assert self.state_BTE is not None
-        correction_BTE, embedded_BTE, self.state_BTE = draft.markov_head.step(hidden_BTH, previous_BT, self.state_BTE)
+        correction_BTE, embedded_BTE, self.state_BTE = draft.markov_head.step(
+            hidden_BTH, previous_BT, self.state_BTE
+        )
         logits_BTW = logits_BTW + correction_BTE @ draft.markov_head.markov_w2.weight.T
         confidence = draft.confidence_head
-        return logits_BTW, None if confidence is None else confidence(hidden_BTH, embedded_BTE).float().sigmoid()
+        return logits_BTW, None if confidence is None else confidence(
+            hidden_BTH, embedded_BTE
+        ).float().sigmoid()

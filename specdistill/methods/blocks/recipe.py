@@ -14,17 +14,26 @@ class BlockDraftConfig(LayerSizes):
 
     num_layers: int = option(5, "decoder layers", ge=1)
     block_size: int = option(8, "slots of a block: the anchor and the masks after it", ge=2, le=64)
-    num_anchors: int = option(256, "blocks in each row of data.max_length tokens, at most one for each token with loss", ge=1)
-    aux_layers: list[int] | None = option(
-        None, "layers of the target that are read: hidden states after L layers; null: five, from 2 to n-2"
+    num_anchors: int = option(
+        256,
+        "blocks in each row of data.max_length tokens, at most one for each token with loss",
+        ge=1,
     )
-    vocab_size: int | None = option(None, "size of the draft vocabulary, the most frequent tokens; null: the target's", ge=1)
+    aux_layers: list[int] | None = option(
+        None,
+        "layers of the target that are read: hidden states after L layers; null: five, from 2 to n-2",
+    )
+    vocab_size: int | None = option(
+        None, "size of the draft vocabulary, the most frequent tokens; null: the target's", ge=1
+    )
     mask_token_id: int | None = option(
         None,
         "token in the place of what is not drafted yet; null: the tokenizer's mask, or a token that is never generated",
         ge=0,
     )
-    is_causal: bool = option(False, "a slot sees the slots up to itself; false: all slots of its block")
+    is_causal: bool = option(
+        False, "a slot sees the slots up to itself; false: all slots of its block"
+    )
 
 
 class BlockLossConfig(SoftLossConfig):

@@ -11,8 +11,16 @@ from specdistill.engines.engine import HeadExport, Layout
 from specdistill.engines.loader import LLAMA_SETTINGS, Limit, Loader, Setting, Slot, layer_slots
 from specdistill.engines.vllm import speculators_config
 
-PRUNED = Limit("a pruned vocabulary", lambda draft: draft.draft_vocab_size < draft.vocab_size, "the target's vocabulary")
-CORRECTION = Limit("a correction by more than the token before", lambda draft: draft.markov_head_type != "vanilla", "vanilla")
+PRUNED = Limit(
+    "a pruned vocabulary",
+    lambda draft: draft.draft_vocab_size < draft.vocab_size,
+    "the target's vocabulary",
+)
+CORRECTION = Limit(
+    "a correction by more than the token before",
+    lambda draft: draft.markov_head_type != "vanilla",
+    "vanilla",
+)
 CAUSAL = Limit(
     "causal slots and no window",
     lambda draft: draft.is_causal and draft.sliding_window is None,
@@ -78,7 +86,11 @@ def of_speculators(kind: str, architecture: str) -> Layout:
     def config(export: HeadExport) -> dict[str, Any]:
         elsewhere = ("is_causal", "causal", "target_layer_ids")
         own = {name: value for name, value in export.llama[NESTED].items() if name not in elsewhere}
-        layers = {name: value for name, value in export.llama.items() if name not in {*own, NESTED, "target_layer_ids"}}
+        layers = {
+            name: value
+            for name, value in export.llama.items()
+            if name not in {*own, NESTED, "target_layer_ids"}
+        }
         return {
             **speculators_config(export, kind, architecture, layers),
             **own,

@@ -30,17 +30,25 @@ class UnrollKVCache:
         longest: tokens of the longest document.
     """
 
-    def __init__(self, cumulative_lengths: Tensor, longest: int, num_layers: int, window: int | None = None) -> None:
+    def __init__(
+        self, cumulative_lengths: Tensor, longest: int, num_layers: int, window: int | None = None
+    ) -> None:
         self.cumulative_lengths = cumulative_lengths
         self.longest = longest
         self.window = window
-        self.steps: list[list[Tensor]] = [[] for _ in range(num_layers)]  # key and value of step 0, of step 1, ...
+        self.steps: list[list[Tensor]] = [
+            [] for _ in range(num_layers)
+        ]  # key and value of step 0, of step 1, ...
 
     def append(self, layer: int, key_BGTd: Tensor, value_BGTe: Tensor) -> None:
         # Float32 rotary tables widen queries and keys under autocast; values are in the dtype that projections compute in.
-        self.steps[layer] += (x.transpose(1, 2).flatten(0, 1).to(value_BGTe.dtype) for x in (key_BGTd, value_BGTe))
+        self.steps[layer] += (
+            x.transpose(1, 2).flatten(0, 1).to(value_BGTe.dtype) for x in (key_BGTd, value_BGTe)
+        )
 
-    def attend(self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTe: Tensor) -> Tensor:
+    def attend(
+        self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTe: Tensor
+    ) -> Tensor:
         steps = self.steps[layer]
         window = None if self.window is None else self.window - len(steps) // 2
         assert window is None or window > 0
@@ -59,10 +67,17 @@ class ChainAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, cumulative_lengths: Tensor, longest: int, window: int | None, *steps: Tensor
+        ctx: Any,
+        query: Tensor,
+        cumulative_lengths: Tensor,
+        longest: int,
+        window: int | None,
+        *steps: Tensor,
     ) -> Tensor:
         key, value, *chain = steps
-        root_output, root_lse_NS = packed_attention(query, key, value, cumulative_lengths, longest, window)
+        root_output, root_lse_NS = packed_attention(
+            query, key, value, cumulative_lengths, longest, window
+        )
         q, o_0 = _by_group(query, key), _by_group(root_output, key)
         scores = [(q * k.unsqueeze(2)).sum(-1) * query.shape[-1] ** -0.5 for k in chain[::2]]
         scores_SGn = torch.stack([root_lse_NS.T.unflatten(1, q.shape[1:3]), *scores])
@@ -72,7 +87,9 @@ class ChainAttention(torch.autograd.Function):
         for p, v in zip(weights[1:], chain[1::2], strict=True):
             o = o + p * v.unsqueeze(2)
         output = o.flatten(1, 2).to(query.dtype)
-        ctx.save_for_backward(query, cumulative_lengths, output, lse_SGn.flatten(1).T.contiguous(), weights, *steps)
+        ctx.save_for_backward(
+            query, cumulative_lengths, output, lse_SGn.flatten(1).T.contiguous(), weights, *steps
+        )
         ctx.longest, ctx.window = longest, window
         return output
 
@@ -86,7 +103,11 @@ class ChainAttention(torch.autograd.Function):
         q, g, dq = (_by_group(x, key) for x in (query, grad, dq_SNd))
         row_sums = (g * _by_group(output, key)).sum(-1, keepdim=True)
         for p, k, v in zip(weights[1:], chain[::2], chain[1::2], strict=True):
-            ds = p * ((g * v.unsqueeze(2)).sum(-1, keepdim=True) - row_sums) * query.shape[-1] ** -0.5
+            ds = (
+                p
+                * ((g * v.unsqueeze(2)).sum(-1, keepdim=True) - row_sums)
+                * query.shape[-1] ** -0.5
+            )
             dq = dq + ds * k.unsqueeze(2)
             of_steps += [(ds * q).sum(2).to(k.dtype), (p * g).sum(2).to(v.dtype)]
         return dq.flatten(1, 2).to(query.dtype), None, None, None, *of_steps

@@ -25,7 +25,10 @@ from specdistill.targets.anatomy import LogitsHead
 from specdistill.targets.frozen import Features, FrozenTarget
 
 T = TypeVar("T", bound=nn.Module)
-OF_PARALLEL_DRAFTS = {"mask_hidden", "hidden_norm.weight"}  # tensors of P-EAGLE's and DFlash's drafts that heads do not have
+OF_PARALLEL_DRAFTS = {
+    "mask_hidden",
+    "hidden_norm.weight",
+}  # tensors of P-EAGLE's and DFlash's drafts that heads do not have
 
 
 def drafts_chains(names: Set[str]) -> bool:
@@ -56,7 +59,11 @@ class Head(Protocol):
         """(cos, sin) [B, T, d] of positions, in the dtype of `like`."""
 
     def __call__(
-        self, next_ids_BT: Tensor, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache
+        self,
+        next_ids_BT: Tensor,
+        hidden_BTH: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        kv_cache: KVCache,
     ) -> tuple[Tensor, Tensor]:
         """One step over T positions: `normed` [B, T, H], which `logits` reads, and `next_hidden` [B, T, H], the next step's state."""
 
@@ -68,23 +75,42 @@ def head_shape(target: FrozenTarget, **options: Any) -> dict[str, Any]:
     Raises UserError for a target without RMS norms and one rotary embedding, and for heads that cannot be shared out evenly.
     """
     source, rope = target.config, dict(getattr(target.config, "rope_parameters", None) or {})
-    needed = {"num_attention_heads": int, "num_key_value_heads": int, "rms_norm_eps": float, "intermediate_size": int}
+    needed = {
+        "num_attention_heads": int,
+        "num_key_value_heads": int,
+        "rms_norm_eps": float,
+        "intermediate_size": int,
+    }
     try:
-        lacking = [name for name, kind in needed.items() if not isinstance(getattr(source, name, None), kind)]
+        lacking = [
+            name
+            for name, kind in needed.items()
+            if not isinstance(getattr(source, name, None), kind)
+        ]
         getattr(source, "head_dim", None)
         embedding = target.tensor("embed_tokens.weight").shape
-        lacking += ["an embedding of its vocabulary and hidden size"] * (embedding != (target.vocab_size, target.hidden_size))
+        lacking += ["an embedding of its vocabulary and hidden size"] * (
+            embedding != (target.vocab_size, target.hidden_size)
+        )
     except RuntimeError:  # transformers names no size that differs from layer to layer
         lacking = ["sizes that all layers share"]
     if lacking or "rope_theta" not in rope or rope.get("rope_type", "default") not in ROPE_TYPES:
         what = " and ".join(lacking) or f"rope_parameters {rope}"
         got = f"{target.name}, a {source.model_type} with{'out' * bool(lacking)} {what}"
-        raise UserError("target.model", got=got, expected=f"RMS norms and one rotary embedding ({', '.join(ROPE_TYPES)})")
+        raise UserError(
+            "target.model",
+            got=got,
+            expected=f"RMS norms and one rotary embedding ({', '.join(ROPE_TYPES)})",
+        )
     asked = {name: size for name, size in options.items() if size is not None}
     shape = {**vars(shape_of(source)), "num_layers": 1, **asked}
     heads, key_value_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
     if heads % key_value_heads:
-        raise UserError("draft.num_key_value_heads", got=key_value_heads, expected=f"a divisor of {heads} attention heads")
+        raise UserError(
+            "draft.num_key_value_heads",
+            got=key_value_heads,
+            expected=f"a divisor of {heads} attention heads",
+        )
     return {
         **shape,
         "vocab_size": target.vocab_size,
@@ -101,7 +127,11 @@ def parameter_counts(head: Any, once_per_round: Set[str] = frozenset()) -> Param
     """Of a head's tensors, which need have no content. once_per_round: those that a draft step does not read."""
     sizes = {name: parameter.numel() for name, parameter in head.named_parameters()}
     copied = sum(sizes[name] for name in head.shared)
-    read = sum(size for name, size in sizes.items() if name != "embed_tokens.weight" and name not in once_per_round)
+    read = sum(
+        size
+        for name, size in sizes.items()
+        if name != "embed_tokens.weight" and name not in once_per_round
+    )
     return ParameterCounts(sum(sizes.values()) - copied, read, head.config.num_layers, copied)
 
 
@@ -131,7 +161,11 @@ def create_or_load(
     """
     asked = recipe.draft
     if not asked.init:
-        of_data = {} if rows is None else {"draft_vocabulary": draft_vocabulary(rows, target.vocab_size, asked.vocab_size)}
+        of_data = (
+            {}
+            if rows is None
+            else {"draft_vocabulary": draft_vocabulary(rows, target.vocab_size, asked.vocab_size)}
+        )
         head = build(target, seed=recipe.seed, **of_data, **asked.shape())
     else:
         head = load(locate(asked.init, key="draft.init"), target, key="draft.init")

@@ -14,7 +14,9 @@ from specdistill.targets.frozen import FrozenTarget
 
 
 def head_method(
-    load: Callable[..., Any], likely_causes: Callable[[Any, FrozenTarget], Iterator[repairs.Repair]], **own: Any
+    load: Callable[..., Any],
+    likely_causes: Callable[[Any, FrozenTarget], Iterator[repairs.Repair]],
+    **own: Any,
 ) -> Implementation:
     """load: (folder, target, key=) -> the head. likely_causes: what may be wrong with one whose files are right. own: all else."""
     return Implementation(

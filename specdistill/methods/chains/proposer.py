@@ -39,7 +39,10 @@ class CompiledSteps:
         """Logits [1, W] and the next hidden state [1, H] after T <= `width` tokens; `width` is the pass's."""
         count, device = next_ids_1T.shape[1], next_ids_1T.device
         # Not padded views: a graph is made for each layout that it meets.
-        ids, hidden = next_ids_1T.new_zeros(1, width), hidden_1TH.new_zeros(1, width, hidden_1TH.shape[-1])
+        ids, hidden = (
+            next_ids_1T.new_zeros(1, width),
+            hidden_1TH.new_zeros(1, width, hidden_1TH.shape[-1]),
+        )
         ids[:, :count], hidden[:, :count] = next_ids_1T, hidden_1TH
         for buffer in self.cache.buffers if device.type == "cuda" else ():
             torch._dynamo.mark_static_address(buffer)  # which a CUDA graph may write to
@@ -49,10 +52,14 @@ class CompiledSteps:
         self.cache.truncate([length + count])
         return logits_1W, next_hidden_1H
 
-    def _pass(self, ids_1T: Tensor, hidden_1TH: Tensor, held: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    def _pass(
+        self, ids_1T: Tensor, hidden_1TH: Tensor, held: Tensor, last: Tensor
+    ) -> tuple[Tensor, Tensor]:
         rotary, slots = self.cache.slots(held, ids_1T.shape[1])
         normed, next_hidden = self.head(ids_1T, hidden_1TH, rotary, slots)
-        normed_1H, next_hidden_1H = (x.index_select(1, last.unsqueeze(0)).squeeze(1) for x in (normed, next_hidden))
+        normed_1H, next_hidden_1H = (
+            x.index_select(1, last.unsqueeze(0)).squeeze(1) for x in (normed, next_hidden)
+        )
         return self.logits(normed_1H), next_hidden_1H
 
 
@@ -78,7 +85,9 @@ class HeadProposer(FeatureProposer):
         self.cache = self._graph.cache
         self.cache.truncate([0])
 
-    def propose(self, state: DecodingState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
+    def propose(
+        self, state: DecodingState, k: int, sampling: Sampling, generators: Generators
+    ) -> list[Proposal]:
         check_window(self.draft.config, k, key="eval.num_speculative_tokens")
         next_ids, hidden, committed = self._fresh(state)
         counts = state.num_fresh
@@ -114,15 +123,24 @@ class HeadProposer(FeatureProposer):
         self.cache.truncate(committed)
         return [self.proposal(index_N, probs_NW, tree) for index_N, tree, probs_NW in drafts]
 
-    def _step(self, next_ids_BT: Tensor, hidden_BTH: Tensor, counts: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
+    def _step(
+        self, next_ids_BT: Tensor, hidden_BTH: Tensor, counts: Sequence[int], width: int
+    ) -> tuple[Tensor, Tensor]:
         """Logits [B, W] and the next hidden state [B, H] at each row's last position. width: of the wider graph; a prompt has none."""
         if self._graph is not None and self.cache.lengths != [0] and max(counts) <= width:
             return self._graph.read(next_ids_BT, hidden_BTH, 1 if max(counts) == 1 else width)
-        normed, next_hidden = self.draft(next_ids_BT, hidden_BTH, self.cache.extend(counts), self.cache)
+        normed, next_hidden = self.draft(
+            next_ids_BT, hidden_BTH, self.cache.extend(counts), self.cache
+        )
         return self.draft.logits(last_of(normed, counts)), last_of(next_hidden, counts)
 
     def _fresh(self, state: DecodingState) -> tuple[Tensor, Tensor, list[int]]:
         """What the first step reads: next tokens [B, F] and hidden states [B, F, H] of what was committed; and how much that is in all."""
-        counts, committed = state.num_fresh, self.committed(state)  # pairs (x_{t+1}, g_t) exist for t < committed
-        next_ids = padded([ids[-count:] for ids, count in zip(state.token_ids, counts, strict=True)], self.device)
+        counts, committed = (
+            state.num_fresh,
+            self.committed(state),
+        )  # pairs (x_{t+1}, g_t) exist for t < committed
+        next_ids = padded(
+            [ids[-count:] for ids, count in zip(state.token_ids, counts, strict=True)], self.device
+        )
         return next_ids, self.draft.fuse(state.fresh.first(max(counts))), committed

@@ -9,7 +9,9 @@ class HeadDraftConfig(DraftSection):
 
     NOT_OF_SHAPE = frozenset({"init", "ttt_steps", "vocab_size", "train_head"})
 
-    ttt_steps: int = option(5, "unrolled steps of the training-time test; 1: EAGLE, more: HASS", ge=1)
+    ttt_steps: int = option(
+        5, "unrolled steps of the training-time test; 1: EAGLE, more: HASS", ge=1
+    )
 
 
 class HeadSizes(HeadDraftConfig, LayerSizes):

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from specdistill.methods.layers import Rotary
 from specdistill.targets.frozen import FrozenTarget
 
-Repair = tuple[Any, ...]  # a cause, and what reverts it: a function of a head, and its other arguments
+Repair = tuple[
+    Any, ...
+]  # a cause, and what reverts it: a function of a head, and its other arguments
 
 
 def on_copies(
@@ -23,7 +25,11 @@ def on_copies(
 ) -> Iterator[tuple[str, Any]]:
     """Each of a method's likely causes, and a copy of the head without it."""
     modules = (head, target.model)
-    shared = {id(tensor): tensor for module in modules for tensor in (*module.parameters(), *module.buffers())}
+    shared = {
+        id(tensor): tensor
+        for module in modules
+        for tensor in (*module.parameters(), *module.buffers())
+    }
     for cause, repair, *arguments in likely_causes(head, target):
         copied = copy.deepcopy(head, dict(shared))
         repair(copied, *arguments)
@@ -35,9 +41,18 @@ def of_layers(head: Any) -> Iterator[Repair]:
     for index, layer in enumerate(head.layers):
         if hasattr(getattr(layer, "mlp", None), "gate_proj"):
             mlp = f"layers.{index}.mlp"
-            yield f"{mlp}.gate_proj and up_proj are swapped", swap, f"{mlp}.gate_proj", f"{mlp}.up_proj"
+            yield (
+                f"{mlp}.gate_proj and up_proj are swapped",
+                swap,
+                f"{mlp}.gate_proj",
+                f"{mlp}.up_proj",
+            )
     for name, parameter in head.named_parameters():
-        if name not in head.shared and parameter.dim() == 2 and parameter.shape[0] == parameter.shape[1]:
+        if (
+            name not in head.shared
+            and parameter.dim() == 2
+            and parameter.shape[0] == parameter.shape[1]
+        ):
             yield f"{name} is transposed", set_weight, name, parameter.T
 
 
@@ -49,12 +64,22 @@ def of_shape(head: Any, target: FrozenTarget) -> Iterator[Repair]:
     if theta is not None and (float(theta), scaling) != (config.rope_theta, config.rope_scaling):
         cause = f"its rotary base (rope_theta) is {config.rope_theta:g}: it was trained with the target's, {theta:g}"
         yield cause, configure, {"rope_theta": float(theta), "rope_scaling": scaling}
-    size = getattr(target.config, "head_dim", None) or target.hidden_size // target.config.num_attention_heads
-    rows, groups = (number * config.head_dim for number in (config.num_attention_heads, config.num_key_value_heads))
+    size = (
+        getattr(target.config, "head_dim", None)
+        or target.hidden_size // target.config.num_attention_heads
+    )
+    rows, groups = (
+        number * config.head_dim
+        for number in (config.num_attention_heads, config.num_key_value_heads)
+    )
     if size != config.head_dim and rows % size == 0 and groups % size == 0:
         num_heads = config.num_attention_heads
         cause = f"its heads are of {config.head_dim} (num_attention_heads {num_heads}): it was trained with {size}"
-        sizes = {"head_dim": size, "num_attention_heads": rows // size, "num_key_value_heads": groups // size}
+        sizes = {
+            "head_dim": size,
+            "num_attention_heads": rows // size,
+            "num_key_value_heads": groups // size,
+        }
         yield cause, configure, sizes
 
 
@@ -68,7 +93,11 @@ def configure(head: Any, fields: dict[str, Any]) -> None:
 
 def set_weight(head: Any, name: str, weight: Tensor) -> None:
     module, _, last = name.rpartition(".")
-    setattr(head.get_submodule(module), last, nn.Parameter(weight.detach().contiguous(), requires_grad=False))
+    setattr(
+        head.get_submodule(module),
+        last,
+        nn.Parameter(weight.detach().contiguous(), requires_grad=False),
+    )
 
 
 def swap(head: Any, one: str, other: str) -> None:

@@ -86,7 +86,9 @@ class TrainingTimeTest(Objective):
         Returns the weighted sum of the steps' losses over all loss tokens (not yet divided), and the per-step sums.
         """
         shape = self.draft.config
-        kv_cache = UnrollKVCache(cumulative_lengths, longest, shape.num_layers, shape.sliding_window)
+        kv_cache = UnrollKVCache(
+            cumulative_lengths, longest, shape.num_layers, shape.sliding_window
+        )
         hidden = self.draft.fuse(features)
         if self.training and self.noise:
             hidden = hidden + (2 * torch.rand_like(hidden) - 1) * self.noise
@@ -99,7 +101,10 @@ class TrainingTimeTest(Objective):
             has_loss.append(loss_rows(position_ids, loss_positions, ahead=2 + k))
             if self.feature_weight:
                 # What the head gave back, against the target's feature 1 + k positions on: a mean over H, summed over the loss tokens
-                pair_RH = before(hidden, loss_positions, 2 + k).float(), soft_targets.hidden_RD.float()
+                pair_RH = (
+                    before(hidden, loss_positions, 2 + k).float(),
+                    soft_targets.hidden_RD.float(),
+                )
                 error_R = F.smooth_l1_loss(*pair_RH, reduction="none").mean(-1)
                 errors = errors + self.step_weights[k] * (error_R * has_loss[k]).sum()
         rows_KRH, has_loss_KR = torch.stack(rows), torch.stack(has_loss).float()
@@ -113,8 +118,12 @@ class TrainingTimeTest(Objective):
 
         def by_chain(values_KR: Tensor) -> Tensor:
             """A row's value at the root of its chain, 2 + k before the token that it predicts, where it has a loss; elsewhere 0."""
-            roots_KR = torch.stack([loss_positions - 2 - k for k in range(self.num_steps)]).clamp_min(0)
-            return values_KR.new_zeros(self.num_steps, position_ids.numel()).scatter_add(1, roots_KR, values_KR)
+            roots_KR = torch.stack(
+                [loss_positions - 2 - k for k in range(self.num_steps)]
+            ).clamp_min(0)
+            return values_KR.new_zeros(self.num_steps, position_ids.numel()).scatter_add(
+                1, roots_KR, values_KR
+            )
 
         sums = StepSums.of(has_loss_KR, *(metrics_MKR * has_loss_KR), by_chain=by_chain)
         return total + self.feature_weight * errors, sums
@@ -123,4 +132,6 @@ class TrainingTimeTest(Objective):
 def objective(draft: Head, recipe: HeadRecipe, target: FrozenTarget) -> TrainingTimeTest:
     """The training-time test that a recipe describes. EAGLE-1 recipes also hold the head to the target's features."""
     options = recipe.loss.model_dump(exclude={"divergence"})
-    return TrainingTimeTest(draft, build_divergence(recipe.loss.divergence), recipe.draft.ttt_steps, **options)
+    return TrainingTimeTest(
+        draft, build_divergence(recipe.loss.divergence), recipe.draft.ttt_steps, **options
+    )

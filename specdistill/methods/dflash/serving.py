@@ -6,7 +6,9 @@ from specdistill.methods.blocks.serving import CAUSALITY, NESTED, PRUNED, loader
 
 VLLM = loader(
     architecture="DFlashDraftModel",
-    settings={"sample_from_anchor": Setting((f"{NESTED}.sample_from_anchor", "sample_from_anchor"), False)},
+    settings={
+        "sample_from_anchor": Setting((f"{NESTED}.sample_from_anchor", "sample_from_anchor"), False)
+    },
 )
 
 SERVING = {

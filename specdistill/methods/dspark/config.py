@@ -7,7 +7,9 @@ from specdistill.recipe.fields import option, section
 
 
 class DSparkDraftConfig(BlockDraftConfig):
-    markov_rank: int = option(256, "rank of the correction of a token's logits by the token before it", ge=1)
+    markov_rank: int = option(
+        256, "rank of the correction of a token's logits by the token before it", ge=1
+    )
     markov_head_type: Literal["vanilla", "gated", "rnn"] = option(
         "vanilla",
         "correction by the token before; gated: by the hidden state too; rnn: by all tokens of the block; vLLM has vanilla",
@@ -16,7 +18,9 @@ class DSparkDraftConfig(BlockDraftConfig):
 
 
 class DSparkLossConfig(BlockLossConfig):
-    confidence_weight: float = option(1.0, "weight of the confidence's cross-entropy, added to the divergence", ge=0)
+    confidence_weight: float = option(
+        1.0, "weight of the confidence's cross-entropy, added to the divergence", ge=0
+    )
 
 
 class DSparkRecipe(BlockRecipe):

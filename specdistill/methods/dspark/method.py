@@ -15,4 +15,9 @@ PUBLISHED = sizes.PublishedFigures(
     1_300_000 * sizes.TOKENS_PER_SAMPLE,
     "1.3M regenerated conversations (arXiv 2607.05147)",
 )
-METHOD = block_method(KIND, PUBLISHED, RECIPE, frozenset({"markov_head.markov_w1.weight", "markov_head.markov_w2.weight"}))
+METHOD = block_method(
+    KIND,
+    PUBLISHED,
+    RECIPE,
+    frozenset({"markov_head.markov_w1.weight", "markov_head.markov_w2.weight"}),
+)

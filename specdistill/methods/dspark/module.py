@@ -63,21 +63,31 @@ class MarkovHead(nn.Module):
         """The state [B, E] before the first slot."""
         return hidden_BKH.new_zeros(len(hidden_BKH), self.markov_w1.embedding_dim)
 
-    def step(self, hidden_BH: Tensor, previous_ids_B: Tensor, state_BE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def step(
+        self, hidden_BH: Tensor, previous_ids_B: Tensor, state_BE: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """One slot: what is multiplied and the token's embedding, [B, E] each, and the state after it."""
         embedded: Tensor = self.markov_w1(previous_ids_B)
         if self.kind == "vanilla":
             return embedded, embedded, state_BE
         if self.kind == "gated":
-            return self.gate_proj(torch.cat((hidden_BH, embedded), -1)).sigmoid() * embedded, embedded, state_BE
-        gate, candidate, output = self.joint_proj(torch.cat((state_BE, embedded, hidden_BH), -1)).chunk(3, -1)
+            return (
+                self.gate_proj(torch.cat((hidden_BH, embedded), -1)).sigmoid() * embedded,
+                embedded,
+                state_BE,
+            )
+        gate, candidate, output = self.joint_proj(
+            torch.cat((state_BE, embedded, hidden_BH), -1)
+        ).chunk(3, -1)
         kept = gate.sigmoid()
         return output.tanh(), embedded, kept * state_BE + (1 - kept) * candidate.tanh()
 
     def forward(self, hidden_NKH: Tensor, previous_ids_NK: Tensor) -> tuple[Tensor, Tensor]:
         """All slots, the token before each being known: the same two [N, K, E]."""
         state_NE, found = self.start(hidden_NKH), []
-        for hidden_NH, previous_N in zip(hidden_NKH.unbind(1), previous_ids_NK.unbind(1), strict=True):
+        for hidden_NH, previous_N in zip(
+            hidden_NKH.unbind(1), previous_ids_NK.unbind(1), strict=True
+        ):
             correction_NE, embedded_NE, state_NE = self.step(hidden_NH, previous_N, state_NE)
             found.append((correction_NE, embedded_NE))
         corrections, embedded = (torch.stack(part, 1) for part in zip(*found, strict=True))
@@ -91,7 +101,9 @@ class ConfidenceHead(nn.Module):
         self.proj = nn.Linear(config.hidden_size + config.markov_rank * self.with_markov, 1)
 
     def forward(self, hidden: Tensor, embedded: Tensor) -> Tensor:
-        logits: Tensor = self.proj(torch.cat((hidden, embedded), -1) if self.with_markov else hidden).squeeze(-1)
+        logits: Tensor = self.proj(
+            torch.cat((hidden, embedded), -1) if self.with_markov else hidden
+        ).squeeze(-1)
         return logits
 
 

@@ -26,7 +26,9 @@ WHAT = "an EAGLE-1 head"
 
 def save_eagle(draft: EagleDraft, folder: Path) -> None:
     """Write the head; `load_eagle` reads it back bit for bit."""
-    tensors = {name: tensor for name, tensor in draft.state_dict().items() if name not in draft.shared}
+    tensors = {
+        name: tensor for name, tensor in draft.state_dict().items() if name not in draft.shared
+    }
     checkpoint.write_draft(folder, config_to_json(draft.config, draft.fc.weight.dtype), tensors)
 
 
@@ -35,7 +37,9 @@ def load_eagle(folder: Path | str, target: FrozenTarget, *, key: str = "eval.dra
     with an embedding or an output layer that is not the target's.
     """
     draft: EagleDraft = checkpoint.load_reading(check_eagle, EagleDraft, folder, target, key=key)
-    if draft.config.logit_scale != 1 and not math.isclose(draft.config.logit_scale, target.logits.scale, rel_tol=1e-4):
+    if draft.config.logit_scale != 1 and not math.isclose(
+        draft.config.logit_scale, target.logits.scale, rel_tol=1e-4
+    ):
         got = f"{folder} with logit_scale {draft.config.logit_scale:g}"
         raise UserError(key, got=got, expected=f"{target.logits.scale:g}, as {target.name} has")
     draft.borrow(target)
@@ -43,7 +47,12 @@ def load_eagle(folder: Path | str, target: FrozenTarget, *, key: str = "eval.dra
 
 
 def check_eagle(
-    folder: Path, tensors: Mapping[str, Tensor], target: checkpoint.AnyTarget | None, *, key: str, name: Path | str
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    target: checkpoint.AnyTarget | None,
+    *,
+    key: str,
+    name: Path | str,
 ) -> tuple[EagleConfig, dict[str, Tensor]]:
     """A head's config and tensors, checked against each other, without the copies of the target's embedding and head that it may bring.
 
@@ -52,7 +61,9 @@ def check_eagle(
     """
     config = config_from_json(checkpoint.read_config(folder, key), key)
     if target is not None:
-        checkpoint.check_fit({"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}, target, name, key)
+        checkpoint.check_fit(
+            {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}, target, name, key
+        )
     tensors = dict(tensors)
     bias = tensors.get("fc.bias")
     if bias is not None and not (config.fc_bias if bias.is_meta else bias.any()):
@@ -65,17 +76,28 @@ def check_eagle(
         for shared in sorted(EagleDraft.shared & tensors.keys()):
             given = tensors.pop(shared)
             if not given.is_meta and not checkpoint.is_copy(given, target.tensor(shared)):
-                raise UserError(key, got=f"{name} with another {shared} than {target.name} has", expected="a head made for it")
+                raise UserError(
+                    key,
+                    got=f"{name} with another {shared} than {target.name} has",
+                    expected="a head made for it",
+                )
     return config, tensors
 
 
 def export(
-    draft: Path, engine: str, layout: Layout, output: Path, target: TargetFiles | None, num_speculative_tokens: int
+    draft: Path,
+    engine: str,
+    layout: Layout,
+    output: Path,
+    target: TargetFiles | None,
+    num_speculative_tokens: int,
 ) -> None:
     """Write a head for an engine. Raises UserError, before anything is written, for what the engine cannot express, and for a head with
     an embedding or an output layer that is not the target's.
     """
-    config, tensors = check_eagle(draft, checkpoint.read_tensors(draft, "draft"), target, key="draft", name=draft)
+    config, tensors = check_eagle(
+        draft, checkpoint.read_tensors(draft, "draft"), target, key="draft", name=draft
+    )
     layout.check(engine, config, draft)
     if repeated := EagleDraft.shared & tensors.keys():
         needed(target, f"{draft} repeats its {min(repeated)}")

@@ -7,9 +7,13 @@ from specdistill.recipe.fields import option, section
 
 class EagleLossConfig(SoftLossConfig):
     feature_weight: float = option(
-        0.0, "weight of the SmoothL1 loss to the target's next hidden state, added to the divergence", ge=0
+        0.0,
+        "weight of the SmoothL1 loss to the target's next hidden state, added to the divergence",
+        ge=0,
     )
-    noise: float = option(0.0, "maximum of the uniform noise added to the input hidden states", ge=0)
+    noise: float = option(
+        0.0, "maximum of the uniform noise added to the input hidden states", ge=0
+    )
 
 
 class EagleRecipe(HeadRecipe):

@@ -41,10 +41,16 @@ class EagleDraft(nn.Module):
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size).requires_grad_(False)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size).requires_grad_(
+            False
+        )
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
-        self.layers = nn.ModuleList(PlainLayer(config, index, input_norm=index > 0) for index in range(config.num_layers))
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False).requires_grad_(False)
+        self.layers = nn.ModuleList(
+            PlainLayer(config, index, input_norm=index > 0) for index in range(config.num_layers)
+        )
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False).requires_grad_(
+            False
+        )
         self.rotary = Rotary(config)
 
     def borrow(self, target: FrozenTarget) -> None:
@@ -57,7 +63,11 @@ class EagleDraft(nn.Module):
         return features.last_hidden
 
     def forward(
-        self, next_ids_BT: Tensor, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache
+        self,
+        next_ids_BT: Tensor,
+        hidden_BTH: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        kv_cache: KVCache,
     ) -> tuple[Tensor, Tensor]:
         """One draft step over T positions: the predicted feature [B, T, H], for `logits` and as the next step's hidden state."""
         hidden = self.fc(torch.cat((self.embed_tokens(next_ids_BT), hidden_BTH), dim=-1))

@@ -11,7 +11,11 @@ from specdistill.engines.loader import LLAMA_SETTINGS, Loader, Setting, Slot, la
 from specdistill.methods.chains import limits
 
 # EAGLE-1. The first layer has no norm before its attention; the head is the target's.
-SLOTS = (Slot("fc.weight", "H 2*H"), *layer_slots("layers.0", "H"), *layer_slots("layers.{i}", "H", "input_layernorm"))
+SLOTS = (
+    Slot("fc.weight", "H 2*H"),
+    *layer_slots("layers.0", "H"),
+    *layer_slots("layers.{i}", "H", "input_layernorm"),
+)
 SETTINGS = {**LLAMA_SETTINGS, "sliding_window": Setting()}
 
 VLLM = Loader(
@@ -43,7 +47,11 @@ def wrapped_config(export: HeadExport) -> dict[str, Any]:
 
 
 SERVING = {
-    "vllm": Serving("eagle", Layout(wrapped_config, limits=(limits.FC_BIAS, limits.SLIDING_WINDOW)), (WRAPPED, VLLM)),
+    "vllm": Serving(
+        "eagle",
+        Layout(wrapped_config, limits=(limits.FC_BIAS, limits.SLIDING_WINDOW)),
+        (WRAPPED, VLLM),
+    ),
     "sglang": Serving(
         "EAGLE",
         Layout(

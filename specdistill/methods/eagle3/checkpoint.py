@@ -59,7 +59,12 @@ def save_eagle3(draft: Eagle3Draft, folder: Path) -> None:
 
 
 def check_eagle3(
-    folder: Path, tensors: Mapping[str, Tensor], target: checkpoint.AnyTarget | None, *, key: str, name: Path | str
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    target: checkpoint.AnyTarget | None,
+    *,
+    key: str,
+    name: Path | str,
 ) -> tuple[Eagle3Config, dict[str, Tensor]]:
     """A head's config and its tensors by the names they have here, without `t2d` (which follows from `d2t`), and without `d2t` when the
     vocabulary is whole. A file may omit what is the target's: the embedding, and the head of a whole vocabulary.
@@ -68,10 +73,14 @@ def check_eagle3(
     tensors without content neither is known, nor what `d2t` says. The target is needed where the config does not say how deep it is.
     Raises UserError as `load_reading` does.
     """
-    config = config_from_json(checkpoint.read_config(folder, key), None if target is None else target.num_layers, key)
+    config = config_from_json(
+        checkpoint.read_config(folder, key), None if target is None else target.num_layers, key
+    )
     if target is not None:
         sizes = {"target_hidden_size": config.target_hidden_size, "vocab_size": config.vocab_size}
-        checkpoint.check_fit(sizes | {"num_target_layers": config.target_num_layers}, target, name, key)
+        checkpoint.check_fit(
+            sizes | {"num_target_layers": config.target_num_layers}, target, name, key
+        )
     if not all(0 <= layer <= config.target_num_layers for layer in config.aux_layers):
         got = f"{name} with auxiliary layers {list(config.aux_layers)}"
         raise UserError(key, got=got, expected=f"0..{config.target_num_layers}")
@@ -81,10 +90,14 @@ def check_eagle3(
         for there, part in RENAMED.items():
             here = here.replace(there, part)
         if here in result:
-            raise UserError(key, got=f"{name} with {in_file} and {here}", expected="one name for each tensor")
+            raise UserError(
+                key, got=f"{name} with {in_file} and {here}", expected="one name for each tensor"
+            )
         result[here] = tensor
     with torch.device("meta"):
-        expected = Eagle3Draft(config).state_dict() | {"t2d": torch.empty(config.vocab_size, dtype=torch.bool)}
+        expected = Eagle3Draft(config).state_dict() | {
+            "t2d": torch.empty(config.vocab_size, dtype=torch.bool)
+        }
     own_width = config.hidden_size != config.target_hidden_size
     optional = {"t2d"} | (set() if own_width else {EMBEDDING})
     if not config.prunes_vocabulary:
@@ -95,7 +108,12 @@ def check_eagle3(
         checkpoint.check_offsets(result["d2t"], config.vocab_size, name, key)
     if not config.prunes_vocabulary:
         result.pop("d2t", None)
-    if target is not None and EMBEDDING in result and not own_width and not result[EMBEDDING].is_meta:
+    if (
+        target is not None
+        and EMBEDDING in result
+        and not own_width
+        and not result[EMBEDDING].is_meta
+    ):
         if checkpoint.is_copy(result[EMBEDDING], target.tensor(EMBEDDING)):
             del result[EMBEDDING]
         else:
@@ -103,14 +121,23 @@ def check_eagle3(
     return config, result
 
 
-load_eagle3 = partial(checkpoint.load_reading, check_eagle3, Eagle3Draft)  # from any of the layouts above
+load_eagle3 = partial(
+    checkpoint.load_reading, check_eagle3, Eagle3Draft
+)  # from any of the layouts above
 
 
 def export(
-    draft: Path, engine: str, layout: Layout, output: Path, target: TargetFiles | None, num_speculative_tokens: int
+    draft: Path,
+    engine: str,
+    layout: Layout,
+    output: Path,
+    target: TargetFiles | None,
+    num_speculative_tokens: int,
 ) -> None:
     """Write a head for an engine. Raises UserError, before anything is written, for what the engine cannot express."""
-    config, tensors = check_eagle3(draft, checkpoint.read_tensors(draft, "draft"), target, key="draft", name=draft)
+    config, tensors = check_eagle3(
+        draft, checkpoint.read_tensors(draft, "draft"), target, key="draft", name=draft
+    )
     if target is None and EMBEDDING in tensors and config.hidden_size == config.target_hidden_size:
         config = dataclasses.replace(config, own_embedding=True)  # as far as is known
     layout.check(engine, config, draft)
@@ -119,19 +146,31 @@ def export(
         tensors[HEAD] = needed(target, f"{draft} has no {HEAD}").tensor(HEAD).to(dtype)
     if config.prunes_vocabulary:
         tensors |= checkpoint.vocabulary_maps(tensors["d2t"], config.vocab_size)
-    head = HeadExport(checkpoint.shape_to_json(config, dtype), config, target, num_speculative_tokens)
-    named = {name.replace("layers.0.", layout.first_layer): tensor for name, tensor in tensors.items()}
+    head = HeadExport(
+        checkpoint.shape_to_json(config, dtype), config, target, num_speculative_tokens
+    )
+    named = {
+        name.replace("layers.0.", layout.first_layer): tensor for name, tensor in tensors.items()
+    }
     checkpoint.write_head(output, layout, head, named)
 
 
 def config_to_json(config: Eagle3Config, dtype: torch.dtype) -> dict[str, Any]:
     """The config.json of `LlamaForCausalLMEagle3`, and how many layers the target has."""
-    head = HeadExport(checkpoint.shape_to_json(config, dtype), config, target=None, num_speculative_tokens=0)
+    head = HeadExport(
+        checkpoint.shape_to_json(config, dtype), config, target=None, num_speculative_tokens=0
+    )
     keys = head_config(head, *NORMS, "norm_before_residual", aux_layers=in_eagle_config)
-    return {"eagle_config": {"use_aux_hidden_state": True}, **keys, "num_target_layers": config.target_num_layers}
+    return {
+        "eagle_config": {"use_aux_hidden_state": True},
+        **keys,
+        "num_target_layers": config.target_num_layers,
+    }
 
 
-def config_from_json(raw: Mapping[str, Any], target_num_layers: int | None, key: str) -> Eagle3Config:
+def config_from_json(
+    raw: Mapping[str, Any], target_num_layers: int | None, key: str
+) -> Eagle3Config:
     """The inverse of `config_to_json` for every layout, with the defaults that engines assume for absent keys.
 
     target_num_layers: of the target that is at hand, for files that do not say.
@@ -145,7 +184,9 @@ def config_from_json(raw: Mapping[str, Any], target_num_layers: int | None, key:
     num_layers = raw.get("num_target_layers") or target_num_layers
     if num_layers is None:
         raise UserError(
-            "target.model", got="nothing", expected="the target: the draft's config.json does not say how deep it is"
+            "target.model",
+            got="nothing",
+            expected="the target: the draft's config.json does not say how deep it is",
         )
     shape = checkpoint.shape_from_json(raw, key, what=WHAT)
     config = Eagle3Config(
@@ -164,7 +205,9 @@ def config_from_json(raw: Mapping[str, Any], target_num_layers: int | None, key:
     return config
 
 
-def _aux_layers(raw: Mapping[str, Any], nested: Mapping[str, Any], num_layers: int, key: str) -> tuple[int, ...]:
+def _aux_layers(
+    raw: Mapping[str, Any], nested: Mapping[str, Any], num_layers: int, key: str
+) -> tuple[int, ...]:
     """After how many layers the head reads. Raises UserError when two places of the config do not agree."""
     own, inner = (stated(keys, AUX_LAYERS, list[int], key) or () for keys in (raw, nested))
     places = {tuple(own), tuple(layer + 1 for layer in inner)} - {()}
@@ -174,5 +217,9 @@ def _aux_layers(raw: Mapping[str, Any], nested: Mapping[str, Any], num_layers: i
     (layers,) = places or {tuple(engine_aux_layers(num_layers))}
     count = raw.get("num_aux_hidden_states")
     if count is not None and count != len(layers):
-        raise UserError(key, got=f"num_aux_hidden_states {count} and the layers {list(layers)}", expected=f"{len(layers)}")
+        raise UserError(
+            key,
+            got=f"num_aux_hidden_states {count} and the layers {list(layers)}",
+            expected=f"{len(layers)}",
+        )
     return layers

@@ -8,12 +8,18 @@ class Eagle3DraftConfig(HeadSizes):
     aux_layers: list[int] | None = option(
         None, "auxiliary layers of the target: hidden states after L layers; null: 2, n//2, n-3"
     )
-    vocab_size: int | None = option(None, "size of the draft vocabulary, the most frequent tokens; null: the target's", ge=1)
+    vocab_size: int | None = option(
+        None, "size of the draft vocabulary, the most frequent tokens; null: the target's", ge=1
+    )
     hidden_size: int | None = option(None, "null: the target's", ge=1)
-    train_head: bool = option(True, "train the LM head; false: keep the target's rows, or those of draft.init")
+    train_head: bool = option(
+        True, "train the LM head; false: keep the target's rows, or those of draft.init"
+    )
     fc_norm: bool = option(False, "EAGLE-3.1: normalise each auxiliary state before fc")
     norm_output: bool = option(False, "EAGLE-3.1: feed back the normalised hidden state")
-    norm_before_residual: bool = option(False, "take the residual after the hidden norm; SGLang does not support true")
+    norm_before_residual: bool = option(
+        False, "take the residual after the hidden norm; SGLang does not support true"
+    )
 
 
 class Eagle3Recipe(HeadRecipe):

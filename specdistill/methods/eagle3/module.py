@@ -22,7 +22,14 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from specdistill.engines.loader import engine_aux_layers
 from specdistill.errors import UserError
 from specdistill.methods.chains.head import head_shape, initialized
-from specdistill.methods.layers import Attention, FeatureDraft, FeatureShape, KVCache, PlainLayer, RMSNorm
+from specdistill.methods.layers import (
+    Attention,
+    FeatureDraft,
+    FeatureShape,
+    KVCache,
+    PlainLayer,
+    RMSNorm,
+)
 from specdistill.targets.frozen import Features, FrozenTarget
 
 
@@ -59,7 +66,13 @@ class FirstLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
 
-    def forward(self, embedding_BTH: Tensor, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache) -> Tensor:
+    def forward(
+        self,
+        embedding_BTH: Tensor,
+        hidden_BTH: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        kv_cache: KVCache,
+    ) -> Tensor:
         normed = self.hidden_norm(hidden_BTH)
         residual = normed if self.norm_before_residual else hidden_BTH
         both = torch.cat((self.input_layernorm(embedding_BTH), normed), dim=-1)
@@ -78,10 +91,17 @@ class Eagle3Draft(FeatureDraft):
         if config.norm_before_fc:
             self.input_norm = RMSNorm(fused_size, config.rms_norm_eps)
         if config.fc_norm:
-            self.fc_norm = nn.ModuleList(RMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in config.aux_layers)
+            self.fc_norm = nn.ModuleList(
+                RMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in config.aux_layers
+            )
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_tokens.weight.requires_grad_(config.owns_embedding)
-        self.layers = nn.ModuleList([FirstLayer(config), *(PlainLayer(config, index) for index in range(1, config.num_layers))])
+        self.layers = nn.ModuleList(
+            [
+                FirstLayer(config),
+                *(PlainLayer(config, index) for index in range(1, config.num_layers)),
+            ]
+        )
         self.end_with_head(config)
 
     @property
@@ -97,7 +117,11 @@ class Eagle3Draft(FeatureDraft):
         return self.fc(self.input_norm(read) if self.config.norm_before_fc else read)
 
     def forward(
-        self, next_ids_BT: Tensor, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache
+        self,
+        next_ids_BT: Tensor,
+        hidden_BTH: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        kv_cache: KVCache,
     ) -> tuple[Tensor, Tensor]:
         """One draft step over T positions.
 
@@ -112,7 +136,11 @@ class Eagle3Draft(FeatureDraft):
 
 
 def eagle3_config(
-    target: FrozenTarget, draft_vocab_size: int, *, aux_layers: Sequence[int] | None = None, **options: Any
+    target: FrozenTarget,
+    draft_vocab_size: int,
+    *,
+    aux_layers: Sequence[int] | None = None,
+    **options: Any,
 ) -> Eagle3Config:
     """Of a head with these keys of a recipe. Raises UserError for a layer to read that does not exist, and as `head_shape`."""
     return Eagle3Config(
@@ -124,10 +152,16 @@ def eagle3_config(
     )
 
 
-def build_eagle3(target: FrozenTarget, *, draft_vocabulary: Tensor | None = None, seed: int = 0, **options: Any) -> Eagle3Draft:
+def build_eagle3(
+    target: FrozenTarget, *, draft_vocabulary: Tensor | None = None, seed: int = 0, **options: Any
+) -> Eagle3Draft:
     """A head before training. `draft_vocabulary`: sorted target ids [W], None for the whole vocabulary; options: of `eagle3_config`."""
-    config = eagle3_config(target, target.vocab_size if draft_vocabulary is None else len(draft_vocabulary), **options)
-    target.features(torch.zeros(1, 1, dtype=torch.long, device=target.device), config.aux_layers)  # which may refuse
+    config = eagle3_config(
+        target, target.vocab_size if draft_vocabulary is None else len(draft_vocabulary), **options
+    )
+    target.features(
+        torch.zeros(1, 1, dtype=torch.long, device=target.device), config.aux_layers
+    )  # which may refuse
     draft = initialized(lambda: Eagle3Draft(config), seed)
     draft.begin(target, draft_vocabulary, scale=target.logits.scale)
     return draft.to(target.device)
@@ -141,6 +175,14 @@ def check_aux_layers(aux_layers: Sequence[int] | None, num_layers: int) -> list[
     layers = engine_aux_layers(num_layers) if aux_layers is None else list(aux_layers)
     if aux_layers is None and layers != sorted(set(layers)):
         layers = sorted({min(1, num_layers), num_layers // 2, max(num_layers - 1, 0)})
-    if not layers or not all(0 <= layer <= num_layers for layer in layers) or len(set(layers)) != len(layers):
-        raise UserError("draft.aux_layers", got=layers, expected=f"different layers in 0..{num_layers} (the target's depth)")
+    if (
+        not layers
+        or not all(0 <= layer <= num_layers for layer in layers)
+        or len(set(layers)) != len(layers)
+    ):
+        raise UserError(
+            "draft.aux_layers",
+            got=layers,
+            expected=f"different layers in 0..{num_layers} (the target's depth)",
+        )
     return layers

@@ -8,7 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 from specdistill.engines.engine import HeadExport, Layout, Serving
-from specdistill.engines.loader import AUX_LAYERS, LLAMA_SETTINGS, Loader, Setting, Slot, engine_aux_layers, layer_slots
+from specdistill.engines.loader import (
+    AUX_LAYERS,
+    LLAMA_SETTINGS,
+    Loader,
+    Setting,
+    Slot,
+    engine_aux_layers,
+    layer_slots,
+)
 from specdistill.engines.vllm import speculators_config
 from specdistill.methods.chains import limits
 
@@ -42,7 +50,9 @@ def of_speculators(export: HeadExport) -> dict[str, Any]:
     counted = {} if len(head.aux_layers) == 3 else {"num_aux_hidden_states": len(head.aux_layers)}
     return {
         **speculators_config(export, "eagle3", "Eagle3Speculator", {**export.llama, **counted}),
-        "target_hidden_size": None if head.hidden_size == head.target_hidden_size else head.target_hidden_size,
+        "target_hidden_size": None
+        if head.hidden_size == head.target_hidden_size
+        else head.target_hidden_size,
         "norm_before_residual": head.norm_before_residual,
         **{norm: getattr(head, norm) for norm in NORMS},
         AUX_LAYERS: list(head.aux_layers),
@@ -51,7 +61,9 @@ def of_speculators(export: HeadExport) -> dict[str, Any]:
 
 
 def in_eagle_config(layers: list[int]) -> dict[str, Any]:
-    return {"eagle_config": {"use_aux_hidden_state": True, AUX_LAYERS: [layer - 1 for layer in layers]}}
+    return {
+        "eagle_config": {"use_aux_hidden_state": True, AUX_LAYERS: [layer - 1 for layer in layers]}
+    }
 
 
 SLOTS = (
@@ -89,7 +101,12 @@ VLLM = Loader(
     unset="silent",
     # A name that is none of its classes gets `Eagle3` in front.
     architectures=frozenset(
-        {"LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Qwen2_5vlForCausalLM"}
+        {
+            "LlamaForCausalLM",
+            "LlamaForCausalLMEagle3",
+            "Eagle3LlamaForCausalLM",
+            "Eagle3Qwen2_5vlForCausalLM",
+        }
         | {"Eagle3Qwen3vlForCausalLM", "Eagle3MiniMaxM2ForCausalLM"}
     ),
     slots=(
@@ -147,7 +164,9 @@ TENSORRT_LLM = Loader(
     never_null=("target_hidden_size",),
     unknown="silent",
     unset="refused",
-    architectures=frozenset({"LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"}),
+    architectures=frozenset(
+        {"LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"}
+    ),
     slots=(*PLAIN_SLOTS, Slot("lm_head.weight", "W H", source="shared")),
     settings={
         **PLAIN_SETTINGS,
@@ -183,7 +202,11 @@ SERVING = {
             ),
         ),
         (SGLANG,),
-        lambda config: {"speculative_draft_window_size": config["sliding_window"]} if config.get("layer_types") else {},
+        lambda config: (
+            {"speculative_draft_window_size": config["sliding_window"]}
+            if config.get("layer_types")
+            else {}
+        ),
     ),
     "speculators": Serving(
         "eagle3",

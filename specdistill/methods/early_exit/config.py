@@ -6,12 +6,18 @@ from specdistill.recipe.sections import EvalConfig
 
 
 class ExitDraftConfig(DraftSection):
-    exit_layer: int | None = option(None, "layers of the target that draft, its first; null: an eighth of them", ge=1)
-    intermediate_size: int | None = option(None, "width of the exit's MLP; null: twice the target's hidden size", ge=1)
+    exit_layer: int | None = option(
+        None, "layers of the target that draft, its first; null: an eighth of them", ge=1
+    )
+    intermediate_size: int | None = option(
+        None, "width of the exit's MLP; null: twice the target's hidden size", ge=1
+    )
 
 
 class ExitEvalConfig(EvalConfig):
-    num_speculative_tokens: int = option(4, "K, draft tokens per round, also of simulated rounds in training", ge=1)
+    num_speculative_tokens: int = option(
+        4, "K, draft tokens per round, also of simulated rounds in training", ge=1
+    )
 
 
 class ExitRecipe(FeatureRecipe):

@@ -63,19 +63,27 @@ class ExitDraft(nn.Module):
         super().__init__()
         self.config, self.aux_layers = config, (config.exit_layer,)
         self.layers = nn.ModuleList([ExitLayer(config)])
-        vars(self).update(norm=target.norm, logits=target.logits)  # past nn.Module's own, which would take the norm in
+        vars(self).update(
+            norm=target.norm, logits=target.logits
+        )  # past nn.Module's own, which would take the norm in
 
     def forward(self, hidden_TH: Tensor) -> Tensor:
         """From states after layer E to what `logits` reads."""
-        normed: Tensor = self.norm(self.layers[0](hidden_TH.to(self.layers[0].exit_norm.weight.dtype)))
+        normed: Tensor = self.norm(
+            self.layers[0](hidden_TH.to(self.layers[0].exit_norm.weight.dtype))
+        )
         return normed
 
 
-def exit_config(text: Any, *, exit_layer: int | None = None, intermediate_size: int | None = None) -> ExitConfig:
+def exit_config(
+    text: Any, *, exit_layer: int | None = None, intermediate_size: int | None = None
+) -> ExitConfig:
     """What a fresh exit has, of a target with this config. Raises UserError for layers that the target lacks."""
     depth, exit_layer = text.num_hidden_layers, exit_layer or max(1, text.num_hidden_layers // 8)
     if exit_layer >= depth:
-        raise UserError("draft.exit_layer", got=exit_layer, expected=f"fewer than the target's {depth} layers")
+        raise UserError(
+            "draft.exit_layer", got=exit_layer, expected=f"fewer than the target's {depth} layers"
+        )
     return ExitConfig(
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,

@@ -32,7 +32,9 @@ class ExitDistillation(Objective):
         num_positions: K of the simulated acceptance length.
     """
 
-    def __init__(self, draft: ExitDraft, divergence: Divergence, num_positions: int, temperature: float = 1.0) -> None:
+    def __init__(
+        self, draft: ExitDraft, divergence: Divergence, num_positions: int, temperature: float = 1.0
+    ) -> None:
         super().__init__(draft, divergence, temperature, torch.ones(1))
         self.num_positions = num_positions
 
@@ -50,7 +52,11 @@ class ExitDistillation(Objective):
         rows_RH = self.draft(before(features.aux[0], loss_positions, 1))
         weights_1R = loss_rows(position_ids, loss_positions, ahead=1).float().unsqueeze(0)
         total, metrics_M1R = head_loss(
-            rows_RH.unsqueeze(0), weights_1R, self.draft.logits, partial(soft_targets.at, measure=measure), self.row_losses
+            rows_RH.unsqueeze(0),
+            weights_1R,
+            self.draft.logits,
+            partial(soft_targets.at, measure=measure),
+            self.row_losses,
         )
         by_chain = partial(in_a_row, loss_positions, input_ids.shape, self.num_positions)
         return total, StepSums.of(weights_1R, *(metrics_M1R * weights_1R), by_chain=by_chain)

@@ -27,12 +27,18 @@ class ExitProposer(TokenProposer):
 
     def begin(self, max_lengths: Sequence[int]) -> None:
         if len(max_lengths) > 1:
-            raise UserError("eval.batch_size", got=f"{len(max_lengths)} with a draft of method early_exit", expected="1")
+            raise UserError(
+                "eval.batch_size",
+                got=f"{len(max_lengths)} with a draft of method early_exit",
+                expected="1",
+            )
 
     def keep(self, rows: Sequence[int]) -> None:
         """There is one row."""
 
-    def propose(self, state: DecodingState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
+    def propose(
+        self, state: DecodingState, k: int, sampling: Sampling, generators: Generators
+    ) -> list[Proposal]:
         """A chain of k draft tokens, or as many as are enough."""
         last_1 = torch.tensor([state.token_ids[0][-1]], device=self.reader.target.device)
 

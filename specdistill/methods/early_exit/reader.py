@@ -31,15 +31,24 @@ class SplitTarget(CachedTarget):
     def __init__(self, target: FrozenTarget, exit_layer: int) -> None:
         super().__init__(target, ())
         self.exit_layer = exit_layer
-        self._states: list[Tensor] = []  # [1, T, D] after layer E, of tokens that the other layers have not read
+        self._states: list[
+            Tensor
+        ] = []  # [1, T, D] after layer E, of tokens that the other layers have not read
         what = f"{target.name}, a {type(target.model).__name__}"
         if target.is_recurrent:
             raise UserError("target.model", got=f"{what} with recurrent layers", expected=EXPECTED)
         with refusing(CLASS_ERRORS, "target.model", what, EXPECTED):
-            self._lower, self._upper = part(target, 0, exit_layer), part(target, exit_layer, target.num_layers)
+            self._lower, self._upper = (
+                part(target, 0, exit_layer),
+                part(target, exit_layer, target.num_layers),
+            )
             alike = self._reads_alike()
         if not alike:
-            raise UserError("target.model", got=f"{what}, which reads differently in two parts", expected=EXPECTED)
+            raise UserError(
+                "target.model",
+                got=f"{what}, which reads differently in two parts",
+                expected=EXPECTED,
+            )
 
     def begin(self, token_ids: Sequence[Sequence[int]]) -> tuple[Tensor, Features]:
         self._states = []
@@ -47,7 +56,9 @@ class SplitTarget(CachedTarget):
 
     def advance(self, ids_1T: Tensor) -> Tensor:
         """The state [1, T, D] after layer E at tokens that follow all that was read. `read` then takes them, and the next, without it."""
-        state: Tensor = self._lower(input_ids=ids_1T, past_key_values=self.cache, use_cache=True).last_hidden_state
+        state: Tensor = self._lower(
+            input_ids=ids_1T, past_key_values=self.cache, use_cache=True
+        ).last_hidden_state
         self._states.append(state)
         return state
 
@@ -60,8 +71,12 @@ class SplitTarget(CachedTarget):
         held, behind = self.cache.layers[self.exit_layer], copy.copy(self.cache)
         behind.layers = [held] * self.exit_layer + self.cache.layers[self.exit_layer :]
 
-        def enter(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-            return ((state, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": state})
+        def enter(
+            _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[Any, Any]:
+            return (
+                ((state, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": state})
+            )
 
         with self.target.layers[self.exit_layer].register_forward_pre_hook(enter, with_kwargs=True):
             output = self._upper(input_ids=ids_1T, past_key_values=behind, use_cache=True)

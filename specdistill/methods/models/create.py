@@ -26,8 +26,18 @@ from specdistill.targets.sharding import whole
 SHALLOWEST = 2
 # The ends of the names of all parameters of a decoder built like Llama's or Qwen's, whose layers can be left out.
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-OTHERS = ("embed_tokens", "lm_head", "norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
-PARAMETERS = {f"{name}.weight" for name in PROJECTIONS + OTHERS} | {f"{name}.bias" for name in PROJECTIONS}
+OTHERS = (
+    "embed_tokens",
+    "lm_head",
+    "norm",
+    "input_layernorm",
+    "post_attention_layernorm",
+    "q_norm",
+    "k_norm",
+)
+PARAMETERS = {f"{name}.weight" for name in PROJECTIONS + OTHERS} | {
+    f"{name}.bias" for name in PROJECTIONS
+}
 
 
 def create_draft_model(
@@ -51,7 +61,9 @@ def create_draft_model(
         draft, tokenizer = load_draft_model(init, key="draft.init", device=target.device)
         if difference := describe_difference(target.tokenizer, tokenizer):
             raise UserError("draft.init", got=difference, expected="the target's tokenizer")
-        if draft.config.get_text_config().vocab_size != target.vocab_size:  # tables that are padded otherwise
+        if (
+            draft.config.get_text_config().vocab_size != target.vocab_size
+        ):  # tables that are padded otherwise
             draft.resize_token_embeddings(target.vocab_size, mean_resizing=False)
         if given:
             name, size = next(iter(given.items()))
@@ -61,13 +73,22 @@ def create_draft_model(
         if target.model.config is not target.config:
             got = f"{init} of {target.name}, a {type(target.model).__name__}, which is more than a language model"
             raise UserError("draft.init", got=got, expected="a trained smaller model")
-        shape = replace(shape_of(target.config), num_layers=max(target.num_layers // 4, min(SHALLOWEST, target.num_layers)))
+        shape = replace(
+            shape_of(target.config),
+            num_layers=max(target.num_layers // 4, min(SHALLOWEST, target.num_layers)),
+        )
         if init == "layers":
             if wrong := next((name for name in given if name != "num_layers"), None):
-                raise UserError(f"draft.{wrong}", got=given[wrong], expected="null: layers are copied whole")
+                raise UserError(
+                    f"draft.{wrong}", got=given[wrong], expected="null: layers are copied whole"
+                )
             draft = from_layers(target.model, given.get("num_layers", shape.num_layers))
         elif not given:
-            raise UserError("draft.init", got=f"{init} without a size", expected="sizes such as draft.hidden_size")
+            raise UserError(
+                "draft.init",
+                got=f"{init} without a size",
+                expected="sizes such as draft.hidden_size",
+            )
         else:
             draft = resized(target.model, replace(shape, **given), seed=seed)
     _say_size(draft, target)
@@ -75,7 +96,12 @@ def create_draft_model(
 
 
 def with_lora(
-    draft: PreTrainedModel, *, rank: int, alpha: int = 16, dropout: float = 0.0, target_modules: list[str] | None = None
+    draft: PreTrainedModel,
+    *,
+    rank: int,
+    alpha: int = 16,
+    dropout: float = 0.0,
+    target_modules: list[str] | None = None,
 ) -> PreTrainedModel | peft.PeftModel:
     """Freeze the draft and give its linear layers updates B A x * alpha / rank, zero at first; rank 0 gives the draft as it is.
 
@@ -84,9 +110,19 @@ def with_lora(
     if rank == 0:
         return draft
     if rank > (most := draft.config.get_text_config().hidden_size):
-        raise UserError("draft.lora.rank", got=rank, expected=f"at most {most}, the rank of the draft's own matrices")
+        raise UserError(
+            "draft.lora.rank",
+            got=rank,
+            expected=f"at most {most}, the rank of the draft's own matrices",
+        )
     modules: str | list[str] = "all-linear" if target_modules is None else target_modules
-    config = peft.LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=modules, task_type="CAUSAL_LM")
+    config = peft.LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules=modules,
+        task_type="CAUSAL_LM",
+    )
     expected = "ends of names of the draft's linear layers, such as q_proj"
     with refusing(ValueError, "draft.lora.target_modules", target_modules, expected):
         return peft.get_peft_model(draft, config)
@@ -95,13 +131,20 @@ def with_lora(
 def step_ratio(target: PreTrainedModel, draft: PreTrainedModel) -> float:
     """c, a draft step over a target step at batch 1: the larger of the shares of weights read and of layers (see the module)."""
     weights = weights_read(draft) / weights_read(target)
-    layers: float = draft.config.get_text_config().num_hidden_layers / target.config.get_text_config().num_hidden_layers
+    layers: float = (
+        draft.config.get_text_config().num_hidden_layers
+        / target.config.get_text_config().num_hidden_layers
+    )
     return max(weights, layers)
 
 
 def _say_size(draft: PreTrainedModel, target: FrozenTarget) -> None:
     """Say what a step is expected to cost; warn of a draft that is larger than the target."""
-    parameters, ratio, text = draft.num_parameters(), step_ratio(target.model, draft), draft.config.get_text_config()
+    parameters, ratio, text = (
+        draft.num_parameters(),
+        step_ratio(target.model, draft),
+        draft.config.get_text_config(),
+    )
     logger.info(
         f"draft: {parameters:,} parameters, {text.num_hidden_layers} layers of {text.hidden_size}; "
         f"expected c = {ratio:.2f} (draft step / target step, the larger share of weights read and of layers)"
@@ -134,7 +177,11 @@ def reshaped(config: Any, shape: ModelShape) -> Any:
 
 
 def resized(
-    target: PreTrainedModel, shape: ModelShape, weights: dict[str, Tensor] | None = None, *, seed: int = 0
+    target: PreTrainedModel,
+    shape: ModelShape,
+    weights: dict[str, Tensor] | None = None,
+    *,
+    seed: int = 0,
 ) -> PreTrainedModel:
     """A model of the target's class in another shape, with these weights (all of them, and no other) or fresh ones. float32.
 
@@ -142,7 +189,9 @@ def resized(
     """
     if shape.num_attention_heads % shape.num_key_value_heads:
         got = f"{shape.num_key_value_heads} for {shape.num_attention_heads} attention heads"
-        raise UserError("draft.num_key_value_heads", got=got, expected="a divisor of the attention heads")
+        raise UserError(
+            "draft.num_key_value_heads", got=got, expected="a divisor of the attention heads"
+        )
     config = reshaped(target.config, shape)
     with refusing(StrictDataclassError, "draft", "sizes", "sizes that fit each other"):
         config.validate()
@@ -163,8 +212,15 @@ def from_layers(target: PreTrainedModel, num_layers: int) -> PreTrainedModel:
     check_decoder(target)
     own_shape = shape_of(target.config)
     if num_layers > own_shape.num_layers:
-        raise UserError("draft.num_layers", got=num_layers, expected=f"1 to {own_shape.num_layers}, the target's")
-    number = {str(old): str(new) for new, old in enumerate(evenly_spaced(own_shape.num_layers, num_layers))}
+        raise UserError(
+            "draft.num_layers",
+            got=num_layers,
+            expected=f"1 to {own_shape.num_layers}, the target's",
+        )
+    number = {
+        str(old): str(new)
+        for new, old in enumerate(evenly_spaced(own_shape.num_layers, num_layers))
+    }
     weights = {}
     for name, tensor in target.state_dict().items():
         before, found, after = name.partition("layers.")
@@ -178,7 +234,13 @@ def from_layers(target: PreTrainedModel, num_layers: int) -> PreTrainedModel:
 
 def check_decoder(target: PreTrainedModel) -> None:
     """Raises UserError when the target holds a parameter that is not known: it is then no decoder like Llama's."""
-    unknown = sorted({".".join(name.split(".")[-2:]) for name, _ in target.named_parameters()} - PARAMETERS)
+    unknown = sorted(
+        {".".join(name.split(".")[-2:]) for name, _ in target.named_parameters()} - PARAMETERS
+    )
     if unknown:
         got = f"a {target.config.model_type} target with {', '.join(unknown[:3])}"
-        raise UserError("draft.init", got=got, expected="a decoder built like Llama's or Qwen's, or a trained smaller model")
+        raise UserError(
+            "draft.init",
+            got=got,
+            expected="a decoder built like Llama's or Qwen's, or a trained smaller model",
+        )

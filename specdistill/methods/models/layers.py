@@ -30,7 +30,9 @@ class LlamaLayers(nn.Module):
         self.rotary = decoder.rotary_emb
         with torch.device("meta"):
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-            self.layers = nn.ModuleList(PlainLayer(config, index) for index in range(config.num_hidden_layers))
+            self.layers = nn.ModuleList(
+                PlainLayer(config, index) for index in range(config.num_hidden_layers)
+            )
             self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.load_state_dict(decoder.state_dict(), assign=True)
 

@@ -18,8 +18,19 @@ from specdistill.decoding.proposer import Proposer
 from specdistill.losses.divergence import build_divergence
 from specdistill.methods import sizes
 from specdistill.methods.contract import Implementation
-from specdistill.methods.models.checkpoint import check_outline, export, load_draft_model, save_draft_model
-from specdistill.methods.models.create import SHALLOWEST, check_decoder, create_draft_model, reshaped, with_lora
+from specdistill.methods.models.checkpoint import (
+    check_outline,
+    export,
+    load_draft_model,
+    save_draft_model,
+)
+from specdistill.methods.models.create import (
+    SHALLOWEST,
+    check_decoder,
+    create_draft_model,
+    reshaped,
+    with_lora,
+)
 from specdistill.methods.models.objective import Distillation, OnPolicyGeneration
 from specdistill.methods.models.proposer import DraftModelProposer
 from specdistill.methods.models.recipe import DraftModelRecipe
@@ -31,7 +42,10 @@ from specdistill.targets.loading import read_tokenizer, read_without_weights
 
 
 def create(recipe: Any, target: FrozenTarget, rows: Dataset) -> Any:
-    return with_lora(create_draft_model(target, seed=recipe.seed, **recipe.draft.shape()), **vars(recipe.draft.lora))
+    return with_lora(
+        create_draft_model(target, seed=recipe.seed, **recipe.draft.shape()),
+        **vars(recipe.draft.lora),
+    )
 
 
 def objective(draft: Any, recipe: DraftModelRecipe, target: FrozenTarget) -> Distillation:
@@ -39,7 +53,9 @@ def objective(draft: Any, recipe: DraftModelRecipe, target: FrozenTarget) -> Dis
         draft,
         build_divergence(recipe.loss.divergence),
         num_positions=recipe.eval.num_speculative_tokens,
-        on_policy=OnPolicyGeneration(draft, **vars(recipe.on_policy), end_ids=tuple(target.eos_token_ids), seed=recipe.seed),
+        on_policy=OnPolicyGeneration(
+            draft, **vars(recipe.on_policy), end_ids=tuple(target.eos_token_ids), seed=recipe.seed
+        ),
         **recipe.loss.model_dump(exclude={"divergence"}),
     )
 
@@ -65,7 +81,13 @@ def load_proposer(
 
 
 def check(
-    folder: Path, tensors: Mapping[str, Tensor], target: TargetFiles | None, *, key: str, name: Path | str, **options: Any
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    target: TargetFiles | None,
+    *,
+    key: str,
+    name: Path | str,
+    **options: Any,
 ) -> None:
     if any(tensor.is_meta for tensor in tensors.values()):
         model, tokenizer = read_without_weights(folder, key=key, name=str(name))
@@ -74,7 +96,9 @@ def check(
         model, tokenizer = load_draft_model(folder, key=key)
     if target is not None:
         of_target, *_ = read_tokenizer(target)
-        match_vocabularies(of_target, target.vocab_size, tokenizer, _width(model), key=key, **options)
+        match_vocabularies(
+            of_target, target.vocab_size, tokenizer, _width(model), key=key, **options
+        )
 
 
 def _width(model: Any) -> int:
@@ -90,7 +114,9 @@ def planned(
     settings: dict[str, Any],
 ) -> sizes.PlannedDraft:
     """The model that is given, or the target in the sizes of its own recipe, else with as few layers as are worth it."""
-    given_sizes = {name: settings[name] for name in sizes.ModelShape.__annotations__ if name in settings}
+    given_sizes = {
+        name: settings[name] for name in sizes.ModelShape.__annotations__ if name in settings
+    }
     if given:
         model = given.model
     else:
@@ -100,13 +126,20 @@ def planned(
             shape = replace(sizes.shape_of(target.text), **given_sizes)
             model = AutoModelForCausalLM.from_config(reshaped(target.model.config, shape))
     shape = sizes.shape_of(model.config.get_text_config())
-    parts = sizes.ParameterCounts(int(model.num_parameters()), sizes.weights_read(model), shape.num_layers)
+    parts = sizes.ParameterCounts(
+        int(model.num_parameters()), sizes.weights_read(model), shape.num_layers
+    )
     keys = (f"draft.num_layers={shape.num_layers}",)
-    return sizes.PlannedDraft(parts, shape, target.text.vocab_size, note, published, cache_size(model), keys)
+    return sizes.PlannedDraft(
+        parts, shape, target.text.vocab_size, note, published, cache_size(model), keys
+    )
 
 
 def is_named(config: Mapping[str, Any], names: Set[str]) -> bool:
-    return bool(names and set(config.get("architectures") or []) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
+    return bool(
+        names
+        and set(config.get("architectures") or []) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    )
 
 
 def model_method(

@@ -68,7 +68,9 @@ class Distillation(Objective):
         self.num_positions = num_positions
         self.on_policy = on_policy
         self.anatomy = examine(draft, "the draft", key="draft.init")
-        self.packed_configs = configs_with_lengths(draft)  # of a draft that reads documents by their lengths
+        self.packed_configs = configs_with_lengths(
+            draft
+        )  # of a draft that reads documents by their lengths
         # transformers' Trainer reads this name: what is the same tensor under another name is saved once.
         self._keys_to_ignore_on_save = repeated_names(self)
 
@@ -84,8 +86,13 @@ class Distillation(Objective):
         self, activation_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
     ) -> None:
         """Called by transformers' Trainer for `train.activation_checkpointing`. Layers attend as at first when they are computed again."""
-        own = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), attending(self.packed_configs))}
-        self.draft.activation_checkpointing_enable({**(activation_checkpointing_kwargs or {}), **own}, **options)
+        own = {
+            "use_reentrant": False,
+            "context_fn": lambda: (nullcontext(), attending(self.packed_configs)),
+        }
+        self.draft.activation_checkpointing_enable(
+            {**(activation_checkpointing_kwargs or {}), **own}, **options
+        )
 
     def prepare(self, batch: dict[str, Any], number: int | None) -> dict[str, Any]:
         """The batch, or in training one that the draft generated in its place."""
@@ -95,7 +102,11 @@ class Distillation(Objective):
         """Soft targets at temperature 1, by which acceptance is measured; none where hard labels are all that the loss needs."""
         if self.training and self.labels == "hard":
             return {"soft_targets": None}
-        return {"soft_targets": replace(super().read_target(target, inputs)["soft_targets"], temperature=1.0)}
+        return {
+            "soft_targets": replace(
+                super().read_target(target, inputs)["soft_targets"], temperature=1.0
+            )
+        }
 
     def forward(
         self,
@@ -109,23 +120,38 @@ class Distillation(Objective):
         **unread: Any,  # the batch's other columns
     ) -> tuple[Tensor, StepSums]:
         """The loss summed over the loss tokens of packed rows [B, T] (see specdistill.rows.packing), and the sums of the metrics."""
-        packed = lengths_of(input_ids, Documents(cumulative_lengths, longest)) if self.packed_configs else {}
+        packed = (
+            lengths_of(input_ids, Documents(cumulative_lengths, longest))
+            if self.packed_configs
+            else {}
+        )
         with attending(self.packed_configs):
-            output = self.anatomy.backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False, **packed)
+            output = self.anatomy.backbone(
+                input_ids=input_ids, position_ids=position_ids, use_cache=False, **packed
+            )
         rows_RH = before(output.last_hidden_state, loss_positions, 1)
         weights_R = loss_rows(position_ids, loss_positions, ahead=1).float()
         next_R = input_ids.flatten()[loss_positions]
         total, metrics_MR = self.losses(rows_RH, weights_R, next_R, soft_targets, measure)
         by_chain = partial(in_a_row, loss_positions, input_ids.shape, self.num_positions)
-        return total, StepSums.of(weights_R.unsqueeze(0), *metrics_MR.unsqueeze(1), by_chain=by_chain)
+        return total, StepSums.of(
+            weights_R.unsqueeze(0), *metrics_MR.unsqueeze(1), by_chain=by_chain
+        )
 
     def losses(
-        self, rows_RH: Tensor, weights_R: Tensor, next_R: Tensor, soft_targets: SoftTargets | None, measure: bool
+        self,
+        rows_RH: Tensor,
+        weights_R: Tensor,
+        next_R: Tensor,
+        soft_targets: SoftTargets | None,
+        measure: bool,
     ) -> tuple[Tensor, Tensor]:
         """The weighted sum of the rows' losses, next_R being the sequences' own tokens, and the weighted metrics [M, R]."""
 
         def targets_of(rows: slice) -> tuple[Tensor, TargetDistributions | None]:
-            return next_R[rows], None if soft_targets is None else soft_targets.at(rows, measure=measure)
+            return next_R[rows], None if soft_targets is None else soft_targets.at(
+                rows, measure=measure
+            )
 
         total, metrics_MKR = head_loss(
             rows_RH.unsqueeze(0),
@@ -144,7 +170,12 @@ class Distillation(Objective):
         else:
             probs_rV = soft.probs_rW
             if self.temperature != 1.0:
-                probs_rV = probs_rV.clamp_min(torch.finfo(torch.float32).tiny).log().div(self.temperature).softmax(-1)
+                probs_rV = (
+                    probs_rV.clamp_min(torch.finfo(torch.float32).tiny)
+                    .log()
+                    .div(self.temperature)
+                    .softmax(-1)
+                )
             losses_r = self.divergence(logits_rV / self.temperature, probs_rV)
         return self.with_metrics(losses_r, logits_rV, soft)
 
@@ -175,7 +206,9 @@ class OnPolicyGeneration:
         """Raises UserError where no process has the whole draft, which each would need for as many tokens as its own rows take."""
         if self.fraction and shards_weights():
             expected = "0, or a launch that leaves weights whole: ddp, zero1, zero2"
-            raise UserError("on_policy.fraction", got=f"{self.fraction} with sharded weights", expected=expected)
+            raise UserError(
+                "on_policy.fraction", got=f"{self.fraction} with sharded weights", expected=expected
+            )
 
     def __call__(self, batch: dict[str, Tensor], number: int) -> dict[str, Tensor]:
         """The batch with this `number` in the run, or what the draft generates after the first tokens of its rows.
@@ -200,12 +233,19 @@ class OnPolicyGeneration:
             )
         return self._rows(prompts, completions, batch["input_ids"].device)
 
-    def _rows(self, prompts: list[list[int]], completions: list[list[int]], device: torch.device) -> dict[str, Tensor]:
+    def _rows(
+        self, prompts: list[list[int]], completions: list[list[int]], device: torch.device
+    ) -> dict[str, Tensor]:
         """One document a row; only generated tokens have a loss."""
-        rows = [torch.tensor(prompt + completion) for prompt, completion in zip(prompts, completions, strict=True)]
+        rows = [
+            torch.tensor(prompt + completion)
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
         ids_BT = pad_sequence(rows, batch_first=True).to(device)
         position_BT = torch.arange(ids_BT.shape[1], device=device).expand_as(ids_BT)
-        is_token_BT = position_BT < torch.tensor([len(row) for row in rows], device=device).unsqueeze(1)
+        is_token_BT = position_BT < torch.tensor(
+            [len(row) for row in rows], device=device
+        ).unsqueeze(1)
         columns = {
             "input_ids": ids_BT,
             "loss_mask": (is_token_BT & (position_BT >= self.prompt_tokens)).long(),

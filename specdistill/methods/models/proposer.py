@@ -20,7 +20,12 @@ from torch import Tensor
 
 from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.decoding.sampling import Generators, Sampling
-from specdistill.decoding.transformers_models import TransformersLayers, check_batchable, last_of, padded
+from specdistill.decoding.transformers_models import (
+    TransformersLayers,
+    check_batchable,
+    last_of,
+    padded,
+)
 from specdistill.decoding.tree import Step, TreeShape
 from specdistill.errors import UserError
 from specdistill.methods.feature_proposer import TokenProposer
@@ -97,11 +102,17 @@ class DraftModelProposer(TokenProposer):
         target_max_length: int = sys.maxsize,
         key: str = "eval.draft",
     ) -> None:
-        of_target = () if vocabulary is None else (vocabulary.target_ids_W.to(draft.device), vocabulary.target_vocab_size)
+        of_target = (
+            ()
+            if vocabulary is None
+            else (vocabulary.target_ids_W.to(draft.device), vocabulary.target_vocab_size)
+        )
         super().__init__(draft, *of_target)
         self.key = key
         self.head = examine(draft, "the draft", key=key).head
-        self.layers: Any = LlamaLayers(draft) if is_plain_llama(draft) else TransformersLayers(draft)
+        self.layers: Any = (
+            LlamaLayers(draft) if is_plain_llama(draft) else TransformersLayers(draft)
+        )
         self.shared_vocabulary = vocabulary
         self.mask_token_id = mask_token_id
         stated = getattr(draft.config.get_text_config(), "max_position_embeddings", None)
@@ -123,13 +134,17 @@ class DraftModelProposer(TokenProposer):
         if len(max_lengths) > 1 and not self._is_batchable:
             check_batchable(self.draft, "the draft")
             self._is_batchable = True
-        longest = min(max(max_lengths), self.target_max_length)  # tokens drafted past the target's own end are never accepted
+        longest = min(
+            max(max_lengths), self.target_max_length
+        )  # tokens drafted past the target's own end are never accepted
         if longest > self.max_positions:
             self._refuse(longest)
         self.rows = [DraftText(self.shared_vocabulary) for _ in max_lengths]
         self.layers.begin(len(max_lengths))
 
-    def propose(self, state: DecodingState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
+    def propose(
+        self, state: DecodingState, k: int, sampling: Sampling, generators: Generators
+    ) -> list[Proposal]:
         """Chains. Rows that have no more room in the draft's context are padded until the others are done."""
         feeds, steps = self._feed(state, k)
         counts, next_ids = [len(feed) for feed in feeds], padded(feeds, self.draft.device)
@@ -163,7 +178,9 @@ class DraftModelProposer(TokenProposer):
         counts, held = [len(feed) for feed in feeds], [len(row.cached) for row in self.rows]
         logits_BKW = self._in_one_pass(feeds, depths)
         if logits_BKW is None:
-            logits_BKW = self._logits(last_of(self.layers(padded(feeds, self.draft.device), counts), counts)).unsqueeze(1)
+            logits_BKW = self._logits(
+                last_of(self.layers(padded(feeds, self.draft.device), counts), counts)
+            ).unsqueeze(1)
         levels, step = itertools.count(1), Step.before(held, self.draft.device)
 
         def expand(index_BT: Tensor, rows_BT: Tensor) -> Tensor:
@@ -171,10 +188,17 @@ class DraftModelProposer(TokenProposer):
             if self.mask_token_id is not None:
                 return logits_BKW[:, next(levels), None].expand(-1, rows_BT.shape[1], -1)
             step = step.descend(rows_BT)
-            return self._logits(self.layers(self._draft_ids(index_BT), [rows_BT.shape[1]] * len(rows_BT), step))
+            return self._logits(
+                self.layers(self._draft_ids(index_BT), [rows_BT.shape[1]] * len(rows_BT), step)
+            )
 
-        drawn = [generator if feed else torch.Generator() for generator, feed in zip(generators, feeds, strict=True)]
-        drafts = shape.cut(min(filter(None, depths))).grow(logits_BKW[:, 0], expand, sampling, drawn)
+        drawn = [
+            generator if feed else torch.Generator()
+            for generator, feed in zip(generators, feeds, strict=True)
+        ]
+        drafts = shape.cut(min(filter(None, depths))).grow(
+            logits_BKW[:, 0], expand, sampling, drawn
+        )
         self.layers.truncate(held)
         return [
             self.proposal(index_N, probs_NW, tree) if feed else Proposal([])
@@ -197,19 +221,30 @@ class DraftModelProposer(TokenProposer):
                 self._refuse(len(row.ids))
             steps.append(min(k, room) if row.ids else 0)
             feeds.append(row.uncached(unchanged) if row.ids else [])
-        self.layers.truncate([len(row.cached) - len(feed) for row, feed in zip(self.rows, feeds, strict=True)])
+        self.layers.truncate(
+            [len(row.cached) - len(feed) for row, feed in zip(self.rows, feeds, strict=True)]
+        )
         return feeds, steps
 
     def _in_one_pass(self, feeds: Sequence[list[int]], steps: Sequence[int]) -> Tensor | None:
         """Logits [B, K, W], of row b after its last token and each of steps[b] - 1 masks; None for a model that drafts token by token."""
         if self.mask_token_id is None or not any(steps):
             return None
-        rows = [feed + [self.mask_token_id] * (count - 1) for feed, count in zip(feeds, steps, strict=True)]
+        rows = [
+            feed + [self.mask_token_id] * (count - 1)
+            for feed, count in zip(feeds, steps, strict=True)
+        ]
         hidden_BTH = self.layers(padded(rows, self.draft.device), [len(row) for row in rows])
         self.layers.truncate([len(row.cached) for row in self.rows])
-        last_B1 = torch.tensor([[max(len(feed) - 1, 0)] for feed in feeds], device=hidden_BTH.device)
-        index_BK = (last_B1 + torch.arange(max(steps), device=last_B1.device)).clamp_max(hidden_BTH.shape[1] - 1)
-        return self._logits(hidden_BTH.gather(1, index_BK.unsqueeze(2).expand(-1, -1, hidden_BTH.shape[2])))
+        last_B1 = torch.tensor(
+            [[max(len(feed) - 1, 0)] for feed in feeds], device=hidden_BTH.device
+        )
+        index_BK = (last_B1 + torch.arange(max(steps), device=last_B1.device)).clamp_max(
+            hidden_BTH.shape[1] - 1
+        )
+        return self._logits(
+            hidden_BTH.gather(1, index_BK.unsqueeze(2).expand(-1, -1, hidden_BTH.shape[2]))
+        )
 
     def _logits(self, hidden_BH: Tensor) -> Tensor:
         """[B, W], or [B, K, W] of hidden states [B, K, H]."""
@@ -222,4 +257,6 @@ class DraftModelProposer(TokenProposer):
 
     def _refuse(self, length: int) -> NoReturn:
         got = f"a draft whose context is {self.max_positions} tokens for a sequence of {length}"
-        raise UserError(self.key, got=got, expected="a draft with a longer context, or shorter sequences")
+        raise UserError(
+            self.key, got=got, expected="a draft with a longer context, or shorter sequences"
+        )

@@ -80,7 +80,9 @@ def match_vocabularies(
     if difference is None:
         if token_replacements:
             got = f"{len(token_replacements)} for a draft with the target's tokenizer"
-            raise UserError(replacing, got=got, expected="{}: it reads the target's tokens as they are")
+            raise UserError(
+                replacing, got=got, expected="{}: it reads the target's tokens as they are"
+            )
         if target_vocab_size == draft_vocab_size:
             return None
     elif not heterogeneous_vocab:
@@ -91,28 +93,41 @@ def match_vocabularies(
     pairs = {
         token_id: draft_ids[token]
         for token, token_id in target_ids.items()
-        if token_id < target_vocab_size and draft_ids.get(token, draft_vocab_size) < draft_vocab_size
+        if token_id < target_vocab_size
+        and draft_ids.get(token, draft_vocab_size) < draft_vocab_size
     }
     read_as: dict[int, list[int]] = {}
     for text, replaced in token_replacements.items():
         token_id, *others = encode(target_tokenizer, text) or [target_vocab_size]
         is_unknown = text not in target_ids and target_tokenizer.decode([token_id]) != text
         if others or is_unknown or token_id >= target_vocab_size:
-            raise UserError(replacing, got=text, expected="a token of the target, with the draft's text for it")
+            raise UserError(
+                replacing, got=text, expected="a token of the target, with the draft's text for it"
+            )
         if max(ids := encode(draft_tokenizer, replaced), default=0) >= draft_vocab_size:
-            got = f"{replaced} for {text}, token {max(ids)} of a draft with {draft_vocab_size} logits"
+            got = (
+                f"{replaced} for {text}, token {max(ids)} of a draft with {draft_vocab_size} logits"
+            )
             raise UserError(replacing, got=got, expected="text of its tokens")
         pairs.pop(token_id, None)
         read_as[token_id] = ids
         if len(ids) == 1:
-            read_as |= {other: [pairs.pop(other)] for other, same in list(pairs.items()) if same == ids[0]}
+            read_as |= {
+                other: [pairs.pop(other)] for other, same in list(pairs.items()) if same == ids[0]
+            }
             (pairs[token_id],) = read_as.pop(token_id)
     if not pairs:
         got = f"a draft of {len(draft_ids)} tokens, none of which is among the target's {len(target_ids)}"
         raise UserError(key, got=got, expected="tokens in both vocabularies")
     target_ids_W, draft_ids_W = torch.tensor(sorted(pairs.items())).unbind(1)
     return SharedVocabulary(
-        target_ids_W, draft_ids_W, target_vocab_size, target_tokenizer, draft_tokenizer, read_as, token_replacements
+        target_ids_W,
+        draft_ids_W,
+        target_vocab_size,
+        target_tokenizer,
+        draft_tokenizer,
+        read_as,
+        token_replacements,
     )
 
 
@@ -143,7 +158,17 @@ def describe_difference(target_tokenizer: Any, draft_tokenizer: Any) -> str | No
 
 def _names(tokenizer: Any) -> dict[str, str]:
     """Each id's token, then each role's special token with its id; one that is special in no role stands under its own name."""
-    by_id = {f"id {token_id}": repr(token) for token, token_id in sorted(tokenizer.get_vocab().items(), key=itemgetter(1))}
-    roles = {role: token for role, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+    by_id = {
+        f"id {token_id}": repr(token)
+        for token, token_id in sorted(tokenizer.get_vocab().items(), key=itemgetter(1))
+    }
+    roles = {
+        role: token
+        for role, token in tokenizer.special_tokens_map.items()
+        if isinstance(token, str)
+    }
     roles |= {token: token for token in tokenizer.all_special_tokens if token not in roles.values()}
-    return by_id | {role: f"{token!r} (id {tokenizer.convert_tokens_to_ids(token)})" for role, token in roles.items()}
+    return by_id | {
+        role: f"{token!r} (id {tokenizer.convert_tokens_to_ids(token)})"
+        for role, token in roles.items()
+    }

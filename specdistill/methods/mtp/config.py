@@ -6,7 +6,8 @@ from specdistill.recipe.fields import option, section
 
 class MtpDraftConfig(HeadDraftConfig):
     init: str | None = option(
-        None, "initialization: scratch, or the folder or Hub id of a trained draft; null: the target's own layer"
+        None,
+        "initialization: scratch, or the folder or Hub id of a trained draft; null: the target's own layer",
     )
 
 

@@ -66,17 +66,26 @@ class MtpDraft(nn.Module):
         kinds = getattr(source, "layer_types", None) or ["full_attention"] * target.num_layers
         if "full_attention" not in kinds:
             got = f"{target.name} with layers {', '.join(sorted(set(kinds)))}"
-            raise UserError("target.model", got=got, expected="a target with a full-attention layer")
+            raise UserError(
+                "target.model", got=got, expected="a target with a full-attention layer"
+            )
         index = max(index for index, kind in enumerate(kinds) if kind == "full_attention")
-        layer_class, rotary = type(target.layers[index]), getattr(target.backbone, "rotary_emb", None)
+        layer_class, rotary = (
+            type(target.layers[index]),
+            getattr(target.backbone, "rotary_emb", None),
+        )
         if rotary is None or target.norm is None or getattr(source, "rms_norm_eps", None) is None:
             expected = "layers with RMS norms and a rotary embedding"
             raise UserError("target.model", got=layer_class.__name__, expected=expected)
         size, norm_class = target.hidden_size, type(target.norm)
-        self.config = MtpConfig(target.vocab_size, parse_json(target.config.to_json_string(use_diff=False)))
+        self.config = MtpConfig(
+            target.vocab_size, parse_json(target.config.to_json_string(use_diff=False))
+        )
         self.fc = nn.Linear(2 * size, size, bias=False)
         with refusing(CLASS_ERRORS, "target.model", layer_class.__name__, EXPECTED):
-            self.token_norm, self.hidden_norm, self.norm = (norm_class(size, eps=source.rms_norm_eps) for _ in range(3))
+            self.token_norm, self.hidden_norm, self.norm = (
+                norm_class(size, eps=source.rms_norm_eps) for _ in range(3)
+            )
             self.layers = nn.ModuleList([layer_class(source, index)])
         # No submodules, hence past nn.Module's own and as a method: checkpoints leave them out, and `.to(bfloat16)` of the draft rounds
         # neither the target's weights nor rotary frequencies. The rotary embedding is a copy, for some remember the longest sequence.
@@ -96,7 +105,11 @@ class MtpDraft(nn.Module):
         return self._rotary(like, positions_BT, **self._rotary_options)
 
     def forward(
-        self, next_ids_BT: Tensor, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache
+        self,
+        next_ids_BT: Tensor,
+        hidden_BTH: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        kv_cache: KVCache,
     ) -> tuple[Tensor, Tensor]:
         """One draft step over T positions: what `logits` reads [B, T, H], and the next step's hidden state, the same."""
         embedding = self.embed_tokens(next_ids_BT).to(self.fc.weight.dtype)
@@ -104,8 +117,12 @@ class MtpDraft(nn.Module):
         normed: Tensor = self.norm(self._layer(self.fc(both), rotary, kv_cache))
         return normed, normed
 
-    def _layer(self, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache) -> Tensor:
-        output = self.layers[0](hidden_BTH, attention_mask=None, position_embeddings=rotary, kv_cache=kv_cache)
+    def _layer(
+        self, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache
+    ) -> Tensor:
+        output = self.layers[0](
+            hidden_BTH, attention_mask=None, position_embeddings=rotary, kv_cache=kv_cache
+        )
         return output[0] if isinstance(output, tuple) else output
 
     @torch.no_grad()
@@ -117,17 +134,26 @@ class MtpDraft(nn.Module):
             asked.append(layer)
             return value_BGTd.repeat_interleave(query_BNTd.shape[1] // value_BGTd.shape[1], dim=1)
 
-        layer_class, hidden = type(self.layers[0]), self.fc.weight.new_zeros(1, 1, self.fc.out_features)
+        layer_class, hidden = (
+            type(self.layers[0]),
+            self.fc.weight.new_zeros(1, 1, self.fc.out_features),
+        )
         with refusing(CLASS_ERRORS, "target.model", layer_class.__name__, EXPECTED):
             rotary = self.rotary(hidden, torch.zeros(1, 1, dtype=torch.long, device=hidden.device))
             self._layer(hidden, rotary, SimpleNamespace(attend=attend))
         if not asked:
-            raise UserError("target.model", got=f"{layer_class.__name__}, whose attention is its own", expected=EXPECTED)
+            raise UserError(
+                "target.model",
+                got=f"{layer_class.__name__}, whose attention is its own",
+                expected=EXPECTED,
+            )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "MtpDraft":
         """What transformers keeps in float32, such as DeepSeek's routing bias, stays so when the draft changes dtype."""
         state = self.state_dict(keep_vars=True)
-        exact = {name: state[name].data for name in state if any(part in name for part in self._float32)}
+        exact = {
+            name: state[name].data for name in state if any(part in name for part in self._float32)
+        }
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         moved = self.state_dict(keep_vars=True)
         for name, tensor in exact.items():
@@ -149,10 +175,18 @@ def kv_cache_attention(
 
     Raises UserError for attention that is more than softmax(scaling q k) v over what the kv_cache shows: windows, sinks, caps, biases.
     """
-    more = [name for name, value in options.items() if value is not None and name not in WITHOUT_EFFECT]
-    more += ["a mask of its own"] * (attention_mask is not None) + ["keyword arguments that get lost"] * (kv_cache is None)
+    more = [
+        name for name, value in options.items() if value is not None and name not in WITHOUT_EFFECT
+    ]
+    more += ["a mask of its own"] * (attention_mask is not None) + [
+        "keyword arguments that get lost"
+    ] * (kv_cache is None)
     if more:
-        raise UserError("target.model", got=f"{type(module).__name__} with {', '.join(sorted(more))}", expected=EXPECTED)
+        raise UserError(
+            "target.model",
+            got=f"{type(module).__name__} with {', '.join(sorted(more))}",
+            expected=EXPECTED,
+        )
     assert kv_cache is not None
     size = query_BNTd.shape[-1]
     if scaling is not None and scaling != size**-0.5:

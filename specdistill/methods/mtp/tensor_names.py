@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<index>\d+)\.(?P<part>gate|up|down)_proj\.weight")
+EXPERT = re.compile(
+    r"(?P<experts>.*\.experts)\.(?P<index>\d+)\.(?P<part>gate|up|down)_proj\.weight"
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,9 @@ class Naming:
         layer = re.match(re.escape(numbered[1]) + r"(\d+)\.", name)
         return layer is not None and int(layer[1]) >= int(numbered[2])
 
-    def to_file(self, tensors: Mapping[str, Tensor], prefix: str, *, fused: bool = False) -> dict[str, Tensor]:
+    def to_file(
+        self, tensors: Mapping[str, Tensor], prefix: str, *, fused: bool = False
+    ) -> dict[str, Tensor]:
         """The draft's tensors by their names in a file; experts one by one unless `fused`."""
         tensors = tensors if fused else split_experts(tensors)
         return {
@@ -62,7 +66,10 @@ class Naming:
         here = {there: name for name, there in self.names.items()}
         bare = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
         return merge_experts(
-            {here.get(name) or "layers.0." + name.removeprefix(self.layer): tensor for name, tensor in bare.items()}
+            {
+                here.get(name) or "layers.0." + name.removeprefix(self.layer): tensor
+                for name, tensor in bare.items()
+            }
         )
 
 
@@ -72,12 +79,29 @@ NAMES = {  # here -> after the prefix: qwen3_next, deepseek_v3
     "hidden_norm.weight": ("pre_fc_norm_hidden.weight", "hnorm.weight"),
     "norm.weight": ("norm.weight", "shared_head.norm.weight"),
 }
-COPIES = {"embed_tokens.weight": ("embed_tokens.weight",), "shared_head.head.weight": ("lm_head.weight", "embed_tokens.weight")}
-QWEN3_NEXT = Naming("qwen3_next", "mtp.", "layers.0.", {here: there for here, (there, _) in NAMES.items()}, {})
-DEEPSEEK_V3 = Naming("deepseek_v3", "model.layers.{n}.", "", {here: there for here, (_, there) in NAMES.items()}, COPIES)
+COPIES = {
+    "embed_tokens.weight": ("embed_tokens.weight",),
+    "shared_head.head.weight": ("lm_head.weight", "embed_tokens.weight"),
+}
+QWEN3_NEXT = Naming(
+    "qwen3_next", "mtp.", "layers.0.", {here: there for here, (there, _) in NAMES.items()}, {}
+)
+DEEPSEEK_V3 = Naming(
+    "deepseek_v3",
+    "model.layers.{n}.",
+    "",
+    {here: there for here, (_, there) in NAMES.items()},
+    COPIES,
+)
 DEEPSEEK_TYPES = {"deepseek_v3", "glm4_moe", "glm4_moe_lite"}
 # Text models whose such layers vLLM and SGLang look for (vLLM: config/speculative.py; SGLang: configs/model_config.py).
-SERVED_TYPES = DEEPSEEK_TYPES | {"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"}
+SERVED_TYPES = DEEPSEEK_TYPES | {
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_text",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+}
 
 
 def naming_of(model_type: str) -> Naming:
@@ -91,7 +115,9 @@ NATIVE_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_lay
 
 def depth_key(model_type: str) -> str:
     """The one of these keys that a checkpoint of this type has."""
-    return "mtp_num_hidden_layers" if model_type.startswith("qwen3_5") else "num_nextn_predict_layers"
+    return (
+        "mtp_num_hidden_layers" if model_type.startswith("qwen3_5") else "num_nextn_predict_layers"
+    )
 
 
 def has_fused_experts(names: Iterable[str]) -> bool:
@@ -118,10 +144,18 @@ def merge_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     parts: dict[str, dict[str, dict[int, Tensor]]] = {}
     for name, tensor in tensors.items():
         if match := EXPERT.fullmatch(name):
-            parts.setdefault(match["experts"], {}).setdefault(match["part"], {})[int(match["index"])] = tensor
+            parts.setdefault(match["experts"], {}).setdefault(match["part"], {})[
+                int(match["index"])
+            ] = tensor
         else:
             result[name] = tensor
     for experts, of in parts.items():
-        gate, up, down = (torch.stack([of[part][index] for index in range(len(of[part]))]) for part in ("gate", "up", "down"))
-        result |= {f"{experts}.gate_up_proj": torch.cat((gate, up), dim=1), f"{experts}.down_proj": down}
+        gate, up, down = (
+            torch.stack([of[part][index] for index in range(len(of[part]))])
+            for part in ("gate", "up", "down")
+        )
+        result |= {
+            f"{experts}.gate_up_proj": torch.cat((gate, up), dim=1),
+            f"{experts}.down_proj": down,
+        }
     return result

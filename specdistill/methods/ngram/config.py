@@ -7,10 +7,19 @@ from pydantic import model_validator
 from specdistill.errors import UserError
 from specdistill.methods.untrained import UntrainedRecipe, check_of_engine
 from specdistill.recipe.fields import ReadWhen, Section, option, section, shown
-from specdistill.recipe.sections import LLAMA_CPP, NOT_RUNNING, STARTED, EvalConfig, LookupFirstConfig, check_lengths
+from specdistill.recipe.sections import (
+    LLAMA_CPP,
+    NOT_RUNNING,
+    STARTED,
+    EvalConfig,
+    LookupFirstConfig,
+    check_lengths,
+)
 
 OWN_RULE = ReadWhen("with rule=specdistill", lambda it: it.rule == "specdistill")
-SEVERAL_LENGTHS = ReadWhen("without rule=llama.cpp, which compares max tokens", lambda it: it.rule != "llama.cpp")
+SEVERAL_LENGTHS = ReadWhen(
+    "without rule=llama.cpp, which compares max tokens", lambda it: it.rule != "llama.cpp"
+)
 
 
 class NgramConfig(Section):
@@ -41,7 +50,11 @@ class NgramEvalConfig(EvalConfig):
                 alike.check_engine("eval.ngram", self.engine, self.smallest_k)
                 for name, value in vars(self.llama_cpp).items():
                     if "draft" in name and value is not None:
-                        raise UserError(f"eval.llama_cpp.{name}", got=shown(value), expected="null: a lookup has no draft")
+                        raise UserError(
+                            f"eval.llama_cpp.{name}",
+                            got=shown(value),
+                            expected="null: a lookup has no draft",
+                        )
         return self
 
 

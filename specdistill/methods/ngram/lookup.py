@@ -32,7 +32,9 @@ class NgramLookup:
     max: int = 3
     lookup: str = "sequence"
     rule: str = "specdistill"
-    _after: dict[tuple[int, ...], int] = field(default_factory=dict)  # n-gram -> index of the token after what counts of it
+    _after: dict[tuple[int, ...], int] = field(
+        default_factory=dict
+    )  # n-gram -> index of the token after what counts of it
     _indexed: int = 0  # tokens at the beginning of the sequence whose n-grams are in it
 
     def __post_init__(self) -> None:

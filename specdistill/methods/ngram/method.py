@@ -11,4 +11,9 @@ PUBLISHED = sizes.PublishedFigures(
     0,
     "nothing to train",
 )
-METHOD = lookup_method("ngram", NgramLookup, note="looks the last tokens up in the sequence so far", published=PUBLISHED)
+METHOD = lookup_method(
+    "ngram",
+    NgramLookup,
+    note="looks the last tokens up in the sequence so far",
+    published=PUBLISHED,
+)

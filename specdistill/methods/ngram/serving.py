@@ -5,7 +5,11 @@ from specdistill.engines.llama_cpp import NGRAM_SIMPLE
 
 SERVING = {
     "vllm": Serving(
-        "ngram", options=lambda lengths: {"prompt_lookup_min": lengths["min"], "prompt_lookup_max": lengths["max"]}
+        "ngram",
+        options=lambda lengths: {
+            "prompt_lookup_min": lengths["min"],
+            "prompt_lookup_max": lengths["max"],
+        },
     ),
     "gguf": Serving(NGRAM_SIMPLE),
 }

@@ -1,16 +1,30 @@
 """The recipe of draft models that draft in one pass."""
 
-from specdistill.methods.models.recipe import DraftModelDraftConfig, DraftModelEvalConfig, ModelLossConfig
+from specdistill.methods.models.recipe import (
+    DraftModelDraftConfig,
+    DraftModelEvalConfig,
+    ModelLossConfig,
+)
 from specdistill.methods.recipe import TrainedRecipe
 from specdistill.recipe.fields import option, section
 
 
 class PardDraftConfig(DraftModelDraftConfig):
-    NOT_OF_SHAPE = frozenset({"lora", "parallel_tokens", "retention", "min_retention", "mask_token_id"})
+    NOT_OF_SHAPE = frozenset(
+        {"lora", "parallel_tokens", "retention", "min_retention", "mask_token_id"}
+    )
 
-    parallel_tokens: int = option(8, "tokens predicted in one pass in training: by a token and the masks after it", ge=1, le=64)
+    parallel_tokens: int = option(
+        8,
+        "tokens predicted in one pass in training: by a token and the masks after it",
+        ge=1,
+        le=64,
+    )
     retention: float = option(
-        0.7, "mask i follows this share to the power i of the tokens (conditional drop); 1: all", gt=0, le=1
+        0.7,
+        "mask i follows this share to the power i of the tokens (conditional drop); 1: all",
+        gt=0,
+        le=1,
     )
     min_retention: float = option(0.2, "least share of the tokens that a mask follows", ge=0, le=1)
     mask_token_id: int | None = option(

@@ -30,13 +30,17 @@ PUBLISHED = sizes.PublishedFigures(
     532_000 * sizes.TOKENS_PER_SAMPLE,
     "assumed, as for draft_model: no figure is published for this shape",
 )
-WHOLE = models.model_method(PUBLISHED, "a smaller language model with a head of its own, which fills masks in one pass")
+WHOLE = models.model_method(
+    PUBLISHED, "a smaller language model with a head of its own, which fills masks in one pass"
+)
 
 
 def create(recipe: PardRecipe, target: FrozenTarget, rows: Dataset) -> Any:
     draft = models.create(recipe, target, rows)
     asked, own = recipe.draft.mask_token_id, getattr(draft.config, "pard_token", None)
-    draft.config.update({"pard_token": mask_token(target, own if asked is None else asked), "spd_type": "pard"})
+    draft.config.update(
+        {"pard_token": mask_token(target, own if asked is None else asked), "spd_type": "pard"}
+    )
     return draft
 
 
@@ -51,10 +55,19 @@ def mask_of(folder: Path, key: str) -> int:
 
 
 def load_proposer(folder: Path, target: FrozenTarget, *, key: str, **options: Any) -> Proposer:
-    return models.load_proposer(folder, target, key=key, mask_token_id=mask_of(folder, key), **options)
+    return models.load_proposer(
+        folder, target, key=key, mask_token_id=mask_of(folder, key), **options
+    )
 
 
-def check(folder: Path, tensors: Mapping[str, Tensor], target: TargetFiles | None, *, key: str, **options: Any) -> None:
+def check(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    target: TargetFiles | None,
+    *,
+    key: str,
+    **options: Any,
+) -> None:
     mask_of(folder, key)
     models.check(folder, tensors, target, key=key, **options)
 

@@ -31,10 +31,14 @@ from specdistill.methods.pard.config import PardRecipe
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.objective import SoftTargets, StepSums, before, loss_rows
 
-SIZES = 8  # a row's masks are padded to multiples of T / SIZES, so that a compiled step meets few sizes
+SIZES = (
+    8  # a row's masks are padded to multiples of T / SIZES, so that a compiled step meets few sizes
+)
 
 
-def draw_masks(batch: dict[str, Any], num_predicted: int, retention: float, least: float, seed: int) -> tuple[Tensor, Tensor]:
+def draw_masks(
+    batch: dict[str, Any], num_predicted: int, retention: float, least: float, seed: int
+) -> tuple[Tensor, Tensor]:
     """The columns [B, M] of the tokens that masks follow, and the masks' numbers [B, M], from 1 on; padding follows column 0 and has the
     number `num_predicted`, which no mask has.
 
@@ -43,12 +47,16 @@ def draw_masks(batch: dict[str, Any], num_predicted: int, retention: float, leas
     num_rows, length = batch["position_ids"].shape
     num_tokens = num_rows * length
     # Loss positions are never a document's first, so a run of them is in one document. Zeros past the end end the last one.
-    has_loss_S = torch.zeros(num_tokens + num_predicted, dtype=torch.bool).index_fill(0, batch["loss_positions"], True)
+    has_loss_S = torch.zeros(num_tokens + num_predicted, dtype=torch.bool).index_fill(
+        0, batch["loss_positions"], True
+    )
     has_loss_S[0] = False  # padding of loss positions
     possible_S = has_loss_S[1 : num_tokens + 1]
     starts = possible_S.nonzero().flatten()
     rank_S = torch.ones(num_tokens)
-    rank_S[starts] = torch.randperm(len(starts), generator=torch.Generator().manual_seed(seed)) / max(len(starts), 1)
+    rank_S[starts] = torch.randperm(
+        len(starts), generator=torch.Generator().manual_seed(seed)
+    ) / max(len(starts), 1)
     kept = []
     for i in range(1, num_predicted):
         possible_S = possible_S & has_loss_S[1 + i : num_tokens + 1 + i]
@@ -56,7 +64,9 @@ def draw_masks(batch: dict[str, Any], num_predicted: int, retention: float, leas
     kept_SI = torch.stack(kept, 1) if kept else torch.zeros(num_tokens, 0, dtype=torch.bool)
     found = [row.nonzero() for row in kept_SI.view(num_rows, length, -1)]
     columns_BM = pad_sequence([pairs[:, 0] for pairs in found], batch_first=True)
-    numbers_BM = pad_sequence([pairs[:, 1] + 1 for pairs in found], batch_first=True, padding_value=num_predicted)
+    numbers_BM = pad_sequence(
+        [pairs[:, 1] + 1 for pairs in found], batch_first=True, padding_value=num_predicted
+    )
     spare = -columns_BM.shape[1] % -(-length // SIZES)
     return F.pad(columns_BM, (0, spare)), F.pad(numbers_BM, (0, spare), value=num_predicted)
 
@@ -85,13 +95,19 @@ class ParallelDistillation(Distillation):
     ) -> None:
         super().__init__(draft, divergence, num_positions=num_positions, **options)
         if reason := unmaskable(draft):
-            raise UserError("draft.init", got=f"a model with {reason}", expected="a model that respects mask and position ids")
+            raise UserError(
+                "draft.init",
+                got=f"a model with {reason}",
+                expected="a model that respects mask and position ids",
+            )
         self.packed_configs = []  # no attention by documents' lengths
         self.drop, self.seed = (num_positions, retention, min_retention), seed
 
     def prepare(self, batch: dict[str, Any], number: int | None) -> dict[str, Any]:
         """The batch with its masks."""
-        columns_BM, numbers_BM = draw_masks(batch, *self.drop, self.seed * 1_000_003 + (-1 if number is None else number))
+        columns_BM, numbers_BM = draw_masks(
+            batch, *self.drop, self.seed * 1_000_003 + (-1 if number is None else number)
+        )
         return batch | {"mask_columns": columns_BM, "mask_numbers": numbers_BM}
 
     def num_loss_tokens(self, batch: dict[str, Any]) -> Tensor:
@@ -100,7 +116,9 @@ class ParallelDistillation(Distillation):
 
     def read_target(self, target: FrozenTarget, inputs: dict[str, Any]) -> dict[str, Any]:
         """The target's distributions where something is predicted; none for hard labels in training."""
-        return super().read_target(target, inputs | {"loss_positions": self._predicted(**inputs)[2]})
+        return super().read_target(
+            target, inputs | {"loss_positions": self._predicted(**inputs)[2]}
+        )
 
     def forward(  # type: ignore[override] # rows have masks
         self,
@@ -117,25 +135,42 @@ class ParallelDistillation(Distillation):
         position. measure: also fill the metrics that cost time.
         """
         hidden_BNH = self.hidden_states(input_ids, position_ids, mask_columns, mask_numbers)
-        of_tokens_BTH, of_masks_BMH = hidden_BNH.split((input_ids.shape[1], mask_columns.shape[1]), 1)
+        of_tokens_BTH, of_masks_BMH = hidden_BNH.split(
+            (input_ids.shape[1], mask_columns.shape[1]), 1
+        )
         rows_RH = torch.cat((before(of_tokens_BTH, loss_positions, 1), of_masks_BMH.flatten(0, 1)))
-        counts_R, numbers_R, labels_R = self._predicted(position_ids, loss_positions, mask_columns, mask_numbers)
+        counts_R, numbers_R, labels_R = self._predicted(
+            position_ids, loss_positions, mask_columns, mask_numbers
+        )
         weights_R = counts_R.float()
-        total, metrics_MR = self.losses(rows_RH, weights_R, input_ids.flatten()[labels_R], soft_targets, measure)
+        total, metrics_MR = self.losses(
+            rows_RH, weights_R, input_ids.flatten()[labels_R], soft_targets, measure
+        )
         # Each chain is that of the token that its masks follow.
         index_R = numbers_R * input_ids.numel() + (labels_R - 1 - numbers_R).clamp_min(0)
         empty = weights_R.new_zeros(self.num_positions * input_ids.numel())
         by_chain = (
-            empty.scatter_add(0, index_R, values_R).view(self.num_positions, -1) for values_R in (weights_R, *metrics_MR)
+            empty.scatter_add(0, index_R, values_R).view(self.num_positions, -1)
+            for values_R in (weights_R, *metrics_MR)
         )
         return total, StepSums.of(*by_chain)
 
-    def hidden_states(self, input_ids: Tensor, position_ids: Tensor, columns_BM: Tensor, numbers_BM: Tensor) -> Tensor:
+    def hidden_states(
+        self, input_ids: Tensor, position_ids: Tensor, columns_BM: Tensor, numbers_BM: Tensor
+    ) -> Tensor:
         """What the head reads, [B, N, H]."""
         config, backbone = self.draft.config, self.anatomy.backbone
-        column_BN = torch.cat((torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids), columns_BM), 1)
+        column_BN = torch.cat(
+            (
+                torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids),
+                columns_BM,
+            ),
+            1,
+        )
         number_BN = torch.cat((torch.zeros_like(input_ids), numbers_BM), 1)
-        last_BN = torch.cat((position_ids, position_ids.gather(1, columns_BM)), 1)  # positions of the last token that slots see
+        last_BN = torch.cat(
+            (position_ids, position_ids.gather(1, columns_BM)), 1
+        )  # positions of the last token that slots see
         position_BN = last_BN + number_BN
 
         def visible(window: int | None) -> Tensor:
@@ -143,7 +178,11 @@ class ParallelDistillation(Distillation):
             column, number, position = (x_BN[:, None, None, :] for x_BN in slots)  # of what is seen
             last, own, place = (x_BN[:, None, :, None] for x_BN in slots)  # of what sees
             first = (column_BN - last_BN)[:, None, :, None]
-            seen = torch.where(number == 0, (column >= first) & (column <= last), (column == last) & (number <= own))
+            seen = torch.where(
+                number == 0,
+                (column >= first) & (column <= last),
+                (column == last) & (number <= own),
+            )
             return seen if window is None else seen & (position > place - window)
 
         output = backbone(
@@ -156,7 +195,12 @@ class ParallelDistillation(Distillation):
         return hidden
 
     def _predicted(
-        self, position_ids: Tensor, loss_positions: Tensor, mask_columns: Tensor, mask_numbers: Tensor, **_: Any
+        self,
+        position_ids: Tensor,
+        loss_positions: Tensor,
+        mask_columns: Tensor,
+        mask_numbers: Tensor,
+        **_: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Of all that is predicted, by tokens and then by masks: whether it counts [R], by which mask it is, 0 for none, and its flattened
         position.
@@ -164,9 +208,13 @@ class ParallelDistillation(Distillation):
         num_rows, length = position_ids.shape
         numbers_R = mask_numbers.flatten()
         starts_B1 = length * torch.arange(num_rows, device=mask_columns.device).unsqueeze(1)
-        labels_R = ((starts_B1 + mask_columns).flatten() + 1 + numbers_R).clamp_max(num_rows * length - 1)
+        labels_R = ((starts_B1 + mask_columns).flatten() + 1 + numbers_R).clamp_max(
+            num_rows * length - 1
+        )
         counts_R = loss_rows(position_ids, loss_positions, ahead=1), numbers_R < self.num_positions
-        numbers_R = torch.cat((torch.zeros_like(loss_positions), numbers_R.clamp_max(self.num_positions - 1)))
+        numbers_R = torch.cat(
+            (torch.zeros_like(loss_positions), numbers_R.clamp_max(self.num_positions - 1))
+        )
         return torch.cat(counts_R), numbers_R, torch.cat((loss_positions, labels_R))
 
 

@@ -5,4 +5,6 @@ Other engines would draft with them token by token, which they have not learned.
 
 from specdistill.engines.engine import Layout, Serving
 
-SERVING = {"vllm": Serving("draft_model", Layout(), options=lambda config: {"parallel_drafting": True})}
+SERVING = {
+    "vllm": Serving("draft_model", Layout(), options=lambda config: {"parallel_drafting": True})
+}

@@ -19,7 +19,9 @@ from specdistill.methods.lookups import lookup_method
 from specdistill.methods.suffix.config import SuffixConfig
 from specdistill.methods.suffix.trie import SuffixTrie
 
-PUBLISHED = sizes.PublishedFigures(None, "none published for a suite and K alone", 0, "nothing to train")
+PUBLISHED = sizes.PublishedFigures(
+    None, "none published for a suite and K alone", 0, "nothing to train"
+)
 
 
 class SuffixLookup:
@@ -37,7 +39,11 @@ class SuffixLookup:
 
     def remember(self, outputs: Sequence[Sequence[int]]) -> None:
         """See `specdistill.decoding.proposer.Remembering`. Counts them all again unless some were only added."""
-        kept = list(outputs[-self.config.max_cached_requests :]) if self.config.max_cached_requests else []
+        kept = (
+            list(outputs[-self.config.max_cached_requests :])
+            if self.config.max_cached_requests
+            else []
+        )
         if kept[: len(self._outputs)] != self._outputs:
             self._outputs, self._past = [], SuffixTrie(self.config.max)
         for output in kept[len(self._outputs) :]:
@@ -51,7 +57,11 @@ class SuffixLookup:
         tokens, text, probability = list[int](), text[-self.config.max :], 1.0
         token, share, length = self._next(text, self.config.max)
         most = min(k, int(self.config.max_spec_factor * length))
-        while len(tokens) < most and length and (probability := probability * share) >= self.config.min_token_prob:
+        while (
+            len(tokens) < most
+            and length
+            and (probability := probability * share) >= self.config.min_token_prob
+        ):
             tokens.append(token)
             text = [*text, token][-self.config.max :]
             token, share, length = self._next(text, length + 1)

@@ -10,5 +10,7 @@ KEYS = {
     "min_token_prob": "suffix_decoding_min_token_prob",
 }
 SERVING = {
-    "vllm": Serving("suffix", options=lambda settings: {theirs: settings[ours] for ours, theirs in KEYS.items()}),
+    "vllm": Serving(
+        "suffix", options=lambda settings: {theirs: settings[ours] for ours, theirs in KEYS.items()}
+    ),
 }

@@ -55,7 +55,11 @@ class SuffixTrie:
             place = longer
         if not isinstance(place, Node):
             return (self._at(place), 1.0) if self._at(place) != END else None
-        return (place.best, occurrences(place.children[place.best]) / place.followed) if place.followed else None
+        return (
+            (place.best, occurrences(place.children[place.best]) / place.followed)
+            if place.followed
+            else None
+        )
 
     def _longer(self, place: Place, token: int) -> Place | None:
         """The place of the string with one more token, None where it did not occur."""

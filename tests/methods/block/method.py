@@ -30,7 +30,10 @@ class Block(nn.Module):
 
     def __init__(self, vocab_size: int, hidden_size: int, block_size: int) -> None:
         super().__init__()
-        self.tokens, self.slots = nn.Embedding(vocab_size, hidden_size), nn.Embedding(block_size, hidden_size)
+        self.tokens, self.slots = (
+            nn.Embedding(vocab_size, hidden_size),
+            nn.Embedding(block_size, hidden_size),
+        )
         self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False)
 
     def forward(self, anchor_N: Tensor, width: int) -> Tensor:
@@ -51,9 +54,13 @@ class BlockLoss(nn.Module):
         rows, length = batch["input_ids"].shape
         generator = torch.Generator().manual_seed(0 if number is None else number + 1)
         first_B1 = torch.arange(rows).unsqueeze(1) * length
-        places = torch.randint(length - self.num_slots, (rows, self.num_anchors), generator=generator)
+        places = torch.randint(
+            length - self.num_slots, (rows, self.num_anchors), generator=generator
+        )
         anchors_N = (first_B1 + places).flatten().to(batch["input_ids"].device)
-        labels_NK = anchors_N.unsqueeze(1) + 1 + torch.arange(self.num_slots, device=anchors_N.device)
+        labels_NK = (
+            anchors_N.unsqueeze(1) + 1 + torch.arange(self.num_slots, device=anchors_N.device)
+        )
         documents = batch["document_ids"].flatten()
         is_inside_NK = documents[labels_NK] == documents[anchors_N].unsqueeze(1)
         has_loss_NK = (batch["loss_mask"].flatten()[labels_NK] > 0) & is_inside_NK
@@ -64,22 +71,46 @@ class BlockLoss(nn.Module):
 
     def read_target(self, target, inputs: dict[str, Any]) -> dict[str, Any]:
         documents = Documents(inputs["cumulative_lengths"], inputs["longest"])
-        features = target.features(inputs["input_ids"], (), position_ids_BT=inputs["position_ids"], documents=documents)
+        features = target.features(
+            inputs["input_ids"], (), position_ids_BT=inputs["position_ids"], documents=documents
+        )
         last_hidden = features.last_hidden
         all_ids = torch.arange(target.vocab_size, device=target.device)
-        return {"soft_targets": SoftTargets.of(target.logits, last_hidden, inputs["labels"], all_ids, 1.0)}
+        return {
+            "soft_targets": SoftTargets.of(
+                target.logits, last_hidden, inputs["labels"], all_ids, 1.0
+            )
+        }
 
-    def forward(self, input_ids, anchors, labels, has_loss, soft_targets: SoftTargets, measure: bool = False, **_) -> Any:
-        hidden_NKH, has_loss_KN = self.draft(input_ids.flatten()[anchors], self.num_slots), has_loss.T
+    def forward(
+        self,
+        input_ids,
+        anchors,
+        labels,
+        has_loss,
+        soft_targets: SoftTargets,
+        measure: bool = False,
+        **_,
+    ) -> Any:
+        hidden_NKH, has_loss_KN = (
+            self.draft(input_ids.flatten()[anchors], self.num_slots),
+            has_loss.T,
+        )
         totals, metrics = [], []
         for k in range(self.num_slots):  # a target for each row and slot
             soft = replace(soft_targets, hidden_RD=soft_targets.hidden_RD[:, k])
-            rows = hidden_NKH[:, k].unsqueeze(0), has_loss_KN[k].unsqueeze(0), LogitsHead(self.draft.lm_head)
+            rows = (
+                hidden_NKH[:, k].unsqueeze(0),
+                has_loss_KN[k].unsqueeze(0),
+                LogitsHead(self.draft.lm_head),
+            )
             total, metrics_M1N = head_loss(*rows, partial(soft.at, measure=True), row_losses)
             totals.append(total)
             metrics.append(metrics_M1N.squeeze(1) * has_loss_KN[k])
         losses_KN, correct_KN, accepted_KN = torch.stack(metrics, 1)
-        return torch.stack(totals), StepSums.of(has_loss_KN, losses_KN, *((correct_KN, accepted_KN) if measure else ()))
+        return torch.stack(totals), StepSums.of(
+            has_loss_KN, losses_KN, *((correct_KN, accepted_KN) if measure else ())
+        )
 
 
 def row_losses(logits_rV: Tensor, soft: TargetDistributions, k: int) -> tuple[Tensor, Tensor]:
@@ -117,15 +148,22 @@ class BlockProposer:
     def passes(self, k: int) -> int:
         return 1
 
-    def propose(self, state: DecodingState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
+    def propose(
+        self, state: DecodingState, k: int, sampling: Sampling, generators: Generators
+    ) -> list[Proposal]:
         logits_BkV = self.logits(state, k)
         if sampling.is_greedy:
             return [Proposal(tokens) for tokens in logits_BkV.argmax(-1).tolist()]
         probs_BkV = sampling.probabilities(logits_BkV)
         pairs = zip(probs_BkV, uniforms(probs_BkV.shape[1], generators), strict=True)
-        return [Proposal(draw(probs_kV, uniforms_k).tolist(), probs_kV) for probs_kV, uniforms_k in pairs]
+        return [
+            Proposal(draw(probs_kV, uniforms_k).tolist(), probs_kV)
+            for probs_kV, uniforms_k in pairs
+        ]
 
-    def propose_tree(self, state: DecodingState, shape: Any, sampling: Sampling, generators: Generators) -> list[Proposal]:
+    def propose_tree(
+        self, state: DecodingState, shape: Any, sampling: Sampling, generators: Generators
+    ) -> list[Proposal]:
         first_BV, *levels_BV = self.logits(state, shape.depth).unbind(1)
         levels = iter(levels_BV)
         drafts = shape.grow(
@@ -138,12 +176,18 @@ class BlockProposer:
 
     def logits(self, state: DecodingState, k: int) -> Tensor:
         width = min(k, self.draft.slots.num_embeddings)
-        logits_BkV: Tensor = self.draft.lm_head(self.draft(torch.tensor([text[-1] for text in state.token_ids]), width))
+        logits_BkV: Tensor = self.draft.lm_head(
+            self.draft(torch.tensor([text[-1] for text in state.token_ids]), width)
+        )
         return logits_BkV
 
 
 def save(draft: Block, target, folder: Path) -> None:
-    write_draft(folder, {"architectures": ["ToyBlock"], "block_size": draft.slots.num_embeddings}, draft.state_dict())
+    write_draft(
+        folder,
+        {"architectures": ["ToyBlock"], "block_size": draft.slots.num_embeddings},
+        draft.state_dict(),
+    )
 
 
 def load_proposer(folder: Path, target, *, key: str) -> BlockProposer:
@@ -156,19 +200,32 @@ def load_proposer(folder: Path, target, *, key: str) -> BlockProposer:
 
 def planned(target: Described, given: Described | None, settings: dict[str, Any]) -> PlannedDraft:
     published = PublishedFigures(None, "none is published", None, "none is published")
-    return PlannedDraft(ParameterCounts(1, 0, 0), None, target.text.vocab_size, "drafts a block in one pass", published)
+    return PlannedDraft(
+        ParameterCounts(1, 0, 0),
+        None,
+        target.text.vocab_size,
+        "drafts a block in one pass",
+        published,
+    )
 
 
 def swapped(draft: Block, target):
-    yield "its first two slots are swapped", Block(*draft.tokens.weight.shape, draft.slots.num_embeddings)
+    yield (
+        "its first two slots are swapped",
+        Block(*draft.tokens.weight.shape, draft.slots.num_embeddings),
+    )
 
 
 METHOD = Implementation(
     load_proposer=load_proposer,
     has_tensors=lambda names: names == {"tokens.weight", "slots.weight", "lm_head.weight"},
-    create=lambda recipe, target, rows: Block(target.vocab_size, recipe.draft.hidden_size, recipe.draft.block_size),
+    create=lambda recipe, target, rows: Block(
+        target.vocab_size, recipe.draft.hidden_size, recipe.draft.block_size
+    ),
     save=save,
-    objective=lambda draft, recipe, target: BlockLoss(draft, recipe.draft.block_size, recipe.loss.num_anchors),
+    objective=lambda draft, recipe, target: BlockLoss(
+        draft, recipe.draft.block_size, recipe.loss.num_anchors
+    ),
     simulated=lambda draft, k: BlockLoss(draft, min(k, draft.slots.num_embeddings), 64),
     repaired=swapped,
     planned=planned,

@@ -42,8 +42,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"is_causal": True, "sliding_window": 10, "draft_vocabulary": torch.arange(5, 105, 4)},
     ),
     "dspark": ("dspark", {}),
-    "dspark, gated, pruned": ("dspark", {"markov_head_type": "gated", "draft_vocabulary": torch.arange(5, 105, 4)}),
-    "dspark, rnn": ("dspark", {"markov_head_type": "rnn", "is_causal": True, "enable_confidence_head": False}),
+    "dspark, gated, pruned": (
+        "dspark",
+        {"markov_head_type": "gated", "draft_vocabulary": torch.arange(5, 105, 4)},
+    ),
+    "dspark, rnn": (
+        "dspark",
+        {"markov_head_type": "rnn", "is_causal": True, "enable_confidence_head": False},
+    ),
 }
 Variant = tuple[str, BlockDraft]
 
@@ -59,7 +65,12 @@ def packed(*lengths: int) -> dict[str, Any]:
     ids = torch.randint(3, 250, (1, sum(lengths)), generator=torch.Generator().manual_seed(4))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
-    rows = {"input_ids": ids, "loss_mask": (positions > 2).long(), "document_ids": documents, "position_ids": positions}
+    rows = {
+        "input_ids": ids,
+        "loss_mask": (positions > 2).long(),
+        "document_ids": documents,
+        "position_ids": positions,
+    }
     return indexed(rows)
 
 
@@ -95,23 +106,31 @@ def test_what_is_drafted_is_what_training_predicts(variant: Variant, target: Fro
     assert torch.allclose(chain.probabilities[:, draft.target_ids_W], expected, atol=1e-5)
 
 
-def test_a_block_sees_its_anchor_and_features_before_it_and_nothing_else(variant: Variant, target: FrozenTarget) -> None:
+def test_a_block_sees_its_anchor_and_features_before_it_and_nothing_else(
+    variant: Variant, target: FrozenTarget
+) -> None:
     """Gradients of each block's hidden states: of features at the positions before its anchor in its document, within the window."""
     _, draft = variant
     batch = packed(25, 18)
     anchors, _ = draw_blocks(batch, 64, draft.config.num_drafted, None)
     positions = batch["position_ids"][0]
     starts = anchors - positions[anchors]
-    features = target.features(batch["input_ids"], draft.aux_layers, position_ids_BT=batch["position_ids"])
+    features = target.features(
+        batch["input_ids"], draft.aux_layers, position_ids_BT=batch["position_ids"]
+    )
     aux = tuple(feature.clone().requires_grad_() for feature in features.aux)
     shape = draft.config
-    memory = BlockMemory(anchors, starts, spans(batch, anchors, 9), 9, shape.sliding_window, shape.is_causal)
+    memory = BlockMemory(
+        anchors, starts, spans(batch, anchors, 9), 9, shape.sliding_window, shape.is_causal
+    )
     like = features.last_hidden
     context = draft.context(type(features)(aux, like)), draft.rotary(like, batch["position_ids"])
     slots = positions[anchors].unsqueeze(1) + torch.arange(9)
     hidden = draft(batch["input_ids"][0, anchors], draft.rotary(like, slots), memory, context)
     for index, (anchor, start) in enumerate(zip(anchors.tolist(), starts.tolist(), strict=True)):
-        first_slot = torch.autograd.grad(hidden[index, 0].square().sum(), aux[0], retain_graph=True)[0]
+        first_slot = torch.autograd.grad(
+            hidden[index, 0].square().sum(), aux[0], retain_graph=True
+        )[0]
         read = first_slot[0].abs().sum(-1).nonzero().flatten().tolist()
         window = draft.config.sliding_window
         # Slots after the anchor's see less far back, and it sees them.
@@ -122,31 +141,47 @@ def test_a_block_sees_its_anchor_and_features_before_it_and_nothing_else(variant
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("window", [None, 11])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_attention_in_chunks_and_in_one_call_is_that_under_a_mask(is_causal: bool, window: int | None) -> None:
+def test_attention_in_chunks_and_in_one_call_is_that_under_a_mask(
+    is_causal: bool, window: int | None
+) -> None:
     """Output and gradients of 49 blocks in two documents, four query heads to two of keys; on a CPU flex attention has no gradient."""
     torch.manual_seed(0)
     anchors = torch.cat((torch.arange(1, 30), torch.arange(40, 80, 2)))
     starts = torch.where(anchors < 33, 0, 33)
     num_blocks, num_tokens = len(anchors), 90
-    shapes = [(num_blocks, 4, 9, 16), (num_blocks, 2, 9, 16), (num_blocks, 2, 9, 16), (2, num_tokens, 16), (2, num_tokens, 16)]
+    shapes = [
+        (num_blocks, 4, 9, 16),
+        (num_blocks, 2, 9, 16),
+        (num_blocks, 2, 9, 16),
+        (2, num_tokens, 16),
+        (2, num_tokens, 16),
+    ]
     inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
     weights = torch.randn(shapes[0])
 
-    def plainly(query: Tensor, key: Tensor, value: Tensor, key_GSd: Tensor, value_GSd: Tensor) -> Tensor:
+    def plainly(
+        query: Tensor, key: Tensor, value: Tensor, key_GSd: Tensor, value_GSd: Tensor
+    ) -> Tensor:
         rows = []
         for block in range(num_blocks):
             for slot in range(9):
                 anchor, start = int(anchors[block]), int(starts[block])
                 first = start if window is None else max(start, anchor + slot - window + 1)
                 last = slot + 1 if is_causal else 9
-                k = torch.cat((key_GSd[:, first:anchor], key[block, :, :last]), 1).repeat_interleave(2, 0)
-                v = torch.cat((value_GSd[:, first:anchor], value[block, :, :last]), 1).repeat_interleave(2, 0)
+                k = torch.cat(
+                    (key_GSd[:, first:anchor], key[block, :, :last]), 1
+                ).repeat_interleave(2, 0)
+                v = torch.cat(
+                    (value_GSd[:, first:anchor], value[block, :, :last]), 1
+                ).repeat_interleave(2, 0)
                 scores = (k @ query[block, :, slot].unsqueeze(-1)).squeeze(-1) * 16**-0.5
                 rows.append((scores.softmax(-1).unsqueeze(1) @ v).squeeze(1))
         return torch.stack(rows).view(num_blocks, 9, 4, 16).transpose(1, 2)
 
     position_ids = torch.cat((torch.arange(33), torch.arange(57)))[None]
-    memory = BlockMemory(anchors, starts, spans({"position_ids": position_ids}, anchors, 9), 9, window, is_causal)
+    memory = BlockMemory(
+        anchors, starts, spans({"position_ids": position_ids}, anchors, 9), 9, window, is_causal
+    )
     found = []
     for form in (plainly, memory.in_chunks):
         output = form(*inputs)
@@ -161,19 +196,39 @@ def test_anchors_have_something_before_them_and_something_to_predict() -> None:
     batch = packed(7, 4, 12)
     anchors, has_loss = draw_blocks(batch, 64, 4, None)
     counted = anchors[has_loss[:, 0]].tolist()
-    assert counted == [3, 4, 5, 14, 15, 16, 17, 18, 19, 20, 21]  # a document's last token has no next one, its prompt no loss
+    assert counted == [
+        3,
+        4,
+        5,
+        14,
+        15,
+        16,
+        17,
+        18,
+        19,
+        20,
+        21,
+    ]  # a document's last token has no next one, its prompt no loss
     assert has_loss[: len(counted)].sum(1).tolist() == [3, 2, 1, 4, 4, 4, 4, 4, 3, 2, 1]
     # The prompt of a second turn: what comes after it cannot be reached from an anchor before it.
     turns = indexed({**batch, "loss_mask": batch["loss_mask"].index_fill(1, torch.tensor([16]), 0)})
     anchors, has_loss = draw_blocks(turns, 64, 4, None)
     assert has_loss[anchors == 14].tolist() == [[True, False, False, False]]
     drawn = [draw_blocks(batch, 4, 4, seed)[0].tolist() for seed in (1, 1, 2)]
-    assert drawn[0] == drawn[1] != drawn[2] and all(set(anchors) <= set(counted) and len(anchors) == 4 for anchors in drawn)
-    none = draw_blocks(indexed({**batch, "loss_mask": torch.zeros_like(batch["loss_mask"])}), 64, 4, None)
+    assert drawn[0] == drawn[1] != drawn[2] and all(
+        set(anchors) <= set(counted) and len(anchors) == 4 for anchors in drawn
+    )
+    none = draw_blocks(
+        indexed({**batch, "loss_mask": torch.zeros_like(batch["loss_mask"])}), 64, 4, None
+    )
     assert not none[1].any()
 
 
-@pytest.mark.parametrize("options", [{"alpha": 0.5}, {"step_decay": 0.7, "confidence_weight": 1.0}], ids=["d_pace", "decay"])
+@pytest.mark.parametrize(
+    "options",
+    [{"alpha": 0.5}, {"step_decay": 0.7, "confidence_weight": 1.0}],
+    ids=["d_pace", "decay"],
+)
 def test_a_short_training_learns_its_rows(target: FrozenTarget, options: dict[str, Any]) -> None:
     draft = build_block("dspark", target, block_size=4).train()
     objective = BlockObjective(draft, build_divergence("lk"), 16, **options)
@@ -187,30 +242,46 @@ def test_a_short_training_learns_its_rows(target: FrozenTarget, options: dict[st
         optimizer.step()
         losses.append(float(total.detach()))
     assert losses[-1] < 0.7 * losses[0]
-    assert all(parameter.grad is None for name, parameter in draft.named_parameters() if name in draft.shared)
+    assert all(
+        parameter.grad is None
+        for name, parameter in draft.named_parameters()
+        if name in draft.shared
+    )
     objective.eval()
     blocks = objective.prepare(batch, None)
     _, sums = objective(**blocks, **objective.read_target(target, blocks), measure=True)
-    assert sums.table().shape == (8, 4) and sums.table()[1].tolist() == blocks["has_loss"].sum(0).tolist()
+    assert (
+        sums.table().shape == (8, 4)
+        and sums.table()[1].tolist() == blocks["has_loss"].sum(0).tolist()
+    )
 
 
 def test_rows_with_nothing_to_learn_give_no_gradient_and_no_nan(target: FrozenTarget) -> None:
     draft = build_block("dspark", target)
     objective = objective_of(draft)
     batch = packed(8, 8)
-    batch = objective.prepare(indexed({**batch, "loss_mask": torch.zeros_like(batch["loss_mask"])}), 0)
+    batch = objective.prepare(
+        indexed({**batch, "loss_mask": torch.zeros_like(batch["loss_mask"])}), 0
+    )
     total, _ = objective(**batch, **objective.read_target(target, batch))
     total.backward()
     assert total.item() == 0 and int(objective.num_loss_tokens(batch)) == 0
-    assert all(parameter.grad is None or not parameter.grad.any() for parameter in draft.parameters())
+    assert all(
+        parameter.grad is None or not parameter.grad.any() for parameter in draft.parameters()
+    )
 
 
-def test_save_and_load_are_bit_equal(variant: Variant, target: FrozenTarget, tmp_path: Path) -> None:
+def test_save_and_load_are_bit_equal(
+    variant: Variant, target: FrozenTarget, tmp_path: Path
+) -> None:
     method, draft = variant
     save(draft.bfloat16(), KINDS[method], tmp_path)
     loaded = load(KINDS[method], tmp_path, target)
     assert loaded.config == draft.config
-    assert all(torch.equal(tensor, loaded.state_dict()[name].to(tensor)) for name, tensor in draft.state_dict().items())
+    assert all(
+        torch.equal(tensor, loaded.state_dict()[name].to(tensor))
+        for name, tensor in draft.state_dict().items()
+    )
     assert method_of(tmp_path) == method
     plain = Decoder(target).generate([5, 9, 20], max_new_tokens=20)
     fast = Decoder(target, load_proposer(method, tmp_path, target)).generate(
@@ -230,7 +301,9 @@ def test_save_and_load_are_bit_equal(variant: Variant, target: FrozenTarget, tmp
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
     ],
 )
-def test_a_broken_config_is_refused(target: FrozenTarget, tmp_path: Path, changes: dict[str, Any], holds: str) -> None:
+def test_a_broken_config_is_refused(
+    target: FrozenTarget, tmp_path: Path, changes: dict[str, Any], holds: str
+) -> None:
     save(build_block("dflash", target), KINDS["dflash"], tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config |= changes
@@ -254,7 +327,9 @@ def test_more_tokens_than_a_block_has_are_refused(target: FrozenTarget) -> None:
         ("draft.aux_layers", {"aux_layers": [9]}),
     ],
 )
-def test_what_the_target_does_not_have_is_refused(target: FrozenTarget, key: str, options: dict[str, Any]) -> None:
+def test_what_the_target_does_not_have_is_refused(
+    target: FrozenTarget, key: str, options: dict[str, Any]
+) -> None:
     with refused(key):
         build_block("dflash", target, **options)
 
@@ -269,7 +344,8 @@ PRUNED = {"draft_vocabulary": torch.arange(5, 105, 4)}
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "gguf", "speculators"])
 @pytest.mark.parametrize(
-    ("method", "shape"), [("dflash", {}), ("dspark", PRUNED), ("dspark", {"is_causal": True, "sliding_window": 9})]
+    ("method", "shape"),
+    [("dflash", {}), ("dspark", PRUNED), ("dspark", {"is_causal": True, "sliding_window": 9})],
 )
 def test_an_export_is_read_back_as_what_it_was(
     saved: FrozenTarget, tmp_path: Path, engine: str, method: str, shape: dict[str, Any]
@@ -281,7 +357,10 @@ def test_an_export_is_read_back_as_what_it_was(
     assert load(KINDS[method], tmp_path / engine, saved).config == draft.config
     for loader in METHODS[method].serving()[engine].loaders:
         config = json.loads((tmp_path / engine / "config.json").read_text())
-        shapes = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / engine / "model.safetensors").items()}
+        shapes = {
+            name: tuple(tensor.shape)
+            for name, tensor in load_file(tmp_path / engine / "model.safetensors").items()
+        }
         found = check_loader(loader, config, shapes, draft.config, saved)
         assert (found.refused, found.silent) == ([], [])
         del (
@@ -292,7 +371,11 @@ def test_an_export_is_read_back_as_what_it_was(
         )
         config["dflash_config"]["target_layer_ids"] = [2, 3]
         wrong = " ".join(check_loader(loader, config, shapes, draft.config, saved).silent)
-        assert "mask_token_id" in wrong and "after layers [3, 4]" in wrong and ("is_causal" in wrong) == draft.config.is_causal
+        assert (
+            "mask_token_id" in wrong
+            and "after layers [3, 4]" in wrong
+            and ("is_causal" in wrong) == draft.config.is_causal
+        )
 
 
 @pytest.mark.parametrize(
@@ -323,7 +406,9 @@ def test_logits_begin_as_large_as_those_of_a_target_that_scales_them() -> None:
         torch.randn(1, 3, target.hidden_size),
     )
     assert target.logits.scale != 1
-    assert torch.allclose(draft.logits(draft.norm(hidden)), target.logits(target.norm(hidden)), atol=1e-5)
+    assert torch.allclose(
+        draft.logits(draft.norm(hidden)), target.logits(target.norm(hidden)), atol=1e-5
+    )
 
 
 def test_layers_are_spread_as_the_authors_spread_them() -> None:

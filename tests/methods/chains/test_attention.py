@@ -26,12 +26,17 @@ SHAPES = {
 }
 
 
-def noise(shape: tuple[int, int, int, int], steps: int = K, length: int = LENGTH, rows: int = ROWS) -> list[list[Tensor]]:
+def noise(
+    shape: tuple[int, int, int, int], steps: int = K, length: int = LENGTH, rows: int = ROWS
+) -> list[list[Tensor]]:
     """Query, key and value of each step, laid out as projections leave them."""
     heads, groups, size, value_size = shape
     generator = torch.Generator().manual_seed(0)
     parts = [(heads, size), (groups, size), (groups, value_size)]
-    return [[torch.randn(rows, length, *part, generator=generator).transpose(1, 2) for part in parts] for _ in range(steps)]
+    return [
+        [torch.randn(rows, length, *part, generator=generator).transpose(1, 2) for part in parts]
+        for _ in range(steps)
+    ]
 
 
 def by_torch(steps: list[list[Tensor]], window: int | None) -> list[Tensor]:
@@ -43,7 +48,9 @@ def by_torch(steps: list[list[Tensor]], window: int | None) -> list[Tensor]:
     for k, (query, _, _) in enumerate(steps):
         root = (document.mT == document) & (ago >= 0) & (ago + k < (window or LENGTH + K))
         chain = torch.eye(LENGTH, dtype=torch.bool).repeat(1, k).expand(ROWS, -1, -1)
-        keys, values = (torch.cat([step[part] for step in steps[: k + 1]], dim=2) for part in (1, 2))
+        keys, values = (
+            torch.cat([step[part] for step in steps[: k + 1]], dim=2) for part in (1, 2)
+        )
         mask = torch.cat((root, chain), dim=-1).unsqueeze(1)
         outputs.append(F.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True))
     return outputs
@@ -57,28 +64,42 @@ def by_us(steps: list[list[Tensor]], window: int | None) -> list[Tensor]:
 Attend = Callable[[list[list[Tensor]], int | None], list[Tensor]]
 
 
-def run(attend: Attend, steps: list[list[Tensor]], window: int | None, like: torch.Tensor) -> list[list[Tensor]]:
+def run(
+    attend: Attend, steps: list[list[Tensor]], window: int | None, like: torch.Tensor
+) -> list[list[Tensor]]:
     """Outputs of all steps; gradients of all queries, keys and values, of a random sum of the outputs; as float64 on the CPU."""
     inputs = [[part.to(like).requires_grad_() for part in step] for step in steps]
     outputs = attend(inputs, window)
     generator = torch.Generator().manual_seed(1)
-    total = sum((output * torch.randn(output.shape, generator=generator).to(like)).sum() for output in outputs)
+    total = sum(
+        (output * torch.randn(output.shape, generator=generator).to(like)).sum()
+        for output in outputs
+    )
     assert isinstance(total, Tensor)
     total.backward()
     gradients = [part.grad for step in inputs for part in step]
     assert all(output.dtype == like.dtype for output in outputs)
-    return [[x.detach().cpu().double() for x in tensors if x is not None] for tensors in (outputs, gradients)]
+    return [
+        [x.detach().cpu().double() for x in tensors if x is not None]
+        for tensors in (outputs, gradients)
+    ]
 
 
 def furthest(ours: list[Tensor], theirs: list[Tensor]) -> float:
     """The largest difference, as a part of the largest entry."""
-    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, theirs, strict=True))
+    return max(
+        float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, theirs, strict=True)
+    )
 
 
-def check(like: Tensor, shape: str, window: int | None, of_outputs: float, of_gradients: float) -> None:
+def check(
+    like: Tensor, shape: str, window: int | None, of_outputs: float, of_gradients: float
+) -> None:
     steps = [[part.to(like.dtype).double() for part in step] for step in noise(SHAPES[shape])]
     outputs, gradients = run(by_us, steps, window, like)
-    torchs_outputs, torchs_gradients = run(by_torch, steps, window, torch.empty(0, dtype=torch.float64))
+    torchs_outputs, torchs_gradients = run(
+        by_torch, steps, window, torch.empty(0, dtype=torch.float64)
+    )
     assert furthest(outputs, torchs_outputs) < of_outputs
     assert furthest(gradients, torchs_gradients) < of_gradients
 
@@ -102,22 +123,38 @@ def test_outputs_and_gradients_are_torchs_over_all_keys(shape: str, window: int 
 @pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("window", [None, 9])
 def test_sixteen_bits_are_near(window: int | None) -> None:
-    check(torch.empty(0, dtype=torch.bfloat16), "grouped", window, of_outputs=1e-2, of_gradients=2e-2)
+    check(
+        torch.empty(0, dtype=torch.bfloat16), "grouped", window, of_outputs=1e-2, of_gradients=2e-2
+    )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("window", WINDOWS)
 def test_a_gpu_computes_the_same(shape: str, window: int | None) -> None:
-    check(torch.empty(0, dtype=torch.bfloat16, device="cuda"), shape, window, of_outputs=1e-2, of_gradients=2e-2)
-    check(torch.empty(0, dtype=torch.float64, device="cuda"), shape, window, of_outputs=1e-12, of_gradients=1e-12)
+    check(
+        torch.empty(0, dtype=torch.bfloat16, device="cuda"),
+        shape,
+        window,
+        of_outputs=1e-2,
+        of_gradients=2e-2,
+    )
+    check(
+        torch.empty(0, dtype=torch.float64, device="cuda"),
+        shape,
+        window,
+        of_outputs=1e-12,
+        of_gradients=1e-12,
+    )
 
 
 def test_float32_rotary_tables_leave_the_projections_dtype() -> None:
     """What comes of bfloat16 projections and float32 tables under autocast."""
     query, key, value = noise(SHAPES["grouped"], steps=1)[0]
     mixed = by_us([[query, key, value.bfloat16()]], None)[0]
-    assert torch.equal(mixed, by_us([[query.bfloat16(), key.bfloat16(), value.bfloat16()]], None)[0])
+    assert torch.equal(
+        mixed, by_us([[query.bfloat16(), key.bfloat16(), value.bfloat16()]], None)[0]
+    )
 
 
 def two_steps(cumulative_lengths: Tensor, longest: int, steps: list[list[Tensor]]) -> Tensor:
@@ -127,9 +164,16 @@ def two_steps(cumulative_lengths: Tensor, longest: int, steps: list[list[Tensor]
 
 def test_nothing_asks_for_data() -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
-        steps = [[part.bfloat16().requires_grad_() for part in step] for step in noise(SHAPES["other values"])]
+        steps = [
+            [part.bfloat16().requires_grad_() for part in step]
+            for step in noise(SHAPES["other values"])
+        ]
         two_steps(CUMULATIVE, LENGTH, steps).backward()
-        assert all(part.grad is not None and part.grad.shape == part.shape for step in steps for part in step)
+        assert all(
+            part.grad is not None and part.grad.shape == part.shape
+            for step in steps
+            for part in step
+        )
 
 
 @pytest.mark.long  # a compiler
@@ -137,7 +181,11 @@ def test_it_is_one_graph_for_all_lengths() -> None:
     compiled = torch.compile(two_steps, backend="aot_eager", fullgraph=True)
     steps = noise(SHAPES["grouped"], steps=2)
     parts = [part.requires_grad_() for step in steps for part in step]
-    for lengths in ([13, 27], [5, 17, 18], [1, 2, 19, 18]):  # the second shows what varies, the third is nothing new
+    for lengths in (
+        [13, 27],
+        [5, 17, 18],
+        [1, 2, 19, 18],
+    ):  # the second shows what varies, the third is nothing new
         packing = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), max(lengths)
         with torch._dynamo.config.patch(error_on_recompile=len(lengths) == 4):
             ours = torch.autograd.grad(compiled(*packing, steps), parts)
@@ -150,9 +198,14 @@ def test_memory_is_linear_in_the_length(window: int | None, growth: int) -> None
     """The largest tensor that is allocated anywhere, kernels included, for one document of 512 tokens and for one of 2,048."""
     largest = []
     for length in (512, 2048):
-        steps = [[part.requires_grad_() for part in step] for step in noise((2, 2, 16, 16), 2, length, rows=1)]
+        steps = [
+            [part.requires_grad_() for part in step]
+            for step in noise((2, 2, 16, 16), 2, length, rows=1)
+        ]
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            kv_cache = UnrollKVCache(torch.tensor([0, length], dtype=torch.int32), length, 1, window)
+            kv_cache = UnrollKVCache(
+                torch.tensor([0, length], dtype=torch.int32), length, 1, window
+            )
             torch.stack([kv_cache.attend(0, *step) for step in steps]).sum().backward()
         assert profiler.profiler is not None
         events = profiler.profiler.kineto_results.events()

@@ -33,7 +33,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3, pruned vocabulary": ("eagle3", {"draft_vocabulary": torch.arange(5, 105, 4)}),
     "eagle3, narrower": (
         "eagle3",
-        {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1},
+        {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+        },
     ),
     "eagle3, four layers read": ("eagle3", {"aux_layers": [0, 1, 3, 4]}),
     "eagle3, window": ("eagle3", {"sliding_window": 4, "num_layers": 2}),
@@ -101,7 +106,9 @@ def corrupt(folder: Path, change: str) -> None:
             "unknown": {name: tensors[name], "extra": torch.ones(1)},
             "transposed": {name: tensors[name].T},
         }
-        kept = {other: tensor for other, tensor in tensors.items() if other != name} | changed[change]
+        kept = {other: tensor for other, tensor in tensors.items() if other != name} | changed[
+            change
+        ]
         save_file({name: tensor.contiguous() for name, tensor in kept.items()}, weights)
 
 
@@ -133,8 +140,12 @@ def test_cached_steps_equal_the_uncached_pass(variant: Variant) -> None:
     ids = torch.arange(3, 15)[None]
     with torch.no_grad():
         hidden = head.fuse(target.features(ids, head.aux_layers))
-        whole, _ = head(ids, hidden, head.rotary(hidden, torch.arange(12)[None]), kv_cache(head, ids))
-        cache = DraftKVCache(1, partial(head.rotary, hidden), ids.device, head.config.sliding_window)
+        whole, _ = head(
+            ids, hidden, head.rotary(hidden, torch.arange(12)[None]), kv_cache(head, ids)
+        )
+        cache = DraftKVCache(
+            1, partial(head.rotary, hidden), ids.device, head.config.sliding_window
+        )
         parts = []
         for start, end in ((0, 5), (5, 6), (6, 12)):
             rotary = cache.extend([end - start])
@@ -153,7 +164,9 @@ def test_batch_equals_single(variant: Variant) -> None:
         both, _ = head(ids, hidden, rotary, kv_cache(head, ids))
         for row in range(2):
             one_rotary = tuple(table[:1] for table in rotary)
-            one, _ = head(ids[row : row + 1], hidden[row : row + 1], one_rotary, kv_cache(head, ids[:1]))
+            one, _ = head(
+                ids[row : row + 1], hidden[row : row + 1], one_rotary, kv_cache(head, ids[:1])
+            )
             assert torch.allclose(both[row], one[0], atol=1e-5)
 
 
@@ -178,10 +191,14 @@ def test_draft_tokens_are_drawn_from_the_softmax_of_the_heads_logits(variant: Va
         proposer.begin([20])
         drafting = state_of(text, features), tree or 2, Sampling(0.7), [generator]
         (proposal,) = proposer.propose_tree(*drafting) if tree else proposer.propose(*drafting)
-        assert proposal.probabilities is not None and torch.allclose(proposal.probabilities[0], expected, atol=1e-6)
+        assert proposal.probabilities is not None and torch.allclose(
+            proposal.probabilities[0], expected, atol=1e-6
+        )
         if tree is None:
             sums = proposal.probabilities.double().cumsum(-1)
-            assert proposal.tokens == [int((row <= uniform).sum()) for row, uniform in zip(sums, uniforms, strict=True)]
+            assert proposal.tokens == [
+                int((row <= uniform).sum()) for row, uniform in zip(sums, uniforms, strict=True)
+            ]
 
 
 def test_a_chain_longer_than_the_window_is_refused(target: FrozenTarget, tmp_path: Path) -> None:

@@ -20,7 +20,9 @@ from tests.heads import build_head, causal, document_rows
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 
-def run(model: TrainingTimeTest, target: FrozenTarget, rows: dict[str, torch.Tensor]) -> tuple[torch.Tensor, StepSums]:
+def run(
+    model: TrainingTimeTest, target: FrozenTarget, rows: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, StepSums]:
     batch = indexed(rows)
     total, sums = model(**batch, **model.read_target(target, batch), measure=True)
     return total, sums
@@ -54,7 +56,11 @@ class Toy(torch.nn.Module):
         return positions
 
     def forward(
-        self, next_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, kv_cache: UnrollKVCache
+        self,
+        next_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        kv_cache: UnrollKVCache,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         value = (self.embedding[next_ids] + hidden).unsqueeze(1)
         seen = kv_cache.attend(0, torch.zeros_like(value), value, value).squeeze(1)
@@ -62,7 +68,9 @@ class Toy(torch.nn.Module):
         return normed, normed - hidden
 
 
-def by_formula(toy: Toy, target: FrozenTarget, ids: list[int]) -> dict[tuple[int, int], list[float]]:
+def by_formula(
+    toy: Toy, target: FrozenTarget, ids: list[int]
+) -> dict[tuple[int, int], list[float]]:
     """(step, token that it predicts) -> divergence, whether the top-1 is the target's, and acceptance, over one document."""
     output = target.model(torch.tensor([ids]), output_hidden_states=True)
     features, target_logits = output.hidden_states[-1][0], output.logits[0]
@@ -90,7 +98,9 @@ def by_formula(toy: Toy, target: FrozenTarget, ids: list[int]) -> dict[tuple[int
 @torch.no_grad()
 def test_loss_acceptance_and_chains_are_their_formulas() -> None:
     """Two documents and padding in a row, a pruned vocabulary, a window that is shorter than the documents, tokens without loss."""
-    target = FrozenTarget(tiny_target_model(num_layers=2, vocab_size=24, seed=8), tiny_tokenizer(), name="tiny")
+    target = FrozenTarget(
+        tiny_target_model(num_layers=2, vocab_size=24, seed=8), tiny_tokenizer(), name="tiny"
+    )
     toy = Toy(target, torch.tensor([1, 2, 4, 5, 7, *range(9, 24)]))
     texts = [[3, 1, 4, 1, 5, 2, 6, 5, 3, 5, 7, 2], [2, 7, 1, 4, 2, 1, 5, 2, 4]]
     masks = [[0, 0, 0, 1, 1, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 1, 1, 1]]
@@ -114,16 +124,29 @@ def test_loss_acceptance_and_chains_are_their_formulas() -> None:
     rows = {name: torch.tensor([column]) for name, column in columns.items()}
     unroll = TrainingTimeTest(toy, forward_kl, 3, step_decay=0.5, temperature=TEMPERATURE)
     total, sums = run(unroll, target, rows)
-    assert torch.allclose(sums.table()[:7], expected, rtol=1e-4) and unroll.num_loss_tokens(indexed(rows)) == expected[1, 0]
-    assert float(total) == pytest.approx(float((expected[0] * torch.tensor([4, 2, 1]) / 7).sum()), rel=1e-4)
+    assert (
+        torch.allclose(sums.table()[:7], expected, rtol=1e-4)
+        and unroll.num_loss_tokens(indexed(rows)) == expected[1, 0]
+    )
+    assert float(total) == pytest.approx(
+        float((expected[0] * torch.tensor([4, 2, 1]) / 7).sum()), rel=1e-4
+    )
     assert (expected[2:4] > 0).all() and 0 < expected[4, 1] < expected[2, 1]
 
 
 @pytest.mark.parametrize("plain_linear", [True, False])
-def test_pruned_soft_targets_are_renormalised_and_keep_their_mass(target: FrozenTarget, plain_linear: bool) -> None:
+def test_pruned_soft_targets_are_renormalised_and_keep_their_mass(
+    target: FrozenTarget, plain_linear: bool
+) -> None:
     """Also where its head cannot be cut."""
     ids, kept = torch.arange(3, 15)[None], torch.arange(0, target.vocab_size, 2)
-    made = SoftTargets.of(target.logits, target.features(ids, []).last_hidden, torch.arange(1, ids.shape[1]), kept, 0.7)
+    made = SoftTargets.of(
+        target.logits,
+        target.features(ids, []).last_hidden,
+        torch.arange(1, ids.shape[1]),
+        kept,
+        0.7,
+    )
     made = made if plain_linear else dataclasses.replace(made, pruned=None)
     distributions = (target.model(ids).logits[0, :-1] / 0.7).softmax(-1)
     soft = made.at(slice(None), measure=True)
@@ -137,20 +160,34 @@ def test_pruned_soft_targets_are_renormalised_and_keep_their_mass(target: Frozen
 
 @pytest.mark.long  # a compiler
 @pytest.mark.parametrize(("method", "num_steps"), [("eagle3", 7), ("eagle", 2), ("mtp", 2)])
-def test_a_compiled_layer_is_one_graph_of_each_step(target: FrozenTarget, method: str, num_steps: int) -> None:
+def test_a_compiled_layer_is_one_graph_of_each_step(
+    target: FrozenTarget, method: str, num_steps: int
+) -> None:
     options = {"draft_vocabulary": torch.arange(1, 200, 2)} if method == "eagle3" else {}
-    model = TrainingTimeTest(build_head(method, target, **options), forward_kl, num_steps, feature_weight=0.1)
+    model = TrainingTimeTest(
+        build_head(method, target, **options), forward_kl, num_steps, feature_weight=0.1
+    )
     torch._dynamo.reset()
     counters.clear()
     gradients = []
     for compiled in (False, True):
         if compiled:
             no_target: Any = SimpleNamespace(compile=lambda **options: None)
-            compile_layers({"torch_compile": True, "torch_compile_backend": "aot_eager"}, no_target, model)
+            compile_layers(
+                {"torch_compile": True, "torch_compile_backend": "aot_eager"}, no_target, model
+            )
         model.zero_grad()
         run(model, target, numbered_rows(24, 3))[0].backward()
-        gradients.append({name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None})
-    assert counters["stats"]["unique_graphs"] == num_steps + 1 and not counters["graph_break"]  # and the loss's
+        gradients.append(
+            {
+                name: parameter.grad
+                for name, parameter in model.named_parameters()
+                if parameter.grad is not None
+            }
+        )
+    assert (
+        counters["stats"]["unique_graphs"] == num_steps + 1 and not counters["graph_break"]
+    )  # and the loss's
     assert gradients[0].keys() == gradients[1].keys()
     for name, gradient in gradients[0].items():
         assert torch.allclose(gradient, gradients[1][name], atol=1e-6), name
@@ -174,7 +211,10 @@ def test_features_are_held_to_the_targets_next_ones(target: FrozenTarget) -> Non
 
 
 def test_noise_is_for_training_alone(target: FrozenTarget) -> None:
-    model, rows = TrainingTimeTest(build_eagle(target), forward_kl, 1, noise=0.1), numbered_rows(9, 3)
+    model, rows = (
+        TrainingTimeTest(build_eagle(target), forward_kl, 1, noise=0.1),
+        numbered_rows(9, 3),
+    )
     quiet = [float(run(model.eval(), target, rows)[0].detach()) for _ in range(2)]
     noisy = [float(run(model.train(), target, rows)[0].detach()) for _ in range(2)]
     assert quiet[0] == quiet[1] and noisy[0] != noisy[1]

@@ -16,7 +16,9 @@ from tests.heads import build_block, document_rows
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
-def test_slot_by_slot_the_correction_is_that_of_all_slots_at_once(target: FrozenTarget, kind: str) -> None:
+def test_slot_by_slot_the_correction_is_that_of_all_slots_at_once(
+    target: FrozenTarget, kind: str
+) -> None:
     """And of those before it alone: other tokens later change nothing."""
     draft: Any = build_block("dspark", target, markov_head_type=kind)
     torch.manual_seed(0)
@@ -25,7 +27,9 @@ def test_slot_by_slot_the_correction_is_that_of_all_slots_at_once(target: Frozen
     state = draft.markov_head.start(hidden)
     for slot in range(5):
         correction, own, state = draft.markov_head.step(hidden[:, slot], previous[:, slot], state)
-        assert torch.allclose(correction, together[:, slot], atol=1e-6) and torch.equal(own, embedded[:, slot])
+        assert torch.allclose(correction, together[:, slot], atol=1e-6) and torch.equal(
+            own, embedded[:, slot]
+        )
     changed = previous.clone()
     changed[:, 3] += 1
     assert torch.equal(draft.markov_head(hidden, changed)[0][:, :3], together[:, :3])
@@ -34,9 +38,13 @@ def test_slot_by_slot_the_correction_is_that_of_all_slots_at_once(target: Frozen
 
 @pytest.mark.parametrize(("kind", "rank"), [("vanilla", 8), ("gated", 8), ("rnn", 8), ("rnn", 80)])
 def test_a_fresh_correction_corrects_nothing(target: FrozenTarget, kind: str, rank: int) -> None:
-    draft = build(KIND, target, markov_rank=rank, markov_head_type=kind, block_size=4, mask_token_id=2)
+    draft = build(
+        KIND, target, markov_rank=rank, markov_head_type=kind, block_size=4, mask_token_id=2
+    )
     assert isinstance(draft, DSparkDraft)
-    corrections, _ = draft.markov_head(torch.randn(2, 4, target.hidden_size), torch.tensor([[5, 6, 7, 8]] * 2))
+    corrections, _ = draft.markov_head(
+        torch.randn(2, 4, target.hidden_size), torch.tensor([[5, 6, 7, 8]] * 2)
+    )
     assert not (corrections @ draft.markov_head.markov_w2.weight.T).any()
 
 
@@ -48,7 +56,9 @@ def test_confidence_learns_how_likely_each_slot_is_accepted(target: FrozenTarget
     inputs = objective.read_target(target, batch)
     optimizer = torch.optim.Adam(draft.confidence_head.parameters(), 3e-2)
     seen: list[torch.Tensor] = []
-    draft.confidence_head.register_forward_hook(lambda module, inputs, logits: seen.append(logits.detach().sigmoid()))
+    draft.confidence_head.register_forward_hook(
+        lambda module, inputs, logits: seen.append(logits.detach().sigmoid())
+    )
     for _ in range(60):
         total, _ = objective(**batch, **inputs)
         optimizer.zero_grad()

@@ -30,12 +30,17 @@ def rewrite(folder: Path, tensors: dict[str, torch.Tensor] | None = None, **conf
     path = folder / "model.safetensors"
     save_file({**load_file(path), **(tensors or {})}, path)
     raw = {**json.loads((folder / "config.json").read_text()), **config}
-    (folder / "config.json").write_text(json.dumps({name: value for name, value in raw.items() if value is not None}))
+    (folder / "config.json").write_text(
+        json.dumps({name: value for name, value in raw.items() if value is not None})
+    )
 
 
 def test_tensors_are_those_that_engines_load(target: FrozenTarget, tmp_path: Path) -> None:
     save_eagle(build_eagle(target), tmp_path)
-    shapes = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    shapes = {
+        name: tuple(tensor.shape)
+        for name, tensor in load_file(tmp_path / "model.safetensors").items()
+    }
     assert shapes == layouts.EAGLE
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"] and config["bias"] is False
@@ -44,9 +49,14 @@ def test_tensors_are_those_that_engines_load(target: FrozenTarget, tmp_path: Pat
 def test_it_computes_what_its_formula_says(target: FrozenTarget) -> None:
     """One position: attention over itself alone is its value, so the head is two matrix products and an MLP."""
     head = build_eagle(target)
-    ids, hidden = torch.tensor([[7]]), torch.randn(1, 1, target.hidden_size, generator=torch.Generator().manual_seed(0))
+    ids, hidden = (
+        torch.tensor([[7]]),
+        torch.randn(1, 1, target.hidden_size, generator=torch.Generator().manual_seed(0)),
+    )
     with torch.no_grad():
-        output, next_hidden = head(ids, hidden, head.rotary(hidden, torch.zeros_like(ids)), causal(ids))
+        output, next_hidden = head(
+            ids, hidden, head.rotary(hidden, torch.zeros_like(ids)), causal(ids)
+        )
         layer = head.layers[0]
         fused = torch.cat((head.embed_tokens(ids), hidden), -1) @ head.fc.weight.T
         value = layer.self_attn.v_proj(fused).view(1, 1, -1, 32)
@@ -57,7 +67,9 @@ def test_it_computes_what_its_formula_says(target: FrozenTarget) -> None:
     assert torch.allclose(output, expected, atol=1e-5) and output is next_hidden
 
 
-def test_a_config_without_bias_means_a_bias_as_its_first_writer_has_it(target: FrozenTarget, tmp_path: Path) -> None:
+def test_a_config_without_bias_means_a_bias_as_its_first_writer_has_it(
+    target: FrozenTarget, tmp_path: Path
+) -> None:
     save_eagle(build_eagle(target), tmp_path)
     rewrite(tmp_path, bias=None)
     with refused("eval.draft", f"{tmp_path} without fc.bias"):
@@ -66,7 +78,9 @@ def test_a_config_without_bias_means_a_bias_as_its_first_writer_has_it(target: F
     assert load_eagle(tmp_path, target).fc.bias[-1] == 1
 
 
-def test_a_bias_that_the_config_denies_is_refused_unless_it_is_nothing(target: FrozenTarget, tmp_path: Path) -> None:
+def test_a_bias_that_the_config_denies_is_refused_unless_it_is_nothing(
+    target: FrozenTarget, tmp_path: Path
+) -> None:
     save_eagle(build_eagle(target), tmp_path)
     rewrite(tmp_path, {"fc.bias": torch.zeros(target.hidden_size)})
     assert load_eagle(tmp_path, target).fc.bias is None
@@ -75,7 +89,9 @@ def test_a_bias_that_the_config_denies_is_refused_unless_it_is_nothing(target: F
         load_eagle(tmp_path, target)
 
 
-def test_copies_of_the_targets_embedding_and_head_are_read_and_others_refused(target: FrozenTarget, tmp_path: Path) -> None:
+def test_copies_of_the_targets_embedding_and_head_are_read_and_others_refused(
+    target: FrozenTarget, tmp_path: Path
+) -> None:
     save_eagle(build_eagle(target), tmp_path)
     own = {
         "embed_tokens.weight": target.backbone.embed_tokens.weight.detach(),
@@ -127,7 +143,9 @@ def test_where_its_features_are_the_targets_it_drafts_the_models_own_distributio
 
 
 @torch.no_grad()
-def test_where_its_features_are_the_targets_nothing_is_left_to_learn(finished: FrozenTarget, tmp_path: Path) -> None:
+def test_where_its_features_are_the_targets_nothing_is_left_to_learn(
+    finished: FrozenTarget, tmp_path: Path
+) -> None:
     ids = torch.tensor([[5, 9, 17, 30, 8, 9, 11, 40, 41, 6]])
     last_hidden = finished.model(ids, output_hidden_states=True).hidden_states[-1]
     steps = iter(range(1, 3))
@@ -137,12 +155,15 @@ def test_where_its_features_are_the_targets_nothing_is_left_to_learn(finished: F
         return torch.nn.functional.pad(last_hidden[:, ahead:], (0, 0, 0, ahead))
 
     rows = indexed(document_rows(ids[0].tolist()))
-    objective = TrainingTimeTest(oracle(finished, hidden_states, tmp_path), forward_kl, 2, temperature=0.8)
+    objective = TrainingTimeTest(
+        oracle(finished, hidden_states, tmp_path), forward_kl, 2, temperature=0.8
+    )
     total, sums = objective(**rows, **objective.read_target(finished, rows), measure=True)
     assert abs(float(total)) < 1e-4
-    assert [float(accepted / count) for accepted, count in zip(sums.accepted, sums.loss_tokens, strict=True)] == pytest.approx(
-        [1, 1]
-    )
+    assert [
+        float(accepted / count)
+        for accepted, count in zip(sums.accepted, sums.loss_tokens, strict=True)
+    ] == pytest.approx([1, 1])
 
 
 def test_a_scale_is_told_where_vllm_looks_for_it(finished: FrozenTarget, tmp_path: Path) -> None:

@@ -31,11 +31,15 @@ TEXTS = [f"def f{number}(x):\n    return x * {number * 7} + {number}\n" for numb
 
 
 @pytest.mark.parametrize("exit_layer", [1, 3])
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "gpt_oss"])  # windows by turns, scaled embeddings, experts
+@pytest.mark.parametrize(
+    "kind", ["llama", "qwen3", "gemma2", "gpt_oss"]
+)  # windows by turns, scaled embeddings, experts
 def test_its_text_is_that_of_generate(kind: str, exit_layer: int) -> None:
     target = FrozenTarget(tiny_model(kind), tiny_tokenizer(), name=kind)
     target.model.generation_config.eos_token_id = []
-    theirs = target.model.generate(torch.tensor([PROMPT]), max_new_tokens=30, do_sample=False, pad_token_id=0)  # type: ignore[operator]
+    theirs = target.model.generate(
+        torch.tensor([PROMPT]), max_new_tokens=30, do_sample=False, pad_token_id=0
+    )  # type: ignore[operator]
     proposer = ExitProposer(build_exit(target, exit_layer=exit_layer, intermediate_size=32), target)
     run = Decoder(target, proposer).generate(PROMPT, max_new_tokens=30, num_speculative_tokens=K)
     assert list(run.token_ids) == theirs[0, len(PROMPT) :].tolist()
@@ -47,11 +51,15 @@ def test_its_loss_is_the_divergence_from_what_all_layers_say() -> None:
     batch = objective.prepare(indexed(document_rows(PROMPT)), None)
     total, sums = objective(**batch, **objective.read_target(target, batch), measure=True)
     outputs = target.model(torch.tensor([PROMPT]), output_hidden_states=True)
-    early = target.model.lm_head(target.model.model.norm(outputs.hidden_states[1]))  # a fresh exit adds nothing
+    early = target.model.lm_head(
+        target.model.model.norm(outputs.hidden_states[1])
+    )  # a fresh exit adds nothing
     log_p, log_q = (logits[0, :-1].log_softmax(-1) for logits in (outputs.logits, early))
     assert total.item() == pytest.approx((log_p.exp() * (log_p - log_q)).sum().item(), rel=1e-4)
     right = (log_p.argmax(-1) == log_q.argmax(-1)).tolist()
-    chains = [sum(all(right[at : at + k]) for at in range(len(right) - k + 1)) for k in range(1, K + 1)]
+    chains = [
+        sum(all(right[at : at + k]) for at in range(len(right) - k + 1)) for k in range(1, K + 1)
+    ]
     assert sums.chain_correct is not None and sums.chain_correct.tolist() == chains
 
 
@@ -62,7 +70,10 @@ def test_no_token_goes_through_a_layer_twice_but_what_was_rejected() -> None:
     seen: list[list[list[int]]] = [[] for _ in target.layers]  # positions of each pass, by layer
     for passes, layer in zip(seen, target.layers, strict=True):
         layer.register_forward_pre_hook(
-            lambda _layer, _args, given, passes=passes: passes.append(given["position_ids"][0].tolist()), with_kwargs=True
+            lambda _layer, _args, given, passes=passes: passes.append(
+                given["position_ids"][0].tolist()
+            ),
+            with_kwargs=True,
         )
     run = Decoder(target, proposer).generate(PROMPT, max_new_tokens=30, num_speculative_tokens=K)
     assert {entry.num_accepted for entry in run.rounds} >= {0, 1}
@@ -75,7 +86,9 @@ def test_no_token_goes_through_a_layer_twice_but_what_was_rejected() -> None:
 
 
 def test_a_saved_exit_is_the_same_and_fits_its_target_alone(tmp_path: Path) -> None:
-    target, deeper = (FrozenTarget(tiny_target_model(num_layers=n), tiny_tokenizer(), name="tiny") for n in (2, 4))
+    target, deeper = (
+        FrozenTarget(tiny_target_model(num_layers=n), tiny_tokenizer(), name="tiny") for n in (2, 4)
+    )
     draft = build_exit(target)
     torch.nn.init.normal_(draft.layers[0].mlp.down_proj.weight)
     save_exit(draft, tmp_path)
@@ -105,27 +118,56 @@ def test_what_it_cannot_do_is_refused_by_name(target: FrozenTarget) -> None:
 def test_every_command_takes_it(tmp_path: Path) -> None:
     tiny_target_model().save_pretrained(tmp_path / "target")
     tiny_tokenizer().save_pretrained(tmp_path / "target")
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS), encoding="utf-8")
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS), encoding="utf-8")
-    (tmp_path / "gate.yaml").write_text("- {metric: lossless.greedy_identical, equals: true}\n", encoding="utf-8")
-    run, target, suite = tmp_path / "run", f"target={tmp_path / 'target'}", f"suite={tmp_path / 'prompts.jsonl'}"
+    (tmp_path / "texts.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in TEXTS), encoding="utf-8"
+    )
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS), encoding="utf-8"
+    )
+    (tmp_path / "gate.yaml").write_text(
+        "- {metric: lossless.greedy_identical, equals: true}\n", encoding="utf-8"
+    )
+    run, target, suite = (
+        tmp_path / "run",
+        f"target={tmp_path / 'target'}",
+        f"suite={tmp_path / 'prompts.jsonl'}",
+    )
     measured = ["max_new_tokens=16", "repeats=1", "warmup=0"]
-    keys = ["method=early_exit", f"target.model={tmp_path / 'target'}", f"data.source={tmp_path / 'texts.jsonl'}"]
+    keys = [
+        "method=early_exit",
+        f"target.model={tmp_path / 'target'}",
+        f"data.source={tmp_path / 'texts.jsonl'}",
+    ]
     keys += [
         "data.validation_fraction=0.2",
         "data.validation_split=sample",
         "data.decontaminate=[]",
         f"data.cache_dir={tmp_path / 'cache'}",
     ]
-    keys += [f"train.output_dir={run}", f"eval.{suite}", f"gate={tmp_path / 'gate.yaml'}", "data.max_length=64", *SMALL]
+    keys += [
+        f"train.output_dir={run}",
+        f"eval.{suite}",
+        f"gate={tmp_path / 'gate.yaml'}",
+        "data.max_length=64",
+        *SMALL,
+    ]
     assert specdistill("train", *keys, *(f"eval.{key}" for key in measured)).returncode == 0
     assert specdistill("eval", f"recipe={run / 'run' / 'recipe.yaml'}").returncode == 0
-    report: dict[str, Any] = json.loads((run / "report" / "report.json").read_text(encoding="utf-8"))
-    assert report["lossless"]["greedy_identical"] and report["lossless"]["sampling_test"]["p_value"] > 1e-3
+    report: dict[str, Any] = json.loads(
+        (run / "report" / "report.json").read_text(encoding="utf-8")
+    )
+    assert (
+        report["lossless"]["greedy_identical"]
+        and report["lossless"]["sampling_test"]["p_value"] > 1e-3
+    )
     drafted = [point["k"] for point in report["theory"]["curve"]]
     assert all(one < other for one, other in pairwise(drafted)) and drafted[-1] == 4
-    assert "method early_exit" in specdistill("doctor", f"draft={run / 'draft'}", target, suite).stdout
-    planned = specdistill("plan", f"target={tmp_path / 'target'}", f"draft={run / 'draft'}", "hub=false", "--json")
+    assert (
+        "method early_exit" in specdistill("doctor", f"draft={run / 'draft'}", target, suite).stdout
+    )
+    planned = specdistill(
+        "plan", f"target={tmp_path / 'target'}", f"draft={run / 'draft'}", "hub=false", "--json"
+    )
     assert planned.returncode == 0, planned.stderr
     rows = {row["method"]: row for row in json.loads(planned.stdout)["methods"]}
     assert rows["early_exit"]["available"] and rows["early_exit"]["parameters"] == 3 * 64 * 128 + 64
@@ -138,5 +180,7 @@ def test_every_command_takes_it(tmp_path: Path) -> None:
         f"output_dir={tmp_path / 'both'}",
     ]
     assert specdistill("compare", *compared).returncode == 0
-    ended = specdistill("export", f"draft={run / 'draft'}", "engine=vllm", f"output_dir={tmp_path / 'served'}")
+    ended = specdistill(
+        "export", f"draft={run / 'draft'}", "engine=vllm", f"output_dir={tmp_path / 'served'}"
+    )
     assert ended.returncode == 2 and refused_key(ended.stderr) == "engine"

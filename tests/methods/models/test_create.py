@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, MixtralConfig, MixtralForCausalLM, PreTrainedModel
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+)
 
 from specdistill.methods.models import checkpoint
 from specdistill.methods.models.checkpoint import load_draft_model, save_draft_model
@@ -81,7 +87,9 @@ def test_scratch_follows_shape_and_seed(model: PreTrainedModel) -> None:
 def test_a_step_costs_the_larger_share() -> None:
     target = tiny_target_model()
     assert step_ratio(target, from_layers(target, 4)) == 1
-    layers = from_layers(target, 2)  # half the layers, and more than half of the weights read: the head stays
+    layers = from_layers(
+        target, 2
+    )  # half the layers, and more than half of the weights read: the head stays
     table = target.get_input_embeddings().weight.numel()
     share = (layers.num_parameters() - table) / (target.num_parameters() - table)
     assert step_ratio(target, layers) == pytest.approx(share) and share > 0.5
@@ -95,17 +103,26 @@ def test_a_step_costs_the_larger_share() -> None:
 
 def test_of_a_mixture_s_experts_a_token_reads_its_own() -> None:
     config = MixtralConfig(
-        vocab_size=50, hidden_size=16, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
     )  # two of eight experts a token
     model = MixtralForCausalLM(config)
     experts = 2 * 8 * 3 * 16 * 8  # layers, experts, matrices, each 16 by 8
     rest = model.num_parameters() - experts - 50 * 16
     assert weights_read(model) == pytest.approx(rest + experts / 4)
     assert weights_read(model, 2) == pytest.approx(rest + experts * (1 - 0.75**2))
-    assert parameters_read(model.model.layers[0].mlp, config) == pytest.approx(experts / 8 + 16 * 8)  # and its router
+    assert parameters_read(model.model.layers[0].mlp, config) == pytest.approx(
+        experts / 8 + 16 * 8
+    )  # and its router
 
 
-def test_each_start_builds_a_draft_and_says_what_it_costs(target: FrozenTarget, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_start_builds_a_draft_and_says_what_it_costs(
+    target: FrozenTarget, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, logger="specdistill"):
         default = create_draft_model(target)
         scratch = create_draft_model(target, init="scratch", hidden_size=32, seed=3)
@@ -121,18 +138,28 @@ def test_each_start_builds_a_draft_and_says_what_it_costs(target: FrozenTarget, 
         ({"init": "layers", "hidden_size": 32}, "hidden_size", 32),
         ({"init": "layers", "num_layers": 9}, "num_layers", 9),
         ({"init": "scratch"}, "init", "scratch without a size"),
-        ({"init": "scratch", "num_attention_heads": 3, "num_key_value_heads": 2}, "num_key_value_heads", "2 for 3"),
+        (
+            {"init": "scratch", "num_attention_heads": 3, "num_key_value_heads": 2},
+            "num_key_value_heads",
+            "2 for 3",
+        ),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(target: FrozenTarget, settings: dict[str, Any], key: str, got: object) -> None:
+def test_settings_that_do_not_fit_are_refused(
+    target: FrozenTarget, settings: dict[str, Any], key: str, got: object
+) -> None:
     with refused(f"draft.{key}", got):
         create_draft_model(target, **settings)
 
 
-def test_of_a_larger_draft_is_warned_with_its_bound(target: FrozenTarget, caplog: pytest.LogCaptureFixture) -> None:
+def test_of_a_larger_draft_is_warned_with_its_bound(
+    target: FrozenTarget, caplog: pytest.LogCaptureFixture
+) -> None:
     draft = create_draft_model(target, init="scratch", num_layers=8)
     assert draft.config.num_hidden_layers == 8
-    assert [record.levelname for record in caplog.records if "predicted speedup" in record.message] == ["WARNING"]
+    assert [
+        record.levelname for record in caplog.records if "predicted speedup" in record.message
+    ] == ["WARNING"]
 
 
 def test_a_target_for_text_and_images_takes_a_trained_draft_alone(tmp_path: Path) -> None:
@@ -146,16 +173,23 @@ def test_a_target_for_text_and_images_takes_a_trained_draft_alone(tmp_path: Path
         create_draft_model(target, init="layers")
 
 
-def test_save_and_load_are_bit_equal(target: FrozenTarget, model: PreTrainedModel, tmp_path: Path) -> None:
+def test_save_and_load_are_bit_equal(
+    target: FrozenTarget, model: PreTrainedModel, tmp_path: Path
+) -> None:
     draft = resized(model, ModelShape(2, 32, 48, 2, 1, shape_of(model.config).head_dim))
     save_draft_model(draft, target.tokenizer, tmp_path)
     loaded, tokenizer = load_draft_model(tmp_path, key="draft.init")
-    assert torch.equal(logits(loaded), logits(draft)) and tokenizer.get_vocab() == target.tokenizer.get_vocab()
+    assert (
+        torch.equal(logits(loaded), logits(draft))
+        and tokenizer.get_vocab() == target.tokenizer.get_vocab()
+    )
     assert torch.equal(logits(create_draft_model(target, init=str(tmp_path))), logits(draft))
 
 
 @pytest.mark.parametrize(("num_rows", "own_rows"), [(320, 260), (260, 384)])
-def test_tables_that_are_padded_otherwise_get_the_target_s_rows(num_rows: int, own_rows: int, tmp_path: Path) -> None:
+def test_tables_that_are_padded_otherwise_get_the_target_s_rows(
+    num_rows: int, own_rows: int, tmp_path: Path
+) -> None:
     """gemma-3-27b has 262,208 rows, gemma-3-1b 262,144, and both the same tokens."""
     target = FrozenTarget(tiny_target_model(vocab_size=num_rows), tiny_tokenizer(), name="padded")
     given = tiny_target_model(num_layers=1, vocab_size=own_rows)
@@ -165,9 +199,13 @@ def test_tables_that_are_padded_otherwise_get_the_target_s_rows(num_rows: int, o
     assert torch.equal(logits(draft)[..., :260], logits(given)[..., :260])
 
 
-def test_a_model_on_the_hub_is_read_at_its_revision(monkeypatch: pytest.MonkeyPatch, target: FrozenTarget) -> None:
+def test_a_model_on_the_hub_is_read_at_its_revision(
+    monkeypatch: pytest.MonkeyPatch, target: FrozenTarget
+) -> None:
     asked = []
-    read = lambda place, **options: asked.append((place, options["revision"])) or (tiny_target_model(), tiny_tokenizer())  # noqa: E731
+    read = lambda place, **options: (
+        asked.append((place, options["revision"])) or (tiny_target_model(), tiny_tokenizer())
+    )  # noqa: E731
     monkeypatch.setattr(checkpoint, "read_causal_lm", read)
     for name in ("org/name@0123abc", "org/name"):
         create_draft_model(target, init=name)
@@ -176,16 +214,20 @@ def test_a_model_on_the_hub_is_read_at_its_revision(monkeypatch: pytest.MonkeyPa
 
 def test_an_encoder_is_no_draft(tmp_path: Path) -> None:
     """transformers loads it as a causal language model, whose every position sees the whole text."""
-    BertForMaskedLM(BertConfig(vocab_size=260, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)).save_pretrained(
-        tmp_path
-    )
+    BertForMaskedLM(
+        BertConfig(vocab_size=260, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    ).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     with refused("draft.init"):
         load_draft_model(tmp_path, key="draft.init")
 
 
-@pytest.mark.parametrize("broken", ["model.safetensors", "tokenizer.json", "config.json", "truncated"])
-def test_a_folder_that_is_not_whole_is_refused(target: FrozenTarget, tmp_path: Path, broken: str) -> None:
+@pytest.mark.parametrize(
+    "broken", ["model.safetensors", "tokenizer.json", "config.json", "truncated"]
+)
+def test_a_folder_that_is_not_whole_is_refused(
+    target: FrozenTarget, tmp_path: Path, broken: str
+) -> None:
     save_draft_model(from_layers(target.model, 2), target.tokenizer, tmp_path)
     weights = tmp_path / "model.safetensors"
     if broken == "truncated":

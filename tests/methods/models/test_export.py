@@ -10,14 +10,20 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from specdistill.export import export
-from specdistill.methods.models.checkpoint import load_draft_model, save_draft_model, with_both_spellings
+from specdistill.methods.models.checkpoint import (
+    load_draft_model,
+    save_draft_model,
+    with_both_spellings,
+)
 from specdistill.targets.files import TargetFiles
 from tests.draft_models import LLAMA3
 from tests.refusals import refused
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 
-def save(folder: Path, model: PreTrainedModel | None = None, tokenizer: Any = None) -> PreTrainedModel:
+def save(
+    folder: Path, model: PreTrainedModel | None = None, tokenizer: Any = None
+) -> PreTrainedModel:
     model = model or tiny_target_model(num_layers=2)
     save_draft_model(model, tokenizer or tiny_tokenizer(), folder)
     return model
@@ -29,7 +35,10 @@ def test_a_small_draft_comes_back_bit_for_bit(engine: str, tmp_path: Path) -> No
     assert export(tmp_path / "ours", engine, tmp_path / "out").method == "draft_model"
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "out"))
     assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) and before[name].dtype == after[name].dtype for name in before)
+    assert all(
+        torch.equal(before[name], after[name]) and before[name].dtype == after[name].dtype
+        for name in before
+    )
     load_draft_model(tmp_path / "out")
     names = {path.name for path in (tmp_path / "ours").iterdir()}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names | {"SERVE.md"}

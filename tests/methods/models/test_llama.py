@@ -17,7 +17,9 @@ def small(**changes: object) -> LlamaForCausalLM:
         return LlamaForCausalLM(config).eval()
 
 
-@pytest.mark.parametrize("changes", [{}, {"rope_parameters": LLAMA3}, {"rms_norm_eps": 1e-2}, {"head_dim": 16}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"rope_parameters": LLAMA3}, {"rms_norm_eps": 1e-2}, {"head_dim": 16}]
+)
 def test_it_computes_what_transformers_computes(changes: dict[str, object]) -> None:
     model = small(**changes)
     layers = LlamaLayers(model)
@@ -25,14 +27,19 @@ def test_it_computes_what_transformers_computes(changes: dict[str, object]) -> N
     layers.begin(1)
     with torch.no_grad():
         expected = model.get_decoder()(ids).last_hidden_state
-        parts = [layers(ids[:, start:end], [end - start]) for start, end in ((0, 40), (40, 41), (41, 90))]
+        parts = [
+            layers(ids[:, start:end], [end - start]) for start, end in ((0, 40), (40, 41), (41, 90))
+        ]
     assert torch.allclose(torch.cat(parts, 1), expected, atol=1e-5)
 
 
 def test_it_shares_the_models_weights() -> None:
     model = small()
     layers = LlamaLayers(model)
-    assert layers.layers[1].mlp.up_proj.weight.data_ptr() == model.model.layers[1].mlp.up_proj.weight.data_ptr()
+    assert (
+        layers.layers[1].mlp.up_proj.weight.data_ptr()
+        == model.model.layers[1].mlp.up_proj.weight.data_ptr()
+    )
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,9 @@ def packed_rows() -> dict[str, Any]:
     return {**rows, "loss_positions": torch.nn.functional.pad(rows["loss_positions"], (0, 3))}
 
 
-def run(objective: Distillation, target: FrozenTarget, rows: dict[str, Any], measure: bool = True) -> Any:
+def run(
+    objective: Distillation, target: FrozenTarget, rows: dict[str, Any], measure: bool = True
+) -> Any:
     return objective(**rows, **objective.read_target(target, rows), measure=measure)
 
 
@@ -43,27 +45,45 @@ def test_the_target_as_its_own_draft_is_perfect(target: FrozenTarget) -> None:
     total, sums = run(objective, target, rows)
     kept = 4 + 4  # x_3..x_6 and x_8..x_11: the loss is at the token before each
     assert float(total.detach()) == pytest.approx(0, abs=1e-4)
-    assert int(sums.loss_tokens[0]) == int(sums.correct[0]) == int(objective.num_loss_tokens(rows)) == kept
+    assert (
+        int(sums.loss_tokens[0])
+        == int(sums.correct[0])
+        == int(objective.num_loss_tokens(rows))
+        == kept
+    )
     assert float(sums.accepted[0]) == pytest.approx(kept, rel=1e-5)
-    assert [int(count) for count in sums.chains] == [int(count) for count in sums.chain_correct] == [8, 6, 4]
+    assert (
+        [int(count) for count in sums.chains]
+        == [int(count) for count in sums.chain_correct]
+        == [8, 6, 4]
+    )
     assert sums.table().shape == (8, K)
 
 
-def by_formula(target: FrozenTarget, draft: Any, rows: dict[str, Any], temperature: float = 1.0) -> torch.Tensor:
+def by_formula(
+    target: FrozenTarget, draft: Any, rows: dict[str, Any], temperature: float = 1.0
+) -> torch.Tensor:
     """KL(p || q) at each loss token, of each document alone."""
     found = []
     for start, stop, first in ((0, 7, 2), (7, 12, 0)):
         ids = rows["input_ids"][:, start:stop]
-        p, q = ((model(ids).logits[0, first:-1] / temperature).log_softmax(-1) for model in (target.model, draft))
+        p, q = (
+            (model(ids).logits[0, first:-1] / temperature).log_softmax(-1)
+            for model in (target.model, draft)
+        )
         found.append((p.exp() * (p - q)).sum(-1))
     return torch.cat(found).detach()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_the_loss_is_the_divergence_in_each_document_alone(target: FrozenTarget, temperature: float) -> None:
+def test_the_loss_is_the_divergence_in_each_document_alone(
+    target: FrozenTarget, temperature: float
+) -> None:
     rows, draft = packed_rows(), small_draft()
     total, _ = run(Distillation(draft, forward_kl, temperature=temperature), target, rows)
-    assert float(total.detach()) == pytest.approx(float(by_formula(target, draft, rows, temperature).sum()), rel=1e-4)
+    assert float(total.detach()) == pytest.approx(
+        float(by_formula(target, draft, rows, temperature).sum()), rel=1e-4
+    )
 
 
 @pytest.mark.parametrize("training", [True, False])

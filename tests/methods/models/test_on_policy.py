@@ -21,8 +21,12 @@ def batch() -> dict[str, torch.Tensor]:
     }
 
 
-def writing(fraction: float = 1.0, temperature: float = 0.0, end_ids: tuple[int, ...] = ()) -> OnPolicyGeneration:
-    return OnPolicyGeneration(tiny_target_model(num_layers=1), fraction, temperature, 6, 10, end_ids, seed=0)
+def writing(
+    fraction: float = 1.0, temperature: float = 0.0, end_ids: tuple[int, ...] = ()
+) -> OnPolicyGeneration:
+    return OnPolicyGeneration(
+        tiny_target_model(num_layers=1), fraction, temperature, 6, 10, end_ids, seed=0
+    )
 
 
 def test_rows_are_beginnings_and_what_the_draft_writes_after_them() -> None:
@@ -30,7 +34,12 @@ def test_rows_are_beginnings_and_what_the_draft_writes_after_them() -> None:
     generated = student(rows, 0)
     kept = rows["input_ids"][[0, 2], :6]
     expected = student.draft.generate(
-        kept, attention_mask=torch.ones_like(kept), do_sample=False, max_new_tokens=10, eos_token_id=None, pad_token_id=0
+        kept,
+        attention_mask=torch.ones_like(kept),
+        do_sample=False,
+        max_new_tokens=10,
+        eos_token_id=None,
+        pad_token_id=0,
     )
     assert torch.equal(generated["input_ids"], expected)
     assert generated["loss_mask"].tolist() == [[0] * 6 + [1] * 10] * 2
@@ -39,9 +48,12 @@ def test_rows_are_beginnings_and_what_the_draft_writes_after_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("launch", "whole"), [({"DEEPSPEED": "2"}, True), ({"DEEPSPEED": "3"}, False), ({"FSDP": ""}, False), ({}, True)]
+    ("launch", "whole"),
+    [({"DEEPSPEED": "2"}, True), ({"DEEPSPEED": "3"}, False), ({"FSDP": ""}, False), ({}, True)],
 )
-def test_a_draft_in_parts_does_not_generate(launch: dict[str, str], whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_in_parts_does_not_generate(
+    launch: dict[str, str], whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A launch tells its processes so in the environment."""
     for sharding, stage in launch.items():
         monkeypatch.setenv(f"ACCELERATE_USE_{sharding}", "true")

@@ -21,7 +21,13 @@ from specdistill.methods.models.proposer import DraftModelProposer
 from specdistill.methods.models.vocabulary import match_vocabularies
 from specdistill.targets.frozen import FrozenTarget
 from tests.draft_models import half_right, other_tokenizer, tiny_draft_model, translated, words
-from tests.enumeration import SAMPLING, Propose, distribution_of, output_distribution, plain_distribution
+from tests.enumeration import (
+    SAMPLING,
+    Propose,
+    distribution_of,
+    output_distribution,
+    plain_distribution,
+)
 from tests.proposers import state_of
 from tests.refusals import refused
 from tests.tiny import qwen, tiny_target_model, tiny_tokenizer
@@ -63,15 +69,21 @@ def test_greedy_output_is_the_plain_output(target: FrozenTarget, k: int):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_the_cache_drafts_as_a_fresh_reading_of_the_whole_text_does(target: FrozenTarget, architecture: str):
+def test_the_cache_drafts_as_a_fresh_reading_of_the_whole_text_does(
+    target: FrozenTarget, architecture: str
+):
     draft = half_right(target) if architecture == "llama" else qwen()
-    run = Decoder(target, DraftModelProposer(draft)).generate(PROMPT, max_new_tokens=40, num_speculative_tokens=3)
+    run = Decoder(target, DraftModelProposer(draft)).generate(
+        PROMPT, max_new_tokens=40, num_speculative_tokens=3
+    )
     text = [*PROMPT, run.token_ids[0]]
     for entry in run.rounds:
         expected = list(text)
         for _ in range(3):
             with torch.inference_mode():
-                expected.append(int(draft(input_ids=torch.tensor([expected])).logits[0, -1].argmax()))
+                expected.append(
+                    int(draft(input_ids=torch.tensor([expected])).logits[0, -1].argmax())
+                )
         assert list(entry.drafted) == expected[len(text) :]
         text += entry.emitted
 
@@ -105,9 +117,16 @@ TARGET_WORDS, DRAFT_WORDS = "? a b c", "b ? d a"  # the draft knows no c, the ta
 
 def unlike(mask_token_id: int | None = None, **replacements: str) -> DraftModelProposer:
     vocabulary = match_vocabularies(
-        words(TARGET_WORDS), 4, words(DRAFT_WORDS), 4, heterogeneous_vocab=True, token_replacements=replacements
+        words(TARGET_WORDS),
+        4,
+        words(DRAFT_WORDS),
+        4,
+        heterogeneous_vocab=True,
+        token_replacements=replacements,
     )
-    return DraftModelProposer(tiny_draft_model(4, seed=2), vocabulary=vocabulary, mask_token_id=mask_token_id)
+    return DraftModelProposer(
+        tiny_draft_model(4, seed=2), vocabulary=vocabulary, mask_token_id=mask_token_id
+    )
 
 
 def alike(mask_token_id: int | None = None) -> DraftModelProposer:
@@ -124,7 +143,9 @@ def alike(mask_token_id: int | None = None) -> DraftModelProposer:
         (partial(unlike, c="a"), SAMPLING),
     ],
 )
-def test_sampled_text_has_the_targets_distribution_exactly(make: Callable[..., DraftModelProposer], sampling: Sampling):
+def test_sampled_text_has_the_targets_distribution_exactly(
+    make: Callable[..., DraftModelProposer], sampling: Sampling
+):
     target, prompt = distribution_of(tiny_draft_model(4, seed=1), sampling), (1, 3, 2)
     distribution = output_distribution(target, fresh(make(), 2), prompt, sampling)
     assert torch.allclose(distribution, plain_distribution(target, prompt), rtol=0, atol=1e-6)
@@ -134,7 +155,9 @@ def test_sampled_text_has_the_targets_distribution_exactly(make: Callable[..., D
 
 
 @pytest.mark.parametrize("k", [1, 4])
-def test_another_vocabulary_changes_no_greedy_text_and_its_shared_tokens_are_accepted(target: FrozenTarget, k: int):
+def test_another_vocabulary_changes_no_greedy_text_and_its_shared_tokens_are_accepted(
+    target: FrozenTarget, k: int
+):
     plain = Decoder(target).generate(PROMPT, max_new_tokens=60)
     until = next(
         index
@@ -157,24 +180,36 @@ def test_tokens_of_other_names_are_read_and_proposed_as_if_they_had_the_targets(
     model.generation_config.eos_token_id = []
     target = FrozenTarget(model, tiny_tokenizer(), name="tiny")
     draft, prompt = half_right(target), [1, 20, 21, 3, 2, 20]
-    renamed = translated(target, missing="", model=draft, endoftext="<s>", user="<u>", assistant="<a>", end="</s>")
+    renamed = translated(
+        target, missing="", model=draft, endoftext="<s>", user="<u>", assistant="<a>", end="</s>"
+    )
     unmapped = match_vocabularies(
-        target.tokenizer, 260, renamed.shared_vocabulary.draft_tokenizer, 261, heterogeneous_vocab=True
+        target.tokenizer,
+        260,
+        renamed.shared_vocabulary.draft_tokenizer,
+        261,
+        heterogeneous_vocab=True,
     )
 
     def decoded(proposer: DraftModelProposer) -> Generation:
         options = {"max_new_tokens": 60, "num_speculative_tokens": 4, "sampling": sampling}
-        return Decoder(target, proposer).generate(prompt, generator=torch.Generator().manual_seed(1), **options)
+        return Decoder(target, proposer).generate(
+            prompt, generator=torch.Generator().manual_seed(1), **options
+        )
 
     own, mapped = decoded(DraftModelProposer(draft)), decoded(renamed)
     assert [(entry.drafted, entry.emitted) for entry in mapped.rounds] == [
         (entry.drafted, entry.emitted) for entry in own.rounds
     ]
-    assert any(token < 4 for entry in mapped.rounds for token in entry.drafted[: entry.num_accepted])
+    assert any(
+        token < 4 for entry in mapped.rounds for token in entry.drafted[: entry.num_accepted]
+    )
     bare = decoded(DraftModelProposer(renamed.draft, vocabulary=unmapped))
     assert len(bare.rounds) > len(mapped.rounds)
     if sampling.is_greedy:
-        expected = model.generate(torch.tensor([prompt]), max_new_tokens=60, do_sample=False)[0, len(prompt) :].tolist()
+        expected = model.generate(torch.tensor([prompt]), max_new_tokens=60, do_sample=False)[
+            0, len(prompt) :
+        ].tolist()
         assert list(mapped.token_ids) == list(bare.token_ids) == expected
 
 
@@ -191,7 +226,9 @@ def test_a_replacement_of_several_tokens_or_of_none_is_read_and_not_proposed():
     proposer = DraftModelProposer(tiny_target_model(vocab_size=257), vocabulary=vocabulary)
     proposer.begin([20])
     with torch.inference_mode():
-        proposer.propose(state_of(target("<|user|>cz<|end|><|assistant|>d").input_ids), 3, GREEDY, [None])
+        proposer.propose(
+            state_of(target("<|user|>cz<|end|><|assistant|>d").input_ids), 3, GREEDY, [None]
+        )
     assert proposer.rows[0].ids == draft("\ncyyabd").input_ids
     left_out = {2, 3, *target("\nz").input_ids}  # the draft's line break is proposed as <|user|>
     assert proposer.vocabulary == set(range(1, 260)) - left_out
@@ -232,15 +269,21 @@ def test_a_sequence_longer_than_the_drafts_context_is_refused(target: FrozenTarg
 
 @pytest.mark.parametrize(("length", "num_drafted"), [(24, 9), (25, 8), (30, 3), (32, 1)])
 @torch.inference_mode()
-def test_as_many_tokens_are_drafted_as_the_context_has_room_for(target: FrozenTarget, length: int, num_drafted: int):
+def test_as_many_tokens_are_drafted_as_the_context_has_room_for(
+    target: FrozenTarget, length: int, num_drafted: int
+):
     """Of 32; the last draft token is not read."""
     proposer = DraftModelProposer(half_right(target, context=32), target_max_length=32)
     proposer.begin([100])
     assert len(proposer.propose(state_of([5] * length), 9, GREEDY, [None])[0].tokens) == num_drafted
 
 
-@pytest.mark.parametrize("shape", [{"num_speculative_tokens": 4}, {"tree": DynamicTree(budget=6, depth=4, top_k=2)}])
-def test_a_draft_with_the_targets_context_reaches_its_end(target: FrozenTarget, shape: dict[str, Any]):
+@pytest.mark.parametrize(
+    "shape", [{"num_speculative_tokens": 4}, {"tree": DynamicTree(budget=6, depth=4, top_k=2)}]
+)
+def test_a_draft_with_the_targets_context_reaches_its_end(
+    target: FrozenTarget, shape: dict[str, Any]
+):
     plain = Decoder(target).generate(PROMPT, max_new_tokens=250)
     proposer = DraftModelProposer(half_right(target), target_max_length=target.max_length)
     run = Decoder(target, proposer).generate(PROMPT, max_new_tokens=250, **shape)
@@ -257,7 +300,9 @@ def draft_folder(target: FrozenTarget, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_folder_loads_with_its_options_and_counts_its_parameters(target: FrozenTarget, draft_folder: Path):
+def test_a_folder_loads_with_its_options_and_counts_its_parameters(
+    target: FrozenTarget, draft_folder: Path
+):
     proposer = load_proposer("draft_model", draft_folder, target)
     assert isinstance(proposer, DraftModelProposer)
     assert proposer.shared_vocabulary is None
@@ -265,7 +310,9 @@ def test_a_folder_loads_with_its_options_and_counts_its_parameters(target: Froze
     assert proposer.num_bytes == 4 * target.num_parameters
 
 
-def test_a_folder_with_another_tokenizer_is_refused_unless_told(target: FrozenTarget, draft_folder: Path):
+def test_a_folder_with_another_tokenizer_is_refused_unless_told(
+    target: FrozenTarget, draft_folder: Path
+):
     tokenizer = other_tokenizer("a")
     tokenizer.save_pretrained(draft_folder)
     with refused("eval.draft", "a draft of 256 tokens for a target of 260"):

@@ -14,7 +14,10 @@ def test_equal_tokenizers_need_no_translation(size: int):
 
 
 def test_differing_tokens_are_named_with_both_sizes():
-    with refused("eval.draft", "a draft of 5 tokens for a target of 6, with 4 differences: id 2 is 'x', the target's 'b'"):
+    with refused(
+        "eval.draft",
+        "a draft of 5 tokens for a target of 6, with 4 differences: id 2 is 'x', the target's 'b'",
+    ):
         match_vocabularies(words("? a b c d e"), 6, words("? a x y z"), 5)
 
 
@@ -25,15 +28,23 @@ def test_a_token_only_one_side_has_is_none_on_the_other():
 
 
 def test_the_same_tokens_in_other_special_roles_are_refused_by_name():
-    target, draft = words("? a </s> <end>", eos_token="</s>"), words("? a </s> <end>", eos_token="<end>")
+    target, draft = (
+        words("? a </s> <end>", eos_token="</s>"),
+        words("? a </s> <end>", eos_token="<end>"),
+    )
     difference = describe_difference(target, draft)
-    assert difference is not None and "eos_token is '<end>' (id 3), the target's '</s>' (id 2)" in difference
+    assert (
+        difference is not None
+        and "eos_token is '<end>' (id 3), the target's '</s>' (id 2)" in difference
+    )
     with refused("train.draft"):
         match_vocabularies(target, 4, draft, 4, key="train.draft")
 
 
 @pytest.mark.parametrize(("target_size", "draft_size"), [(264, 260), (260, 264), (272, 264)])
-def test_padded_matrices_of_equal_tokenizers_share_the_tokenizer_s_tokens(target_size: int, draft_size: int):
+def test_padded_matrices_of_equal_tokenizers_share_the_tokenizer_s_tokens(
+    target_size: int, draft_size: int
+):
     shared = match_vocabularies(tiny_tokenizer(), target_size, tiny_tokenizer(), draft_size)
     assert shared is not None
     assert shared.target_ids_W.tolist() == shared.draft_ids_W.tolist() == list(range(260))
@@ -54,14 +65,19 @@ def test_tokens_beyond_the_logits_are_not_shared():
 
 
 @pytest.mark.parametrize(
-    ("replacements", "got"), [({"x": "a"}, "x"), ({"b c": "a"}, "b c"), ({"": "a"}, ""), ({"c": "a"}, "c")]
+    ("replacements", "got"),
+    [({"x": "a"}, "x"), ({"b c": "a"}, "b c"), ({"": "a"}, ""), ({"c": "a"}, "c")],
 )
 def test_a_replacement_is_of_a_token_of_the_target(replacements: dict[str, str], got: str):
     target, draft = words("? a b c"), words("c ? d a")
     with refused("eval.token_replacements", got):
-        match_vocabularies(target, 3, draft, 4, heterogeneous_vocab=True, token_replacements=replacements)
+        match_vocabularies(
+            target, 3, draft, 4, heterogeneous_vocab=True, token_replacements=replacements
+        )
     with refused("eval.token_replacements", "1 for a draft with the target's tokenizer"):
-        match_vocabularies(target, 4, target, 4, heterogeneous_vocab=True, token_replacements=replacements)
+        match_vocabularies(
+            target, 4, target, 4, heterogeneous_vocab=True, token_replacements=replacements
+        )
 
 
 @pytest.mark.parametrize(
@@ -74,17 +90,30 @@ def test_a_replacement_is_of_a_token_of_the_target(replacements: dict[str, str],
         ({"<end>": "a", "a": "</s>"}, {0: 0, 1: 2, 3: 1}, {2: [2]}),
     ],
 )
-def test_a_replacement_takes_the_place_of_the_tokens_that_shared_its_text(replacements, pairs, read_as):
+def test_a_replacement_takes_the_place_of_the_tokens_that_shared_its_text(
+    replacements, pairs, read_as
+):
     """The draft's </s> is proposed as <end>, where the target has a </s> of its own."""
     target, draft = words("? a </s> <end>"), words("? a </s> b")
-    shared = match_vocabularies(target, 4, draft, 4, heterogeneous_vocab=True, token_replacements=replacements)
+    shared = match_vocabularies(
+        target, 4, draft, 4, heterogeneous_vocab=True, token_replacements=replacements
+    )
     assert shared is not None and shared.read_as == read_as
-    assert dict(zip(shared.target_ids_W.tolist(), shared.draft_ids_W.tolist(), strict=True)) == pairs
+    assert (
+        dict(zip(shared.target_ids_W.tolist(), shared.draft_ids_W.tolist(), strict=True)) == pairs
+    )
 
 
 def test_a_replacement_s_text_has_logits_of_the_draft():
     with refused("eval.token_replacements", "b for a, token 2 of a draft with 2 logits"):
-        match_vocabularies(words("? a c"), 3, words("? c b"), 2, heterogeneous_vocab=True, token_replacements={"a": "b"})
+        match_vocabularies(
+            words("? a c"),
+            3,
+            words("? c b"),
+            2,
+            heterogeneous_vocab=True,
+            token_replacements={"a": "b"},
+        )
 
 
 def test_vocabularies_with_nothing_in_common_are_refused():

@@ -11,11 +11,25 @@ from safetensors.torch import load_file, save_file
 
 from specdistill.engines.engine import Layout
 from specdistill.errors import UserError
-from specdistill.methods.mtp.checkpoint import build_mtp, export, load_mtp, merge_mtp_weights, save_mtp
+from specdistill.methods.mtp.checkpoint import (
+    build_mtp,
+    export,
+    load_mtp,
+    merge_mtp_weights,
+    save_mtp,
+)
 from specdistill.methods.mtp.tensor_names import merge_experts
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
-from tests.mtp_targets import KINDS, add_tensors, all_tensors, mtp_shapes, mtp_tensors, tiny_model, write_checkpoint
+from tests.mtp_targets import (
+    KINDS,
+    add_tensors,
+    all_tensors,
+    mtp_shapes,
+    mtp_tensors,
+    tiny_model,
+    write_checkpoint,
+)
 
 DEPTH = {
     "qwen3_next": "num_nextn_predict_layers",
@@ -24,7 +38,9 @@ DEPTH = {
 }
 
 
-def save_draft(target: FrozenTarget, folder: Path, *, init: str | None = None, add: float = 0.0) -> None:
+def save_draft(
+    target: FrozenTarget, folder: Path, *, init: str | None = None, add: float = 0.0
+) -> None:
     """The target's own layer or a fresh one, with each weight moved by `add`."""
     draft = build_mtp(target, init=init)
     for parameter in draft.parameters():
@@ -35,11 +51,18 @@ def save_draft(target: FrozenTarget, folder: Path, *, init: str | None = None, a
 Tensors = dict[str, torch.Tensor]
 
 
-def merge(folder: Path, kind: str, *, add: float = 0.0, **checkpoint: Any) -> tuple[FrozenTarget, Tensors, Tensors]:
+def merge(
+    folder: Path, kind: str, *, add: float = 0.0, **checkpoint: Any
+) -> tuple[FrozenTarget, Tensors, Tensors]:
     """A checkpoint in `target`, its own layer or else a fresh one in `draft`, and both in `merged`; the tensors before and after."""
     source, output = folder / "target", folder / "merged"
     target = write_checkpoint(kind, source, **checkpoint)
-    save_draft(target, folder / "draft", init=None if checkpoint.get("with_mtp", True) else "scratch", add=add)
+    save_draft(
+        target,
+        folder / "draft",
+        init=None if checkpoint.get("with_mtp", True) else "scratch",
+        add=add,
+    )
     merge_mtp_weights(folder / "draft", source, output)
     return target, all_tensors(source), all_tensors(output)
 
@@ -49,7 +72,9 @@ def check_index(folder: Path) -> None:
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     tensors = all_tensors(folder)
     for file in set(index["weight_map"].values()):
-        assert load_file(folder / file).keys() == {name for name, place in index["weight_map"].items() if place == file}
+        assert load_file(folder / file).keys() == {
+            name for name, place in index["weight_map"].items() if place == file
+        }
     assert index["weight_map"].keys() == tensors.keys()
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
 
@@ -68,36 +93,53 @@ def test_an_untrained_layer_comes_out_bit_for_bit(kind: str, sharded: bool, tmp_
             assert path.read_bytes() == (output / path.name).read_bytes(), path.name
     if sharded:
         check_index(output)
-        changed = {path.name for path in source.glob("*.safetensors") if not path.samefile(output / path.name)}
+        changed = {
+            path.name
+            for path in source.glob("*.safetensors")
+            if not path.samefile(output / path.name)
+        }
         place = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
-        assert changed == {place[name] for name in mtp_shapes(kind)} and len(changed) < len(set(place.values()))
+        assert changed == {place[name] for name in mtp_shapes(kind)} and len(changed) < len(
+            set(place.values())
+        )
 
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_trained_layer_is_what_the_target_then_has(kind: str, sharded: bool, tmp_path: Path) -> None:
+def test_a_trained_layer_is_what_the_target_then_has(
+    kind: str, sharded: bool, tmp_path: Path
+) -> None:
     target, before, after = merge(tmp_path, kind, sharded=sharded, add=0.5)
     trained = load_mtp(tmp_path / "draft", target).state_dict()
     found = build_mtp(FrozenTarget.load(str(tmp_path / "merged"))).state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in trained.items())
     differing = {name for name in before if not torch.equal(before[name], after[name])}
-    assert differing == {name for name in mtp_shapes(kind) if not name.endswith("correction_bias")}  # the bias is no parameter
+    assert differing == {
+        name for name in mtp_shapes(kind) if not name.endswith("correction_bias")
+    }  # the bias is no parameter
 
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_target_gets_its_first_such_layer(kind: str, sharded: bool, tmp_path: Path) -> None:
     source, output = tmp_path / "target", tmp_path / "merged"
-    target, before, after = merge(tmp_path, kind, sharded=sharded, with_mtp=False, dtype=torch.bfloat16)
+    target, before, after = merge(
+        tmp_path, kind, sharded=sharded, with_mtp=False, dtype=torch.bfloat16
+    )
     expected = mtp_tensors(kind, target.model, torch.bfloat16)  # with DeepSeek's copies
     new = {name: tensor for name, tensor in after.items() if name not in before}
     assert {name: (tensor.shape, tensor.dtype) for name, tensor in new.items()} == {
         name: (tensor.shape, tensor.dtype) for name, tensor in expected.items()
     }
-    for name in new.keys() & {"model.layers.2.embed_tokens.weight", "model.layers.2.shared_head.head.weight"}:
+    for name in new.keys() & {
+        "model.layers.2.embed_tokens.weight",
+        "model.layers.2.shared_head.head.weight",
+    }:
         assert torch.equal(new[name], expected[name])
     assert json.loads((output / "config.json").read_text())[DEPTH[kind]] == 1
-    assert DEPTH[kind] not in json.loads((source / "config.json").read_text())  # no file is shared that was changed
+    assert DEPTH[kind] not in json.loads(
+        (source / "config.json").read_text()
+    )  # no file is shared that was changed
     if sharded:
         check_index(output)
         assert all(path.samefile(output / path.name) for path in source.glob("*.safetensors"))
@@ -120,10 +162,15 @@ def test_the_text_config_of_a_model_with_vision_is_told(tmp_path: Path) -> None:
     target = write_checkpoint("qwen3_5", source, with_mtp=False)
     save_draft(target, tmp_path / "draft", init="scratch")
     text = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text, "vision_config": {}}))
+    (source / "config.json").write_text(
+        json.dumps({"model_type": "qwen3_5", "text_config": text, "vision_config": {}})
+    )
     merge_mtp_weights(tmp_path / "draft", source, output)
     config = json.loads((output / "config.json").read_text())
-    assert config["text_config"]["mtp_num_hidden_layers"] == 1 and "mtp_num_hidden_layers" not in config
+    assert (
+        config["text_config"]["mtp_num_hidden_layers"] == 1
+        and "mtp_num_hidden_layers" not in config
+    )
 
 
 def test_the_hubs_symbolic_links_become_files_and_hidden_folders_stay(tmp_path: Path) -> None:
@@ -136,7 +183,9 @@ def test_the_hubs_symbolic_links_become_files_and_hidden_folders_stay(tmp_path: 
     (source / ".cache" / "download.metadata").write_text("of the original")
     save_draft(target, tmp_path / "draft")
     merge_mtp_weights(tmp_path / "draft", source, output)
-    assert not any(path.is_symlink() for path in output.iterdir()) and not (output / ".cache").exists()
+    assert (
+        not any(path.is_symlink() for path in output.iterdir()) and not (output / ".cache").exists()
+    )
     assert all_tensors(source).keys() == all_tensors(output).keys()
 
 
@@ -172,7 +221,9 @@ def spoil(change: str, source: Path, draft: Path) -> None:
         ("incomplete draft", "model.layers.2.eh_proj.weight"),
     ],
 )
-def test_what_cannot_be_merged_is_refused_and_leaves_nothing(change: str, names: str, tmp_path: Path) -> None:
+def test_what_cannot_be_merged_is_refused_and_leaves_nothing(
+    change: str, names: str, tmp_path: Path
+) -> None:
     source, output = tmp_path / "target", tmp_path / "merged"
     target = write_checkpoint("deepseek_v3", source, sharded=True)
     save_draft(target, tmp_path / "draft")

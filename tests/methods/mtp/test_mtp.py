@@ -77,7 +77,9 @@ def test_the_layer_is_what_transformers_computes_under_a_causal_mask(
     layer.load_state_dict(draft.layers[0].state_dict())
     layer.self_attn.config._attn_implementation = attention
     with torch.no_grad():
-        both = torch.cat((draft.token_norm(draft.embed_tokens(ids)), draft.hidden_norm(hidden)), dim=-1)
+        both = torch.cat(
+            (draft.token_norm(draft.embed_tokens(ids)), draft.hidden_norm(hidden)), dim=-1
+        )
         expected = draft.norm(
             layer(
                 draft.fc(both),
@@ -91,12 +93,18 @@ def test_the_layer_is_what_transformers_computes_under_a_causal_mask(
     assert torch.equal(normed, next_hidden)  # engines feed back what the head sees
 
 
-def test_the_hidden_state_is_the_targets_after_its_final_norm(draft: MtpDraft, target: FrozenTarget) -> None:
+def test_the_hidden_state_is_the_targets_after_its_final_norm(
+    draft: MtpDraft, target: FrozenTarget
+) -> None:
     ids = torch.arange(3, 15)[None]
-    assert torch.allclose(target.lm_head(draft.fuse(target.features(ids, ()))), target.model(ids).logits, atol=1e-5)
+    assert torch.allclose(
+        target.lm_head(draft.fuse(target.features(ids, ()))), target.model(ids).logits, atol=1e-5
+    )
 
 
-def test_only_the_drafts_own_weights_are_its_state_and_train(draft: MtpDraft, target: FrozenTarget) -> None:
+def test_only_the_drafts_own_weights_are_its_state_and_train(
+    draft: MtpDraft, target: FrozenTarget
+) -> None:
     ids, hidden, rotary = steps(draft, target)
     normed, _ = draft(ids, hidden, rotary, causal(ids))
     draft.logits(normed).logsumexp(-1).sum().backward()
@@ -108,13 +116,22 @@ def test_only_the_drafts_own_weights_are_its_state_and_train(draft: MtpDraft, ta
     draft.zero_grad()
 
 
-def test_another_dtype_rounds_neither_the_target_nor_the_routing_bias(target: FrozenTarget, kind: str) -> None:
+def test_another_dtype_rounds_neither_the_target_nor_the_routing_bias(
+    target: FrozenTarget, kind: str
+) -> None:
     draft = build_mtp(target, init="scratch")
-    draft.layers.load_state_dict({f"0.{name}": tensor for name, tensor in target.backbone.layers[-1].state_dict().items()})
+    draft.layers.load_state_dict(
+        {f"0.{name}": tensor for name, tensor in target.backbone.layers[-1].state_dict().items()}
+    )
     draft.to(torch.bfloat16)
     kept = {name for name, tensor in draft.state_dict().items() if tensor.dtype == torch.float32}
-    assert kept == ({"layers.0.mlp.gate.e_score_correction_bias"} if kind == "deepseek_v3" else set())
-    assert {tensor.dtype for tensor in (*target.model.parameters(), *target.backbone.rotary_emb.buffers())} == {torch.float32}
+    assert kept == (
+        {"layers.0.mlp.gate.e_score_correction_bias"} if kind == "deepseek_v3" else set()
+    )
+    assert {
+        tensor.dtype
+        for tensor in (*target.model.parameters(), *target.backbone.rotary_emb.buffers())
+    } == {torch.float32}
     layer = target.backbone.layers[-1].state_dict()
     for name in kept:
         assert torch.equal(draft.state_dict()[name], layer[name.removeprefix("layers.0.")])
@@ -122,13 +139,23 @@ def test_another_dtype_rounds_neither_the_target_nor_the_routing_bias(target: Fr
 
 def test_the_targets_own_weights_are_read(kind: str, tmp_path: Path) -> None:
     target = write_checkpoint(kind, tmp_path, sharded=True)
-    state, published = split_experts(build_mtp(target).state_dict()), mtp_tensors(kind, target.model)
+    state, published = (
+        split_experts(build_mtp(target).state_dict()),
+        mtp_tensors(kind, target.model),
+    )
     prefix, layer, norms = {
         "deepseek_v3": ("model.layers.2.", "", ("enorm", "hnorm", "shared_head.norm")),
     }.get(kind, ("mtp.", "layers.0.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")))
     same = dict(zip(("token_norm", "hidden_norm", "norm"), norms, strict=True))
-    experts = [] if kind == "qwen3_5" else [f"mlp.experts.{EXPERTS - 1}.{part}_proj" for part in ("gate", "up", "down")]
-    same |= {f"layers.0.{name}": layer + name for name in ("input_layernorm", "self_attn.o_proj", *experts)}
+    experts = (
+        []
+        if kind == "qwen3_5"
+        else [f"mlp.experts.{EXPERTS - 1}.{part}_proj" for part in ("gate", "up", "down")]
+    )
+    same |= {
+        f"layers.0.{name}": layer + name
+        for name in ("input_layernorm", "self_attn.o_proj", *experts)
+    }
     for name, there in same.items():
         assert torch.equal(state[f"{name}.weight"], published[f"{prefix}{there}.weight"]), name
 
@@ -145,20 +172,30 @@ def test_a_target_without_the_layer_needs_a_start(kind: str, tmp_path: Path) -> 
     [
         ("qwen3_next", True, "mtp.layers.1.input_layernorm.weight"),  # a deeper layer
         ("deepseek_v3", True, "model.layers.3.enorm.weight"),
-        ("qwen3_next", False, "model.mtp_layers.0.input_proj.weight"),  # no missing layer, but names that no engine reads
+        (
+            "qwen3_next",
+            False,
+            "model.mtp_layers.0.input_proj.weight",
+        ),  # no missing layer, but names that no engine reads
         ("deepseek_v3", True, "model.layers.2.shared_head.head.weight"),  # no copy of the head
     ],
 )
-def test_a_checkpoint_with_what_cannot_be_read_is_refused(kind: str, with_mtp: bool, name: str, tmp_path: Path) -> None:
+def test_a_checkpoint_with_what_cannot_be_read_is_refused(
+    kind: str, with_mtp: bool, name: str, tmp_path: Path
+) -> None:
     target = write_checkpoint(kind, tmp_path, with_mtp=with_mtp)
     add_tensors(tmp_path, {name: torch.zeros(260, 32)})
     with refused("target.model", tmp_path, holds=name.removeprefix("model.layers.2.")):
         build_mtp(target)
 
 
-def test_tensors_are_those_that_engines_load(draft: MtpDraft, target: FrozenTarget, kind: str, tmp_path: Path) -> None:
+def test_tensors_are_those_that_engines_load(
+    draft: MtpDraft, target: FrozenTarget, kind: str, tmp_path: Path
+) -> None:
     save_mtp(draft, tmp_path)
-    assert {name: tuple(t.shape) for name, t in load_file(tmp_path / "model.safetensors").items()} == mtp_shapes(kind)
+    assert {
+        name: tuple(t.shape) for name, t in load_file(tmp_path / "model.safetensors").items()
+    } == mtp_shapes(kind)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["SpecdistillMtp"]
     assert config["text_config"]["hidden_size"] == target.hidden_size
@@ -175,9 +212,13 @@ def test_each_tensor_comes_back_in_its_dtype(tmp_path: Path) -> None:
 
 def test_a_fresh_layer_follows_the_seed_and_starts_from_what_the_target_says() -> None:
     target = tiny_target("qwen3_next")
-    first, again, other = (build_mtp(target, init="scratch", seed=seed).state_dict() for seed in (1, 1, 2))
+    first, again, other = (
+        build_mtp(target, init="scratch", seed=seed).state_dict() for seed in (1, 1, 2)
+    )
     assert all(torch.equal(tensor, again[name]) for name, tensor in first.items())
-    assert not torch.equal(first["layers.0.mlp.experts.down_proj"], other["layers.0.mlp.experts.down_proj"])
+    assert not torch.equal(
+        first["layers.0.mlp.experts.down_proj"], other["layers.0.mlp.experts.down_proj"]
+    )
     hidden = torch.randn(2 * target.hidden_size)
     assert torch.equal(first["fc.weight"] @ hidden, hidden[target.hidden_size :])
     assert torch.equal(first["norm.weight"], target.backbone.norm.weight)
@@ -207,10 +248,15 @@ SMALL = {**COMMON, "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim":
     [
         (lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL)), "Gemma2Attention with softcap"),
         (
-            lambda: GptOssForCausalLM(GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1)),
+            lambda: GptOssForCausalLM(
+                GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1)
+            ),
             "GptOssAttention with s_aux",
         ),
-        (lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=8)), "MistralAttention with sliding_window"),
+        (
+            lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=8)),
+            "MistralAttention with sliding_window",
+        ),
         (lambda: with_layer(OwnAttention).model, "OwnAttention, whose attention is its own"),
         (lambda: with_layer(OtherArguments).model, "OtherArguments"),
     ],
@@ -226,14 +272,18 @@ def test_a_plain_model_takes_the_qwen_names(tmp_path: Path) -> None:
     assert "mtp.layers.0.self_attn.q_proj.weight" in load_file(tmp_path / "model.safetensors")
 
 
-def test_transformers_own_layer_of_this_kind_agrees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_own_layer_of_this_kind_agrees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`MtpModel` of transformers reads the published names and computes the same."""
     target = write_checkpoint("deepseek_v3", tmp_path, sharded=True)
     monkeypatch.setattr(target.model, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2\."])
     theirs, draft = MtpModel.from_pretrained(target.model), build_mtp(target)
     ids, hidden, rotary = steps(draft, target)
     with torch.no_grad():
-        expected = theirs.forward_layer(0, hidden, torch.arange(12).expand(2, 12), None, input_ids=ids)
+        expected = theirs.forward_layer(
+            0, hidden, torch.arange(12).expand(2, 12), None, input_ids=ids
+        )
         normed, _ = draft(ids, hidden, rotary, causal(ids))
     assert torch.allclose(normed, expected, atol=1e-5, rtol=0)
 
@@ -245,11 +295,20 @@ def test_transformers_decodes_with_a_trained_layer_as_we_do(kind: str, tmp_path:
     memorise("mtp", target, tmp_path / "run", num_steps=20)
     export(tmp_path / "run" / "draft", "vllm", tmp_path / "merged", TargetFiles(target.name))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.2\."]  # where its class looks for the layer
+    model._keys_to_ignore_on_load_unexpected = [
+        r"model\.layers\.2\."
+    ]  # where its class looks for the layer
     passes: list[int] = []
-    model.model.register_forward_hook(lambda _, __, output: passes.append(output.last_hidden_state.shape[1]))
+    model.model.register_forward_hook(
+        lambda _, __, output: passes.append(output.last_hidden_state.shape[1])
+    )
     prompt = target.tokenizer(PROMPT)["input_ids"]
-    options: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options: dict[str, Any] = {
+        "max_new_tokens": 60,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
     (theirs,) = model.generate(torch.tensor([prompt]), use_mtp=True, **options)
     proposer = load_proposer("mtp", tmp_path / "run" / "draft", target)
     ours = Decoder(target, proposer).generate(prompt, max_new_tokens=60, num_speculative_tokens=1)

@@ -27,10 +27,14 @@ def propose(proposer: LookupProposer, text: list[int], k: int = 3) -> list[int]:
     return proposer.propose(state_of(text), k, GREEDY, [None])[0].tokens
 
 
-def by_scanning(proposer: LookupProposer, text: list[int], num_prompt_tokens: int, k: int) -> list[int]:
+def by_scanning(
+    proposer: LookupProposer, text: list[int], num_prompt_tokens: int, k: int
+) -> list[int]:
     """The same draft without an index: go back through the sequence, then copy on, from the draft too where the sequence ends."""
     settings = proposer.settings
-    latest = min(num_prompt_tokens, len(text) - 1) if settings["lookup"] == "prompt" else len(text) - 1
+    latest = (
+        min(num_prompt_tokens, len(text) - 1) if settings["lookup"] == "prompt" else len(text) - 1
+    )
     for n in range(settings["max"], settings["min"] - 1, -1):
         for end in range(latest, n - 1, -1):
             if text[end - n : end] == text[-n:]:
@@ -85,9 +89,14 @@ def target() -> FrozenTarget:
 @pytest.mark.parametrize("k", [1, 4])
 def test_greedy_output_is_the_plain_output(target: FrozenTarget, k: int, lookup: str) -> None:
     begun = [5, 1, 5, 1, 2, 3]
-    prompt = [*begun, *Decoder(target).generate(begun, max_new_tokens=60).token_ids]  # which holds something to copy
+    prompt = [
+        *begun,
+        *Decoder(target).generate(begun, max_new_tokens=60).token_ids,
+    ]  # which holds something to copy
     plain = Decoder(target).generate(prompt, max_new_tokens=60)
-    fast = Decoder(target, ngram_proposer(lookup=lookup)).generate(prompt, max_new_tokens=60, num_speculative_tokens=k)
+    fast = Decoder(target, ngram_proposer(lookup=lookup)).generate(
+        prompt, max_new_tokens=60, num_speculative_tokens=k
+    )
     assert fast.token_ids == plain.token_ids
     assert any(entry.num_accepted for entry in fast.rounds)
     assert any(entry.num_accepted < len(entry.drafted) for entry in fast.rounds)
@@ -95,7 +104,9 @@ def test_greedy_output_is_the_plain_output(target: FrozenTarget, k: int, lookup:
 
 @pytest.mark.parametrize("lookup", ["sequence", "prompt"])
 @pytest.mark.parametrize("prompt", [(1, 3, 2, 1), (2, 2, 3)])
-def test_sampled_text_has_the_targets_distribution_exactly(prompt: tuple[int, ...], lookup: str) -> None:
+def test_sampled_text_has_the_targets_distribution_exactly(
+    prompt: tuple[int, ...], lookup: str
+) -> None:
     target = distribution_of(tiny_draft_model(4, seed=1))
     drafted = set()
 
@@ -119,9 +130,17 @@ def test_sampled_text_has_the_targets_distribution_exactly(prompt: tuple[int, ..
 
 def test_its_settings_come_through_the_loader(target: FrozenTarget) -> None:
     default = load_proposer("ngram", None, target)
-    assert default.settings == ngram_proposer().settings == {"min": 1, "max": 3, "lookup": "sequence"}
-    proposer = load_proposer("ngram", None, target, ngram=NgramConfig(min=2, max=5, lookup="prompt"))
-    assert isinstance(proposer, LookupProposer) and proposer.settings == {"min": 2, "max": 5, "lookup": "prompt"}
+    assert (
+        default.settings == ngram_proposer().settings == {"min": 1, "max": 3, "lookup": "sequence"}
+    )
+    proposer = load_proposer(
+        "ngram", None, target, ngram=NgramConfig(min=2, max=5, lookup="prompt")
+    )
+    assert isinstance(proposer, LookupProposer) and proposer.settings == {
+        "min": 2,
+        "max": 5,
+        "lookup": "prompt",
+    }
 
 
 @pytest.mark.parametrize(
@@ -134,7 +153,9 @@ def test_its_settings_come_through_the_loader(target: FrozenTarget) -> None:
         ("eagle3", ["lookup=prompt"], "", ""),
     ],
 )
-def test_settings_that_cannot_work_name_their_key(method: str, options: list[str], key: str, got: object) -> None:
+def test_settings_that_cannot_work_name_their_key(
+    method: str, options: list[str], key: str, got: object
+) -> None:
     arguments = [f"method={method}", "target.model=pico", "train.output_dir=runs"]
     with refused(f"eval.ngram{key}", got):
         load_recipe(Recipe, arguments + [f"eval.ngram.{option}" for option in options])
@@ -169,7 +190,11 @@ def as_llama_cpp(text: list[int], size_n: int, size_m: int) -> list[int]:
 def test_the_rules_of_engines_draft_what_they_draft() -> None:
     draw, found = random.Random(0), {"vllm": 0, "llama.cpp": 0}
     for _ in range(100):
-        n, k, text = draw.randint(1, 3), draw.randint(1, 5), [draw.randrange(4) for _ in range(draw.randint(1, 10))]
+        n, k, text = (
+            draw.randint(1, 3),
+            draw.randint(1, 5),
+            [draw.randrange(4) for _ in range(draw.randint(1, 10))],
+        )
         proposers = {rule: ngram_proposer(1, n, rule=rule) for rule in found}
         for proposer in proposers.values():
             proposer.begin([100])

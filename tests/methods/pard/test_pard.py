@@ -35,12 +35,20 @@ MODELS = {"llama": lambda: tiny_target_model(num_layers=2, seed=5), "windows": q
 def packed(*lengths: int, num_rows: int = 2, padding: int = 3) -> dict[str, Any]:
     """Rows of random documents and padding, with a loss at every token but the first two of each document."""
     shape = num_rows, sum(lengths) + padding
-    positions = torch.cat([torch.arange(length) for length in lengths] + [torch.zeros(padding, dtype=torch.long)])
-    documents = torch.cat([torch.full((length,), index) for index, length in enumerate(lengths)] + [torch.full((padding,), -1)])
+    positions = torch.cat(
+        [torch.arange(length) for length in lengths] + [torch.zeros(padding, dtype=torch.long)]
+    )
+    documents = torch.cat(
+        [torch.full((length,), index) for index, length in enumerate(lengths)]
+        + [torch.full((padding,), -1)]
+    )
     ids = torch.randint(4, 250, shape, generator=torch.Generator().manual_seed(4))
     mask = ((positions > 1) & (documents >= 0)).long()
     columns = {"loss_mask": mask, "document_ids": documents, "position_ids": positions}
-    return indexed({"input_ids": ids} | {name: column.expand(shape).clone() for name, column in columns.items()})
+    return indexed(
+        {"input_ids": ids}
+        | {name: column.expand(shape).clone() for name, column in columns.items()}
+    )
 
 
 def objective_of(name: str, divergence: Any = forward_kl, **options: Any) -> ParallelDistillation:
@@ -56,19 +64,28 @@ def objective_of(name: str, divergence: Any = forward_kl, **options: Any) -> Par
 def test_the_drop_keeps_chains_whole_and_as_many_as_it_says(retention: float, least: float) -> None:
     batch = packed(400, 300)
     columns, numbers = draw_masks(batch, K, retention, least, seed=1)
-    kept = [{(b, int(columns[b, m])) for b, m in (numbers == i).nonzero().tolist()} for i in range(1, K)]
+    kept = [
+        {(b, int(columns[b, m])) for b, m in (numbers == i).nonzero().tolist()} for i in range(1, K)
+    ]
     assert all(later <= earlier for earlier, later in pairwise(kept))
     starts = 2 * (398 + 298)
     for i, chains in enumerate(kept, start=1):
         assert len(chains) == pytest.approx(max(least, retention**i) * starts, abs=0.03 * starts)
-    again, other = draw_masks(batch, K, retention, least, seed=1), draw_masks(batch, K, retention, least, seed=2)
-    assert torch.equal(columns, again[0]) and (retention == 1 or not torch.equal(columns[:, :50], other[0][:, :50]))
+    again, other = (
+        draw_masks(batch, K, retention, least, seed=1),
+        draw_masks(batch, K, retention, least, seed=2),
+    )
+    assert torch.equal(columns, again[0]) and (
+        retention == 1 or not torch.equal(columns[:, :50], other[0][:, :50])
+    )
     assert int(numbers.max()) <= K and columns.shape[1] % 88 == 0  # of rows of 703 tokens
 
 
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
-def test_training_predicts_what_the_model_says_after_a_prefix_and_masks(name: str, target: FrozenTarget) -> None:
+def test_training_predicts_what_the_model_says_after_a_prefix_and_masks(
+    name: str, target: FrozenTarget
+) -> None:
     """Of each token and mask alone: transformers' own forward over the document so far and the masks, and the target's over the text."""
     found: list[tuple[Tensor, Tensor]] = []
 
@@ -81,21 +98,36 @@ def test_training_predicts_what_the_model_says_after_a_prefix_and_masks(name: st
     total, sums = objective(**batch, **objective.read_target(target, batch), measure=True)
     logits, probs = (torch.cat(part) for part in zip(*found, strict=True))
     expected, seen, num_loss = 0.0, [0] * K, len(batch["loss_positions"])
-    places = [(*divmod(int(place) - 1, 28), 0, index) for index, place in enumerate(batch["loss_positions"]) if place]
+    places = [
+        (*divmod(int(place) - 1, 28), 0, index)
+        for index, place in enumerate(batch["loss_positions"])
+        if place
+    ]
     numbers = batch["mask_numbers"]
     for b, m in (numbers < K).nonzero().tolist():
-        places.append((b, int(batch["mask_columns"][b, m]), int(numbers[b, m]), num_loss + b * numbers.shape[1] + m))
+        places.append(
+            (
+                b,
+                int(batch["mask_columns"][b, m]),
+                int(numbers[b, m]),
+                num_loss + b * numbers.shape[1] + m,
+            )
+        )
     for b, column, number, row in places:
         text = batch["input_ids"][b, column - int(batch["position_ids"][b, column]) :]
         prefix = int(batch["position_ids"][b, column]) + 1
-        alone = objective.draft(torch.cat((text[:prefix], text.new_full((number,), MASK)))[None]).logits[0, -1]
+        alone = objective.draft(
+            torch.cat((text[:prefix], text.new_full((number,), MASK)))[None]
+        ).logits[0, -1]
         assert torch.allclose(logits[row], alone, atol=1e-4)
         theirs = target.model(text[None, : prefix + number]).logits[0, -1].softmax(-1)
         assert torch.allclose(probs[row], theirs, atol=1e-5)
         expected += float(forward_kl(alone[None], theirs[None]))
         seen[number] += 1
     assert float(total) == pytest.approx(expected, rel=1e-3) and min(seen) > 0
-    assert [int(count) for count in sums.loss_tokens] == [int(count) for count in sums.chains] == seen
+    assert (
+        [int(count) for count in sums.loss_tokens] == [int(count) for count in sums.chains] == seen
+    )
     assert int(objective.num_loss_tokens(batch)) == sum(seen)
     assert float(sum(sums.loss)) == pytest.approx(expected, rel=1e-3)
 
@@ -106,27 +138,39 @@ def test_a_slot_sees_its_tokens_past_and_its_own_chain(name: str) -> None:
     objective = objective_of(name, retention=1.0)
     batch = objective.prepare(packed(9, 8, num_rows=1), 0)
     embedded: list[Tensor] = []
-    objective.draft.get_input_embeddings().register_forward_hook(lambda module, ids, output: embedded.append(output))
+    objective.draft.get_input_embeddings().register_forward_hook(
+        lambda module, ids, output: embedded.append(output)
+    )
     columns, numbers = batch["mask_columns"], batch["mask_numbers"]
     hidden = objective.hidden_states(batch["input_ids"], batch["position_ids"], columns, numbers)
     length = batch["input_ids"].shape[1]
     slots = [(column, column, 0) for column in range(17)]
-    slots += [(length + m, int(columns[0, m]), int(numbers[0, m])) for _, m in (numbers < K).nonzero().tolist()]
+    slots += [
+        (length + m, int(columns[0, m]), int(numbers[0, m]))
+        for _, m in (numbers < K).nonzero().tolist()
+    ]
     for slot, column, number in slots:
-        (grad,) = torch.autograd.grad(hidden[0, slot].square().sum(), embedded[0], retain_graph=True)
+        (grad,) = torch.autograd.grad(
+            hidden[0, slot].square().sum(), embedded[0], retain_graph=True
+        )
         read = grad[0].abs().sum(-1).nonzero().flatten().tolist()
         chain = [other for other, own, i in slots if own == column and 0 < i <= number]
         # Layers with a window stand between layers without one, through which all is seen.
         assert read == [*range(0 if column < 9 else 9, column + 1), *chain]
 
 
-def test_the_target_as_its_own_draft_is_perfect_at_tokens_and_hard_labels_need_no_target(target: FrozenTarget) -> None:
+def test_the_target_as_its_own_draft_is_perfect_at_tokens_and_hard_labels_need_no_target(
+    target: FrozenTarget,
+) -> None:
     draft = copy.deepcopy(target.model)
     draft.config.pard_token = MASK
     objective = ParallelDistillation(draft, forward_kl, num_positions=1)
     batch = objective.prepare(packed(12, 9), None)
     total, sums = objective(**batch, **objective.read_target(target, batch), measure=True)
-    assert float(total.detach()) == pytest.approx(0, abs=1e-4) and float(sums.correct[0]) == float(sums.loss_tokens[0]) == 34
+    assert (
+        float(total.detach()) == pytest.approx(0, abs=1e-4)
+        and float(sums.correct[0]) == float(sums.loss_tokens[0]) == 34
+    )
     hard = objective_of("llama", labels="hard").train()
     batch = hard.prepare(packed(12, 9), 3)
     assert hard.read_target(target, batch) == {"soft_targets": None}
@@ -150,8 +194,12 @@ def test_a_memorised_text_is_drafted_in_full(target: FrozenTarget) -> None:
         optimizer.step()
         schedule.step()
     proposer = DraftModelProposer(objective.draft, mask_token_id=MASK)
-    run = Decoder(target, proposer).generate(prompt, max_new_tokens=20, num_speculative_tokens=K - 1)
-    assert [*prompt, *run.token_ids] == text and [r.num_accepted for r in run.rounds[:-1]] == [K - 1] * (len(run.rounds) - 1)
+    run = Decoder(target, proposer).generate(
+        prompt, max_new_tokens=20, num_speculative_tokens=K - 1
+    )
+    assert [*prompt, *run.token_ids] == text and [r.num_accepted for r in run.rounds[:-1]] == [
+        K - 1
+    ] * (len(run.rounds) - 1)
 
 
 def test_a_model_that_takes_no_masks_is_refused() -> None:
@@ -175,12 +223,19 @@ def test_a_draft_is_one_pass_over_masks_that_are_forgotten(name: str) -> None:
         proposer.begin([40] * len(texts))
         for grown in ([], [40], [41, 42, 43]):
             texts = [[*text, *grown[: len(grown) - b]] for b, text in enumerate(texts)]
-            state, generators = state_of(texts[0]), [torch.Generator().manual_seed(1) for _ in texts]
+            state, generators = (
+                state_of(texts[0]),
+                [torch.Generator().manual_seed(1) for _ in texts],
+            )
             state.token_ids = texts
-            for text, chain in zip(texts, proposer.propose(state, 4, sampling, generators), strict=True):
+            for text, chain in zip(
+                texts, proposer.propose(state, 4, sampling, generators), strict=True
+            ):
                 logits = model(torch.tensor([[*text, MASK, MASK, MASK]])).logits[0, len(text) - 1 :]
                 assert chain.probabilities is not None and len(chain.tokens) == 4
-                assert torch.allclose(chain.probabilities, sampling.probabilities(logits), atol=1e-5)
+                assert torch.allclose(
+                    chain.probabilities, sampling.probabilities(logits), atol=1e-5
+                )
 
 
 # --- Checkpoints
@@ -190,7 +245,14 @@ def test_a_draft_is_one_pass_over_masks_that_are_forgotten(name: str) -> None:
 def folder(target: FrozenTarget, tmp_path: Path) -> Path:
     """A fresh draft as training writes it."""
     recipe = load_recipe(
-        Recipe, ["method=pard", "target.model=tiny", "data.source=x", "train.output_dir=x", "draft.num_layers=2"]
+        Recipe,
+        [
+            "method=pard",
+            "target.model=tiny",
+            "data.source=x",
+            "train.output_dir=x",
+            "draft.num_layers=2",
+        ],
     )
     method = implementation("pard")
     draft = create_draft(recipe, target, ROWS)
@@ -198,9 +260,15 @@ def folder(target: FrozenTarget, tmp_path: Path) -> Path:
     return tmp_path / "draft"
 
 
-def test_a_checkpoint_is_a_models_with_its_mask_and_is_recognized(folder: Path, target: FrozenTarget, tmp_path: Path) -> None:
+def test_a_checkpoint_is_a_models_with_its_mask_and_is_recognized(
+    folder: Path, target: FrozenTarget, tmp_path: Path
+) -> None:
     config = json.loads((folder / "config.json").read_text())
-    assert (config["spd_type"], config["pard_token"], config["architectures"]) == ("pard", 3, ["LlamaForCausalLM"])
+    assert (config["spd_type"], config["pard_token"], config["architectures"]) == (
+        "pard",
+        3,
+        ["LlamaForCausalLM"],
+    )
     assert method_of(folder) == "pard" and load_proposer("pard", folder, target).passes(4) == 1
     with refused("eval.draft", holds="method pard"):
         load_proposer("draft_model", folder, target)
@@ -209,21 +277,29 @@ def test_a_checkpoint_is_a_models_with_its_mask_and_is_recognized(folder: Path, 
     line = '{"method": "draft_model", "parallel_drafting": true, "model"'
     assert line in (tmp_path / "out" / "SERVE.md").read_text()
     assert (
-        method_of(tmp_path / "out") == "pard" and json.loads((tmp_path / "out" / "config.json").read_text())["pard_token"] == 3
+        method_of(tmp_path / "out") == "pard"
+        and json.loads((tmp_path / "out" / "config.json").read_text())["pard_token"] == 3
     )
     with refused("engine"):
         export(folder, "sglang", tmp_path / "other")
 
 
-@pytest.mark.parametrize(("change", "got"), [({"pard_token": 260}, "pard_token 260"), ({"pard_token": "x"}, "pard_token 'x'")])
-def test_a_mask_that_is_no_row_is_refused(change: dict[str, Any], got: str, folder: Path, target: FrozenTarget) -> None:
+@pytest.mark.parametrize(
+    ("change", "got"),
+    [({"pard_token": 260}, "pard_token 260"), ({"pard_token": "x"}, "pard_token 'x'")],
+)
+def test_a_mask_that_is_no_row_is_refused(
+    change: dict[str, Any], got: str, folder: Path, target: FrozenTarget
+) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | change))
     with refused("eval.draft", holds=got):
         load_proposer("pard", folder, target)
 
 
-def test_a_mask_is_that_of_the_recipe_or_of_the_draft_that_is_continued(folder: Path, target: FrozenTarget) -> None:
+def test_a_mask_is_that_of_the_recipe_or_of_the_draft_that_is_continued(
+    folder: Path, target: FrozenTarget
+) -> None:
     common = ["method=pard", "target.model=tiny", "data.source=x", "train.output_dir=x"]
 
     def mask(*keys: str) -> Any:

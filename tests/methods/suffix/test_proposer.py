@@ -66,7 +66,10 @@ def test_the_most_frequent_continuation_of_the_longest_match_is_drafted() -> Non
     lookup = SuffixLookup(min_token_prob=0.5)
     text = [1, 2, 7, 1, 2, 8, 1, 2, 7, 5, 1, 2]
     assert lookup.find(text, 4) == [7]  # 2 of 3; whether 1 or 5 follows is even less sure
-    assert SuffixLookup().find(text, 4) == [7, 5]  # as many as agree: 7 1 and 7 5, of which this is the latest
+    assert SuffixLookup().find(text, 4) == [
+        7,
+        5,
+    ]  # as many as agree: 7 1 and 7 5, of which this is the latest
     lookup.remember([[3, 1, 2, 9], [0, 5, 1, 2, 6]])
     assert lookup.find(text, 4) == [6]  # (5, 1, 2) in a past output is longer
     lookup.remember([])
@@ -75,9 +78,17 @@ def test_the_most_frequent_continuation_of_the_longest_match_is_drafted() -> Non
 
 @pytest.mark.parametrize(("least", "most"), [(2, 2), (1, 3), (2, 4), (1, 24)])
 @pytest.mark.parametrize(("factor", "probability"), [(1.0, 0.1), (2.5, 0.4), (0.5, 0.0)])
-def test_the_trie_counts_what_a_scan_counts(least: int, most: int, factor: float, probability: float) -> None:
+def test_the_trie_counts_what_a_scan_counts(
+    least: int, most: int, factor: float, probability: float
+) -> None:
     rng, lengths = random.Random(0), set()
-    config = SuffixConfig(min=least, max=most, max_cached_requests=3, max_spec_factor=factor, min_token_prob=probability)
+    config = SuffixConfig(
+        min=least,
+        max=most,
+        max_cached_requests=3,
+        max_spec_factor=factor,
+        min_token_prob=probability,
+    )
     proposer = suffix_proposer(**vars(config))
     for alphabet in (1, 2, 3, 5) * 2:
         outputs: list[list[int]] = []
@@ -117,7 +128,11 @@ def test_greedy_output_is_that_of_generate(target: FrozenTarget, k: int) -> None
     """Of a sequence and of a batch, with the outputs of others to look up."""
     prompts = [[5, 1, 5, 1, 2, 3], [7, 3, 3], [2, 9, 4, 1]]
     expected = [
-        tuple(target.model.generate(torch.tensor([prompt]), max_new_tokens=60, do_sample=False)[0, len(prompt) :].tolist())
+        tuple(
+            target.model.generate(torch.tensor([prompt]), max_new_tokens=60, do_sample=False)[
+                0, len(prompt) :
+            ].tolist()
+        )
         for prompt in prompts
     ]
     proposer = suffix_proposer()
@@ -174,7 +189,9 @@ def test_a_prompt_knows_the_outputs_before_it_and_never_its_own(
     target, recording = tiny_target(), Recording(SuffixLookup())
     recording.seen = []
     config = LookupFirstConfig(method="suffix", draft_tokens=1)
-    proposer = LookupFirstProposer(suffix_proposer(), recording, config) if behind_lookup else recording
+    proposer = (
+        LookupFirstProposer(suffix_proposer(), recording, config) if behind_lookup else recording
+    )
     prompts = [Prompt(str(n), "a", f"{n}", tuple(range(n + 1, n + 5))) for n in range(4)]
     settings = Settings(2, 6, repeats=2, warmup=1, batch_size=batch_size)
     monkeypatch.setattr(measure, "disturbed_rounds", lambda generations: [1] * len(generations))
@@ -191,7 +208,9 @@ def test_a_prompt_knows_the_outputs_before_it_and_never_its_own(
 
 def test_its_settings_come_through_the_loader(target: FrozenTarget) -> None:
     assert load_proposer("suffix", None, target).settings == SuffixConfig().model_dump()
-    config = SuffixConfig(min=2, max=5, max_cached_requests=7, max_spec_factor=3.0, min_token_prob=0.25)
+    config = SuffixConfig(
+        min=2, max=5, max_cached_requests=7, max_spec_factor=3.0, min_token_prob=0.25
+    )
     assert load_proposer("suffix", None, target, suffix=config).settings == config.model_dump()
 
 
@@ -201,7 +220,11 @@ def test_its_settings_come_through_the_loader(target: FrozenTarget) -> None:
         (["eval.suffix.min=0"], "eval.suffix.min", 0),
         (["eval.suffix.min=4", "eval.suffix.max=3"], "eval.suffix.min", 4),
         (["eval.suffix.max_spec_factor=0"], "eval.suffix.max_spec_factor", 0),
-        (["eval.suffix.max_spec_factor=0.2", "eval.suffix.max=4"], "eval.suffix.max_spec_factor", 0.2),
+        (
+            ["eval.suffix.max_spec_factor=0.2", "eval.suffix.max=4"],
+            "eval.suffix.max_spec_factor",
+            0.2,
+        ),
         (["eval.suffix.min_token_prob=1.5"], "eval.suffix.min_token_prob", 1.5),
         (["eval.suffix.max_cached_requests=-1"], "eval.suffix.max_cached_requests", -1),
         (["eval.engine=vllm"], "eval.suffix.max_cached_requests", "10000 with eval.engine=vllm"),
@@ -211,6 +234,10 @@ def test_its_settings_come_through_the_loader(target: FrozenTarget) -> None:
         (["train.max_steps=5"], "train.max_steps", "5 with method suffix"),
     ],
 )
-def test_settings_that_cannot_work_name_their_key(options: list[str], key: str, got: object) -> None:
+def test_settings_that_cannot_work_name_their_key(
+    options: list[str], key: str, got: object
+) -> None:
     with refused(key, got):
-        load_recipe(Recipe, ["method=suffix", "target.model=pico", "train.output_dir=runs", *options])
+        load_recipe(
+            Recipe, ["method=suffix", "target.model=pico", "train.output_dir=runs", *options]
+        )
